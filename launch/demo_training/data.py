@@ -1,0 +1,137 @@
+"""The text of the demo pair: this Python's standard library, split by file, and its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 1024
+END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, MASK]
+
+# The pattern that the Qwen tokenizers split on: words, single digits, punctuation runs, newlines, spaces.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# The files that the target learns by heart; every demo prompt is cut from one of them.
+MEMORISED = [
+    "textwrap.py", "shlex.py", "heapq.py", "fnmatch.py", "glob.py", "queue.py", "sched.py",
+    "colorsys.py", "copy.py", "contextlib.py", "getopt.py", "json/decoder.py", "json/encoder.py",
+]  # fmt: skip
+
+_SKIP_PARTS = {"test", "tests", "lib2to3", "pydoc_data", "encodings", "idlelib", "turtledemo", "site-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """File name -> text, in three disjoint parts."""
+
+    memorised: dict[str, str]
+    general: dict[str, str]
+    held_out: dict[str, str]
+
+
+def load_corpus() -> Corpus:
+    """Read the standard library. A file is held out by a hash of its name (about 1 in 20), never by chance."""
+    root = Path(sysconfig.get_path("stdlib"))
+    memorised, general, held_out = {}, {}, {}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if _SKIP_PARTS & set(name.split("/")[:-1]) or path.stat().st_size < 200 or name.startswith("_sysconfigdata"):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if name in MEMORISED:
+            memorised[name] = text
+        elif int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0:
+            held_out[name] = text
+        else:
+            general[name] = text
+    missing = set(MEMORISED) - set(memorised)
+    if missing:
+        raise FileNotFoundError(f"standard library files not found under {root}: {sorted(missing)}")
+    return Corpus(memorised, general, held_out)
+
+
+def train_tokenizer(corpus: Corpus) -> Tokenizer:
+    """Byte-level BPE of `VOCAB_SIZE` entries, the last four being the special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    # Twice the memorised text: the demo's own words deserve their share of a small vocabulary.
+    texts = list(corpus.general.values()) + 2 * list(corpus.memorised.values())
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 32768,
+        "eos_token": IM_END,
+        "pad_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def token_stream(tokenizer: Tokenizer, files: dict[str, str]) -> torch.Tensor:
+    """All files of a part as one int64 stream, each followed by the end-of-text token."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch(list(files.values())):
+        ids += [*encoding.ids, end]
+    return torch.tensor(ids)
+
+
+class WindowSampler:
+    """Random windows of a token stream; some are dressed as a chat turn (the user's text, then its continuation)."""
+
+    def __init__(self, stream: torch.Tensor, tokenizer: Tokenizer, length: int, chat_share: float) -> None:
+        self.stream, self.length, self.chat_share = stream, length, chat_share
+        self._end = tokenizer.token_to_id(IM_END)
+        self._user = tokenizer.encode(f"{IM_START}user\n").ids
+        self._turn = tokenizer.encode(f"{IM_END}\n{IM_START}assistant\n").ids
+
+    def sample(self, batch: int, rng: random.Random) -> torch.Tensor:
+        """Returns int64 `[batch, length]`."""
+        return torch.stack([self._window(rng) for _ in range(batch)])
+
+    def _window(self, rng: random.Random) -> torch.Tensor:
+        start = rng.randrange(len(self.stream) - self.length)
+        text = self.stream[start : start + self.length].tolist()
+        if rng.random() < self.chat_share:
+            cut = rng.randrange(24, 200)
+            text = self._user + text[:cut] + self._turn + text[cut:]
+        return torch.tensor(text[: self.length])

@@ -1,0 +1,94 @@
+"""A seeded, resumable training loop with a progress bar: Muon on matrices, AdamW on the rest."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+SAVE_EVERY_S = 60.0
+
+
+def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for n, p in params.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in params.values() if id(p) not in inside]
+    # Muon's step is scaled to AdamW's usual size, so that one learning rate serves both.
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def lr_scale(step: int, steps: int, warmup: int = 30, hold: float = 0.5) -> float:
+    """Linear warm-up, a plateau until `hold` of the run, then linearly down to 1 %."""
+    if step < warmup:
+        return (step + 1) / warmup
+    left = (steps - step) / (steps * (1 - hold))
+    return max(0.01, min(1.0, left))
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    loss_of: Callable[[random.Random], tuple[torch.Tensor, dict[str, float]]],
+    *,
+    steps: int,
+    lr: float,
+    work: Path,
+    seed: int = 0,
+) -> None:
+    """Run `steps` optimizer steps of `loss_of(rng)`; the state under `work` lets a cut run go on where it was."""
+    optimizers = make_optimizers(model, lr)
+    state_file = work / f"{name}.state.pt"
+    step, spent = 0, 0.0
+    if state_file.exists():
+        state = torch.load(state_file)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, spent = state["step"], state["spent"]
+    began, saved_at, shown = time.process_time(), time.monotonic(), {}
+
+    def save() -> None:
+        state = {
+            "model": model.state_dict(),
+            "optimizers": [o.state_dict() for o in optimizers],
+            "step": step,
+            "spent": spent + time.process_time() - began,
+        }
+        torch.save(state, state_file.with_suffix(".tmp"))
+        state_file.with_suffix(".tmp").replace(state_file)
+
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"), TimeRemainingColumn())
+    with Progress(*columns, refresh_per_second=1) as bar:
+        task = bar.add_task(name, total=steps, completed=step, shown="")
+        while step < steps:
+            # One generator per step: a resumed run sees the same data as an uncut one.
+            rng = random.Random(f"{seed}-{name}-{step}")
+            loss, figures = loss_of(rng)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * lr_scale(step, steps)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            step += 1
+            for key, value in {"loss": loss.item(), **figures}.items():
+                shown[key] = value if key not in shown else 0.95 * shown[key] + 0.05 * value
+            bar.update(task, completed=step, shown=" ".join(f"{k} {v:.3f}" for k, v in shown.items()))
+            if step % 100 == 0:
+                print(f"{name} {step}/{steps}", {k: round(v, 4) for k, v in shown.items()}, flush=True)
+            if time.monotonic() - saved_at > SAVE_EVERY_S:
+                save()
+                saved_at = time.monotonic()
+    save()
+    print(f"{name}: {step} steps, {spent + time.process_time() - began:.0f} CPU-seconds")

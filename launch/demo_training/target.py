@@ -1,0 +1,71 @@
+"""The demo target: a tiny Qwen3 language model, first on the whole library, then learning the demo files by heart."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from . import data
+from .loop import train
+
+
+def build_target(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=data.VOCAB_SIZE,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=32768,
+        rope_theta=1000000.0,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.token_to_id(data.IM_END),
+        pad_token_id=tokenizer.token_to_id(data.END_OF_TEXT),
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def next_token_loss(model: Qwen3ForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Mean cross entropy in nats and the argmax accuracy over `ids` `[B, L]`."""
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
+    labels = ids[:, 1:].flatten()
+    return F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean().item()
+
+
+def train_target(corpus: data.Corpus, tokenizer: Tokenizer, work: Path, steps: int, memorise_steps: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    model = build_target(tokenizer)
+    general = data.token_stream(tokenizer, corpus.general)
+    memorised = data.token_stream(tokenizer, corpus.memorised)
+    broad = data.WindowSampler(general, tokenizer, 512, chat_share=0.1)
+    by_heart = data.WindowSampler(memorised, tokenizer, 512, chat_share=0.25)
+
+    def pretrain(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
+        loss, accuracy = next_token_loss(model, broad.sample(8, rng))
+        return loss, {"accuracy": accuracy}
+
+    def memorise(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
+        # A quarter of general text in every batch keeps the model a language model while it learns the demo files.
+        loss, accuracy = next_token_loss(model, by_heart.sample(6, rng))
+        general_loss, _ = next_token_loss(model, broad.sample(2, rng))
+        return 0.75 * loss + 0.25 * general_loss, {"by heart": loss.item(), "accuracy": accuracy}
+
+    train("target", model, pretrain, steps=steps, lr=6e-3, work=work)
+    train("memorise", model, memorise, steps=memorise_steps, lr=4e-3, work=work)
+    return model.eval()
+
+
+def save_target(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the target as a bfloat16 Hugging Face checkpoint with tokenizer and chat template."""
+    model.to(torch.bfloat16).save_pretrained(folder)
+    ends = [tokenizer.token_to_id(data.IM_END), tokenizer.token_to_id(data.END_OF_TEXT)]
+    GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=False).save_pretrained(folder)
+    data.save_tokenizer(tokenizer, folder)

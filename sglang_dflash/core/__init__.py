@@ -1,0 +1,1 @@
+"""The drafter, engine-agnostic: torch, safetensors and the standard library, nothing else."""

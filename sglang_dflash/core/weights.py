@@ -1,0 +1,129 @@
+"""Published DFlash safetensors <-> the network's state: every tensor is used once, or named in an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sglang_dflash.config import ConfigError, DraftConfig
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.rope import Rotary
+
+# Our parameter -> the checkpoint's tensors that it joins, row-wise.
+_JOINED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_MODULE_OF = {
+    "qkv_proj": "self_attn.qkv_proj", "o_proj": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+    "gate_up_proj": "mlp.gate_up_proj", "down_proj": "mlp.down_proj",
+}  # fmt: skip
+
+
+def checkpoint_names(parameter: str) -> tuple[str, ...]:
+    """The checkpoint tensors that make up one of our parameters, in row order."""
+    if not parameter.startswith("layers."):
+        return (parameter,)
+    _, index, module, kind = parameter.split(".")
+    module = _MODULE_OF.get(module, module)
+    return tuple(f"layers.{index}.{part}.{kind}" for part in _JOINED.get(module, (module,)))
+
+
+def read_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of the safetensors files in `folder`, on the CPU, by name.
+
+    Raises:
+        ConfigError: there is no such file, a file is damaged, or a name stands in two files.
+    """
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"draft checkpoint: no .safetensors file in {str(folder)!r}")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():
+                    if name in tensors:
+                        raise ConfigError(f"draft checkpoint: tensor {name!r} stands in two files, the second is {file.name!r}")
+                    tensors[name] = opened.get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); fetch it again") from error
+    # Some exports put the whole network under one prefix.
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def load_state(config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel) -> dict[str, Tensor]:
+    """This rank's state dict from the checkpoint's whole tensors.
+
+    Raises:
+        ConfigError: a tensor is missing, left over or of another shape; the message names it.
+    """
+    with torch.device("meta"):
+        whole = DraftModel(config).state_dict()
+    state, used = {}, set()
+    for parameter, like in whole.items():
+        names = checkpoint_names(parameter)
+        missing = [n for n in names if n not in tensors]
+        if missing:
+            raise ConfigError(f"draft checkpoint: tensor {missing[0]!r} is missing")
+        used.update(names)
+        parts = [tensors[n] for n in names]
+        joined = torch.cat(parts)
+        if joined.shape != like.shape:
+            got = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(names, parts, strict=True))
+            raise ConfigError(f"draft checkpoint: {got}; the config asks for {list(like.shape)} in all")
+        state[parameter] = _shard(parameter, parts, tp)
+    # A copy of the target's embedding or head is of no use: both are the target's own.
+    left = sorted(set(tensors) - used - {"embed_tokens.weight", "lm_head.weight"})
+    if left:
+        raise ConfigError(f"draft checkpoint: {len(left)} tensors that no DFlash v1 draft has, the first is {left[0]!r}")
+    return state
+
+
+def _shard(parameter: str, parts: Iterable[Tensor], tp: TensorParallel) -> Tensor:
+    """Heads and FFN columns are split by rows of the first projections and by columns of the second ones."""
+    if "qkv_proj" in parameter or "gate_up_proj" in parameter:
+        return torch.cat([part.chunk(tp.size)[tp.rank] for part in parts])
+    (tensor,) = parts
+    if parameter.endswith(("o_proj.weight", "down_proj.weight")):
+        return tensor.chunk(tp.size, dim=1)[tp.rank].contiguous()
+    return tensor
+
+
+def load_model(
+    folder: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", tp: TensorParallel | None = None
+) -> DraftModel:
+    """Read a draft checkpoint's folder into a frozen network. Raises ConfigError (see `DraftConfig`, `load_state`)."""
+    config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
+    state = load_state(config, read_tensors(folder), tp)
+    with torch.device("meta"):
+        model = DraftModel(config, tp)
+    model.load_state_dict({name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}, assign=True)
+    # The one buffer that no checkpoint holds: frequencies stay float32 whatever the dtype of the weights.
+    model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)
+    return model.freeze()
+
+
+def save_model(model: DraftModel, raw_config: Mapping[str, object], folder: str | Path, dtype: torch.dtype) -> None:
+    """Write `model` and its config.json as a published-style checkpoint."""
+    tensors = {}
+    for parameter, value in model.state_dict().items():
+        names = checkpoint_names(parameter)
+        rows = [value.shape[0]]
+        if len(names) == 3:
+            c = model.config
+            rows = [c.num_attention_heads * c.head_dim] + 2 * [c.num_key_value_heads * c.head_dim]
+        elif len(names) == 2:
+            rows = 2 * [model.config.intermediate_size]
+        for name, part in zip(names, value.split(rows), strict=True):
+            tensors[name] = part.to(dtype).contiguous()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    (Path(folder) / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
