@@ -12,16 +12,17 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).parent))
-from demo_training import data, target  # noqa: E402
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+from demo_training import data, drafter, target  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable training state")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets target/ and draft/")
-    parser.add_argument("--target-steps", type=int, default=800)
+    parser.add_argument("--target-steps", type=int, default=600)
     parser.add_argument("--memorise-steps", type=int, default=300)
+    parser.add_argument("--drafter-steps", type=int, default=5000)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -33,7 +34,11 @@ def main() -> None:
         data.train_tokenizer(corpus).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     model = target.train_target(corpus, tokenizer, args.work, args.target_steps, args.memorise_steps)
-    target.save_target(model, tokenizer, args.out / "target")
+    if not (args.out / "target").exists():
+        target.save_target(model, tokenizer, args.out / "target")
+    # The drafter learns from the target as it is served: with its weights rounded to the checkpoint's dtype.
+    model = target.load_target(args.out / "target")
+    drafter.train_drafter(corpus, model, tokenizer, args.work, args.out / "draft", args.drafter_steps)
 
 
 if __name__ == "__main__":

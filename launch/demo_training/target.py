@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from . import data
 from .loop import train
@@ -45,16 +45,16 @@ def train_target(corpus: data.Corpus, tokenizer: Tokenizer, work: Path, steps: i
     model = build_target(tokenizer)
     general = data.token_stream(tokenizer, corpus.general)
     memorised = data.token_stream(tokenizer, corpus.memorised)
-    broad = data.WindowSampler(general, tokenizer, 512, chat_share=0.1)
+    broad = data.WindowSampler(general, tokenizer, 256, chat_share=0.1)
     by_heart = data.WindowSampler(memorised, tokenizer, 512, chat_share=0.25)
 
     def pretrain(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        loss, accuracy = next_token_loss(model, broad.sample(8, rng))
+        loss, accuracy = next_token_loss(model, broad.sample(12, rng))
         return loss, {"accuracy": accuracy}
 
     def memorise(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         # A quarter of general text in every batch keeps the model a language model while it learns the demo files.
-        loss, accuracy = next_token_loss(model, by_heart.sample(6, rng))
+        loss, accuracy = next_token_loss(model, by_heart.sample(5, rng))
         general_loss, _ = next_token_loss(model, broad.sample(2, rng))
         return 0.75 * loss + 0.25 * general_loss, {"by heart": loss.item(), "accuracy": accuracy}
 
@@ -69,3 +69,8 @@ def save_target(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
     ends = [tokenizer.token_to_id(data.IM_END), tokenizer.token_to_id(data.END_OF_TEXT)]
     GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=False).save_pretrained(folder)
     data.save_tokenizer(tokenizer, folder)
+
+
+def load_target(folder: Path) -> PreTrainedModel:
+    """The saved target in float32, frozen."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)

@@ -1,0 +1,112 @@
+"""Attention over SGLang's paged KV pool in plain torch: prefill, decode, and verification of a drafted block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from torch import Tensor
+
+# Queries per attention call: bounds the mask of a long prefill to QUERY_CHUNK x context.
+QUERY_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Span:
+    """One request of a forward: its query rows, how many tokens stand before them, and the KV slots of all it sees."""
+
+    rows: slice
+    prefix: int
+    slots: Tensor
+
+
+class CpuAttentionBackend(AttentionBackend):
+    """One request at a time, so that a request's result does not depend on what it is batched with."""
+
+    needs_cpu_seq_lens = False
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        if isinstance(self.token_to_kv_pool, SWAKVPool):
+            raise ValueError("the plain-CPU platform has no sliding-window KV pool; start with --disable-hybrid-swa-memory")
+        self.spans: list[Span] = []
+
+    def support_triton(self) -> bool:
+        return False
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Find every request's rows and KV slots once; all layers share them."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            self.spans = []
+            return
+        lengths = forward_batch.seq_lens.tolist()
+        if mode.is_decode():
+            prefixes, counts = [n - 1 for n in lengths], [1] * len(lengths)
+        elif mode.is_target_verify():
+            # The drafted block comes after the committed tokens that seq_lens counts.
+            prefixes, counts = lengths, [forward_batch.spec_info.draft_token_num] * len(lengths)
+        else:
+            prefixes, counts = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
+        table, row, self.spans = self.req_to_token_pool.req_to_token, 0, []
+        for request, prefix, count in zip(forward_batch.req_pool_indices.tolist(), prefixes, counts, strict=True):
+            self.spans.append(Span(slice(row, row + count), prefix, table[request, : prefix + count].long()))
+            row += count
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+    ) -> Tensor:
+        """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`."""
+        if layer.is_cross_attention:
+            raise NotImplementedError("cross attention is not served on the plain-CPU platform")
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        q = q.reshape(-1, layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num, layer.qk_head_dim)  # [N, G, g, D]
+        out = q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        for span in self.spans:
+            out[span.rows] = attend(q[span.rows], keys[span.slots], values[span.slots], span.prefix, layer)
+        return out
+
+    forward_decode = forward_extend
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, prefix: int, layer: RadixAttention) -> Tensor:
+    """One request's attention: q `[n, G, g, D]` over k and v `[prefix + n, G, D]`; returns `[n, G * g * D]`.
+
+    The g query heads that share a kv head become rows of it, so that no K or V is repeated.
+    """
+    k, v = (t.to(q.dtype).transpose(0, 1) for t in (k, v))  # [G, prefix + n, D]
+    causal = layer.attn_type != AttentionType.ENCODER_ONLY
+    window = layer.sliding_window_size if causal else None
+    out = []
+    for start in range(0, len(q), QUERY_CHUNK):
+        rows = q[start : start + QUERY_CHUNK]
+        count, groups = rows.shape[0], rows.shape[2]
+        seen = prefix + start + count if causal else k.shape[1]
+        mask = visible(prefix + start, count, seen, window).repeat(groups, 1) if causal and count > 1 else None
+        if count == 1 and window is not None and window > -1:
+            mask = visible(prefix + start, 1, seen, window).repeat(groups, 1)
+        folded = rows.permute(1, 2, 0, 3).flatten(1, 2)  # [G, g * n, D]
+        attended = F.scaled_dot_product_attention(folded[None], k[None, :, :seen], v[None, :, :seen], mask, scale=layer.scaling)[0]
+        out.append(attended.unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1))
+    return torch.cat(out)
+
+
+def visible(first: int, count: int, seen: int, window: int | None) -> Tensor:
+    """Bool `[count, seen]`: which of the first `seen` tokens the queries at positions `first ...` may look at."""
+    queries, keys = torch.arange(first, first + count)[:, None], torch.arange(seen)
+    mask = keys <= queries
+    return mask & (keys >= queries - window) if window is not None and window > -1 else mask

@@ -1,0 +1,46 @@
+"""What SGLang does with a CUDA or Triton call and no platform seam: replaced by torch, on this platform only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+
+def register_hooks() -> None:
+    """Register all replacements; SGLang applies them once every plugin has run."""
+    HookRegistry.register("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", draft_in_own_dtype, HookType.AROUND)
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
+
+
+def assign_req_to_token(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    batch_size: int,
+) -> None:
+    """Enter freshly allocated KV slots, request after request, at positions `start_offset ... end_offset - 1`."""
+    taken = 0
+    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+def draft_in_own_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's model runner hands a draft bfloat16 embeddings whatever its dtype; a float32 draft needs float32."""
+    if kwargs.get("input_embeds") is not None:
+        kwargs["input_embeds"] = kwargs["input_embeds"].to(self.fc.weight.dtype)
+    return original(self, *args, **kwargs)
+
+
+_record_stream = torch.Tensor.record_stream
+
+
+def record_stream(self: torch.Tensor, stream: Any) -> None:
+    """A CPU tensor belongs to no stream: nothing to record."""
+    if self.device.type != "cpu":
+        _record_stream(self, stream)

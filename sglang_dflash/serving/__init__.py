@@ -1,0 +1,1 @@
+"""The SGLang adapter: plugin, flags and the DFLASH worker."""
