@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,10 @@ class DraftConfig:
             raise ConfigError(f"num_target_layers: the draft was trained on {self.num_target_layers} target layers, this target has {num_layers}")
 
 
+# Entries are overwritten oldest first, whoever they belong to: room for the requests that come and go meanwhile.
+DRAFT_KV_HEADROOM = 2
+
+
 @dataclass(frozen=True)
 class Options:
     """The run-time knobs of the drafter; every default lives here.
@@ -144,11 +148,13 @@ class Options:
     `block_size`: tokens verified per step, the bonus token included (None: the checkpoint's).
     `window`: committed tokens that the draft's attention reads (None: all of them).
     `sinks`: first tokens of a request that stay visible beside the window.
+    `draft_kv_tokens`: entries of the draft KV cache under a window (None: from what the running requests can see).
     """
 
     block_size: int | None = None
     window: int | None = None
     sinks: int = 0
+    draft_kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 2:
@@ -157,13 +163,21 @@ class Options:
             raise ConfigError(f"--speculative-draft-sink-size: {self.sinks} is negative; give 0 or more tokens")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"--speculative-draft-window-size: {self.window} sees nothing; give at least the block size, or leave it out")
+        if self.draft_kv_tokens is not None and self.draft_kv_tokens < 1:
+            raise ConfigError(f"--speculative-dflash-draft-kv-tokens: {self.draft_kv_tokens}; a positive number of tokens is required")
 
     def resolve(self, config: DraftConfig) -> Options:
         """Fill in what the checkpoint decides and check the two against each other."""
         block_size = self.block_size or config.block_size
         if self.window is not None and self.window < block_size:
             raise ConfigError(f"--speculative-draft-window-size: {self.window} is smaller than the block size {block_size}; give at least {block_size}")
-        return Options(block_size=block_size, window=self.window, sinks=self.sinks if self.window is not None else 0)
+        return replace(self, block_size=block_size, sinks=self.sinks if self.window is not None else 0)
+
+    def draft_kv_slots(self, max_running_requests: int) -> int:
+        """Entries of a bounded draft KV cache: `DRAFT_KV_HEADROOM` times what that many requests can see (window required)."""
+        assert self.window is not None and self.block_size is not None
+        seen = max_running_requests * (self.window + self.sinks + self.block_size)
+        return self.draft_kv_tokens or DRAFT_KV_HEADROOM * seen
 
 
 def _positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:

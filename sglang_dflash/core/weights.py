@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,49 +43,61 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: there is no such file, a file is damaged, or a name stands in two files.
     """
+    return {name: opened.get_tensor(name) for name, opened in _each_tensor(folder)}
+
+
+def _each_tensor(folder: str | Path) -> Iterator[tuple[str, Any]]:
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ConfigError(f"draft checkpoint: no .safetensors file in {str(folder)!r}")
-    tensors: dict[str, Tensor] = {}
+    seen: set[str] = set()
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():
-                    if name in tensors:
+                    if name in seen:
                         raise ConfigError(f"draft checkpoint: tensor {name!r} stands in two files, the second is {file.name!r}")
-                    tensors[name] = opened.get_tensor(name)
+                    seen.add(name)
+                    yield name, opened
         except SafetensorError as error:
             raise ConfigError(f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); fetch it again") from error
-    # Some exports put the whole network under one prefix.
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
-def load_state(config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel) -> dict[str, Tensor]:
-    """This rank's state dict from the checkpoint's whole tensors.
+def tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
+    """Name and shape of every tensor, from the files' headers alone. Raises ConfigError as `read_tensors`."""
+    shapes = {}
+    for name, opened in _each_tensor(folder):
+        shapes[name] = opened.get_slice(name).get_shape()
+    return shapes
 
-    Raises:
-        ConfigError: a tensor is missing, left over or of another shape; the message names it.
-    """
+
+def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raise ConfigError where a tensor is missing, left over or of a shape that the config does not ask for."""
     with torch.device("meta"):
         whole = DraftModel(config).state_dict()
-    state, used = {}, set()
+    used = set()
     for parameter, like in whole.items():
         names = checkpoint_names(parameter)
-        missing = [n for n in names if n not in tensors]
+        missing = [n for n in names if n not in shapes]
         if missing:
             raise ConfigError(f"draft checkpoint: tensor {missing[0]!r} is missing")
         used.update(names)
-        parts = [tensors[n] for n in names]
-        joined = torch.cat(parts)
-        if joined.shape != like.shape:
-            got = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(names, parts, strict=True))
+        rows, columns = sum(shapes[n][0] for n in names), {tuple(shapes[n][1:]) for n in names}
+        if rows != like.shape[0] or columns != {tuple(like.shape[1:])}:
+            got = ", ".join(f"{n} {list(shapes[n])}" for n in names)
             raise ConfigError(f"draft checkpoint: {got}; the config asks for {list(like.shape)} in all")
-        state[parameter] = _shard(parameter, parts, tp)
     # A copy of the target's embedding or head is of no use: both are the target's own.
-    left = sorted(set(tensors) - used - {"embed_tokens.weight", "lm_head.weight"})
+    left = sorted(set(shapes) - used - {"embed_tokens.weight", "lm_head.weight"})
     if left:
         raise ConfigError(f"draft checkpoint: {len(left)} tensors that no DFlash v1 draft has, the first is {left[0]!r}")
-    return state
+
+
+def load_state(config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel) -> dict[str, Tensor]:
+    """This rank's state dict from the checkpoint's whole tensors. Raises ConfigError as `check_shapes`."""
+    check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
+    with torch.device("meta"):
+        parameters = list(DraftModel(config).state_dict())
+    return {p: _shard(p, [tensors[n] for n in checkpoint_names(p)], tp) for p in parameters}
 
 
 def _shard(parameter: str, parts: Iterable[Tensor], tp: TensorParallel) -> Tensor:

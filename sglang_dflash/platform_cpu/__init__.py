@@ -17,3 +17,8 @@ def activate() -> str | None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
         return None
     return PLATFORM
+
+
+def is_active(platform: object) -> bool:
+    """Whether SGLang runs on our platform in this process."""
+    return f"{type(platform).__module__}.{type(platform).__qualname__}" == PLATFORM

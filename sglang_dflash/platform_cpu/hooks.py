@@ -7,12 +7,25 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_dflash.platform_cpu.platform import ATTENTION_BACKEND
+
 
 def register_hooks() -> None:
     """Register all replacements; SGLang applies them once every plugin has run."""
     HookRegistry.register("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.arg_groups.platform_hook.handle_cpu_backends", torch_backends, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", draft_in_own_dtype, HookType.AROUND)
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
+
+
+def torch_backends(server_args: Any) -> None:
+    """SGLang's rule for --device cpu picks the kernels of its AMX engine wherever the CPU has AMX; here it is torch."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    attention = resolving_view(server_args).attention_backend or ATTENTION_BACKEND
+    if attention != ATTENTION_BACKEND:
+        raise ValueError(f"--attention-backend: {attention!r} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can")
+    declare_resolution(server_args, "plain_cpu_platform", attention_backend=attention, sampling_backend="pytorch")
 
 
 def assign_req_to_token(

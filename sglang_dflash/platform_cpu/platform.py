@@ -1,11 +1,13 @@
-"""The platform object that SGLang asks for what differs on a plain CPU."""
+"""The platform object that SGLang asks for what differs on a plain CPU.
+
+SGLang builds it while its own utilities are still being imported, so this module may import nothing of SGLang but the
+platform interface; everything else is imported where it is asked for.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, move_kv_cache_native
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -22,12 +24,6 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_device(self, device_id: int | None = None) -> str:
         return "cpu"
-
-    def apply_server_args_defaults(self, server_args: Any) -> None:
-        if server_args.attention_backend is None:
-            server_args.attention_backend = ATTENTION_BACKEND
-        if server_args.sampling_backend is None:
-            server_args.sampling_backend = "pytorch"
 
     def init_backend(self) -> None:
         # SGLang's `torch_native` backend knows neither target verify nor a draft's block; ours takes its name, so that
@@ -51,35 +47,16 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return backend == ATTENTION_BACKEND
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
-        return CpuKVPool if kind == "mha" else None
+        if kind != "mha":
+            return None
+        from sglang_dflash.platform_cpu.kv_pool import CpuKVPool
+
+        return CpuKVPool
 
     def get_speculative_cache_locs_fn(self) -> Any:
+        from sglang_dflash.platform_cpu.kv_pool import speculative_cache_locs
+
         return speculative_cache_locs
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
-
-
-class CpuKVPool(MHATokenToKVPool):
-    """The engine's MHA pool with moves done by indexing instead of a Triton copy."""
-
-    def _init_kv_copy_and_warmup(self) -> None:
-        self._kv_copy_config = None
-
-    def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        move_kv_cache_native(self.k_buffer, self.v_buffer, tgt_loc, src_loc)
-
-
-def speculative_cache_locs(
-    *,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
-    device: Any,
-) -> torch.Tensor:
-    """KV slots int64 `[batch_size * draft_token_num]` of the next `draft_token_num` positions of every request."""
-    positions = start_offset.long()[:, None] + torch.arange(draft_token_num)
-    return req_to_token[req_pool_indices.long()[:, None], positions].long().flatten()

@@ -1,0 +1,114 @@
+"""Every private or movable name of SGLang that the worker touches. When SGLang moves, this file moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.runtime_context import get_model, get_spec
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from torch import Tensor
+
+__all__ = [
+    "BaseSpecWorker",
+    "CaptureHiddenMode",
+    "DFlashDraftInputV2",
+    "GenerationBatchResult",
+    "LogitsProcessorOutput",
+    "ScheduleBatch",
+    "compute_spec_logprobs",
+    "draft_kv_dtype",
+    "grammar_mask",
+    "make_draft_input_v2",
+    "plain_step_logits",
+    "repeated_sampling_info",
+    "verify_batch",
+]
+
+
+def verify_batch(batch: ScheduleBatch, target_worker: Any, block: Tensor, positions: Tensor, cache_locs: Tensor) -> ForwardBatch:
+    """The target's forward over `block` int64 `[R, B]` at `positions`, writing KV to `cache_locs` (both int64 `[R, B]`).
+
+    The engine's host-side lengths mean "with the block" while this forward is prepared, and are put back.
+    """
+    block_size = block.shape[1]
+    batch.out_cache_loc = cache_locs.flatten()
+    lengths, total = batch.seq_lens_cpu, batch.seq_lens_sum
+    if lengths is not None:
+        batch.seq_lens_cpu = lengths + block_size
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+    else:
+        # The backend plans from device lengths alone; what is reserved is the host's upper bound.
+        batch.seq_lens_cpu, batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
+    verify_input = DFlashVerifyInput(
+        draft_token=block.flatten(), positions=positions.flatten(), draft_token_num=block_size, capture_hidden_mode=CaptureHiddenMode.FULL
+    )
+    forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
+    batch.seq_lens_cpu, batch.seq_lens_sum = lengths, total
+    return forward_batch
+
+
+def draft_kv_dtype(server_args: Any, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of draft K/V by SGLang's own flags (--speculative-draft-kv-cache-dtype, else --kv-cache-dtype)."""
+    del server_args
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=get_model().kv_cache_dtype,
+        speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
+        model=None,
+        model_dtype=model_dtype,
+        is_draft_worker=True,
+        is_dflash=True,
+        speculative_draft_attention_backend=get_spec().speculative_draft_attention_backend,
+    )
+    return dtype
+
+
+def grammar_mask(batch: ScheduleBatch, block: Tensor, device: torch.device, barrier: Callable[[], None] | None) -> Any:
+    """The engine's vocabulary mask over every position of the drafted block, or None where no request has a grammar."""
+    if not batch.has_grammar:
+        return None
+    tree = GrammarTree.from_linear_chain(block)
+    return build_grammar_vocab_mask(reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device=device, barrier=barrier)
+
+
+def plain_step_logits(logits: Tensor, info: SamplingBatchInfo) -> None:
+    """Adjust `[R, V]` logits in place as a plain decoding step does: penalties, bias, custom processors."""
+    info.apply_logits_bias(logits)
+    if info.has_custom_logit_processor:
+        apply_custom_logit_processor(logits, info)
+
+
+def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatchInfo:
+    """Each request's sampling parameters for `times` consecutive rows; logits adjustments are already done and left out."""
+    seed = info.sampling_seed
+    return replace(
+        info,
+        temperatures=info.temperatures.repeat_interleave(times, 0),
+        top_ps=info.top_ps.repeat_interleave(times),
+        top_ks=info.top_ks.repeat_interleave(times),
+        min_ps=info.min_ps.repeat_interleave(times),
+        sampling_seed=None if seed is None else seed.repeat_interleave(times),
+        grammars=None,
+        grammar_mask=None,
+        penalizer_orchestrator=None,
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        has_custom_logit_processor=False,
+        custom_logit_processor=None,
+        logit_bias=None,
+        sampling_mask_batch_indices=None,
+    )

@@ -1,0 +1,93 @@
+"""Which worker serves: ours, or SGLang's built-in one where we do not; and what nobody could serve is refused at the start."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import resolving_view
+
+from sglang_dflash.config import ConfigError, DraftConfig, UnsupportedDraft
+from sglang_dflash.core.weights import check_shapes, tensor_shapes
+from sglang_dflash.serving import arguments
+
+logger = logging.getLogger(__name__)
+
+
+def check_pair(server_args: Any) -> None:
+    """Hook before SGLang resolves DFLASH settings, in the launching process.
+
+    Raises:
+        ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names field and value.
+    """
+    settings = resolving_view(server_args)
+    if settings.speculative_draft_model_path is None or arguments.wants_builtin(server_args):
+        return
+    folder = draft_folder(settings)
+    try:
+        config = DraftConfig.from_pretrained(folder)
+    except UnsupportedDraft:
+        return
+    options = arguments.options(server_args, settings)
+    options.resolve(config)
+    target = model_config_of(server_args).hf_text_config
+    config.check_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_hidden_layers)
+    check_shapes(config, tensor_shapes(folder))
+
+
+def draft_folder(settings: Any) -> str:
+    """The local folder of the draft checkpoint, fetched from the hub if it is no path. Raises ConfigError."""
+    path = settings.speculative_draft_model_path
+    if Path(path).exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return snapshot_download(path, revision=settings.speculative_draft_model_revision, allow_patterns=["*.json", "*.safetensors"])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"--speculative-draft-model-path: {path!r} is neither a folder here nor a draft that could be fetched from the hub ({error})"
+        ) from error
+
+
+def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
+    """Hook around SGLang's choice of the speculative worker's class, in the scheduler process."""
+    if not algorithm.is_dflash():
+        return original(algorithm, server_args)
+    if arguments.wants_builtin(server_args):
+        logger.info("DFLASH: SGLang's built-in worker, as asked for by --speculative-dflash-worker builtin")
+        return original(algorithm, server_args)
+    settings = resolving_view(server_args)
+    folder = draft_folder(settings)
+    reason = why_not_ours(server_args, settings, folder)
+    if reason is not None:
+        logger.warning("DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason)
+        return original(algorithm, server_args)
+    from sglang_dflash.serving.worker import DFlashWorker
+
+    return functools.partial(DFlashWorker, draft_folder=folder, options=arguments.options(server_args, settings))
+
+
+def why_not_ours(server_args: Any, settings: Any, folder: str) -> str | None:
+    """The first thing that our worker does not serve, or None."""
+    try:
+        DraftConfig.from_pretrained(folder)
+    except UnsupportedDraft as reason:
+        return str(reason)
+    target = model_config_of(server_args).hf_text_config
+    if any("linear" in kind or "mamba" in kind for kind in getattr(target, "layer_types", None) or ()):
+        return "the target's recurrent layers (config field layer_types)"
+    unserved = {
+        "tp_size": settings.tp_size > 1,
+        "pp_size": settings.pp_size > 1,
+        "dp_size with data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
+        "disaggregation_mode": settings.disaggregation_mode not in (None, "null"),
+        "quantization": settings.quantization is not None,
+        "speculative_use_block_verification": settings.speculative_use_block_verification,
+        "enable_hierarchical_cache": settings.enable_hierarchical_cache,
+    }
+    return next((name for name, present in unserved.items() if present), None)

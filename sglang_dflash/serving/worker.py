@@ -1,0 +1,229 @@
+"""The DFLASH spec worker: propose -> verify -> commit, on top of SGLang's target worker.
+
+There is no draft ModelRunner: the drafter is a small network of ours with a cache of its own, keyed by the target's KV slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.config import DraftConfig, Options
+from sglang_dflash.core.attention import block_attention
+from sglang_dflash.core.drafter import Drafter, TargetHead
+from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.verify import Accepted, accept
+from sglang_dflash.core.weights import load_model
+from sglang_dflash.serving import budget, compat
+from sglang_dflash.serving.metrics import AcceptanceCounts
+from sglang_dflash.serving.target_tokens import TargetTokens
+
+logger = logging.getLogger(__name__)
+
+
+class Step(NamedTuple):
+    """One decode step's requests: request rows and committed lengths int64 `[R]`, block positions and KV slots int64 `[R, B]`."""
+
+    rows: Tensor
+    seq_lens: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+class DFlashWorker(compat.BaseSpecWorker):
+    """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off."""
+
+    def __init__(self, *, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, draft_folder: str, options: Options) -> None:
+        super().__init__()
+        del gpu_id, nccl_port
+        self._target_worker = target_worker
+        runner = target_worker.model_runner
+        self.device = torch.device(runner.device)
+        began = time.perf_counter()
+        model = load_model(draft_folder, dtype=runner.dtype, device=self.device)
+        self._load_seconds = time.perf_counter() - began
+        self.config: DraftConfig = model.config
+        self.options = options.resolve(self.config)
+        assert self.options.block_size is not None
+        self.block_size = self.speculative_num_draft_tokens = self.options.block_size
+        self.speculative_num_steps = 1
+        self._offsets = torch.arange(self.block_size, device=self.device)
+        self._model, self._kv_dtype = model, compat.draft_kv_dtype(server_args, runner.dtype)
+        self._cache = self._bounded_cache(server_args.max_running_requests or 48)
+        self.counts = AcceptanceCounts(self.block_size)
+
+    def _bounded_cache(self, max_running_requests: int) -> DraftKVCache | None:
+        """With a window, the draft K/V is allocated now: the target's pool is sized next, from the memory that is left."""
+        if self.options.window is None:
+            return None
+        slots = self.options.draft_kv_slots(max_running_requests)
+        budget.draft_kv_is_bounded = True
+        return DraftKVCache(slots, self.config.kv_shape, self._kv_dtype, self.device)
+
+    # -- the scheduler's start-up calls, in their order ---------------------------------------------------------------
+
+    @property
+    def draft_worker(self) -> None:
+        """There is none: the drafter is no ModelRunner."""
+        return None
+
+    def _draft_model_runners(self) -> tuple[Any, ...]:
+        return ()
+
+    @property
+    def weight_load_time(self) -> float:
+        return self._load_seconds
+
+    def alloc_memory_pool(self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None) -> None:
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
+        if self._cache is None:
+            self._cache = IdentityDraftKVCache(slots, self.config.kv_shape, self._kv_dtype, self.device)
+        else:
+            self._cache.attach(slots)
+        self.drafter = Drafter(self._model, self._target_head(), self._cache, self.options, block_attention("torch"))
+        self.target_tokens = TargetTokens(self.target_worker.model_runner.sampler)
+        logger.info("DFLASH: %s", self.describe())
+
+    def _target_head(self) -> TargetHead:
+        target = self.target_worker.model_runner.model
+        embed, weight = target.get_input_embeddings(), target.lm_head.weight[: self.config.vocab_size]
+        return TargetHead(embed=embed, argmax=lambda hidden: (hidden @ weight.T).argmax(-1))
+
+    def clear_cache_pool(self) -> None:
+        self.drafter.cache.clear()
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        self.counts.add(num_correct_drafts_per_req)
+
+    def describe(self) -> dict[str, Any]:
+        """The set-up, as the log and /server_info show it."""
+        return {
+            "worker": f"{type(self).__module__}.{type(self).__qualname__}",
+            "block_size": self.block_size,
+            "window": self.options.window,
+            "sinks": self.options.sinks,
+            "draft_kv_slots": self.drafter.cache.num_slots,
+            "draft_kv_bytes": self.drafter.cache.nbytes,
+            "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
+            "draft_attention": "torch",
+        }
+
+    def report(self) -> dict[str, Any]:
+        """`describe`, and how it is going."""
+        return {**self.describe(), "draft_kv_live_share": round(self.drafter.cache.live_share(), 4), **self.counts.report()}
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: compat.ScheduleBatch,
+        on_publish: Callable[[Tensor], None] | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> compat.GenerationBatchResult:
+        """One scheduler step. `on_publish` takes the new committed lengths as soon as they are known."""
+        publish = on_publish or (lambda _: None)
+        if batch.forward_mode.is_idle():
+            return self._idle(publish)
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, publish, pp_proxy_tensors)
+        return self._decode(batch, publish, grammar_barrier)
+
+    def _decode(
+        self, batch: compat.ScheduleBatch, publish: Callable[[Tensor], None], grammar_barrier: Callable[[], None] | None
+    ) -> compat.GenerationBatchResult:
+        step = self._next_step(batch)
+        block = self._propose(batch, step)
+        output, accepted = self._verify(batch, step, block, grammar_barrier)
+        new_seq_lens = step.seq_lens + accepted.lengths
+        publish(new_seq_lens)
+        self._commit(step, output, accepted)
+        return compat.GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=accepted.tokens.flatten(),
+            accept_lens=accepted.lengths.int(),
+            new_seq_lens=new_seq_lens,
+            next_draft_input=compat.make_draft_input_v2(bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens),
+            speculative_num_draft_tokens=self.block_size,
+            can_run_cuda_graph=False,
+        )
+
+    def _next_step(self, batch: compat.ScheduleBatch) -> Step:
+        rows, seq_lens = batch.req_pool_indices.long(), batch.seq_lens.long()
+        positions = seq_lens[:, None] + self._offsets
+        return Step(rows, seq_lens, positions, self.req_to_token_pool.req_to_token[rows[:, None], positions].long())
+
+    def _propose(self, batch: compat.ScheduleBatch, step: Step) -> Tensor:
+        lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
+        positions = self.drafter.visible_context(step.seq_lens, longest=int(lengths.max()))
+        slots = self.req_to_token_pool.req_to_token[step.rows[:, None], positions].long()
+        return self.drafter.propose(batch.spec_info.bonus_tokens.long(), step.seq_lens, positions, slots)
+
+    def _verify(
+        self, batch: compat.ScheduleBatch, step: Step, block: Tensor, grammar_barrier: Callable[[], None] | None
+    ) -> tuple[compat.LogitsProcessorOutput, Accepted]:
+        forward_batch = compat.verify_batch(batch, self.target_worker, block, step.positions, step.slots)
+        output = self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        ).logits_output
+        said = self.target_tokens(batch, output.next_token_logits, block, step.positions, grammar_barrier)
+        alone = self.target_tokens.one_at_a_time(batch)
+        if alone is not None:
+            block = block.masked_fill(alone[:, None], -1)
+        accepted = accept(block, said)
+        if batch.return_logprob:
+            compat.compute_spec_logprobs(batch, output, accepted.tokens.flatten(), chain_stride=self.block_size)
+        return output, accepted
+
+    def _commit(self, step: Step, output: compat.LogitsProcessorOutput, accepted: Accepted) -> None:
+        """Hand the hidden states of the committed tokens (the old bonus and the accepted drafts) to the drafter."""
+        committed = self._offsets < accepted.lengths[:, None]
+        self.drafter.absorb(output.hidden_states, step.positions.flatten(), step.slots.flatten(), keep=committed.flatten())
+        # Large, and read by nobody else: the overlap loop would copy it to the host.
+        output.hidden_states = None
+
+    def _prefill(
+        self, batch: compat.ScheduleBatch, publish: Callable[[Tensor], None], pp_proxy_tensors: Any
+    ) -> compat.GenerationBatchResult:
+        result = self.target_worker.forward_batch_generation(
+            batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
+        )
+        result.new_seq_lens = batch.seq_lens
+        publish(result.new_seq_lens)
+        self._absorb_prompt(batch, result.logits_output.hidden_states)
+        result.logits_output.hidden_states = None
+        result.next_draft_input = compat.make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
+        return result
+
+    def _absorb_prompt(self, batch: compat.ScheduleBatch, features: Tensor) -> None:
+        """Project the prompt tokens that a draft can ever see; the target slots of the others are marked dead."""
+        spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+        positions = torch.cat([torch.arange(prefix, prefix + count) for prefix, count in spans])
+        if self.options.window is None:
+            self.drafter.absorb(features, positions.to(self.device), batch.out_cache_loc)
+            return
+        lengths = torch.tensor([len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs])
+        length = lengths.repeat_interleave(torch.tensor(batch.extend_lens))
+        seen = (positions >= length - self.options.window) | (positions < self.options.sinks)
+        rows, others = (index.to(self.device) for index in (seen.nonzero()[:, 0], (~seen).nonzero()[:, 0]))
+        self.drafter.cache.forget(batch.out_cache_loc[others])
+        self.drafter.absorb(features[rows], positions.to(self.device)[rows], batch.out_cache_loc[rows])
+
+    def _idle(self, publish: Callable[[Tensor], None]) -> compat.GenerationBatchResult:
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        publish(nothing)
+        return compat.GenerationBatchResult(
+            logits_output=None,
+            next_token_ids=nothing,
+            accept_lens=nothing.int(),
+            new_seq_lens=nothing,
+            next_draft_input=compat.DFlashDraftInputV2.create_idle_input(device=self.device),
+            speculative_num_draft_tokens=self.block_size,
+            can_run_cuda_graph=False,
+        )
