@@ -33,6 +33,7 @@ __all__ = [
     "compute_spec_logprobs",
     "draft_kv_dtype",
     "grammar_mask",
+    "has_penalties",
     "make_draft_input_v2",
     "plain_step_logits",
     "repeated_sampling_info",
@@ -90,6 +91,12 @@ def plain_step_logits(logits: Tensor, info: SamplingBatchInfo) -> None:
     info.apply_logits_bias(logits)
     if info.has_custom_logit_processor:
         apply_custom_logit_processor(logits, info)
+
+
+def has_penalties(info: SamplingBatchInfo) -> bool:
+    """Whether any request has penalties; overlap scheduling hands them over already summed."""
+    live = info.penalizer_orchestrator
+    return info.acc_additive_penalties is not None or info.acc_scaling_penalties is not None or (live is not None and live.is_required)
 
 
 def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatchInfo:

@@ -51,7 +51,7 @@ class TargetTokens:
     def one_at_a_time(self, batch: compat.ScheduleBatch) -> Tensor | None:
         """Bool `[R]`: requests whose logits depend on every token before, or None where there are none."""
         info = batch.sampling_info
-        if info is None or not (info.has_custom_logit_processor or info.penalizer_orchestrator.is_required):
+        if info is None or not (info.has_custom_logit_processor or compat.has_penalties(info)):
             return None
         if not self._told:
             self._told = True

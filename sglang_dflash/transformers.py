@@ -1,0 +1,122 @@
+"""DFlash over a Hugging Face target: the same core, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.config import ConfigError, Options
+from sglang_dflash.core.attention import torch_block_attention
+from sglang_dflash.core.drafter import Drafter, TargetHead
+from sglang_dflash.core.kv_cache import IdentityDraftKVCache
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.verify import accept, sample, target_probabilities
+
+# Logits [B, V] to the target's tokens [B].
+Choose = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Generation:
+    """Generated token ids (without the prompt), and how many of them each verify step committed."""
+
+    tokens: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per verify step, the bonus token included."""
+        return sum(self.committed) / max(1, len(self.committed))
+
+
+def sampler(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, generator: torch.Generator | None = None) -> Choose:
+    """How the target picks its tokens; temperature 0 is greedy."""
+    if temperature == 0:
+        return lambda logits: logits.argmax(-1)
+    return lambda logits: sample(target_probabilities(logits, temperature, top_k, top_p, min_p), generator)
+
+
+@torch.inference_mode()
+def spec_generate(
+    draft: DraftModel,
+    target: Any,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    options: Options | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    choose: Choose | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
+) -> Generation:
+    """Generate after `input_ids` int64 `[1, N]` with a frozen `draft` (see `core.weights.load_model`) of that `target`.
+
+    `on_tokens` is called with the new tokens of every step.
+
+    Raises:
+        ConfigError: the pair does not fit, or the batch is larger than 1.
+    """
+    if input_ids.shape[0] != 1:
+        raise ConfigError(f"input_ids: {input_ids.shape[0]} rows; one prompt at a time is generated here")
+    of = target.config.get_text_config()
+    draft.config.check_target(hidden_size=of.hidden_size, vocab_size=of.vocab_size, num_layers=of.num_hidden_layers)
+    options = (options or Options()).resolve(draft.config)
+    assert options.block_size is not None
+    choose, total = choose or sampler(0.0), input_ids.shape[1] + max_new_tokens + options.block_size
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    cache = IdentityDraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, input_ids.device)
+    drafter = Drafter(draft, TargetHead(embed, lambda h: head(h).argmax(-1)), cache, options, torch_block_attention)
+    result, kv = Generation(), None
+    with captured(target, draft.config.target_layer_ids) as features:
+        out = target(input_ids=input_ids, past_key_values=kv, use_cache=True)
+        kv, length = out.past_key_values, torch.tensor([input_ids.shape[1]], device=input_ids.device)
+        at = torch.arange(total, device=input_ids.device)
+        drafter.absorb(features(), at[: input_ids.shape[1]], at[: input_ids.shape[1]])
+        bonus = choose(out.logits[0, -1:])
+        done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
+        while not done:
+            seen = drafter.visible_context(length, longest=int(length))
+            block = drafter.propose(bonus, length, seen, seen.clamp(max=total - 1))
+            out = target(input_ids=block, past_key_values=kv, use_cache=True)
+            accepted = accept(block, choose(out.logits[0])[None])
+            count = int(accepted.lengths)
+            span = at[int(length) : int(length) + count]
+            drafter.absorb(features()[:count], span, span)
+            length, bonus = length + count, accepted.bonus
+            kv.crop(int(length))
+            result.committed.append(count)
+            done = _extend(result, accepted.tokens[0, :count].tolist(), stop_token_ids, max_new_tokens, on_tokens)
+    return result
+
+
+def _extend(result: Generation, new: list[int], stops: tuple[int, ...], limit: int, on_tokens: Callable[[list[int]], None] | None) -> bool:
+    """Append up to the first stop token or the limit; True where the generation ends."""
+    ends = [i for i, token in enumerate(new) if token in stops]
+    new = new[: min(ends[0] + 1 if ends else len(new), limit - len(result.tokens))]
+    result.tokens += new
+    if on_tokens is not None:
+        on_tokens(new)
+    return bool(ends) or len(result.tokens) >= limit
+
+
+@contextmanager
+def captured(target: Any, layer_ids: tuple[int, ...]) -> Iterator[Callable[[], Tensor]]:
+    """Hook the target's layers; the value is a function that returns the last forward's features `[N, F * E]` of row 0."""
+    layers, kept = target.get_decoder().layers, {}
+
+    def keep(i: int) -> Callable[..., None]:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            kept[i] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [layers[i].register_forward_hook(keep(i)) for i in layer_ids]
+    try:
+        yield lambda: torch.cat([kept[i][0] for i in layer_ids], dim=-1)
+    finally:
+        for handle in handles:
+            handle.remove()
