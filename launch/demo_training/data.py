@@ -29,10 +29,9 @@ CHAT_TEMPLATE = (
 )
 
 # The files that the target learns by heart; every demo prompt is cut from one of them.
-MEMORISED = [
-    "textwrap.py", "shlex.py", "heapq.py", "fnmatch.py", "glob.py", "queue.py", "sched.py",
-    "colorsys.py", "copy.py", "contextlib.py", "getopt.py", "json/decoder.py", "json/encoder.py",
-]  # fmt: skip
+MEMORISED = ["textwrap.py", "shlex.py", "fnmatch.py", "glob.py", "queue.py", "sched.py", "copy.py"]
+# Held out by name, of the same kind; beside them about 1 file in 20 is held out by a hash of its name.
+HELD_OUT = ["colorsys.py", "heapq.py", "contextlib.py", "getopt.py", "json/decoder.py", "json/encoder.py"]
 
 _SKIP_PARTS = {"test", "tests", "lib2to3", "pydoc_data", "encodings", "idlelib", "turtledemo", "site-packages", "__pycache__"}
 
@@ -47,7 +46,7 @@ class Corpus:
 
 
 def load_corpus() -> Corpus:
-    """Read the standard library. A file is held out by a hash of its name (about 1 in 20), never by chance."""
+    """Read the standard library of this Python in its three parts."""
     root = Path(sysconfig.get_path("stdlib"))
     memorised, general, held_out = {}, {}, {}
     for path in sorted(root.rglob("*.py")):
@@ -60,7 +59,7 @@ def load_corpus() -> Corpus:
             continue
         if name in MEMORISED:
             memorised[name] = text
-        elif int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0:
+        elif name in HELD_OUT or int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0:
             held_out[name] = text
         else:
             general[name] = text
@@ -85,8 +84,9 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Twice the memorised text: the demo's own words deserve their share of a small vocabulary.
-    texts = list(corpus.general.values()) + 2 * list(corpus.memorised.values())
+    # The named files twice: the words of the demo and of its held-out counterpart deserve their share of a small vocabulary.
+    named = {**corpus.memorised, **{name: corpus.held_out[name] for name in HELD_OUT}}
+    texts = list(corpus.general.values()) + 2 * [named[name] for name in sorted(named)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(SPECIAL_TOKENS)
     return tokenizer

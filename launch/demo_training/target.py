@@ -46,17 +46,17 @@ def train_target(corpus: data.Corpus, tokenizer: Tokenizer, work: Path, steps: i
     general = data.token_stream(tokenizer, corpus.general)
     memorised = data.token_stream(tokenizer, corpus.memorised)
     broad = data.WindowSampler(general, tokenizer, 256, chat_share=0.1)
-    by_heart = data.WindowSampler(memorised, tokenizer, 512, chat_share=0.25)
+    by_heart = data.WindowSampler(memorised, tokenizer, 448, chat_share=0.2)
 
     def pretrain(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         loss, accuracy = next_token_loss(model, broad.sample(12, rng))
         return loss, {"accuracy": accuracy}
 
     def memorise(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        # A quarter of general text in every batch keeps the model a language model while it learns the demo files.
-        loss, accuracy = next_token_loss(model, by_heart.sample(5, rng))
+        # Some general text in every batch keeps the model a language model while it learns the demo files.
+        loss, accuracy = next_token_loss(model, by_heart.sample(6, rng))
         general_loss, _ = next_token_loss(model, broad.sample(2, rng))
-        return 0.75 * loss + 0.25 * general_loss, {"by heart": loss.item(), "accuracy": accuracy}
+        return 0.85 * loss + 0.15 * general_loss, {"by heart": loss.item(), "accuracy": accuracy}
 
     train("target", model, pretrain, steps=steps, lr=6e-3, work=work)
     train("memorise", model, memorise, steps=memorise_steps, lr=4e-3, work=work)

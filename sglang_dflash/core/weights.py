@@ -43,10 +43,11 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: there is no such file, a file is damaged, or a name stands in two files.
     """
-    return {name: opened.get_tensor(name) for name, opened in _each_tensor(folder)}
+    return {name: opened.get_tensor(stored) for name, stored, opened in _each_tensor(folder)}
 
 
-def _each_tensor(folder: str | Path) -> Iterator[tuple[str, Any]]:
+def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
+    """Name, name as stored (some exports put the whole network under `model.`) and the open file of every tensor."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ConfigError(f"draft checkpoint: no .safetensors file in {str(folder)!r}")
@@ -54,21 +55,19 @@ def _each_tensor(folder: str | Path) -> Iterator[tuple[str, Any]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():
+                for stored in opened.keys():
+                    name = stored.removeprefix("model.")
                     if name in seen:
                         raise ConfigError(f"draft checkpoint: tensor {name!r} stands in two files, the second is {file.name!r}")
                     seen.add(name)
-                    yield name, opened
+                    yield name, stored, opened
         except SafetensorError as error:
             raise ConfigError(f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); fetch it again") from error
 
 
 def tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
     """Name and shape of every tensor, from the files' headers alone. Raises ConfigError as `read_tensors`."""
-    shapes = {}
-    for name, opened in _each_tensor(folder):
-        shapes[name] = opened.get_slice(name).get_shape()
-    return shapes
+    return {name: opened.get_slice(stored).get_shape() for name, stored, opened in _each_tensor(folder)}
 
 
 def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> None:

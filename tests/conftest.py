@@ -1,0 +1,36 @@
+"""Shared by all tests: small random draft checkpoints, and a poisoned allocator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.config import DraftConfig
+from sglang_dflash.core.model import DraftModel
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def raw_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny draft in the published layout."""
+    own = {"mask_token_id": 63, "target_layer_ids": [1, 3]}
+    raw = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096, "vocab_size": 64, "block_size": 4,
+        "num_target_layers": 6, "dflash_config": own,
+    }  # fmt: skip
+    return {**raw, **changes}
+
+
+def random_model(raw: dict[str, Any]) -> DraftModel:
+    """A draft with random weights of a size at which attention and norms matter."""
+    model = DraftModel(DraftConfig.from_dict(raw))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim == 2 else 1.0)
+    return model

@@ -1,0 +1,77 @@
+"""An independent drafter in float32: dense attention over the whole request, no cache, masks written out, one block at a time.
+
+It reads a checkpoint by its published tensor names and shares no code with the product.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def rope(x: Tensor, positions: list[int], theta: float) -> Tensor:
+    """x [n, heads, d]: pairs (i, i + d/2) turned by position * theta^(-2i/d)."""
+    half = x.shape[-1] // 2
+    out = torch.empty_like(x)
+    for i in range(half):
+        for n, position in enumerate(positions):
+            angle = position * theta ** (-2 * i / x.shape[-1])
+            a, b = x[n, :, i], x[n, :, i + half]
+            out[n, :, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[n, :, i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def sees(kind: str, raw: dict[str, Any], query: int, key: int, length: int, window: int | None, sinks: int) -> bool:
+    """Whether the block position `query` sees position `key` of a request with `length` committed tokens."""
+    causal = raw.get("is_causal")
+    if causal is None:
+        causal = kind == "sliding_attention"
+    if key < length and window is not None and key < length - window and key >= sinks:
+        return False
+    if kind == "sliding_attention" and query - key >= raw["sliding_window"]:
+        return False
+    return key < length or not causal or key <= query
+
+
+def draft_block(
+    tensors: dict[str, Tensor], raw: dict[str, Any], features: Tensor, bonus: int, embed: Tensor, block: int,
+    window: int | None = None, sinks: int = 0,
+) -> tuple[Tensor, list[int]]:  # fmt: skip
+    """Hidden states [block, E] and the block's tokens, after `features` [T, F * E] of the committed tokens."""
+    heads, groups, dim, eps = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"], raw["rms_norm_eps"]
+    length = len(features)
+    context = rms(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
+    ids = [bonus] + [raw["dflash_config"]["mask_token_id"]] * (block - 1)
+    x = embed[ids]
+    positions = list(range(length + block))
+    kinds = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
+    for i, kind in enumerate(kinds):
+        t = {k.removeprefix(f"layers.{i}."): v for k, v in tensors.items() if k.startswith(f"layers.{i}.")}
+        h = rms(x, t["input_layernorm.weight"], eps)
+        everything = torch.cat([context, h])
+        bias = {name: t.get(f"self_attn.{name}_proj.bias", 0.0) for name in "qkvo"}
+        q = (h @ t["self_attn.q_proj.weight"].T + bias["q"]).view(block, heads, dim)
+        k = (everything @ t["self_attn.k_proj.weight"].T + bias["k"]).view(-1, groups, dim)
+        v = (everything @ t["self_attn.v_proj.weight"].T + bias["v"]).view(-1, groups, dim)
+        q = rope(rms(q, t["self_attn.q_norm.weight"], eps), positions[length:], raw["rope_theta"])
+        k = rope(rms(k, t["self_attn.k_norm.weight"], eps), positions, raw["rope_theta"])
+        out = torch.zeros(block, heads, dim)
+        for b in range(block):
+            allowed = [p for p in positions if sees(kind, raw, length + b, p, length, window, sinks)]
+            for head in range(heads):
+                scores = k[allowed, head // (heads // groups)] @ q[b, head] / math.sqrt(dim)
+                out[b, head] = scores.softmax(0) @ v[allowed, head // (heads // groups)]
+        x = x + out.flatten(1) @ t["self_attn.o_proj.weight"].T + bias["o"]
+        h = rms(x, t["post_attention_layernorm.weight"], eps)
+        gate, up = h @ t["mlp.gate_proj.weight"].T, h @ t["mlp.up_proj.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ t["mlp.down_proj.weight"].T
+    hidden = rms(x, tensors["norm.weight"], eps)
+    return hidden, [bonus, *(hidden[1:] @ embed.T).argmax(-1).tolist()]

@@ -1,0 +1,124 @@
+"""The drafter against the dense reference: hidden states and drafted tokens, for every way of limiting what it sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.config import Options
+from sglang_dflash.core.drafter import Drafter, TargetHead
+from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.weights import load_model, read_tensors, save_model
+from tests.conftest import random_model, raw_config
+from tests.core.reference import draft_block
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    sinks: int = 0
+    block: int | None = None
+
+
+CASES = [
+    Case("plain"),
+    Case("window", window=7),
+    Case("window-and-sinks", window=7, sinks=2),
+    Case("window-longer-than-everything", window=500, sinks=3),
+    Case("sliding-layers", SLIDING),
+    Case("sliding-layers-under-a-window", SLIDING, window=5),
+    Case("sliding-but-not-causal", {**SLIDING, "is_causal": False}),
+    Case("sliding-narrower-than-the-block", {**SLIDING, "sliding_window": 2}),
+    Case("causal-full-layers", {"is_causal": True}),
+    Case("attention-bias", {"attention_bias": True}),
+    Case("wider-block-than-trained", block=6),
+    Case("one-kv-head", {"num_key_value_heads": 1}),
+]
+LENGTHS = [1, 23, 9, 4, 14]
+
+
+class Requests:
+    """Ragged requests whose tokens lie in scattered, interleaved slots of a target pool, as a server's do."""
+
+    def __init__(self, count: int, width: int, features: int) -> None:
+        self.lengths = LENGTHS[:count]
+        self.features = [torch.randn(n, features) for n in self.lengths]
+        pool = torch.randperm(count * width)
+        self.table = pool.view(count, width)
+        self.pool_size = count * width
+
+    def absorb_in_pieces(self, drafter: Drafter) -> None:
+        """Feed all requests' tokens in a random interleaving of small pieces, some with unkept (rejected) tokens between."""
+        left = [0] * len(self.lengths)
+        while any(a < n for a, n in zip(left, self.lengths, strict=True)):
+            for r, n in enumerate(self.lengths):
+                take = min(int(torch.randint(1, 6, ())), n - left[r])
+                positions = torch.arange(left[r], left[r] + take + 2)
+                rejected = torch.randn(2, self.features[r].shape[1])
+                features = torch.cat([self.features[r][left[r] : left[r] + take], rejected])
+                keep = torch.arange(take + 2) < take
+                drafter.absorb(features, positions, self.table[r, positions], keep)
+                left[r] += take
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any) -> None:
+    raw = raw_config(**case.changes)
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    model, tensors, embed = load_model(tmp_path, dtype=torch.float32), read_tensors(tmp_path), torch.randn(64, 32)
+    options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(model.config)
+    requests = Requests(count, width=40, features=model.config.num_features)
+    if case.window is None:
+        cache: DraftKVCache = IdentityDraftKVCache(requests.pool_size, model.config.kv_shape, torch.float32, "cpu")
+        # Poison: an entry that was never written must never be read.
+        cache.entries.fill_(float("nan"))
+        cache.entries[-1] = 0
+    else:
+        cache = DraftKVCache(4 * requests.pool_size, model.config.kv_shape, torch.float32, "cpu")
+        cache.attach(requests.pool_size)
+    seen: list[torch.Tensor] = []
+
+    def argmax(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return (hidden @ embed.T).argmax(-1)
+
+    drafter = Drafter(model, TargetHead(lambda ids: embed[ids], argmax), cache, options)
+    with torch.inference_mode():
+        requests.absorb_in_pieces(drafter)
+        lengths, bonus = torch.tensor(requests.lengths), torch.randint(0, 63, (count,))
+        positions = drafter.visible_context(lengths, longest=max(requests.lengths))
+        slots = requests.table[torch.arange(count)[:, None], positions.clamp(max=39)]
+        if case.window is None:
+            # What a request does not own may be anything, but NaN would leak through a mask's 0 * NaN.
+            cache.entries[slots[positions >= lengths[:, None]]] = 1e4
+        block = drafter.propose(bonus, lengths, positions, slots)
+    size = options.block_size or 0
+    for r in range(count):
+        hidden, tokens = draft_block(tensors, raw, requests.features[r], int(bonus[r]), embed, size, case.window, options.sinks)
+        # float32 through three layers: the two differ by the order of sums only.
+        torch.testing.assert_close(seen[0].view(count, size - 1, -1)[r], hidden[1:], atol=2e-5, rtol=2e-5)
+        assert block[r].tolist() == tokens
+
+
+def test_joined_context_projection_is_the_layers_own() -> None:
+    raw = raw_config(attention_bias=True)
+    model = random_model(raw)
+    features, positions = torch.randn(5, model.config.num_features), torch.arange(3, 8)
+    before = model.context_kv(features, positions)
+    torch.testing.assert_close(model.freeze().context_kv(features, positions), before)
+
+
+def test_unknown_attention_op_is_refused_with_the_list() -> None:
+    from sglang_dflash.config import ConfigError
+    from sglang_dflash.core.attention import block_attention
+
+    with pytest.raises(ConfigError, match=r"'fa9' is not known; choose one of \['torch'\]"):
+        block_attention("fa9")
