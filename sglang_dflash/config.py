@@ -134,7 +134,9 @@ class DraftConfig:
         if vocab_size != self.vocab_size:
             raise ConfigError(f"vocab_size: the draft's is {self.vocab_size}, the target's {vocab_size}; they must be equal")
         if num_layers != self.num_target_layers:
-            raise ConfigError(f"num_target_layers: the draft was trained on {self.num_target_layers} target layers, this target has {num_layers}")
+            raise ConfigError(
+                f"num_target_layers: the draft was trained on {self.num_target_layers} target layers, this target has {num_layers}"
+            )
 
 
 # Entries are overwritten oldest first, whoever they belong to: room for the requests that come and go meanwhile.
@@ -170,7 +172,9 @@ class Options:
         """Fill in what the checkpoint decides and check the two against each other."""
         block_size = self.block_size or config.block_size
         if self.window is not None and self.window < block_size:
-            raise ConfigError(f"--speculative-draft-window-size: {self.window} is smaller than the block size {block_size}; give at least {block_size}")
+            raise ConfigError(
+                f"--speculative-draft-window-size: {self.window} is smaller than the block size {block_size}; give at least {block_size}"
+            )
         return replace(self, block_size=block_size, sinks=self.sinks if self.window is not None else 0)
 
     def draft_kv_slots(self, max_running_requests: int) -> int:
@@ -246,7 +250,9 @@ def _rope(text: Mapping[str, Any]) -> RopeConfig:
     if kind not in ("default", "linear", "yarn", "llama3"):
         raise UnsupportedDraft(f"rope_scaling.rope_type: {kind!r}; default, linear, yarn and llama3 are served")
     if float(text.get("partial_rotary_factor") or 1.0) != 1.0 or "mrope_section" in parameters:
-        raise UnsupportedDraft("partial_rotary_factor / mrope_section: drafts with a partial or multi-axis rotary embedding are not served here")
+        raise UnsupportedDraft(
+            "partial_rotary_factor / mrope_section: drafts with a partial or multi-axis rotary embedding are not served here"
+        )
     return RopeConfig(float(theta), {} if kind == "default" else {**parameters, "rope_type": kind})
 
 

@@ -66,6 +66,7 @@ def measure(draft: DraftModel, target: PreTrainedModel, tokenizer: Tokenizer, pr
                 loop_free.append(count)
             done += count
         ngram += prompt_lookup(prompt, out.tokens, draft.config.block_size)
+
     def mean(values: list[int]) -> float:
         return round(sum(values) / max(1, len(values)), 2)
 

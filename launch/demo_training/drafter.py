@@ -74,7 +74,9 @@ def layer_outputs(target: PreTrainedModel, ids: Tensor, layer_ids: tuple[int, ..
     return torch.cat([out.hidden_states[i + 1] for i in layer_ids], dim=-1), out.logits
 
 
-def build_bank(target: PreTrainedModel, samplers: list[tuple[data.WindowSampler, int]], layer_ids: tuple[int, ...], seed: int) -> FeatureBank:
+def build_bank(
+    target: PreTrainedModel, samplers: list[tuple[data.WindowSampler, int]], layer_ids: tuple[int, ...], seed: int
+) -> FeatureBank:
     """Draw the asked number of windows from every sampler and run the target over them once."""
     rng = random.Random(seed)
     ids, argmax, features = [], [], []

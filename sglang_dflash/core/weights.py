@@ -55,7 +55,7 @@ def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                for stored in opened.keys():
+                for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
                     name = stored.removeprefix("model.")
                     if name in seen:
                         raise ConfigError(f"draft checkpoint: tensor {name!r} stands in two files, the second is {file.name!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dflash.platform_cpu.platform import ATTENTION_BACKEND
@@ -15,6 +16,8 @@ def register_hooks() -> None:
     HookRegistry.register("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE)
     HookRegistry.register("sglang.srt.arg_groups.platform_hook.handle_cpu_backends", torch_backends, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", draft_in_own_dtype, HookType.AROUND)
+    HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
 
 
@@ -41,6 +44,27 @@ def assign_req_to_token(
     for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
         taken += end - start
+
+
+def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 (Appleby, x86 32-bit) of 64-bit seed, position and column: uint32 `[N, V]` from `[N]`, `[N]` and `[V]`.
+
+    SGLang seeds a request's sampling by it; its own CPU version is one of the AMX engine's kernels.
+    """
+    low32 = 0xFFFFFFFF
+
+    def rotated(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return ((x << bits) | (x >> (32 - bits))) & low32
+
+    seed = seed.to(torch.int64)
+    h = torch.zeros(len(seed), len(col_indices), dtype=torch.int64)
+    for word in (seed[:, None], (seed >> 32)[:, None], positions.long()[:, None], col_indices.long()):
+        k = rotated(((word & low32) * 0xCC9E2D51) & low32, 15) * 0x1B873593 & low32
+        h = (rotated(h ^ k, 13) * 5 + 0xE6546B64) & low32
+    h = h ^ 16
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low32
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & low32
+    return (h ^ (h >> 16)).to(torch.uint32)
 
 
 def draft_in_own_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -79,7 +79,9 @@ class DFlashWorker(compat.BaseSpecWorker):
     def weight_load_time(self) -> float:
         return self._load_seconds
 
-    def alloc_memory_pool(self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None) -> None:
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
         if self._cache is None:

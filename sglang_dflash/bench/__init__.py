@@ -1,0 +1,1 @@
+"""Measuring: servers to measure, a client that measures them, and the demo."""

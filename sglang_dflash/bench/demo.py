@@ -1,0 +1,147 @@
+"""The demo: plain decoding and DFLASH side by side, on the same prompts, from two servers on this machine.
+
+    python -m sglang_dflash.bench.demo [--model dense] [--check]
+
+Greedy, float32, one request at a time, in turns; the server that waits sleeps. With --check it ends after the comparison and
+its last line is one JSON object; else it goes on serving DFLASH until Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from sglang_dflash.bench.demo_models import DemoPair, demo_pair
+from sglang_dflash.bench.server import Server
+
+PROMPTS, NEW_TOKENS = 12, 128
+
+
+@dataclass
+class Arm:
+    """One way of decoding: its server, what it said, and how long that took."""
+
+    name: str
+    server: Server
+    outputs: list[list[int]] = field(default_factory=list)
+    seconds: float = 0.0
+    text: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / self.seconds if self.seconds else 0.0
+
+    def panel(self) -> Panel:
+        return Panel(self.text[-700:], title=f"{self.name}: {self.tokens_per_second:.1f} tok/s", width=68, height=18)
+
+
+def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> None:
+    """Generate on one arm, streaming into its panel where there is somebody to watch."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    request = {"text": prompt, "sampling_params": sampling, "stream": live is not None}
+    began = time.perf_counter()
+    with requests.post(f"{arm.server.url}/generate", json=request, timeout=600, stream=live is not None) as response:
+        response.raise_for_status()
+        if live is None:
+            last = response.json()
+        for line in response.iter_lines() if live is not None else ():
+            if line.startswith(b"data: {"):
+                last = json.loads(line[6:])
+                arm.text = last["text"]
+                assert live is not None
+                live.update(Columns([a.panel() for a in panels]))
+    arm.seconds += time.perf_counter() - began
+    arm.outputs.append(last["output_ids"])
+
+
+def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> dict[str, Any]:
+    """Run all prompts on both arms, in turns, and sum up."""
+    for arm in (plain, dflash):
+        arm.server.generate(prompts[0], temperature=0, max_new_tokens=32)
+    before = dflash.server.dflash()
+    arms = [plain, dflash]
+    live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
+    if live is not None:
+        live.start()
+    for i, prompt in enumerate(prompts):
+        for arm in arms if i % 2 == 0 else arms[::-1]:
+            run_prompt(arm, prompt, live, arms)
+        if live is None:
+            console.print(f"prompt {i + 1}/{len(prompts)}: {plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s")
+    if live is not None:
+        live.stop()
+    after = dflash.server.dflash()
+    return {
+        "identical": plain.outputs == dflash.outputs,
+        "acceptance_length": acceptance_between(before, after),
+        "ar_tok_s": round(plain.tokens_per_second, 2),
+        "dflash_tok_s": round(dflash.tokens_per_second, 2),
+        "speedup": round(dflash.tokens_per_second / plain.tokens_per_second, 3),
+    }
+
+
+def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """Tokens committed per verify step between two reports of the worker."""
+    steps = after["verify_steps"] - before["verify_steps"]
+    committed = after["verify_steps"] * after["acceptance_length"] - before["verify_steps"] * (before["acceptance_length"] or 0)
+    return round(committed / max(1, steps), 3)
+
+
+def server_args(pair: DemoPair, dflash: bool) -> list[str]:
+    """Flags of a demo server: exact arithmetic, a small KV pool, and no busy waiting."""
+    args = ["--model-path", str(pair.target), "--dtype", "float32", "--max-total-tokens", "16384", "--sleep-on-idle"]
+    return [*args, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft)] if dflash else args
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="dense", help="which embedded pair")
+    parser.add_argument("--check", action="store_true", help="end after the comparison; the last line is JSON")
+    args = parser.parse_args()
+    console, pair = Console(), demo_pair(args.model)
+    plain, dflash = Server(server_args(pair, dflash=False)), Server(server_args(pair, dflash=True))
+    try:
+        plain.start()
+        dflash.start()
+        with console.status("starting two SGLang servers, one plain and one with DFLASH (about a minute)"):
+            plain.wait()
+            dflash.wait()
+        result = compare(Arm("plain decoding", plain), Arm("DFLASH", dflash), pair.prompts[:PROMPTS], console)
+        plain.stop()
+        console.print(summary(result))
+        if args.check:
+            print(json.dumps(result), flush=True)
+            sys.exit(0 if result["identical"] else 1)
+        console.print(f"DFLASH serves at {dflash.url} (OpenAI API under /v1, facts under /server_info). Ctrl-C ends it.")
+        dflash.process.wait()
+    except KeyboardInterrupt:
+        console.print("ending")
+    finally:
+        for server in (plain, dflash):
+            if hasattr(server, "process"):
+                server.stop()
+
+
+def summary(result: dict[str, Any]) -> Table:
+    table = Table(title="greedy, float32, concurrency 1, this machine's CPU")
+    for column in ("", "plain decoding", "DFLASH"):
+        table.add_column(column)
+    table.add_row("output tokens/s", str(result["ar_tok_s"]), f"{result['dflash_tok_s']}  ({result['speedup']}x)")
+    table.add_row("tokens per target forward", "1", str(result["acceptance_length"]))
+    table.add_row("same output", "", "yes, to the token" if result["identical"] else "NO")
+    return table
+
+
+if __name__ == "__main__":
+    main()

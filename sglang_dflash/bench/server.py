@@ -1,0 +1,102 @@
+"""A SGLang server as a child process of ours: started, waited for, and ended."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import requests
+
+
+class ServerFailed(RuntimeError):
+    """The server process ended, or did not answer in time; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Server:
+    """`python -m sglang.launch_server ARGS` on 127.0.0.1; a context manager that ends the process it started."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = 300, log: Path | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.args, self.timeout_s = list(args), timeout_s
+        self.log = log or Path(tempfile.mkstemp(prefix="sglang-server-", suffix=".log")[1])
+        self._env = {**os.environ, **(env or {})}
+
+    def __enter__(self) -> Server:
+        self.start()
+        self.wait()
+        return self
+
+    def start(self) -> None:
+        """Start the process; `wait` tells when it serves."""
+        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(self.port), *self.args]
+        # A session of its own, so that its children end with it.
+        self.process = subprocess.Popen(
+            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env, start_new_session=True
+        )
+
+    def wait(self) -> None:
+        """Raise ServerFailed unless the server answers within `timeout_s`."""
+        deadline = time.monotonic() + self.timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerFailed(f"the server ended with status {self.process.returncode}:\n{self.log_tail()}")
+            try:
+                # 200 only once the warm-up request has been answered.
+                if requests.get(f"{self.url}/health", timeout=5).ok and "ready to roll" in self.log.read_text(errors="replace"):
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.5)
+        self.stop()
+        raise ServerFailed(f"the server did not answer within {self.timeout_s:.0f} s:\n{self.log_tail()}")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._end_children()
+
+    def _end_children(self) -> None:
+        """What is left of the process session: SGLang's children outlive a launcher that was killed."""
+        import signal
+
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def log_tail(self, lines: int = 25) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
+        """POST /generate of a text or of token ids, with SGLang's sampling parameters; raises on a refusal."""
+        key = "text" if isinstance(prompt, str) else "input_ids"
+        response = requests.post(f"{self.url}/generate", json={key: prompt, "sampling_params": sampling}, timeout=600)
+        response.raise_for_status()
+        return response.json()
+
+    def dflash(self) -> dict[str, Any]:
+        """The worker's own report, from /server_info; empty where our worker does not serve."""
+        return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0].get("dflash", {})

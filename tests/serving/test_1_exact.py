@@ -1,0 +1,63 @@
+"""Greedy outputs are plain decoding's, to the token, in every configuration; and speculation really happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import requests
+
+from tests.serving import workload
+from tests.serving.conftest import Running
+
+
+@pytest.fixture(scope="session")
+def plain(answers: Any) -> Any:
+    return answers("plain")
+
+
+def test_there_are_at_least_sixty_prompts() -> None:
+    assert sum(map(len, workload.prompts().values())) >= 60
+
+
+@pytest.mark.parametrize("name", ["dflash", "no-overlap", "page16-window", "page16-no-overlap", "tight"])
+def test_outputs_are_those_of_plain_decoding(name: str, plain: Any, answers: Any, running: Running) -> None:
+    got = answers(name)
+    workload.assert_same_outputs(got, plain)
+    report = running.get(name).dflash()
+    assert report["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
+    if name != "tight":
+        # A drafter that is never right would pass the comparison, too.
+        assert workload.acceptance_length(got["demo"]) > 2
+        cached = [a["meta_info"]["cached_tokens"] for a in got["shared prefix"]]
+        assert cached == [a["meta_info"]["cached_tokens"] for a in plain["shared prefix"]] or name.startswith("page16")
+        assert sum(c > 200 for c in cached) == 12
+    else:
+        assert sum(a["meta_info"]["num_retractions"] for kind in got.values() for a in kind) > 0
+        assert report["draft_kv_slots"] == 150
+
+
+def test_the_log_and_server_info_say_who_serves(running: Running) -> None:
+    server = running.get("page16-window")
+    report, log = server.dflash(), server.log.read_text()
+    facts = {"block_size": 8, "window": 96, "sinks": 4, "draft_kv_slots": 2 * 48 * (96 + 4 + 8)}
+    assert {k: report[k] for k in facts} == facts
+    # 3 layers, K and V, 2 kv heads of 64, float32; and one row for what nobody keeps.
+    assert report["draft_kv_bytes"] == (facts["draft_kv_slots"] + 1) * 3 * 2 * 2 * 64 * 4
+    for field in (
+        "'worker': 'sglang_dflash",
+        "'block_size': 8",
+        "'window': 96",
+        "'sinks': 4",
+        f"'draft_kv_bytes': {report['draft_kv_bytes']}",
+    ):
+        assert field in log
+    assert report["acceptance_by_position"] == sorted(report["acceptance_by_position"], reverse=True)
+
+
+def test_a_flush_forgets_the_draft_kv(running: Running) -> None:
+    server = running.get("page16-window")
+    server.generate("import os\n", temperature=0, max_new_tokens=8)
+    assert server.dflash()["draft_kv_live_share"] > 0
+    assert requests.post(f"{server.url}/flush_cache", timeout=60).ok
+    assert server.dflash()["draft_kv_live_share"] == 0
