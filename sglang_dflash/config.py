@@ -129,7 +129,8 @@ class DraftConfig:
         """Raise ConfigError unless this draft was made for a target of that geometry."""
         if hidden_size != self.hidden_size:
             raise ConfigError(
-                f"hidden_size: the draft's is {self.hidden_size}, the target's {hidden_size}; they share embedding and lm_head and must be equal"
+                f"hidden_size: the draft's is {self.hidden_size}, the target's {hidden_size}; "
+                "they share embedding and lm_head and must be equal"
             )
         if vocab_size != self.vocab_size:
             raise ConfigError(f"vocab_size: the draft's is {self.vocab_size}, the target's {vocab_size}; they must be equal")
@@ -164,7 +165,7 @@ class Options:
         if self.sinks < 0:
             raise ConfigError(f"--speculative-draft-sink-size: {self.sinks} is negative; give 0 or more tokens")
         if self.window is not None and self.window < 1:
-            raise ConfigError(f"--speculative-draft-window-size: {self.window} sees nothing; give at least the block size, or leave it out")
+            raise ConfigError(f"--speculative-draft-window-size: {self.window} sees nothing; give at least the block size")
         if self.draft_kv_tokens is not None and self.draft_kv_tokens < 1:
             raise ConfigError(f"--speculative-dflash-draft-kv-tokens: {self.draft_kv_tokens}; a positive number of tokens is required")
 

@@ -151,7 +151,8 @@ row below is the honest counterpart.
 - **Training**: {training}
 - **Licence** of the text: the Python Software Foundation License; `prompts.json` holds excerpts of it.
 
-Acceptance length: tokens per verify step, bonus included; greedy, float32, {prompts} prompts of {prompt_tokens} tokens, {new_tokens} new tokens each.
+Acceptance length: tokens per verify step, bonus included; greedy, float32, {prompts} prompts of {prompt_tokens} tokens,
+{new_tokens} new tokens each.
 
 | prompts | DFlash | outside repetition loops | n-gram lookup | tokens in loops | verbatim tokens |
 |---|---|---|---|---|---|

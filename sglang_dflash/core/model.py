@@ -8,6 +8,7 @@ How the block sees its context is the caller's: `forward` takes an `attend` func
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,7 @@ class DraftModel(nn.Module):
     @property
     def kv_heads(self) -> int:
         """KV heads on this rank."""
-        return self.layers[0].kv_heads
+        return self._each_layer()[0].kv_heads
 
     def context_kv(self, features: Tensor, positions: Tensor) -> Tensor:
         """Project the target's hidden states to every layer's context K (normed and rotated) and V.
@@ -105,12 +106,16 @@ class DraftModel(nn.Module):
     def _context_projection(self) -> tuple[Tensor, Tensor | None]:
         if self._joined is not None:
             return self._joined[:2]
-        rows = slice(self.layers[0].heads * self.config.head_dim, None)
-        biases = [layer.qkv_proj.bias[rows] for layer in self.layers if layer.qkv_proj.bias is not None]
-        return torch.cat([layer.qkv_proj.weight[rows] for layer in self.layers]), torch.cat(biases) if biases else None
+        projections = [layer.qkv_proj for layer in self._each_layer()]
+        rows = slice(self._each_layer()[0].heads * self.config.head_dim, None)
+        biases = [p.bias[rows] for p in projections if p.bias is not None]
+        return torch.cat([p.weight[rows] for p in projections]), torch.cat(biases) if biases else None
 
     def _k_norms(self) -> Tensor:
         """All layers' k_norm weights, `[L, 1, D]`."""
         if self._joined is not None:
             return self._joined[2]
-        return torch.stack([layer.k_norm.weight for layer in self.layers])[:, None]
+        return torch.stack([layer.k_norm.weight for layer in self._each_layer()])[:, None]
+
+    def _each_layer(self) -> list[DraftLayer]:
+        return cast("list[DraftLayer]", list(self.layers))

@@ -74,7 +74,7 @@ def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> No
     """Raise ConfigError where a tensor is missing, left over or of a shape that the config does not ask for."""
     with torch.device("meta"):
         whole = DraftModel(config).state_dict()
-    used = set()
+    used: set[str] = set()
     for parameter, like in whole.items():
         names = checkpoint_names(parameter)
         missing = [n for n in names if n not in shapes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dflash.platform_cpu.platform import ATTENTION_BACKEND
 
+logger = logging.getLogger(__name__)
+
 
 def register_hooks() -> None:
     """Register all replacements; SGLang applies them once every plugin has run."""
@@ -17,8 +20,10 @@ def register_hooks() -> None:
     HookRegistry.register("sglang.srt.arg_groups.platform_hook.handle_cpu_backends", torch_backends, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", draft_in_own_dtype, HookType.AROUND)
     HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    runner = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
+    HookRegistry.register(runner, no_batch_invariant_kernels, HookType.REPLACE)
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
-    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign]
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
 
 
 def torch_backends(server_args: Any) -> None:
@@ -44,6 +49,14 @@ def assign_req_to_token(
     for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
         taken += end - start
+
+
+def no_batch_invariant_kernels(_model_runner: Any) -> None:
+    """Deterministic inference seeds every request; the batch-invariant matrix products that go with it are Triton's."""
+    from sglang.srt.runtime_context import get_exec
+
+    if get_exec().deterministic.enable_deterministic_inference:
+        logger.warning("--enable-deterministic-inference on a plain CPU: requests are seeded, matrix products are not batch-invariant")
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def register() -> None:
     add = HookRegistry.register
     add("sglang.srt.server_args.ServerArgs.add_cli_args", arguments.add_flags, HookType.AFTER)
     add("sglang.srt.server_args.ServerArgs.from_cli_args", arguments.keep_flags, HookType.AFTER)
-    add("sglang.srt.arg_groups.speculative_hook._handle_dflash", _check_pair, HookType.BEFORE)
+    add("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", _check_pair, HookType.BEFORE)
     add("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", _create_worker, HookType.AROUND)
     add("sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash", budget.target_cell_size, HookType.AROUND)
     add("sglang.srt.model_executor.pool_configurator._dflash_draft_cell_size", budget.draft_cell_size, HookType.AROUND)

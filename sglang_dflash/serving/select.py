@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 def check_pair(server_args: Any) -> None:
-    """Hook before SGLang resolves DFLASH settings, in the launching process.
+    """Hook before SGLang resolves its speculative settings, in the launching process.
 
     Raises:
         ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names field and value.
     """
     settings = resolving_view(server_args)
-    if settings.speculative_draft_model_path is None or arguments.wants_builtin(server_args):
+    asked = (settings.speculative_algorithm or "").upper() == "DFLASH" and settings.speculative_draft_model_path is not None
+    if not asked or arguments.wants_builtin(server_args):
         return
     folder = draft_folder(settings)
     try:

@@ -1,0 +1,63 @@
+"""Measuring a running server: output tokens per second and time per verify step at a concurrency."""
+
+from __future__ import annotations
+
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_dflash.bench.server import Server
+
+
+class Run(NamedTuple):
+    """One pass over the prompts. `verify_steps`: target forwards per request, summed (plain decoding: one per token)."""
+
+    tokens: int
+    seconds: float
+    verify_steps: int
+    concurrency: int
+    outputs: list[list[int]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Mean time between a request's verify steps, prefill included, in milliseconds."""
+        return 1000 * self.seconds * self.concurrency / self.verify_steps
+
+
+def run(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -> Run:
+    """Greedy generation of exactly `new_tokens` after each prompt, `concurrency` requests at a time."""
+
+    def one(prompt: str) -> dict[str, Any]:
+        return server.generate(prompt, temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = list(pool.map(one, prompts))
+    seconds = time.perf_counter() - began
+    tokens = sum(a["meta_info"]["completion_tokens"] for a in answers)
+    steps = sum(a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] for a in answers)
+    return Run(tokens, seconds, steps, concurrency, [a["output_ids"] for a in answers])
+
+
+def hardware() -> dict[str, Any]:
+    """What a figure has to name beside itself: date, processor, cores, memory, versions."""
+    import importlib.metadata
+    import os
+
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.processor())
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("sglang", "torch")},
+    }
