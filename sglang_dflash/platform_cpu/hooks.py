@@ -23,6 +23,7 @@ def register_hooks() -> None:
     runner = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
     HookRegistry.register(runner, no_batch_invariant_kernels, HookType.REPLACE)
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    choices.DRAFT_ATTENTION_BACKEND_CHOICES.append(ATTENTION_BACKEND)
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
 
 
