@@ -35,7 +35,11 @@ def main() -> None:
             server.start()
         for server in arms.values():
             server.wait()
-        result: dict[str, Any] = {"hardware": measure.hardware(), "model": args.model, "rounds": args.rounds, "new_tokens": NEW_TOKENS}
+        result: dict[str, Any] = {
+            "command": f"python -m sglang_dflash.bench.worker_overhead --model {args.model} --rounds {args.rounds}",
+            "hardware": measure.hardware(),
+            "new_tokens": NEW_TOKENS,
+        }
         for concurrency in (1, 8):
             result[f"concurrency_{concurrency}"] = compare(arms, pair.prompts[: max(4, 2 * concurrency)], concurrency, args.rounds)
     finally:

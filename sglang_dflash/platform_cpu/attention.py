@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,11 +19,23 @@ QUERY_CHUNK = 512
 
 @dataclass(frozen=True)
 class Span:
-    """One request of a forward: its query rows, how many tokens stand before them, and the KV slots of all it sees."""
+    """One request of a forward: its query rows, how many tokens stand before them, and the KV slots of all it sees.
+
+    `masks` are made by the first layer that needs them and shared by the others.
+    """
 
     rows: slice
     prefix: int
     slots: Tensor
+    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+
+    def mask(self, start: int, count: int, groups: int, window: int | None) -> Tensor:
+        """Bool `[groups * count, prefix + start + count]` of the query rows from `start` on."""
+        key = (start, window)
+        if key not in self.masks:
+            first = self.prefix + start
+            self.masks[key] = visible(first, count, first + count, window).repeat(groups, 1)
+        return self.masks[key]
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -77,28 +89,29 @@ class CpuAttentionBackend(AttentionBackend):
         q = q.reshape(-1, layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num, layer.qk_head_dim)  # [N, G, g, D]
         out = q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         for span in self.spans:
-            out[span.rows] = attend(q[span.rows], keys[span.slots], values[span.slots], span.prefix, layer)
+            out[span.rows] = attend(q[span.rows], keys[span.slots], values[span.slots], span, layer)
         return out
 
     forward_decode = forward_extend
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, prefix: int, layer: RadixAttention) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: RadixAttention) -> Tensor:
     """One request's attention: q `[n, G, g, D]` over k and v `[prefix + n, G, D]`; returns `[n, G * g * D]`.
 
     The g query heads that share a kv head become rows of it, so that no K or V is repeated.
     """
     k, v = (t.to(q.dtype).transpose(0, 1) for t in (k, v))  # [G, prefix + n, D]
     causal = layer.attn_type != AttentionType.ENCODER_ONLY
-    window = layer.sliding_window_size if causal else None
+    window = layer.sliding_window_size
+    window = window if causal and window is not None and window > -1 else None
     out = []
     for start in range(0, len(q), QUERY_CHUNK):
         rows = q[start : start + QUERY_CHUNK]
         count, groups = rows.shape[0], rows.shape[2]
-        seen = prefix + start + count if causal else k.shape[1]
-        mask = visible(prefix + start, count, seen, window).repeat(groups, 1) if causal and count > 1 else None
-        if count == 1 and window is not None and window > -1:
-            mask = visible(prefix + start, 1, seen, window).repeat(groups, 1)
+        seen = span.prefix + start + count if causal else k.shape[1]
+        # A single query at the end sees all of it.
+        masked = causal and (count > 1 or window is not None)
+        mask = span.mask(start, count, groups, window) if masked else None
         folded = rows.permute(1, 2, 0, 3).flatten(1, 2)  # [G, g * n, D]
         attended = F.scaled_dot_product_attention(folded[None], k[None, :, :seen], v[None, :, :seen], mask, scale=layer.scaling)[0]
         out.append(attended.unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1))
@@ -109,4 +122,4 @@ def visible(first: int, count: int, seen: int, window: int | None) -> Tensor:
     """Bool `[count, seen]`: which of the first `seen` tokens the queries at positions `first ...` may look at."""
     queries, keys = torch.arange(first, first + count)[:, None], torch.arange(seen)
     mask = keys <= queries
-    return mask & (keys >= queries - window) if window is not None and window > -1 else mask
+    return mask if window is None else mask & (keys >= queries - window)

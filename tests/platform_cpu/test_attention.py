@@ -22,6 +22,10 @@ def layer(kind: AttentionType = AttentionType.DECODER, window: int = -1) -> Simp
     return SimpleNamespace(attn_type=kind, sliding_window_size=window, scaling=DIM**-0.5)
 
 
+def span(prefix: int, count: int) -> attention.Span:
+    return attention.Span(slice(0, count), prefix, torch.arange(prefix + count))
+
+
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, causal: bool, window: int) -> torch.Tensor:
     out = torch.zeros(len(q), GROUPS, SHARED, DIM)
     for i in range(len(q)):
@@ -41,13 +45,13 @@ def test_causal_attention(prefix: int, count: int, window: int, monkeypatch: pyt
     monkeypatch.setattr(attention, "QUERY_CHUNK", 3)
     q = torch.randn(count, GROUPS, SHARED, DIM)
     k, v = torch.randn(2, prefix + count, GROUPS, DIM)
-    got = attention.attend(q, k, v, prefix, layer(window=window))
+    got = attention.attend(q, k, v, span(prefix, count), layer(window=window))
     torch.testing.assert_close(got, dense(q, k, v, prefix, True, window), atol=1e-5, rtol=1e-5)
 
 
 def test_encoder_only_attention_sees_everything() -> None:
     q, (k, v) = torch.randn(4, GROUPS, SHARED, DIM), torch.randn(2, 10, GROUPS, DIM)
-    got = attention.attend(q, k, v, 6, layer(AttentionType.ENCODER_ONLY))
+    got = attention.attend(q, k, v, span(6, 4), layer(AttentionType.ENCODER_ONLY))
     torch.testing.assert_close(got, dense(q, k, v, 6, False, -1), atol=1e-5, rtol=1e-5)
 
 

@@ -55,8 +55,14 @@ def edited(tmp_path: Path, config: dict[str, Any] | None = None, tensors: Callab
 BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden size": ({"config": {"hidden_size": 256}}, r"hidden_size: the draft's is 256, the target's 192"),
     "vocabulary": ({"config": {"vocab_size": 2048}}, r"vocab_size: the draft's is 2048, the target's 1024"),
-    "target layers": ({"config": {"num_target_layers": 12}}, r"num_target_layers: the draft was trained on 12 target layers, this target has 6"),
-    "layer ids": ({"config": {"dflash_config": {"target_layer_ids": [1, 3, 6]}}}, r"target_layer_ids: \[6\] outside the target's layers 0 to 5"),
+    "target layers": (
+        {"config": {"num_target_layers": 12}},
+        r"num_target_layers: the draft was trained on 12 target layers, this target has 6",
+    ),
+    "layer ids": (
+        {"config": {"dflash_config": {"target_layer_ids": [1, 3, 6]}}},
+        r"target_layer_ids: \[6\] outside the target's layers 0 to 5",
+    ),
     "mask token": ({"config": {"dflash_config": {"mask_token_id": 5000}}}, r"mask_token_id: 5000 is outside the vocabulary of 1024"),
     "missing tensor": ({"tensors": lambda t: t.pop("layers.0.mlp.up_proj.weight")}, r"'layers\.0\.mlp\.up_proj\.weight' is missing"),
     "left-over tensor": ({"tensors": lambda t: t.update(extra=torch.zeros(1))}, r"the first is 'extra'"),
@@ -91,7 +97,12 @@ BAD_FLAGS = {
     r"--speculative-num-draft-tokens: 1 is too small": ["--speculative-num-draft-tokens", "1"],
     r"--speculative-draft-window-size: 7 is smaller than the block size 8": ["--speculative-dflash-draft-window-size", "7"],
     r"--speculative-draft-sink-size: -2 is negative": ["--speculative-draft-window-size", "64", "--speculative-draft-sink-size", "-2"],
-    r"--speculative-dflash-draft-kv-tokens: 0; a positive": ["--speculative-draft-window-size", "64", "--speculative-dflash-draft-kv-tokens", "0"],
+    r"--speculative-dflash-draft-kv-tokens: 0; a positive": [
+        "--speculative-draft-window-size",
+        "64",
+        "--speculative-dflash-draft-kv-tokens",
+        "0",
+    ],
     r"--attention-backend: 'fa3' cannot run on a plain CPU; 'torch_native' can": ["--attention-backend", "fa3", "--device", "cpu"],
 }
 
@@ -162,5 +173,10 @@ def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path
 def test_our_flags_are_in_the_help() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-    for flag in ("--speculative-dflash-worker", "--speculative-dflash-draft-kv-tokens", "--speculative-dflash-draft-window-size", DFLASH[0]):
+    for flag in (
+        "--speculative-dflash-worker",
+        "--speculative-dflash-draft-kv-tokens",
+        "--speculative-dflash-draft-window-size",
+        DFLASH[0],
+    ):
         assert flag in shown
