@@ -41,8 +41,6 @@ class Span:
 class CpuAttentionBackend(AttentionBackend):
     """One request at a time, so that a request's result does not depend on what it is batched with."""
 
-    needs_cpu_seq_lens = False
-
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 
-from sglang_dflash.config import ConfigError, DraftConfig, UnsupportedDraft
+from sglang_dflash.config import ConfigError, DraftConfig, Options, UnsupportedDraft
 from sglang_dflash.core.weights import check_shapes, tensor_shapes
 from sglang_dflash.serving import arguments
 
@@ -64,17 +65,30 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         return original(algorithm, server_args)
     settings = resolving_view(server_args)
     folder = draft_folder(settings)
-    reason = why_not_ours(server_args, settings, folder)
+    builtin = functools.partial(original, algorithm, server_args)
+    reason = unserved_setting(server_args, settings, folder)
     if reason is not None:
-        logger.warning("DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason)
-        return original(algorithm, server_args)
+        return _instead(reason, builtin)
+    return functools.partial(_build_worker, builtin, folder, arguments.options(server_args, settings))
+
+
+def _build_worker(builtin: Callable[[], Any], folder: str, options: Options, **kwargs: Any) -> Any:
+    """Stands where SGLang expects the worker's class: by now the target is loaded and can be looked at."""
     from sglang_dflash.serving.worker import DFlashWorker
 
-    return functools.partial(DFlashWorker, draft_folder=folder, options=arguments.options(server_args, settings))
+    reason = unserved_target(kwargs["target_worker"].model_runner.model)
+    if reason is not None:
+        return _instead(reason, builtin)(**kwargs)
+    return DFlashWorker(draft_folder=folder, options=options, **kwargs)
 
 
-def why_not_ours(server_args: Any, settings: Any, folder: str) -> str | None:
-    """The first thing that our worker does not serve, or None."""
+def _instead(reason: str, builtin: Callable[[], Any]) -> Any:
+    logger.warning("DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason)
+    return builtin()
+
+
+def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None:
+    """The first draft feature, target layer type or server setting that our worker does not serve, or None."""
     try:
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:
@@ -83,12 +97,20 @@ def why_not_ours(server_args: Any, settings: Any, folder: str) -> str | None:
     if any("linear" in kind or "mamba" in kind for kind in getattr(target, "layer_types", None) or ()):
         return "the target's recurrent layers (config field layer_types)"
     unserved = {
-        "tp_size": settings.tp_size > 1,
-        "pp_size": settings.pp_size > 1,
-        "dp_size with data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
-        "disaggregation_mode": settings.disaggregation_mode not in (None, "null"),
-        "quantization": settings.quantization is not None,
-        "speculative_use_block_verification": settings.speculative_use_block_verification,
-        "enable_hierarchical_cache": settings.enable_hierarchical_cache,
+        "--tp-size above 1": settings.tp_size > 1,
+        "--pp-size above 1": settings.pp_size > 1,
+        "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
+        "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
+        "--speculative-use-block-verification": settings.speculative_use_block_verification,
+        "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
+        "--enable-lora": settings.enable_lora,
     }
     return next((name for name, present in unserved.items() if present), None)
+
+
+def unserved_target(model: Any) -> str | None:
+    """What of the loaded target the drafter could not borrow, or None: it needs the embedding and a dense lm_head."""
+    weight = getattr(getattr(model, "lm_head", None), "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        return f"the target's lm_head: {'missing' if weight is None else weight.dtype}, a dense 16- or 32-bit weight is needed"
+    return None

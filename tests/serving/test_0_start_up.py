@@ -180,3 +180,18 @@ def test_our_flags_are_in_the_help() -> None:
         DFLASH[0],
     ):
         assert flag in shown
+
+
+def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
+    from types import SimpleNamespace
+
+    from sglang_dflash.serving.select import unserved_target
+
+    def target(weight: torch.Tensor | None) -> Any:
+        return SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
+
+    assert unserved_target(target(torch.zeros(2, dtype=torch.bfloat16))) is None
+    assert unserved_target(target(torch.zeros(2, dtype=torch.float32))) is None
+    assert "torch.int8" in (unserved_target(target(torch.zeros(2, dtype=torch.int8))) or "")
+    assert "float8" in (unserved_target(target(torch.zeros(2).to(torch.float8_e4m3fn))) or "")
+    assert "missing" in (unserved_target(SimpleNamespace()) or "")
