@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder that gets target/, draft/, prompts.json and the model card")
     parser.add_argument("--target-steps", type=int, default=600)
     parser.add_argument("--memorise-steps", type=int, default=300)
-    parser.add_argument("--drafter-steps", type=int, default=2000)
+    parser.add_argument("--drafter-steps", type=int, default=1600)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

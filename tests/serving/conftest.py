@@ -21,8 +21,11 @@ CONFIGURATIONS = {
     "no-overlap": [*BASE, *DFLASH, "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
     "page16-window": [*BASE, *DFLASH, *WINDOW, "--page-size", "16", "--chunked-prefill-size", "256"],
     "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule"],
-    # Too little KV for eight long requests, and far too little draft KV: retraction, and drafting with next to no context.
-    "tight": [*BASE[:-1], "2600", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8"],
+    # Too little KV for what a hopeful scheduler admits, and far too little draft KV: retraction, and drafting with next to no context.
+    "tight": [
+        *BASE[:-1], "1300", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8",
+        "--schedule-conservativeness", "0.01",
+    ],  # fmt: skip
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
     "seeded-plain": [*BASE, "--enable-deterministic-inference"],
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],
