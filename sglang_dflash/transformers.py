@@ -87,7 +87,8 @@ def spec_generate(
             span = at[int(length) : int(length) + count]
             drafter.absorb(features()[:count], span, span)
             length, bonus = length + count, accepted.bonus
-            kv.crop(int(length))
+            if count < options.block_size:
+                kv.crop(count - options.block_size)
             result.committed.append(count)
             done = _extend(result, accepted.tokens[0, :count].tolist(), stop_token_ids, max_new_tokens, on_tokens)
     return result

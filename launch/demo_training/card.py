@@ -145,8 +145,8 @@ row below is the honest counterpart.
 | target | {target_parameters:,} | {target_bytes:,} |
 | draft (block size {block}) | {draft_parameters:,} | {draft_bytes:,} |
 
-- **Data**: the sources of Python {python}'s standard library. Learnt by heart: {files}. The rest is general text, but for the
-  held-out files, which neither model has seen.
+- **Data**: the sources of Python {python}'s standard library. Learnt by heart: {files}.
+  The rest is general text, but for the held-out files, which neither model has seen.
 - **Loss** (nats per token, windows of 448): learnt by heart {loss_memorised:.2f}, general {loss_general:.2f}, held out {loss_held_out:.2f}.
 - **Training**: {training}
 - **Licence** of the text: the Python Software Foundation License; `prompts.json` holds excerpts of it.
