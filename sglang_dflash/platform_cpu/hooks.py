@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 def register_hooks() -> None:
     """Register all replacements; SGLang applies them once every plugin has run."""
+    # Read by the scheduler process, which the launcher starts later. The HTTP server, tokenizer and detokenizer are processes of
+    # their own: a core that the scheduler's OpenMP threads spin on is taken from them.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     HookRegistry.register("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE)
     HookRegistry.register("sglang.srt.arg_groups.platform_hook.handle_cpu_backends", torch_backends, HookType.REPLACE)
     HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", draft_in_own_dtype, HookType.AROUND)

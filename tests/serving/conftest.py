@@ -21,15 +21,13 @@ CONFIGURATIONS = {
     "no-overlap": [*BASE, *DFLASH, "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
     "page16-window": [*BASE, *DFLASH, *WINDOW, "--page-size", "16", "--chunked-prefill-size", "256"],
     "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule"],
-    # Too little KV for what a hopeful scheduler admits, and far too little draft KV: retraction, and drafting with next to no context.
-    "tight": [
-        *BASE[:-1], "1300", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8",
-        "--schedule-conservativeness", "0.01",
-    ],  # fmt: skip
+    # A quarter of the KV, far too little draft KV, and SGLang's own test switch that retracts requests every 25 steps.
+    "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8"],
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
     "seeded-plain": [*BASE, "--enable-deterministic-inference"],
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],
 }
+ENVIRONMENT = {"tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}}
 
 
 class Running:
@@ -41,7 +39,7 @@ class Running:
     def get(self, name: str) -> Server:
         if self.name != name:
             self.stop()
-            self.server = Server(CONFIGURATIONS[name])
+            self.server = Server(CONFIGURATIONS[name], env=ENVIRONMENT.get(name))
             self.server.__enter__()
             self.name = name
         assert self.server is not None
