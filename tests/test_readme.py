@@ -41,6 +41,12 @@ def test_scripts_exist_and_are_valid(command: list[str]) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="set up without launch/test.sh: the demo would make its own .venv")
+def test_the_demo_script_hands_its_arguments_on() -> None:
+    shown = subprocess.run(["bash", str(ROOT / "launch/demo.sh"), "--help"], capture_output=True, text=True, timeout=240, check=True).stdout
+    assert "--check" in shown and "--model" in shown
+
+
 def test_the_file_map_names_what_exists() -> None:
     section = README.split("## Files")[1]
     for name in re.findall(r"^\| `([^`]+)`", section, re.M):

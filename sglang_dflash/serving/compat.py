@@ -34,6 +34,7 @@ __all__ = [
     "draft_kv_dtype",
     "grammar_mask",
     "has_penalties",
+    "hold_for_this_stream",
     "make_draft_input_v2",
     "plain_step_logits",
     "repeated_sampling_info",
@@ -63,9 +64,8 @@ def verify_batch(batch: ScheduleBatch, target_worker: Any, block: Tensor, positi
     return forward_batch
 
 
-def draft_kv_dtype(server_args: Any, model_dtype: torch.dtype) -> torch.dtype:
+def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of draft K/V by SGLang's own flags (--speculative-draft-kv-cache-dtype, else --kv-cache-dtype)."""
-    del server_args
     _, dtype = configure_kv_cache_dtype(
         server_args_kv_cache_dtype=get_model().kv_cache_dtype,
         speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
@@ -97,6 +97,12 @@ def has_penalties(info: SamplingBatchInfo) -> bool:
     """Whether any request has penalties; overlap scheduling hands them over already summed."""
     live = info.penalizer_orchestrator
     return info.acc_additive_penalties is not None or info.acc_scaling_penalties is not None or (live is not None and live.is_required)
+
+
+def hold_for_this_stream(tensor: Tensor) -> None:
+    """Overlap scheduling makes some tensors on another stream: their memory must not be reused before ours has read them."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream())
 
 
 def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatchInfo:

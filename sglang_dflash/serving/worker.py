@@ -53,7 +53,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
         self._offsets = torch.arange(self.block_size, device=self.device)
-        self._model, self._kv_dtype = model, compat.draft_kv_dtype(server_args, runner.dtype)
+        self._model, self._kv_dtype = model, compat.draft_kv_dtype(runner.dtype)
         self._cache = self._bounded_cache(server_args.max_running_requests or 48)
         self.counts = AcceptanceCounts(self.block_size)
 
@@ -142,21 +142,22 @@ class DFlashWorker(compat.BaseSpecWorker):
     ) -> compat.GenerationBatchResult:
         step = self._next_step(batch)
         block = self._propose(batch, step)
-        output, accepted = self._verify(batch, step, block, grammar_barrier)
+        target, accepted = self._verify(batch, step, block, grammar_barrier)
         new_seq_lens = step.seq_lens + accepted.lengths
         publish(new_seq_lens)
-        self._commit(step, output, accepted)
+        self._commit(step, target.logits_output, accepted)
         return compat.GenerationBatchResult(
-            logits_output=output,
+            logits_output=target.logits_output,
             next_token_ids=accepted.tokens.flatten(),
             accept_lens=accepted.lengths.int(),
             new_seq_lens=new_seq_lens,
             next_draft_input=compat.make_draft_input_v2(bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens),
             speculative_num_draft_tokens=self.block_size,
-            can_run_cuda_graph=False,
+            can_run_cuda_graph=target.can_run_cuda_graph,
         )
 
     def _next_step(self, batch: compat.ScheduleBatch) -> Step:
+        compat.hold_for_this_stream(batch.seq_lens)
         rows, seq_lens = batch.req_pool_indices.long(), batch.seq_lens.long()
         positions = seq_lens[:, None] + self._offsets
         return Step(rows, seq_lens, positions, self.req_to_token_pool.req_to_token[rows[:, None], positions].long())
@@ -169,11 +170,12 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def _verify(
         self, batch: compat.ScheduleBatch, step: Step, block: Tensor, grammar_barrier: Callable[[], None] | None
-    ) -> tuple[compat.LogitsProcessorOutput, Accepted]:
+    ) -> tuple[compat.GenerationBatchResult, Accepted]:
         forward_batch = compat.verify_batch(batch, self.target_worker, block, step.positions, step.slots)
-        output = self.target_worker.forward_batch_generation(
+        target = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        ).logits_output
+        )
+        output = target.logits_output
         said = self.target_tokens(batch, output.next_token_logits, block, step.positions, grammar_barrier)
         alone = self.target_tokens.one_at_a_time(batch)
         if alone is not None:
@@ -181,7 +183,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         accepted = accept(block, said)
         if batch.return_logprob:
             compat.compute_spec_logprobs(batch, output, accepted.tokens.flatten(), chain_stride=self.block_size)
-        return output, accepted
+        return target, accepted
 
     def _commit(self, step: Step, output: compat.LogitsProcessorOutput, accepted: Accepted) -> None:
         """Hand the hidden states of the committed tokens (the old bonus and the accepted drafts) to the drafter."""

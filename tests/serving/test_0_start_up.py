@@ -93,6 +93,11 @@ def test_a_missing_draft_is_refused(resolve: Any) -> None:
         resolve(*TARGET, "/no/such/draft")
 
 
+def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
+    with pytest.raises(ValueError, match="requires setting --speculative-draft-model-path"):
+        resolve(*TARGET[:-1])
+
+
 BAD_FLAGS = {
     r"--speculative-num-draft-tokens: 1 is too small": ["--speculative-num-draft-tokens", "1"],
     r"--speculative-draft-window-size: 7 is smaller than the block size 8": ["--speculative-dflash-draft-window-size", "7"],
