@@ -76,6 +76,18 @@ def test_results_say_when_where_and_how() -> None:
         assert {"date", "processor", "cores"} <= set(result["hardware"]) and "command" in result, file.name
 
 
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    demo = json.loads((ROOT / "benchmarks/results/demo_cpu.json").read_text())
+    overhead = json.loads((ROOT / "benchmarks/results/worker_overhead_cpu.json").read_text())
+    assert demo["identical"] is True
+    figures = [demo["speedup"], demo["acceptance_length"], demo["ar_tok_s"], demo["dflash_tok_s"]]
+    for concurrency in ("concurrency_1", "concurrency_8"):
+        row = overhead[concurrency]
+        figures += [row["step_time_ratio"], row["throughput_ratio"], row["ours"]["step_ms"], row["builtin"]["tokens_per_second"]]
+    for figure in figures:
+        assert str(figure) in README, figure
+
+
 def test_demo_models_command_prints_two_directories() -> None:
     from sglang_dflash import cli
 
