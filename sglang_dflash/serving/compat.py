@@ -19,23 +19,22 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from torch import Tensor
 
 __all__ = [
     "BaseSpecWorker",
     "CaptureHiddenMode",
-    "DFlashDraftInputV2",
+    "DraftInput",
     "GenerationBatchResult",
     "LogitsProcessorOutput",
     "ScheduleBatch",
     "compute_spec_logprobs",
+    "draft_input",
     "draft_kv_dtype",
     "grammar_mask",
     "has_penalties",
     "hold_for_this_stream",
-    "make_draft_input_v2",
     "plain_step_logits",
     "repeated_sampling_info",
     "verify_batch",
@@ -62,6 +61,27 @@ def verify_batch(batch: ScheduleBatch, target_worker: Any, block: Tensor, positi
     forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     batch.seq_lens_cpu, batch.seq_lens_sum = lengths, total
     return forward_batch
+
+
+class DraftInput(DFlashDraftInputV2):
+    """What SGLang carries from one DFLASH step to the next, with the penalties' counts kept up as in plain decoding.
+
+    SGLang's own one leaves them out: with it frequency, presence and repetition penalties never see an output token, and
+    min_new_tokens never ends.
+    """
+
+    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
+        if batch.sampling_info.penalizer_orchestrator.is_required:
+            batch.cumulate_penalty_output_tokens()
+        super().prepare_for_decode(batch)
+
+
+def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor) -> DraftInput:
+    """The next step's input: bonus tokens and committed lengths, both int64 `[R]`; the fields of other algorithms stay empty."""
+    empty = bonus_tokens.new_empty((len(bonus_tokens), 0), dtype=torch.float32)
+    return DraftInput(
+        topk_p=empty, topk_index=empty.long(), bonus_tokens=bonus_tokens.long(), new_seq_lens=new_seq_lens.long(), hidden_states=empty
+    )
 
 
 def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:

@@ -151,7 +151,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             next_token_ids=accepted.tokens.flatten(),
             accept_lens=accepted.lengths.int(),
             new_seq_lens=new_seq_lens,
-            next_draft_input=compat.make_draft_input_v2(bonus_tokens=accepted.bonus, new_seq_lens=new_seq_lens),
+            next_draft_input=compat.draft_input(accepted.bonus, new_seq_lens),
             speculative_num_draft_tokens=self.block_size,
             can_run_cuda_graph=target.can_run_cuda_graph,
         )
@@ -202,7 +202,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         publish(result.new_seq_lens)
         self._absorb_prompt(batch, result.logits_output.hidden_states)
         result.logits_output.hidden_states = None
-        result.next_draft_input = compat.make_draft_input_v2(bonus_tokens=result.next_token_ids, new_seq_lens=batch.seq_lens)
+        result.next_draft_input = compat.draft_input(result.next_token_ids, batch.seq_lens)
         return result
 
     def _absorb_prompt(self, batch: compat.ScheduleBatch, features: Tensor) -> None:
@@ -227,7 +227,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             next_token_ids=nothing,
             accept_lens=nothing.int(),
             new_seq_lens=nothing,
-            next_draft_input=compat.DFlashDraftInputV2.create_idle_input(device=self.device),
+            next_draft_input=compat.DraftInput.create_idle_input(device=self.device),
             speculative_num_draft_tokens=self.block_size,
             can_run_cuda_graph=False,
         )

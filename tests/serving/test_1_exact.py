@@ -37,6 +37,15 @@ def test_outputs_are_those_of_plain_decoding(name: str, plain: Any, answers: Any
         assert report["draft_kv_slots"] == 150
 
 
+def test_penalised_requests_are_plain_decodings(plain: Any, answers: Any) -> None:
+    del plain
+    ours, expected = answers("dflash", "penalised"), answers("plain", "penalised")
+    workload.assert_same_outputs(ours, expected)
+    committed = [a["meta_info"]["completion_tokens"] - a["meta_info"]["spec_verify_ct"] for a in ours["penalised"]]
+    # One token per step with penalties, more without.
+    assert [c > 3 for c in committed] == [not workload.PENALTIES[i % 5] for i in range(10)]
+
+
 def test_the_log_and_server_info_say_who_serves(running: Running) -> None:
     server = running.get("page16-window")
     report, log = server.dflash(), server.log.read_text()

@@ -111,7 +111,7 @@ def test_an_aborted_request_leaves_the_server_well(server: Server) -> None:
     assert server.generate("import os\n", temperature=0, max_new_tokens=4)["meta_info"]["completion_tokens"] == 4
 
 
-def test_penalties_and_bias_equal_plain_decodings_first_principles(server: Server) -> None:
+def test_a_logit_bias_holds_at_every_position_of_a_block(server: Server) -> None:
     """A logit bias of +100 forces one token at every position of a block; -100 on the greedy token avoids it."""
     forced = server.generate("import os\n", temperature=0, max_new_tokens=12, ignore_eos=True, logit_bias={"77": 100})
     assert forced["output_ids"] == [77] * 12

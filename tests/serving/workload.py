@@ -12,6 +12,10 @@ from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.server import Server
 
 NEW_TOKENS = 40
+# Requests whose logits depend on every token before, and one that does not.
+PENALTIES = [
+    {"frequency_penalty": 0.9}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.4}, {"min_new_tokens": 25, "ignore_eos": False}, {},
+]  # fmt: skip
 
 
 def prompts() -> dict[str, list[str]]:
@@ -35,6 +39,14 @@ def run(server: Server) -> dict[str, list[dict[str, Any]]]:
         with ThreadPoolExecutor(1 if name == "shared prefix" else 8) as pool:
             answers[name] = list(pool.map(lambda t: server.generate(t, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True), texts))
     return answers
+
+
+def run_penalised(server: Server) -> list[dict[str, Any]]:
+    """One request after another: under overlap SGLang counts an output token a step late, and which one that is depends on
+    what else is being prefilled, in plain decoding too."""
+    send = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    texts = prompts()["demo"][:10]
+    return [server.generate(text, **{**send, **PENALTIES[i % len(PENALTIES)]}) for i, text in enumerate(texts)]
 
 
 def assert_same_outputs(got: dict[str, list[dict[str, Any]]], expected: dict[str, list[dict[str, Any]]]) -> None:
