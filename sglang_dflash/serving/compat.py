@@ -29,6 +29,7 @@ __all__ = [
     "GenerationBatchResult",
     "LogitsProcessorOutput",
     "ScheduleBatch",
+    "adjusts_logits",
     "compute_spec_logprobs",
     "draft_input",
     "draft_kv_dtype",
@@ -111,6 +112,11 @@ def plain_step_logits(logits: Tensor, info: SamplingBatchInfo) -> None:
     info.apply_logits_bias(logits)
     if info.has_custom_logit_processor:
         apply_custom_logit_processor(logits, info)
+
+
+def adjusts_logits(info: SamplingBatchInfo) -> bool:
+    """Whether `plain_step_logits` has anything to do."""
+    return info.logit_bias is not None or info.grammar_mask is not None or info.has_custom_logit_processor or has_penalties(info)
 
 
 def has_penalties(info: SamplingBatchInfo) -> bool:

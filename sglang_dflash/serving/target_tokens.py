@@ -32,7 +32,7 @@ class TargetTokens:
         rows, width = block.shape
         mask = compat.grammar_mask(batch, block, logits.device, barrier)
         info = batch.sampling_info
-        if info is not None:
+        if info is not None and compat.adjusts_logits(info):
             by_position = logits.view(rows, width, -1)
             first = by_position[:, 0].clone()
             compat.plain_step_logits(first, info)

@@ -29,6 +29,7 @@ def test_outputs_are_those_of_plain_decoding(name: str, plain: Any, answers: Any
     if name != "tight":
         # A drafter that is never right would pass the comparison, too.
         assert workload.acceptance_length(got["demo"]) > 2
+        # Pages of 16 round what is cached; the plain server has pages of 1.
         cached = [a["meta_info"]["cached_tokens"] for a in got["shared prefix"]]
         assert cached == [a["meta_info"]["cached_tokens"] for a in plain["shared prefix"]] or name.startswith("page16")
         assert sum(c > 200 for c in cached) == 12
