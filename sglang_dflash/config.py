@@ -152,12 +152,14 @@ class Options:
     `window`: committed tokens that the draft's attention reads (None: all of them).
     `sinks`: first tokens of a request that stay visible beside the window.
     `draft_kv_tokens`: entries of the draft KV cache under a window (None: from what the running requests can see).
+    `recompute_tail`: cached prompt tokens whose draft K/V is lost that the target computes again, at most, per request.
     """
 
     block_size: int | None = None
     window: int | None = None
     sinks: int = 0
     draft_kv_tokens: int | None = None
+    recompute_tail: int = 0
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 2:
@@ -168,6 +170,8 @@ class Options:
             raise ConfigError(f"--speculative-draft-window-size: {self.window} sees nothing; give at least the block size")
         if self.draft_kv_tokens is not None and self.draft_kv_tokens < 1:
             raise ConfigError(f"--speculative-dflash-draft-kv-tokens: {self.draft_kv_tokens}; a positive number of tokens is required")
+        if self.recompute_tail < 0:
+            raise ConfigError(f"--speculative-dflash-recompute-tail: {self.recompute_tail} is negative; give 0 or more tokens")
 
     def resolve(self, config: DraftConfig) -> Options:
         """Fill in what the checkpoint decides and check the two against each other."""
@@ -178,11 +182,14 @@ class Options:
             )
         return replace(self, block_size=block_size, sinks=self.sinks if self.window is not None else 0)
 
+    def visible_tokens(self, requests: int) -> int:
+        """Committed tokens that the drafts of that many requests read or are about to commit (window required)."""
+        assert self.window is not None and self.block_size is not None
+        return requests * (self.window + self.sinks + self.block_size)
+
     def draft_kv_slots(self, max_running_requests: int) -> int:
         """Entries of a bounded draft KV cache: `DRAFT_KV_HEADROOM` times what that many requests can see (window required)."""
-        assert self.window is not None and self.block_size is not None
-        seen = max_running_requests * (self.window + self.sinks + self.block_size)
-        return self.draft_kv_tokens or DRAFT_KV_HEADROOM * seen
+        return self.draft_kv_tokens or int(DRAFT_KV_HEADROOM * self.visible_tokens(max_running_requests))
 
 
 def _positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:

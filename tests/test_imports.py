@@ -1,4 +1,4 @@
-"""Imports point one way: core <- dflash_kernels <- serving, platform_cpu, transformers <- bench, cli."""
+"""Imports point one way: core <- dflash_kernels <- serving, platform_cpu, transformers <- bench, cli; facts <- inspection <- cli."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ LIMITS = {
     "transformers": {"config", "core", "dflash_kernels"},
     "platform_cpu": {"config", "core", "dflash_kernels", "platform_cpu"},
     "serving": {"config", "core", "dflash_kernels", "platform_cpu", "serving"},
+    "facts": {"config", "facts"},
+    "inspection": {"config", "facts"},
     "bench": {"config", "core", "dflash_kernels", "transformers", "bench"},
-    "cli": {"config", "core", "dflash_kernels", "transformers", "bench", "cli"},
+    "cli": {"config", "core", "dflash_kernels", "transformers", "bench", "facts", "inspection", "cli"},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -21,18 +22,31 @@ class ServerFailed(RuntimeError):
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A free port below those that systems give to outgoing connections: a starting server opens some of its own meanwhile."""
+    for port in random.sample(range(20000, 30000), 50):
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ServerFailed("no free port found between 20000 and 29999")
 
 
 class Server:
     """`python -m sglang.launch_server ARGS` on 127.0.0.1; a context manager that ends the process it started."""
 
-    def __init__(self, args: Sequence[str], env: dict[str, str] | None = None, timeout_s: float = 300, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        args: Sequence[str],
+        env: dict[str, str] | None = None,
+        timeout_s: float = 300,
+        log: Path | None = None,
+        module: str = "sglang.launch_server",
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.args, self.timeout_s = list(args), timeout_s
+        self.args, self.timeout_s, self.module = list(args), timeout_s, module
         self.log = log or Path(tempfile.mkstemp(prefix="sglang-server-", suffix=".log")[1])
         self._env = {**os.environ, **(env or {})}
 
@@ -43,7 +57,7 @@ class Server:
 
     def start(self) -> None:
         """Start the process; `wait` tells when it serves."""
-        command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(self.port), *self.args]
+        command = [sys.executable, "-m", self.module, "--host", "127.0.0.1", "--port", str(self.port), *self.args]
         # A session of its own, so that its children end with it.
         self.process = subprocess.Popen(
             command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env, start_new_session=True

@@ -57,9 +57,9 @@ def visibility(layer: LayerAttention, positions: Tensor, seq_lens: Tensor, live:
 
     Args:
         positions: int64 `[R, C]`, the context's (see `context_positions`).
-        live: bool `[R, C]`, whether the cache still holds them.
+        live: bool `[R, C]`, whether there is such a token and the cache still holds it.
     """
-    seen = (live & (positions < seq_lens[:, None]))[:, None]  # [R, 1, C]
+    seen = live[:, None]  # [R, 1, C]
     step = torch.arange(block, device=seq_lens.device)
     inside = torch.ones(1, 1, block, dtype=torch.bool, device=seq_lens.device)
     if layer.causal or layer.window is not None:

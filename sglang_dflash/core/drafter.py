@@ -76,8 +76,8 @@ class Drafter:
 
     def _attend(self, positions: Tensor, seq_lens: Tensor, slots: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         block, layers = self.block_size, self.model.config.layers
-        kv, live = self.cache.gather(slots, room=block)
-        masks = {kind: visibility(kind, positions, seq_lens, live, block) for kind in set(layers)}
+        kv, seen = self.cache.gather(slots, positions < seq_lens[:, None], room=block)
+        masks = {kind: visibility(kind, positions, seq_lens, seen, block) for kind in set(layers)}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             kv[:, -block:, layer, 0], kv[:, -block:, layer, 1] = k, v

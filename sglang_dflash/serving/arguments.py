@@ -16,7 +16,11 @@ ALIASES = {
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
 WORKERS = ("auto", "builtin")
-DEFAULTS: dict[str, Any] = {"speculative_dflash_worker": "auto", "speculative_dflash_draft_kv_tokens": None}
+DEFAULTS: dict[str, Any] = {
+    "speculative_dflash_worker": "auto",
+    "speculative_dflash_draft_kv_tokens": None,
+    "speculative_dflash_recompute_tail": Options.recompute_tail,
+}
 
 
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -33,6 +37,13 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         type=int,
         default=argparse.SUPPRESS,
         help="Entries of the draft KV cache when a draft window is set. Default: twice what the running requests can see.",
+    )
+    group.add_argument(
+        "--speculative-dflash-recompute-tail",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="Cached prompt tokens, at most, that the target computes again when the bounded draft KV cache has lost them. Default: "
+        f"{Options.recompute_tail}.",
     )
     group.add_argument(
         "--speculative-dflash-draft-window-size",
@@ -81,6 +92,7 @@ def options(server_args: Any, resolved: Any) -> Options:
         window=resolved.speculative_draft_window_size,
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=_given(server_args)["speculative_dflash_draft_kv_tokens"],
+        recompute_tail=_given(server_args)["speculative_dflash_recompute_tail"],
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +31,11 @@ __all__ = [
     "LogitsProcessorOutput",
     "ScheduleBatch",
     "adjusts_logits",
+    "can_extend_backwards",
     "compute_spec_logprobs",
     "draft_input",
     "draft_kv_dtype",
+    "extended_backwards",
     "grammar_mask",
     "has_penalties",
     "hold_for_this_stream",
@@ -62,6 +65,46 @@ def verify_batch(batch: ScheduleBatch, target_worker: Any, block: Tensor, positi
     forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     batch.seq_lens_cpu, batch.seq_lens_sum = lengths, total
     return forward_batch
+
+
+# SGLang's pools keep slot 0 for writes that nobody reads.
+UNREAD_SLOT = 0
+
+
+def can_extend_backwards(batch: ScheduleBatch) -> bool:
+    """Whether a prefill can take in cached tokens again: not where something else is laid out along its new tokens."""
+    embeds = (batch.input_embeds, batch.replace_embeds, *(batch.multimodal_inputs or ()))
+    return not (batch.return_logprob or batch.forward_mode.is_mixed() or any(e is not None for e in embeds))
+
+
+@contextmanager
+def extended_backwards(batch: ScheduleBatch, counts: list[int]) -> Iterator[None]:
+    """While this lasts, the prefill `batch` begins `counts` tokens earlier in each request's cached prefix.
+
+    The target computes these tokens again from the KV of the prefix as it stands; the KV that comes out is written where nobody
+    reads, so that a shared prefix does not change by a rounding.
+    """
+    if not any(counts):
+        yield
+        return
+    names = ("input_ids", "out_cache_loc", "prefix_lens", "extend_lens", "extend_num_tokens", "extend_logprob_start_lens")
+    before = {name: getattr(batch, name) for name in names}
+    ids, slots = [], []
+    new = zip(batch.input_ids.split(batch.extend_lens), batch.out_cache_loc.split(batch.extend_lens), strict=True)
+    for request, prefix, count, (new_ids, new_slots) in zip(batch.reqs, batch.prefix_lens, counts, new, strict=True):
+        again = request.get_fill_ids()[prefix - count : prefix]
+        ids += [new_ids.new_tensor(list(again)), new_ids]
+        slots += [new_slots.new_full((count,), UNREAD_SLOT), new_slots]
+    batch.input_ids, batch.out_cache_loc = torch.cat(ids), torch.cat(slots)
+    batch.prefix_lens = [prefix - count for prefix, count in zip(batch.prefix_lens, counts, strict=True)]
+    batch.extend_lens = [length + count for length, count in zip(batch.extend_lens, counts, strict=True)]
+    batch.extend_logprob_start_lens = [start + count for start, count in zip(batch.extend_logprob_start_lens, counts, strict=True)]
+    batch.extend_num_tokens += sum(counts)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(batch, name, value)
 
 
 class DraftInput(DFlashDraftInputV2):

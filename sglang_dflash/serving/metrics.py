@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +34,28 @@ class AcceptanceCounts:
             "verify_steps": steps,
             "acceptance_length": round(committed / steps, 4),
             "acceptance_by_position": [round(share, 4) for share in by_position],
+        }
+
+
+class PhaseTimes:
+    """Host time of the phases of decode steps. On a CPU that is what they cost; on an accelerator, what launching them costs."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
+
+    @contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+        self.calls[phase] = self.calls.get(phase, 0) + 1
+
+    def report(self) -> dict[str, Any]:
+        """Decode steps (of a whole batch), and seconds in all by phase."""
+        return {
+            "decode_steps": max(self.calls.values(), default=0),
+            "host_seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
         }
 
 

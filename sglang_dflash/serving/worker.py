@@ -6,6 +6,7 @@ There is no draft ModelRunner: the drafter is a small network of ours with a cac
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
 from sglang_dflash.core.verify import Accepted, accept
 from sglang_dflash.core.weights import load_model
-from sglang_dflash.serving import budget, compat
-from sglang_dflash.serving.metrics import AcceptanceCounts
+from sglang_dflash.serving import admission, budget, compat
+from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes
+from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
 from sglang_dflash.serving.target_tokens import TargetTokens
 
 logger = logging.getLogger(__name__)
@@ -54,16 +56,23 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.speculative_num_steps = 1
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._model, self._kv_dtype = model, compat.draft_kv_dtype(runner.dtype)
-        self._cache = self._bounded_cache(server_args.max_running_requests or 48)
-        self.counts = AcceptanceCounts(self.block_size)
+        self._max_running_requests = server_args.max_running_requests or 48
+        if self.options.window is not None:
+            token_bytes = math.prod(self.config.kv_shape) * self._kv_dtype.itemsize
+            budget.draft_kv.bounded_bytes = self.options.draft_kv_slots(self._max_running_requests) * token_bytes
+        self.counts, self.times = AcceptanceCounts(self.block_size), PhaseTimes()
+        admission.our_worker_serves = True
+        self._warn_of_long_contexts(runner.model_config.context_len)
 
-    def _bounded_cache(self, max_running_requests: int) -> DraftKVCache | None:
-        """With a window, the draft K/V is allocated now: the target's pool is sized next, from the memory that is left."""
-        if self.options.window is None:
-            return None
-        slots = self.options.draft_kv_slots(max_running_requests)
-        budget.draft_kv_is_bounded = True
-        return DraftKVCache(slots, self.config.kv_shape, self._kv_dtype, self.device)
+    def _warn_of_long_contexts(self, served: int) -> None:
+        trained = self.config.max_position_embeddings
+        if served > trained:
+            logger.warning(
+                "DFLASH: the target serves contexts of %d tokens, the draft was made for %d (max_position_embeddings): beyond that "
+                "outputs stay exact and acceptance may fall",
+                served,
+                trained,
+            )
 
     # -- the scheduler's start-up calls, in their order ---------------------------------------------------------------
 
@@ -83,14 +92,20 @@ class DFlashWorker(compat.BaseSpecWorker):
         self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
     ) -> None:
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        slots = token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
-        if self._cache is None:
-            self._cache = IdentityDraftKVCache(slots, self.config.kv_shape, self._kv_dtype, self.device)
-        else:
-            self._cache.attach(slots)
-        self.drafter = Drafter(self._model, self._target_head(), self._cache, self.options, block_attention("torch"))
+        cache = self._draft_kv_cache(token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size)
+        budget.draft_kv.bounded_bytes = 0
+        self.drafter = Drafter(self._model, self._target_head(), cache, self.options, block_attention("torch"))
         self.target_tokens = TargetTokens(self.target_worker.model_runner.sampler)
         logger.info("DFLASH: %s", self.describe())
+
+    def _draft_kv_cache(self, target_slots: int) -> DraftKVCache:
+        shape, dtype = self.config.kv_shape, self._kv_dtype
+        if self.options.window is not None:
+            slots = self.options.draft_kv_slots(self._max_running_requests)
+            # A bound that the target's pool does not exceed bounds nothing.
+            if budget.draft_kv.is_bounded and slots < target_slots:
+                return DraftKVCache(slots, target_slots, shape, dtype, self.device)
+        return IdentityDraftKVCache(target_slots, shape, dtype, self.device)
 
     def _target_head(self) -> TargetHead:
         target = self.target_worker.model_runner.model
@@ -111,6 +126,8 @@ class DFlashWorker(compat.BaseSpecWorker):
             "window": self.options.window,
             "sinks": self.options.sinks,
             "draft_kv_slots": self.drafter.cache.num_slots,
+            "draft_kv_is_bounded": not self.drafter.cache.keeps_everything,
+            "recompute_tail": self.options.recompute_tail,
             "draft_kv_bytes": self.drafter.cache.nbytes,
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": "torch",
@@ -118,7 +135,8 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def report(self) -> dict[str, Any]:
         """`describe`, and how it is going."""
-        return {**self.describe(), "draft_kv_live_share": round(self.drafter.cache.live_share(), 4), **self.counts.report()}
+        live_share = round(self.drafter.cache.live_share(), 4)
+        return {**self.describe(), "draft_kv_live_share": live_share, **self.counts.report(), **self.times.report()}
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -140,12 +158,15 @@ class DFlashWorker(compat.BaseSpecWorker):
     def _decode(
         self, batch: compat.ScheduleBatch, publish: Callable[[Tensor], None], grammar_barrier: Callable[[], None] | None
     ) -> compat.GenerationBatchResult:
-        step = self._next_step(batch)
-        block = self._propose(batch, step)
-        target, accepted = self._verify(batch, step, block, grammar_barrier)
-        new_seq_lens = step.seq_lens + accepted.lengths
-        publish(new_seq_lens)
-        self._commit(step, target.logits_output, accepted)
+        with self.times.of("propose"):
+            step = self._next_step(batch)
+            block = self._propose(batch, step)
+        with self.times.of("verify"):
+            target, accepted = self._verify(batch, step, block, grammar_barrier)
+            new_seq_lens = step.seq_lens + accepted.lengths
+            publish(new_seq_lens)
+        with self.times.of("commit"):
+            self._commit(step, target.logits_output, accepted)
         return compat.GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=accepted.tokens.flatten(),
@@ -195,29 +216,39 @@ class DFlashWorker(compat.BaseSpecWorker):
     def _prefill(
         self, batch: compat.ScheduleBatch, publish: Callable[[Tensor], None], pp_proxy_tensors: Any
     ) -> compat.GenerationBatchResult:
-        result = self.target_worker.forward_batch_generation(
-            batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
-        )
+        again = self._lost_of_prefix(batch)
+        with compat.extended_backwards(batch, again):
+            result = self.target_worker.forward_batch_generation(
+                batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
+            )
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
-        self._absorb_prompt(batch, result.logits_output.hidden_states)
+        self._absorb_prompt(batch, again, result.logits_output.hidden_states)
         result.logits_output.hidden_states = None
         result.next_draft_input = compat.draft_input(result.next_token_ids, batch.seq_lens)
         return result
 
-    def _absorb_prompt(self, batch: compat.ScheduleBatch, features: Tensor) -> None:
+    def _lost_of_prefix(self, batch: compat.ScheduleBatch) -> list[int]:
+        """How many cached tokens before each request's new ones the target computes again, for their hidden states."""
+        if not self.options.recompute_tail or self.drafter.cache.keeps_everything or not compat.can_extend_backwards(batch):
+            return [0] * len(batch.prefix_lens)
+        table = self.req_to_token_pool.req_to_token
+        return missing_tails(batch, table, self.drafter.cache, self.options, self.options.recompute_tail)
+
+    def _absorb_prompt(self, batch: compat.ScheduleBatch, again: list[int], features: Tensor) -> None:
         """Project the prompt tokens that a draft can ever see; the target slots of the others are marked dead."""
-        spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
-        positions = torch.cat([torch.arange(prefix, prefix + count) for prefix, count in spans])
-        if self.options.window is None:
-            self.drafter.absorb(features, positions.to(self.device), batch.out_cache_loc)
+        starts = [prefix - n for prefix, n in zip(batch.prefix_lens, again, strict=True)]
+        ends = [prefix + n for prefix, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        tokens = PromptTokens.of(starts, ends, lengths_before_drafting(batch), self.options)
+        rows = batch.req_pool_indices.long()[tokens.rows.to(self.device)]
+        positions = tokens.positions.to(self.device)
+        slots = self.req_to_token_pool.req_to_token[rows, positions].long()
+        if self.drafter.cache.keeps_everything:
+            self.drafter.absorb(features, positions, slots)
             return
-        lengths = torch.tensor([len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs])
-        length = lengths.repeat_interleave(torch.tensor(batch.extend_lens))
-        seen = (positions >= length - self.options.window) | (positions < self.options.sinks)
-        rows, others = (index.to(self.device) for index in (seen.nonzero()[:, 0], (~seen).nonzero()[:, 0]))
-        self.drafter.cache.forget(batch.out_cache_loc[others])
-        self.drafter.absorb(features[rows], positions.to(self.device)[rows], batch.out_cache_loc[rows])
+        seen, others = (index.nonzero()[:, 0].to(self.device) for index in (tokens.seen, ~tokens.seen))
+        self.drafter.cache.forget(slots[others])
+        self.drafter.absorb(features[seen], positions[seen], slots[seen])
 
     def _idle(self, publish: Callable[[Tensor], None]) -> compat.GenerationBatchResult:
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)

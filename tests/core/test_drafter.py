@@ -82,8 +82,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         cache.entries.fill_(float("nan"))
         cache.entries[-1] = 0
     else:
-        cache = DraftKVCache(4 * requests.pool_size, model.config.kv_shape, torch.float32, "cpu")
-        cache.attach(requests.pool_size)
+        cache = DraftKVCache(4 * requests.pool_size, requests.pool_size, model.config.kv_shape, torch.float32, "cpu")
     seen: list[torch.Tensor] = []
 
     def argmax(hidden: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,21 +16,38 @@ from sglang_dflash.bench.server import Server
 from tests.serving import workload
 
 PAIR = demo_pair("dense")
-BASE = ["--model-path", str(PAIR.target), "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "16384"]
+BASE = ["--model-path", str(PAIR.target), "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "32768"]
 DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR.draft)]
+# The same draft, said to be made for no more than 64 positions.
+_FOLDER = tempfile.TemporaryDirectory()
+SHORT_DRAFT = shutil.copytree(PAIR.draft, Path(_FOLDER.name) / "draft")
+_config = json.loads((SHORT_DRAFT / "config.json").read_text())
+(SHORT_DRAFT / "config.json").write_text(json.dumps({**_config, "max_position_embeddings": 64}))
 WINDOW = ["--speculative-dflash-draft-window-size", "96", "--speculative-draft-sink-size", "4"]
+CHAT_WINDOW = 512
+CHATS = [*BASE, *DFLASH, "--speculative-draft-window-size", str(CHAT_WINDOW), "--max-running-requests", "8"]
+# A tenth of the default: 2 * 8 * (512 + 8) / 10.
+TENTH = ["--speculative-dflash-draft-kv-tokens", "832"]
+# As much of the memory as the server finds, so that its own sizing shows.
+SIZED = [*BASE[:-2], "--mem-fraction-static", "0.2"]
 CONFIGURATIONS = {
     "plain": BASE,
     "dflash": BASE + DFLASH,
     "no-overlap": [*BASE, *DFLASH, "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
-    "page16-window": [*BASE, *DFLASH, *WINDOW, "--page-size", "16", "--chunked-prefill-size", "256"],
+    "page16-window": [*BASE, *DFLASH[:-1], str(SHORT_DRAFT), *WINDOW, "--page-size", "16", "--chunked-prefill-size", "256"],
     "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule"],
     # A quarter of the KV, far too little draft KV, and SGLang's own test switch that retracts requests every 25 steps.
     "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8"],
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
-    "seeded-plain": [*BASE, "--enable-deterministic-inference"],
+    "chats-default": CHATS,
+    "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
+    "chats-tenth": [*CHATS, *TENTH],
+    "chats-tenth-recompute": [*CHATS, *TENTH, "--speculative-dflash-recompute-tail", "512"],
+    "lossy": [*SIZED, *DFLASH, "--speculative-draft-window-size", "512", "--max-running-requests", "16"],
+    "seeded-plain": [*SIZED, "--max-running-requests", "16", "--enable-deterministic-inference"],
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],
 }
+MODULES = {"lossy": "tests.serving.lossy_server"}
 ENVIRONMENT = {"tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}}
 
 
@@ -39,7 +60,8 @@ class Running:
     def get(self, name: str) -> Server:
         if self.name != name:
             self.stop()
-            self.server = Server(CONFIGURATIONS[name], env=ENVIRONMENT.get(name))
+            module = MODULES.get(name, "sglang.launch_server")
+            self.server = Server(CONFIGURATIONS[name], env=ENVIRONMENT.get(name), module=module)
             self.server.__enter__()
             self.name = name
         assert self.server is not None

@@ -65,6 +65,12 @@ def test_the_log_and_server_info_say_who_serves(running: Running) -> None:
     assert report["acceptance_by_position"] == sorted(report["acceptance_by_position"], reverse=True)
 
 
+def test_a_target_beyond_the_drafts_positions_is_served_and_said(running: Running) -> None:
+    """The outputs are compared above: the long prompts have ten times these positions, and no table is run past."""
+    told = [line for line in running.get("page16-window").log.read_text().splitlines() if "max_position_embeddings" in line]
+    assert len(told) == 1 and "contexts of 32768 tokens, the draft was made for 64" in told[0]
+
+
 def test_a_flush_forgets_the_draft_kv(running: Running) -> None:
     server = running.get("page16-window")
     server.generate("import os\n", temperature=0, max_new_tokens=8)

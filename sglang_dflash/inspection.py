@@ -1,0 +1,245 @@
+"""What a pair will cost, before anything is loaded: weights, KV bytes per token, and the target tokens that fit.
+
+Letters: M bytes for all KV, t and d bytes of target and draft KV per token, D bytes of the draft's KV, R running requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sglang_dflash.config import ConfigError, DraftConfig, Options, UnsupportedDraft
+from sglang_dflash.facts import ModelFacts
+from sglang_dflash.facts.target import TargetGeometry, positive
+
+GIB = 2**30
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_WEIGHT_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the pair would be served; GiB are 2**30 bytes.
+
+    `kv_memory_gib`: memory of both KV pools (None: what the weights and R recurrent states leave of `memory_gib * mem_fraction`).
+    `kv_dtype`, `draft_kv_dtype`: None for bfloat16 and for the target's.
+    """
+
+    max_running_requests: int = 48
+    memory_gib: float = 80.0
+    mem_fraction: float = 0.9
+    kv_memory_gib: float | None = None
+    kv_dtype: str | None = None
+    draft_kv_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_running_requests < 1:
+            raise ConfigError(f"--max-running-requests: {self.max_running_requests}; a positive number of requests is required")
+        if not 0 < self.mem_fraction <= 1:
+            raise ConfigError(f"--mem-fraction: {self.mem_fraction}; a share above 0 and up to 1 is required")
+        for flag, value in (("--memory-gib", self.memory_gib), ("--kv-memory-gib", self.kv_memory_gib)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{flag}: {value}; a positive number of GiB is required")
+        for flag, dtype in (("--kv-dtype", self.kv_dtype), ("--draft-kv-dtype", self.draft_kv_dtype)):
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                raise ConfigError(f"{flag}: {dtype!r}; there is {', '.join(DTYPE_BYTES)}")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft as far as it is known; `config` is None, and `unserved` says why, where our worker does not take it."""
+
+    config: DraftConfig | None
+    unserved: str | None
+    kv_bytes_per_token: int
+    weight_bytes: int | None
+    block_size: int | None
+    max_position_embeddings: int | None
+
+
+@dataclass(frozen=True)
+class KvSplit:
+    """How M is divided between target and draft. `draft_kv_slots` has one slot per target token where `bounded` is False."""
+
+    bounded: bool
+    draft_kv_slots: int
+    draft_kv_bytes: int
+    draft_kv_bytes_unbounded: int
+    target_tokens: int
+    target_tokens_unbounded: int
+    target_tokens_without_draft_kv: int
+    target_tokens_gain: float
+    target_tokens_gain_ceiling: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The answer; every size in bytes. None where it is not known.
+
+    `worker`: "sglang-dflash", "builtin" (SGLang's own, for `worker_reason`; the bounded figures are then those of ours) or "unknown".
+    `recurrent_state_bytes`: of one request.
+    """
+
+    target: str
+    draft: str
+    worker: str
+    worker_reason: str | None
+    block_size: int
+    window: int | None
+    sinks: int
+    max_running_requests: int
+    target_kv_bytes_per_token: int
+    draft_kv_bytes_per_token: int
+    kv_memory_bytes: int
+    kv: KvSplit
+    target_weight_bytes: int | None
+    draft_weight_bytes: int | None
+    draft_max_position_embeddings: int | None
+    recurrent_layers: int | None
+    recurrent_state_bytes: int | None
+    sources: list[str]
+
+    def report(self) -> dict[str, Any]:
+        """All of it, flat."""
+        facts = asdict(self)
+        split = facts.pop("kv")
+        split["draft_kv_map"] = "bounded" if split.pop("bounded") else "one slot per target token"
+        sources = facts.pop("sources")
+        return {**facts, **split, "sources": sources}
+
+
+def inspect(target: ModelFacts, draft: ModelFacts, options: Options, serving: Serving) -> Inspection:
+    """Say what serving this pair would cost.
+
+    Raises:
+        ConfigError: the pair does not fit, an option is out of range, something needed is not known, or no memory is left for KV.
+    """
+    geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
+    t = _target_kv_bytes(target, geometry, serving)
+    drafted = _read_draft(draft, serving)
+    if geometry is not None and drafted.config is not None:
+        drafted.config.check_target(hidden_size=geometry.hidden_size, vocab_size=geometry.vocab_size, num_layers=geometry.num_hidden_layers)
+    options = _resolve(options, drafted)
+    assert options.block_size is not None
+    memory = _kv_memory_bytes(target, drafted, geometry, serving)
+    slots = None if options.window is None else options.draft_kv_slots(serving.max_running_requests)
+    worker, reason = _worker(geometry, drafted)
+    return Inspection(
+        target=target.name, draft=draft.name, worker=worker, worker_reason=reason,
+        block_size=options.block_size, window=options.window, sinks=options.sinks, max_running_requests=serving.max_running_requests,
+        target_kv_bytes_per_token=t, draft_kv_bytes_per_token=drafted.kv_bytes_per_token,
+        kv_memory_bytes=memory, kv=split_kv(memory, t, drafted.kv_bytes_per_token, slots),
+        target_weight_bytes=target.weight_bytes, draft_weight_bytes=drafted.weight_bytes,
+        draft_max_position_embeddings=drafted.max_position_embeddings,
+        recurrent_layers=geometry.recurrent_layers if geometry else None,
+        recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
+        sources=[f"target: {target.source}", f"draft: {draft.source}"],
+    )  # fmt: skip
+
+
+def split_kv(memory: int, t: int, d: int, slots: int | None) -> KvSplit:
+    """Divide `memory` bytes; `slots`: entries of a bounded draft cache, or None for one per target token.
+
+    The bounded cache's own bookkeeping (4 bytes per target token, 5 per entry) is left out.
+    A cache that would outgrow one slot per target token is not bounded by anything: it becomes one slot per target token.
+    """
+    together = memory // (t + d)
+    bounded = slots is not None and slots < together
+    entries = slots if slots is not None and bounded else together
+    tokens = (memory - entries * d) // t if bounded else together
+    if not together:
+        raise ConfigError(f"--kv-memory-gib: {memory / GIB:.6g} GiB of KV memory do not hold one token of {t + d} bytes")
+    return KvSplit(
+        bounded=bounded,
+        draft_kv_slots=entries,
+        draft_kv_bytes=entries * d,
+        draft_kv_bytes_unbounded=together * d,
+        target_tokens=tokens,
+        target_tokens_unbounded=together,
+        target_tokens_without_draft_kv=memory // t,
+        target_tokens_gain=tokens / together - 1,
+        target_tokens_gain_ceiling=d / t,
+    )
+
+
+def draft_weight_bytes(config: DraftConfig) -> int:
+    """Bytes of a DFlash v1 draft in bfloat16: projection of the features, layers and norms; embedding and lm_head are the target's."""
+    width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    attention = 2 * width * q + 2 * width * kv + (q + 2 * kv + width if config.attention_bias else 0)
+    layer = attention + 3 * width * inner + 2 * width + 2 * dim
+    return _WEIGHT_BYTES * (config.num_features * width + 2 * width + config.num_hidden_layers * layer)
+
+
+def _worker(geometry: TargetGeometry | None, draft: Draft) -> tuple[str, str | None]:
+    if draft.unserved is not None:
+        return "builtin", draft.unserved
+    if geometry is not None and geometry.recurrent_layers:
+        return "builtin", f"the target's {geometry.recurrent_layers} recurrent layers (config field layer_types)"
+    if geometry is None or draft.config is None:
+        return "unknown", "the facts of this pair are KV sizes only"
+    return "sglang-dflash", None
+
+
+def _target_kv_bytes(target: ModelFacts, geometry: TargetGeometry | None, serving: Serving) -> int:
+    if geometry is not None:
+        return geometry.kv_bytes_per_token(DTYPE_BYTES[serving.kv_dtype or "bfloat16"])
+    return _stated_kv_bytes("--kv-dtype", serving.kv_dtype, target)
+
+
+def _read_draft(draft: ModelFacts, serving: Serving) -> Draft:
+    dtype_bytes = DTYPE_BYTES[serving.draft_kv_dtype or serving.kv_dtype or "bfloat16"]
+    if draft.config is None:
+        return Draft(None, None, _stated_kv_bytes("--draft-kv-dtype", serving.draft_kv_dtype, draft), draft.weight_bytes, None, None)
+    try:
+        config = DraftConfig.from_dict(draft.config)
+    except UnsupportedDraft as reason:
+        return _unserved_draft(draft, draft.config, str(reason), dtype_bytes)
+    kv = math.prod(config.kv_shape) * dtype_bytes
+    return Draft(config, None, kv, draft_weight_bytes(config), config.block_size, config.max_position_embeddings)
+
+
+def _unserved_draft(draft: ModelFacts, raw: Mapping[str, Any], reason: str, dtype_bytes: int) -> Draft:
+    """What can be said of a draft with another head: its layers' K/V are of the usual shape."""
+    text = {**raw, **(raw.get("text_config") or {})}
+    heads = positive(text, "num_attention_heads")
+    head_dim = positive(text, "head_dim", default=positive(text, "hidden_size") // heads)
+    kv = positive(text, "num_hidden_layers") * 2 * positive(text, "num_key_value_heads", default=heads) * head_dim * dtype_bytes
+    block_size = {**text, **(raw.get("dflash_config") or {})}.get("block_size")
+    return Draft(None, reason, kv, draft.weight_bytes, block_size, text.get("max_position_embeddings"))
+
+
+def _resolve(options: Options, draft: Draft) -> Options:
+    if draft.config is not None:
+        return options.resolve(draft.config)
+    block_size = options.block_size or draft.block_size
+    if block_size is None:
+        raise ConfigError("--block-size: required, because what is known of this draft does not say it")
+    return replace(options, block_size=block_size, sinks=options.sinks if options.window is not None else 0)
+
+
+def _stated_kv_bytes(flag: str, dtype: str | None, facts: ModelFacts) -> int:
+    if facts.kv_bytes_per_token is None:
+        raise ConfigError(f"{facts.name}: neither a config nor kv_bytes_per_token is known of it")
+    if dtype is not None:
+        raise ConfigError(f"{flag}: {dtype!r}, but of {facts.name} only the KV bytes as measured are known; leave the flag out")
+    return facts.kv_bytes_per_token
+
+
+def _kv_memory_bytes(target: ModelFacts, draft: Draft, geometry: TargetGeometry | None, serving: Serving) -> int:
+    if serving.kv_memory_gib is not None:
+        return int(serving.kv_memory_gib * GIB)
+    for name, weights in (("target", target.weight_bytes), ("draft", draft.weight_bytes)):
+        if weights is None:
+            raise ConfigError(f"--kv-memory-gib: required, because the size of the {name}'s weights is not known")
+    weights = (target.weight_bytes or 0) + (draft.weight_bytes or 0)
+    states = serving.max_running_requests * (geometry.recurrent_state_bytes or 0 if geometry else 0)
+    left = int(serving.memory_gib * serving.mem_fraction * GIB) - weights - states
+    if left <= 0:
+        raise ConfigError(
+            f"--memory-gib {serving.memory_gib:g} x --mem-fraction {serving.mem_fraction:g}: the weights alone do not fit, "
+            f"or leave nothing for KV ({weights / GIB:.2f} GiB of weights, {states / GIB:.2f} GiB of recurrent state)"
+        )
+    return left

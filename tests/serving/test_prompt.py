@@ -1,0 +1,63 @@
+"""Which prompt tokens are projected, and which cached ones are computed again, on a made-up batch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_dflash.config import Options
+from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.serving import compat
+from sglang_dflash.serving.prompt import PromptTokens, missing_tails
+
+WINDOW = Options(block_size=4, window=6, sinks=2)
+
+
+def test_only_what_a_draft_can_see_is_projected() -> None:
+    """Two requests of 12 and 5 tokens, of which the first has 3 cached: it shows its sinks (cached) and its last 6."""
+    tokens = PromptTokens.of([3, 0], [12, 5], [12, 5], WINDOW)
+    assert tokens.rows.tolist() == [0] * 9 + [1] * 5
+    assert tokens.positions[tokens.seen].tolist() == [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4]
+    # A chunk in the middle of a long prompt: nothing of it will be in the window when drafting begins.
+    assert not PromptTokens.of([4], [8], [40], WINDOW).seen.any()
+    assert PromptTokens.of([4], [8], [40], Options(block_size=4)).seen.all()
+
+
+def batch_of(prefixes: list[int], lengths: list[int]) -> Any:
+    reqs = [SimpleNamespace(origin_input_ids=list(range(n)), output_ids=[], get_fill_ids=lambda n=n: list(range(n))) for n in lengths]
+    return SimpleNamespace(
+        reqs=reqs,
+        prefix_lens=prefixes,
+        extend_lens=[n - p for p, n in zip(prefixes, lengths, strict=True)],
+        req_pool_indices=torch.arange(len(reqs)),
+    )
+
+
+def test_the_tail_begins_at_the_first_lost_token_and_is_bounded() -> None:
+    table = torch.arange(60).view(3, 20)
+    cache = DraftKVCache(60, 60, (1, 2, 1, 1), torch.float32, "cpu")
+    # 9, 9 and 9 tokens cached of 10: visible are 0, 1 and 4 to 8. The first has lost 6, the second nothing, the third all.
+    alive = [*table[0, [0, 1, 4, 5, 7, 8]], *table[1, [0, 1, 4, 5, 6, 7, 8]]]
+    cache.write(torch.stack(alive), torch.zeros(len(alive), 1, 2, 1, 1))
+    batch = batch_of([9, 9, 9], [10, 10, 10])
+    assert missing_tails(batch, table, cache, WINDOW, limit=5) == [3, 0, 5]
+    assert missing_tails(batch, table, cache, WINDOW, limit=2) == [0, 0, 2]
+    # With room for the sinks, too, all the prefix is computed again.
+    assert missing_tails(batch, table, cache, WINDOW, limit=50) == [3, 0, 9]
+    assert missing_tails(batch_of([0, 0], [3, 4]), table, cache, WINDOW, limit=5) == [0, 0]
+
+
+def test_a_prefill_is_extended_backwards_and_put_back() -> None:
+    batch = batch_of([4, 2], [6, 5])
+    batch.input_ids, batch.out_cache_loc = torch.tensor([4, 5, 2, 3, 4]), torch.tensor([14, 15, 22, 23, 24])
+    batch.extend_num_tokens, batch.extend_logprob_start_lens = 5, [2, 3]
+    before = dict(vars(batch))
+    with compat.extended_backwards(batch, [3, 0]):
+        assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 2, 3, 4]
+        # The recomputed tokens' KV goes to the slot that nobody reads: the shared prefix stays as it is, to the bit.
+        assert batch.out_cache_loc.tolist() == [0, 0, 0, 14, 15, 22, 23, 24]
+        assert (batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens) == ([1, 2], [5, 3], 8)
+        assert batch.extend_logprob_start_lens == [5, 3]
+    assert vars(batch) == before
