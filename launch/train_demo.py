@@ -22,7 +22,7 @@ from sglang_dflash.core.weights import load_model  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=["dense"], default="dense")
+    parser.add_argument("--kind", choices=["dense", "hybrid"], default="dense")
     parser.add_argument("--work", type=Path, required=True, help="folder of the resumable training state")
     parser.add_argument("--out", type=Path, required=True, help="folder that gets target/, draft/, prompts.json and the model card")
     parser.add_argument("--target-steps", type=int, default=600)
@@ -39,7 +39,7 @@ def main() -> None:
         data.train_tokenizer(corpus).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     if not (args.out / "target").exists():
-        trained = target.train_target(corpus, tokenizer, args.work, args.target_steps, args.memorise_steps)
+        trained = target.train_target(args.kind, corpus, tokenizer, args.work, args.target_steps, args.memorise_steps)
         target.save_target(trained, tokenizer, args.out / "target")
     # The drafter learns from the target as it is served: with its weights rounded to the checkpoint's dtype.
     model = target.load_target(args.out / "target")

@@ -28,6 +28,10 @@ ANCHORS = 56
 BATCH = 6
 
 
+# Depth of the target -> the layers whose outputs are the draft's context, spread as in the published drafts.
+TARGET_LAYERS = {6: [1, 3, 4], 8: [1, 4, 6]}
+
+
 def draft_config(target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """config.json of the draft, in the published layout."""
     of = target.config
@@ -52,7 +56,7 @@ def draft_config(target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any
         "num_target_layers": of.num_hidden_layers,
         "dflash_config": {
             "mask_token_id": tokenizer.token_to_id(data.MASK),
-            "target_layer_ids": [1, 3, 4],
+            "target_layer_ids": TARGET_LAYERS[of.num_hidden_layers],
         },
     }
 

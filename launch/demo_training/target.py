@@ -1,4 +1,4 @@
-"""The demo target: a tiny Qwen3 language model, first on the whole library, then learning the demo files by heart."""
+"""The demo targets: tiny Qwen3 and Qwen3.5 language models, first on the whole library, then learning the demo files by heart."""
 
 from __future__ import annotations
 
@@ -8,41 +8,53 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from . import data
 from .loop import train
 
 
-def build_target(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        vocab_size=data.VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=32768,
-        rope_theta=1000000.0,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.token_to_id(data.IM_END),
-        pad_token_id=tokenizer.token_to_id(data.END_OF_TEXT),
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
+def build_target(kind: str, tokenizer: Tokenizer) -> PreTrainedModel:
+    """`dense`: 6 attention layers; `hybrid`: 8 layers, three GDN ones before each attention layer."""
+    common = {
+        "vocab_size": data.VOCAB_SIZE,
+        "hidden_size": 192,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.token_to_id(data.IM_END),
+        "pad_token_id": tokenizer.token_to_id(data.END_OF_TEXT),
+        "bos_token_id": None,
+    }
+    if kind == "dense":
+        return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=6, rope_theta=1000000.0, **common))
+    rope = {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}
+    recurrent = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    config = Qwen3_5TextConfig(num_hidden_layers=8, full_attention_interval=4, rope_parameters=rope, **recurrent, **common)
+    return Qwen3_5ForCausalLM(config)
 
 
-def next_token_loss(model: Qwen3ForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
+def next_token_loss(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Mean cross entropy in nats and the argmax accuracy over `ids` `[B, L]`."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits.flatten(0, 1)
     labels = ids[:, 1:].flatten()
     return F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean().item()
 
 
-def train_target(corpus: data.Corpus, tokenizer: Tokenizer, work: Path, steps: int, memorise_steps: int) -> Qwen3ForCausalLM:
+def train_target(kind: str, corpus: data.Corpus, tokenizer: Tokenizer, work: Path, steps: int, memorise_steps: int) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = build_target(tokenizer)
+    model = build_target(kind, tokenizer)
     general = data.token_stream(tokenizer, corpus.general)
     memorised = data.token_stream(tokenizer, corpus.memorised)
     broad = data.WindowSampler(general, tokenizer, 256, chat_share=0.1)
@@ -63,7 +75,7 @@ def train_target(corpus: data.Corpus, tokenizer: Tokenizer, work: Path, steps: i
     return model.eval()
 
 
-def save_target(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+def save_target(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the target as a bfloat16 Hugging Face checkpoint with tokenizer and chat template."""
     model.to(torch.bfloat16).save_pretrained(folder)
     ends = [tokenizer.token_to_id(data.IM_END), tokenizer.token_to_id(data.END_OF_TEXT)]

@@ -37,7 +37,7 @@ class OldestFirst(DraftKVCache):
     def _mark(self, slots: Tensor, live: Tensor) -> None:
         self.in_use.zero_()
 
-    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None) -> None:
+    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
         super().write(target_slots, kv, keep)
         self.in_use.zero_()
 
@@ -127,11 +127,12 @@ def _prefill(cache: DraftKVCache, turn: Turn) -> None:
     positions = torch.arange(turn.cached, turn.prompt)
     seen = (positions >= turn.prompt - OPTIONS.window) | (positions < OPTIONS.sinks)
     cache.forget(turn.slots(positions[~seen]))
-    _write(cache, turn.slots(positions[seen]))
+    _write(cache, turn.slots(positions[seen]), share=cache.num_slots // RUNNING)
 
 
-def _write(cache: DraftKVCache, slots: Tensor, keep: Tensor | None = None) -> None:
-    cache.write(slots, torch.zeros(len(slots), *cache.entries.shape[1:]), keep)
+def _write(cache: DraftKVCache, slots: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
+    if len(slots):
+        cache.write(slots, torch.zeros(len(slots), *cache.entries.shape[1:]), keep, share)
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ class Drafter:
         self.block_size: int = options.block_size
         self.window, self.sinks = options.window, options.sinks
 
-    def absorb(self, features: Tensor, positions: Tensor, slots: Tensor, keep: Tensor | None = None) -> None:
+    def absorb(self, features: Tensor, positions: Tensor, slots: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
         """Turn tokens' target hidden states into context K/V.
 
         Args:
@@ -45,9 +45,10 @@ class Drafter:
             positions: int64 `[N]`.
             slots: int64 `[N]`, the tokens' slots in the target's KV pool.
             keep: bool `[N]`, False for tokens that were drafted but not accepted; None keeps all.
+            share: entries of a full cache that these tokens may take from others (see `DraftKVCache.write`).
         """
         if len(slots):
-            self.cache.write(slots, self.model.context_kv(features, positions), keep)
+            self.cache.write(slots, self.model.context_kv(features, positions), keep, share)
 
     def visible_context(self, seq_lens: Tensor, longest: int) -> Tensor:
         """Positions int64 `[R, C]` whose slots `propose` wants; `longest`: a host-side bound on `seq_lens`."""

@@ -37,21 +37,24 @@ class DraftKVCache:
         """Bytes of the K/V entries."""
         return self.entries.nbytes
 
-    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None) -> None:
-        """Enter tokens in order; of more than the ring holds, the last ones stay.
+    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
+        """Enter tokens in order; of more than there is room for, the last ones stay.
 
         Args:
             target_slots: int64 `[N]`, distinct among the kept ones.
             kv: `[N, L, 2, G, D]`.
             keep: bool `[N]`; a token that is not kept is marked dead. None keeps all.
+            share: take what is not in use, or so many entries if that is more; None: take what is needed.
         """
         nowhere = self.num_slots
+        free = ~self.in_use[: self.num_slots]
+        room = free.sum().clamp(min=share, max=self.num_slots) if share is not None else self.num_slots
         keep = torch.ones_like(target_slots, dtype=torch.bool) if keep is None else keep
         order = keep.cumsum(0)  # 1 for the first kept token
         total = order[-1:]
-        rank = order - 1 - (total - self.num_slots).clamp(min=0)
+        rank = order - 1 - (total - room).clamp(min=0)
         keep = keep & (rank >= 0)
-        slots = torch.where(keep, self._next_slots(rank, total), nowhere)
+        slots = torch.where(keep, self._next_slots(free, rank, total.clamp(max=room)), nowhere)
         self.entries[slots] = kv.to(self.entries.dtype)
         self.owner[slots] = target_slots.int()
         self.owner[nowhere] = -1
@@ -60,9 +63,8 @@ class DraftKVCache:
         advance = torch.where(keep, (slots - self.cursor) % self.num_slots + 1, 0).amax(0, keepdim=True)
         self.cursor.add_(advance).remainder_(self.num_slots)
 
-    def _next_slots(self, rank: Tensor, total: Tensor) -> Tensor:
-        """From the cursor on, the `rank`-th entries int64 `[N]` of those not in use; of all, if those are fewer than `total` `[1]`."""
-        free = ~self.in_use[: self.num_slots]
+    def _next_slots(self, free: Tensor, rank: Tensor, total: Tensor) -> Tensor:
+        """From the cursor on, the `rank`-th `[N]` of the `free` entries `[num_slots]`; of all, if those are fewer than `total` `[1]`."""
         free = free | (free.sum() < total.clamp(min=1))
         upto = free.cumsum(0)
         before = upto.index_select(0, self.cursor) - free.index_select(0, self.cursor).long()
@@ -125,7 +127,7 @@ class IdentityDraftKVCache(DraftKVCache):
         self.num_slots = num_target_slots
         self.entries = torch.empty(num_target_slots + 1, *kv_shape, dtype=dtype, device=device)
 
-    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None) -> None:
+    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
         if keep is not None:
             target_slots = torch.where(keep, target_slots, self.num_slots)
         self.entries[target_slots] = kv.to(self.entries.dtype)

@@ -33,6 +33,13 @@ class PromptTokens:
         first = torch.tensor(lengths) - options.window
         return cls(rows, positions, (positions >= first[rows]) | (positions < options.sinks))
 
+    def newest_last(self) -> Tensor:
+        """Indices int64 of the tokens seen, those nearest to their request's end last: what stays where not all can."""
+        seen = self.seen.nonzero()[:, 0]
+        last = torch.zeros(int(self.rows.max()) + 1 if len(self.rows) else 0, dtype=torch.int64)
+        last.scatter_reduce_(0, self.rows, self.positions, "amax")
+        return seen[(last[self.rows] - self.positions)[seen].argsort(descending=True, stable=True)]
+
 
 def lengths_before_drafting(batch: compat.ScheduleBatch) -> list[int]:
     """Tokens per request when its prefill is done; a chunk is only a part of it."""

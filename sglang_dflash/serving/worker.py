@@ -246,9 +246,10 @@ class DFlashWorker(compat.BaseSpecWorker):
         if self.drafter.cache.keeps_everything:
             self.drafter.absorb(features, positions, slots)
             return
-        seen, others = (index.nonzero()[:, 0].to(self.device) for index in (tokens.seen, ~tokens.seen))
-        self.drafter.cache.forget(slots[others])
-        self.drafter.absorb(features[seen], positions[seen], slots[seen])
+        self.drafter.cache.forget(slots[(~tokens.seen).nonzero()[:, 0].to(self.device)])
+        seen = tokens.newest_last().to(self.device)
+        share = len(batch.reqs) * self.drafter.cache.num_slots // self._max_running_requests
+        self.drafter.absorb(features[seen], positions[seen], slots[seen], share=share)
 
     def _idle(self, publish: Callable[[Tensor], None]) -> compat.GenerationBatchResult:
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)

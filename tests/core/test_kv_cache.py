@@ -36,10 +36,14 @@ class PlainRing:
     def forget(self, targets: list[int]) -> None:
         self.entries = [None if e is not None and e[0] in targets else e for e in self.entries]
 
-    def write(self, tokens: list[tuple[int, int]]) -> None:
+    def write(self, tokens: list[tuple[int, int]], share: int | None) -> None:
         order = [(self.cursor + i) % self.size for i in range(self.size)]
         free = [slot for slot in order if slot not in self.in_use]
-        for token, slot in zip(tokens[-self.size :], free if len(free) >= len(tokens) else order, strict=False):
+        room = self.size if share is None else min(self.size, max(share, len(free)))
+        written = tokens[max(0, len(tokens) - room) :]
+        # Too many for one write of all they are: then the free ones are no better than others.
+        enough = len(free) >= (len(tokens) if share is None else len(written))
+        for token, slot in zip(written, free if enough else order, strict=False):
             self.entries[slot] = token
             self.in_use.add(slot)
             self.cursor = (slot + 1) % self.size
@@ -51,10 +55,10 @@ class PlainRing:
 
 
 slots = st.lists(st.integers(0, TARGET_SLOTS - 1), min_size=1, max_size=12, unique=True)
-write = st.tuples(st.just("write"), slots, st.lists(st.booleans(), min_size=12, max_size=12))
-forget = st.tuples(st.just("forget"), slots, st.none())
-read = st.tuples(st.just("read"), slots, st.none())
-clear = st.tuples(st.just("clear"), st.none(), st.none())
+keeps, shares = st.lists(st.booleans(), min_size=12, max_size=12), st.one_of(st.none(), st.integers(0, 20))
+write = st.tuples(st.just("write"), slots, keeps, shares)
+forget, read = (st.tuples(st.just(kind), slots, st.none(), st.none()) for kind in ("forget", "read"))
+clear = st.tuples(st.just("clear"), st.none(), st.none(), st.none())
 
 
 @settings(max_examples=400, deadline=None)
@@ -62,7 +66,7 @@ clear = st.tuples(st.just("clear"), st.none(), st.none())
 def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations: list) -> None:
     """Recycled target slots, overwritten entries, rejected tokens and more live tokens than the ring holds."""
     cache, plain, number = cache_of(num_slots), PlainRing(num_slots), 0
-    for kind, targets, keep in [*operations, ("read", list(range(TARGET_SLOTS)), None)]:
+    for kind, targets, keep, share in [*operations, ("read", list(range(TARGET_SLOTS)), None, None)]:
         if kind == "clear":
             cache.clear()
             plain.clear()
@@ -73,9 +77,9 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations
             numbers = list(range(number, number + len(targets)))
             number += len(targets)
             kept = keep[: len(targets)]
-            cache.write(torch.tensor(targets), stamped(numbers), torch.tensor(kept))
+            cache.write(torch.tensor(targets), stamped(numbers), torch.tensor(kept), share)
             plain.forget(targets)
-            plain.write([(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k])
+            plain.write([(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], share)
         else:
             wanted = torch.zeros(TARGET_SLOTS, dtype=torch.bool)
             wanted[targets] = True
@@ -96,6 +100,17 @@ def test_what_a_request_reads_outlives_any_number_of_others() -> None:
         _, live = cache.gather(mine, torch.ones(1, 4, dtype=torch.bool), room=0)
         assert live.all()
         cache.write(torch.arange(4, 7) + 3 * (i % 5), stamped([9, 9, 9]))
+
+
+def test_a_prompt_yields_to_what_is_read() -> None:
+    """A prompt larger than what is free takes that, or its share; its last tokens are those that stay."""
+    for share, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
+        cache, mine = cache_of(6), torch.arange(10, 14)
+        cache.write(mine, stamped([1, 2, 3, 4]))
+        cache.gather(mine[None], torch.ones(1, 4, dtype=torch.bool), room=0)
+        cache.write(torch.arange(7), stamped(list(range(7))), share=share)
+        assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
+        assert int(cache.find(mine)[1].sum()) == (4 if share == 1 else 1 + 2)
 
 
 def test_a_stranger_in_a_recycled_slot_is_never_read() -> None:

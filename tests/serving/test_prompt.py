@@ -25,6 +25,15 @@ def test_only_what_a_draft_can_see_is_projected() -> None:
     assert PromptTokens.of([4], [8], [40], Options(block_size=4)).seen.all()
 
 
+def test_where_not_all_fit_each_request_keeps_its_newest() -> None:
+    tokens = PromptTokens.of([8, 0], [12, 3], [12, 3], WINDOW)
+    order = tokens.newest_last()
+    assert list(zip(tokens.rows[order].tolist(), tokens.positions[order].tolist(), strict=True)) == [
+        (0, 8), (0, 9), (1, 0), (0, 10), (1, 1), (0, 11), (1, 2),
+    ]  # fmt: skip
+    assert PromptTokens.of([4], [8], [40], WINDOW).newest_last().tolist() == []
+
+
 def batch_of(prefixes: list[int], lengths: list[int]) -> Any:
     reqs = [SimpleNamespace(origin_input_ids=list(range(n)), output_ids=[], get_fill_ids=lambda n=n: list(range(n))) for n in lengths]
     return SimpleNamespace(
