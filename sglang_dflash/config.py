@@ -143,6 +143,8 @@ class DraftConfig:
 # Entries are overwritten oldest first, whoever they belong to: room for the requests that come and go meanwhile.
 DRAFT_KV_HEADROOM = 2
 
+RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -152,6 +154,7 @@ class Options:
     `window`: committed tokens that the draft's attention reads (None: all of them).
     `sinks`: first tokens of a request that stay visible beside the window.
     `draft_kv_tokens`: entries of the draft KV cache under a window (None: from what the running requests can see).
+    `recurrent_rollback`: how recurrent layers of the target follow an accepted prefix (auto: replay where their kind allows it).
     `recompute_tail`: cached prompt tokens whose draft K/V is lost that the target computes again, at most, per request.
     """
 
@@ -160,6 +163,7 @@ class Options:
     sinks: int = 0
     draft_kv_tokens: int | None = None
     recompute_tail: int = 0
+    recurrent_rollback: str = "auto"
 
     def __post_init__(self) -> None:
         if self.block_size is not None and self.block_size < 2:
@@ -172,6 +176,9 @@ class Options:
             raise ConfigError(f"--speculative-dflash-draft-kv-tokens: {self.draft_kv_tokens}; a positive number of tokens is required")
         if self.recompute_tail < 0:
             raise ConfigError(f"--speculative-dflash-recompute-tail: {self.recompute_tail} is negative; give 0 or more tokens")
+        if self.recurrent_rollback not in RECURRENT_ROLLBACKS:
+            known = ", ".join(RECURRENT_ROLLBACKS)
+            raise ConfigError(f"--speculative-dflash-recurrent-rollback: {self.recurrent_rollback!r}; choose one of {known}")
 
     def resolve(self, config: DraftConfig) -> Options:
         """Fill in what the checkpoint decides and check the two against each other."""

@@ -176,8 +176,6 @@ def draft_weight_bytes(config: DraftConfig) -> int:
 def _worker(geometry: TargetGeometry | None, draft: Draft) -> tuple[str, str | None]:
     if draft.unserved is not None:
         return "builtin", draft.unserved
-    if geometry is not None and geometry.recurrent_layers:
-        return "builtin", f"the target's {geometry.recurrent_layers} recurrent layers (config field layer_types)"
     if geometry is None or draft.config is None:
         return "unknown", "the facts of this pair are KV sizes only"
     return "sglang-dflash", None

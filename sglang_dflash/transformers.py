@@ -41,21 +41,18 @@ def sampler(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float
     return lambda logits: sample(target_probabilities(logits, temperature, top_k, top_p, min_p), generator)
 
 
-@torch.inference_mode()
-def spec_generate(
-    draft: DraftModel,
-    target: Any,
-    input_ids: Tensor,
-    max_new_tokens: int,
-    *,
-    options: Options | None = None,
-    stop_token_ids: tuple[int, ...] = (),
-    choose: Choose | None = None,
-    on_tokens: Callable[[list[int]], None] | None = None,
-) -> Generation:
-    """Generate after `input_ids` int64 `[1, N]` with a frozen `draft` (see `core.weights.load_model`) of that `target`.
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt that the target has read: its KV cache, features `[N, F * E]` of every token, logits `[1, V]` after the last."""
 
-    `on_tokens` is called with the new tokens of every step.
+    kv: Any
+    features: Tensor
+    logits: Tensor
+
+
+@torch.inference_mode()
+def prefill(draft: DraftModel, target: Any, input_ids: Tensor) -> Prefill:
+    """Let the target read `input_ids` int64 `[1, N]`; any number of generations may start from the result, one after another.
 
     Raises:
         ConfigError: the pair does not fit, or the batch is larger than 1.
@@ -64,20 +61,40 @@ def spec_generate(
         raise ConfigError(f"input_ids: {input_ids.shape[0]} rows; one prompt at a time is generated here")
     of = target.config.get_text_config()
     draft.config.check_target(hidden_size=of.hidden_size, vocab_size=of.vocab_size, num_layers=of.num_hidden_layers)
+    with captured(target, draft.config.target_layer_ids) as features:
+        out = target(input_ids=input_ids, use_cache=True, logits_to_keep=1)
+        return Prefill(out.past_key_values, features(), out.logits[0])
+
+
+@torch.inference_mode()
+def spec_generate(
+    draft: DraftModel,
+    target: Any,
+    prompt: Tensor | Prefill,
+    max_new_tokens: int,
+    *,
+    options: Options | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    choose: Choose | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
+) -> Generation:
+    """Generate after a prompt, int64 `[1, N]` or prefilled, with a frozen `draft` (see `core.weights.load_model`) of that `target`.
+
+    `on_tokens` is called with the new tokens of every step. Raises as `prefill`.
+    """
+    start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
     options = (options or Options()).resolve(draft.config)
     assert options.block_size is not None
-    choose, total = choose or sampler(0.0), input_ids.shape[1] + max_new_tokens + options.block_size
+    kv, count, device = start.kv, len(start.features), start.features.device
+    choose, total = choose or sampler(0.0), count + max_new_tokens + options.block_size
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
-    cache = IdentityDraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, input_ids.device)
+    cache = IdentityDraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device)
     drafter = Drafter(draft, TargetHead(embed, lambda h: head(h).argmax(-1)), cache, options, torch_block_attention)
-    result, kv = Generation(), None
+    result, length, at = Generation(), torch.tensor([count], device=device), torch.arange(total, device=device)
+    drafter.absorb(start.features, at[:count], at[:count])
+    bonus = choose(start.logits)
+    done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
     with captured(target, draft.config.target_layer_ids) as features:
-        out = target(input_ids=input_ids, past_key_values=kv, use_cache=True)
-        kv, length = out.past_key_values, torch.tensor([input_ids.shape[1]], device=input_ids.device)
-        at = torch.arange(total, device=input_ids.device)
-        drafter.absorb(features(), at[: input_ids.shape[1]], at[: input_ids.shape[1]])
-        bonus = choose(out.logits[0, -1:])
-        done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
         while not done:
             seen = drafter.visible_context(length, longest=int(length))
             block = drafter.propose(bonus, length, seen, seen.clamp(max=total - 1))
@@ -91,6 +108,8 @@ def spec_generate(
                 kv.crop(count - options.block_size)
             result.committed.append(count)
             done = _extend(result, accepted.tokens[0, :count].tolist(), stop_token_ids, max_new_tokens, on_tokens)
+    if kv.get_seq_length() > len(start.features):
+        kv.crop(len(start.features) - kv.get_seq_length())
     return result
 
 

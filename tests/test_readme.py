@@ -104,3 +104,19 @@ def test_no_machine_path_and_no_registry_host_is_committed() -> None:
             continue
         text = (ROOT / name).read_text()
         assert not re.search(r"(pypi\.org|files\.pythonhosted|registry\.npmjs|/home/\w|/root/)", text), name
+
+
+def test_the_readmes_draft_kv_figures_are_those_of_the_results() -> None:
+    def read(name: str) -> dict:
+        return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+    chats = {name: arm["chats"] for name, arm in read("multi_turn_cpu")["arms"].items()}
+    assert all(arm["identical"] for arm in chats.values())
+    assert chats["default"]["acceptance_length"] > 0.98 * chats["unbounded"]["acceptance_length"]
+    figures = [chats[name]["acceptance_length"] for name in ("unbounded", "default", "tenth")]
+    long, kv, wait = read("long_context_cpu"), read("target_kv_tokens_cpu"), read("admission_cpu")
+    figures += [long["draft_side_step"]["ratio"], long["prefill"]["ratio"], wait["first_token_ratio"], wait["throughput_ratio"]]
+    figures += [kv["share_of_plain"][name] for name in ("bounded", "per_target_token", "builtin")]
+    figures += [share for shares in read("draft_kv_headroom")["found_share"].values() for share in shares[3:]]
+    for figure in figures:
+        assert str(figure) in README, figure

@@ -2,9 +2,9 @@
 
     python -m sglang_dflash.bench.admission [--rounds 4] [--out benchmarks/results/admission_cpu.json]
 
-Two servers of ours: `off`, our default, and `wait`, with --min-free-slots-delay at the value that SGLang's own rule gives a DFLASH
-server of this size. Twice as many clients as request slots, each sending its next request when its last is answered. The rounds
-take turns; the server that waits sleeps. The last line is one JSON object.
+Two servers of ours: `wait` as SGLang sets it up (a DFLASH server admits new requests only when several slots are free), and `off`,
+with --min-free-slots-delay 1. Twice as many clients as request slots, each sending its next request when its last is answered.
+The rounds take turns; the server that waits sleeps. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
     pair = demo_pair("dense")
     slots = resolve_min_free_slots(None, SLOTS, is_dflash_family=True)
     flags = [*server_args(pair, dflash=True), "--max-running-requests", str(SLOTS)]
-    servers = {"off": Server(flags), "wait": Server([*flags, "--min-free-slots-delay", str(slots)])}
+    servers = {"off": Server([*flags, "--min-free-slots-delay", "1"]), "wait": Server(flags)}
     rounds: dict[str, list[Load]] = {name: [] for name in servers}
     try:
         for server in servers.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_dflash.platform_cpu.gdn_hooks import register_gdn_hooks
 from sglang_dflash.platform_cpu.platform import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
@@ -26,9 +28,13 @@ def register_hooks() -> None:
     HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE)
     runner = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
     HookRegistry.register(runner, no_batch_invariant_kernels, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.configs.model_config.ModelConfig.__init__", note_model_dtype, HookType.AFTER)
+    HookRegistry.register("sglang.srt.configs.mamba_utils.mamba2_state_dtype", conv_cache_in_model_dtype, HookType.AROUND)
+    register_gdn_hooks()
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     choices.DRAFT_ATTENTION_BACKEND_CHOICES.append(ATTENTION_BACKEND)
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign, assignment]
 
 
 def torch_backends(server_args: Any) -> None:
@@ -92,6 +98,26 @@ def draft_in_own_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     return original(self, *args, **kwargs)
 
 
+# Not a tensor type: SGLang prints configurations as JSON.
+_MODEL_DTYPE = "plain_cpu_model_dtype"
+
+
+def note_model_dtype(_result: None, model_config: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Leave the model's dtype, --dtype included, where the size of its recurrent state is asked for."""
+    setattr(model_config.hf_text_config, _MODEL_DTYPE, str(model_config.dtype).removeprefix("torch."))
+
+
+def conv_cache_in_model_dtype(original: Any, config: Any = None) -> Any:
+    """SGLang keeps convolution inputs as bfloat16 unless SGLANG_MAMBA_CONV_DTYPE says otherwise, and copies activations of
+    the model's dtype into them unconverted: float32, this platform's usual dtype, fails."""
+    from sglang.srt.environ import envs
+
+    known = getattr(config, _MODEL_DTYPE, None)
+    if known is None or envs.SGLANG_MAMBA_CONV_DTYPE.is_set():
+        return original(config)
+    return dataclasses.replace(original(config), conv=getattr(torch, known))
+
+
 _record_stream = torch.Tensor.record_stream
 
 
@@ -99,3 +125,8 @@ def record_stream(self: torch.Tensor, stream: Any) -> None:
     """A CPU tensor belongs to no stream: nothing to record."""
     if self.device.type != "cpu":
         _record_stream(self, stream)
+
+
+def pin_memory(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    """There is no device to copy to: SGLang pins the track mask of hybrid models without asking whether that is possible."""
+    return self

@@ -46,6 +46,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
         return backend == ATTENTION_BACKEND
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
+
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sglang_dflash.config import ConfigError, Options
+from sglang_dflash.config import RECURRENT_ROLLBACKS, ConfigError, Options
 
 # SGLang keeps underscore attributes of its arguments apart from its own fields, and pickles them along.
 ATTRIBUTE = "_sglang_dflash"
@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "speculative_dflash_worker": "auto",
     "speculative_dflash_draft_kv_tokens": None,
     "speculative_dflash_recompute_tail": Options.recompute_tail,
+    "speculative_dflash_recurrent_rollback": Options.recurrent_rollback,
 }
 
 
@@ -44,6 +45,13 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="Cached prompt tokens, at most, that the target computes again when the bounded draft KV cache has lost them. Default: "
         f"{Options.recompute_tail}.",
+    )
+    group.add_argument(
+        "--speculative-dflash-recurrent-rollback",
+        choices=RECURRENT_ROLLBACKS,
+        default=argparse.SUPPRESS,
+        help="How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the state after every drafted token, "
+        "'replay' keeps their inputs and folds the accepted ones in. Default: auto, replay for Gated DeltaNet layers.",
     )
     group.add_argument(
         "--speculative-dflash-draft-window-size",
@@ -93,6 +101,7 @@ def options(server_args: Any, resolved: Any) -> Options:
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=_given(server_args)["speculative_dflash_draft_kv_tokens"],
         recompute_tail=_given(server_args)["speculative_dflash_recompute_tail"],
+        recurrent_rollback=_given(server_args)["speculative_dflash_recurrent_rollback"],
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
@@ -15,13 +16,15 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.runtime_context import get_model, get_spec
+from sglang.srt.runtime_context import get_model, get_spec, mamba_track_grid
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from torch import Tensor
+
+from sglang_dflash.core.gated_delta import RecurrentLayer
 
 __all__ = [
     "BaseSpecWorker",
@@ -32,6 +35,7 @@ __all__ = [
     "ScheduleBatch",
     "adjusts_logits",
     "can_extend_backwards",
+    "checkpoint_grid",
     "compute_spec_logprobs",
     "draft_input",
     "draft_kv_dtype",
@@ -39,7 +43,11 @@ __all__ = [
     "grammar_mask",
     "has_penalties",
     "hold_for_this_stream",
+    "physical_state_slots",
     "plain_step_logits",
+    "recurrent_kind",
+    "recurrent_layer",
+    "recurrent_slots",
     "repeated_sampling_info",
     "verify_batch",
 ]
@@ -125,6 +133,45 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor) -> DraftInput:
     empty = bonus_tokens.new_empty((len(bonus_tokens), 0), dtype=torch.float32)
     return DraftInput(
         topk_p=empty, topk_index=empty.long(), bonus_tokens=bonus_tokens.long(), new_seq_lens=new_seq_lens.long(), hidden_states=empty
+    )
+
+
+def recurrent_kind(model_config: Any) -> str | None:
+    """What the target's recurrent layers are, or None where it has none."""
+    if mambaish_config(model_config) is None:
+        return None
+    if hybrid_gdn_config(model_config) is not None:
+        return "Gated DeltaNet"
+    return type(mambaish_config(model_config)).__name__
+
+
+def checkpoint_grid(batch: ScheduleBatch) -> int:
+    """The prefix cache keeps a recurrent state every so many tokens."""
+    return mamba_track_grid(batch.tree_cache.page_size)
+
+
+def recurrent_slots(model_runner: Any) -> Tensor:
+    """State slots int `[R]` of the last forward's requests."""
+    return model_runner.attn_backend.linear_attn_backend.forward_metadata.mamba_cache_indices
+
+
+def physical_state_slots(model_runner: Any, slots: Tensor) -> Tensor:
+    """A unified memory pool numbers its state slots anew; every other pool's are what they are."""
+    return model_runner.attn_backend.linear_attn_backend._translate_mamba_indices(slots).long()
+
+
+def recurrent_layer(layer: Any) -> RecurrentLayer:
+    """Weights of one of SGLang's GDN layers."""
+    return RecurrentLayer(
+        conv_weight=layer.conv_weights,
+        conv_bias=layer.bias,
+        activation=layer.activation,
+        a_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        key_heads=layer.num_k_heads,
+        value_heads=layer.num_v_heads,
+        key_dim=layer.head_k_dim,
+        value_dim=layer.head_v_dim,
     )
 
 

@@ -24,7 +24,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.platform_cpu import is_active
-    from sglang_dflash.serving import admission, arguments, budget, metrics
+    from sglang_dflash.serving import arguments, budget, metrics
 
     add = HookRegistry.register
     add("sglang.srt.server_args.ServerArgs.add_cli_args", arguments.add_flags, HookType.AFTER)
@@ -35,7 +35,6 @@ def register() -> None:
     add(sizes, budget.draft_kv.pool_config, HookType.AROUND)
     add("sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash", budget.draft_kv.cell_size, HookType.AROUND)
     add("sglang.srt.model_executor.pool_configurator._dflash_draft_cell_size", budget.draft_kv.draft_cell_size, HookType.AROUND)
-    add("sglang.srt.managers.min_free_slots_delayer.resolve_min_free_slots", admission.min_free_slots, HookType.AROUND)
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
     add(state, metrics.add_report, HookType.AFTER)
     if is_active(current_platform):

@@ -36,6 +36,12 @@ def check_pair(server_args: Any) -> None:
     options = arguments.options(server_args, settings)
     options.resolve(config)
     target = model_config_of(server_args).hf_text_config
+    recurrent = any("linear" in kind or "mamba" in kind for kind in getattr(target, "layer_types", None) or ())
+    if recurrent and options.recompute_tail:
+        raise ConfigError(
+            f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has recurrent layers, whose state cannot "
+            "be taken back to an earlier token; leave it at 0"
+        )
     config.check_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_hidden_layers)
     check_shapes(config, tensor_shapes(folder))
 
@@ -93,9 +99,6 @@ def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:
         return str(reason)
-    target = model_config_of(server_args).hf_text_config
-    if any("linear" in kind or "mamba" in kind for kind in getattr(target, "layer_types", None) or ()):
-        return "the target's recurrent layers (config field layer_types)"
     unserved = {
         "--tp-size above 1": settings.tp_size > 1,
         "--pp-size above 1": settings.pp_size > 1,

@@ -20,9 +20,10 @@ from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
 from sglang_dflash.core.verify import Accepted, accept
 from sglang_dflash.core.weights import load_model
-from sglang_dflash.serving import admission, budget, compat
+from sglang_dflash.serving import budget, compat
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
+from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.target_tokens import TargetTokens
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             token_bytes = math.prod(self.config.kv_shape) * self._kv_dtype.itemsize
             budget.draft_kv.bounded_bytes = self.options.draft_kv_slots(self._max_running_requests) * token_bytes
         self.counts, self.times = AcceptanceCounts(self.block_size), PhaseTimes()
-        admission.our_worker_serves = True
+        self.rollback = make_rollback(self.options.recurrent_rollback, runner, self.block_size)
         self._warn_of_long_contexts(runner.model_config.context_len)
 
     def _warn_of_long_contexts(self, served: int) -> None:
@@ -128,6 +129,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             "draft_kv_slots": self.drafter.cache.num_slots,
             "draft_kv_is_bounded": not self.drafter.cache.keeps_everything,
             "recompute_tail": self.options.recompute_tail,
+            "recurrent_rollback": None if self.rollback is None else self.rollback.name,
             "draft_kv_bytes": self.drafter.cache.nbytes,
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": "torch",
@@ -163,6 +165,9 @@ class DFlashWorker(compat.BaseSpecWorker):
             block = self._propose(batch, step)
         with self.times.of("verify"):
             target, accepted = self._verify(batch, step, block, grammar_barrier)
+            if self.rollback is not None:
+                # Before anybody hears of the new lengths: the next forward reads these states.
+                self.rollback.commit(accepted.lengths, checkpoints_due(batch, step.seq_lens, accepted.lengths))
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
         with self.times.of("commit"):

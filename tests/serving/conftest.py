@@ -30,6 +30,13 @@ CHATS = [*BASE, *DFLASH, "--speculative-draft-window-size", str(CHAT_WINDOW), "-
 TENTH = ["--speculative-dflash-draft-kv-tokens", "832"]
 # As much of the memory as the server finds, so that its own sizing shows.
 SIZED = [*BASE[:-2], "--mem-fraction-static", "0.2"]
+# Written by the hybrid tests: a random target with recurrent layers, its draft, and what it answers.
+HYBRID, HYBRID_DRAFT, ORACLE = (Path(_FOLDER.name) / name for name in ("hybrid", "hybrid-draft", "oracle.json"))
+HYBRID_BASE = [
+    "--model-path", str(HYBRID), "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "16384",
+    "--max-mamba-cache-size", "48", "--max-running-requests", "8",
+]  # fmt: skip
+HYBRID_DFLASH = [*HYBRID_BASE, *DFLASH[:-1], str(HYBRID_DRAFT)]
 CONFIGURATIONS = {
     "plain": BASE,
     "dflash": BASE + DFLASH,
@@ -38,6 +45,10 @@ CONFIGURATIONS = {
     "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule"],
     # A quarter of the KV, far too little draft KV, and SGLang's own test switch that retracts requests every 25 steps.
     "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8"],
+    "hybrid-plain": HYBRID_BASE,
+    "hybrid-replay": HYBRID_DFLASH,
+    "hybrid-snapshot": [*HYBRID_DFLASH, "--speculative-dflash-recurrent-rollback", "snapshot"],
+    "hybrid-no-buffer": [*HYBRID_DFLASH, "--mamba-scheduler-strategy", "no_buffer", "--disable-overlap-schedule"],
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
     "chats-default": CHATS,
     "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
@@ -47,8 +58,12 @@ CONFIGURATIONS = {
     "seeded-plain": [*SIZED, "--max-running-requests", "16", "--enable-deterministic-inference"],
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],
 }
-MODULES = {"lossy": "tests.serving.lossy_server"}
-ENVIRONMENT = {"tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}}
+WITH_ORACLE = ["hybrid-replay", "hybrid-snapshot", "hybrid-no-buffer"]
+MODULES = {"lossy": "tests.serving.lossy_server", **dict.fromkeys(WITH_ORACLE, "tests.serving.oracle_server")}
+ENVIRONMENT = {
+    **{name: {"ORACLE": str(ORACLE)} for name in WITH_ORACLE},
+    "tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
+}
 
 
 class Running:

@@ -1,0 +1,185 @@
+"""Gated DeltaNet in plain torch: the recurrence token by token and in chunks, its convolution, gates and norm.
+
+Arithmetic is float32 whatever comes in. Per head, with state S `[V, K]`, decay g <= 0 and write strength beta of a token:
+
+    S = exp(g) S;   d = beta (v - S k);   S = S + d k^T;   o = S q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Tokens per step of the chunked form; SGLang's prefix cache counts on this size.
+CHUNK = 64
+NORM_EPS = 1e-6
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+
+
+def split_projections(qkvz: Tensor, ba: Tensor, heads_qk: int, heads_v: int, dim_qk: int, dim_v: int) -> tuple[Tensor, ...]:
+    """`[T, q k v z]` and `[T, b a]` -> qkv `[T, 2 H K + HV V]`, z `[T, HV, V]`, b and a `[T, HV]`."""
+    size = 2 * heads_qk * dim_qk + heads_v * dim_v
+    qkv, z = qkvz[:, :size].contiguous(), qkvz[:, size:].reshape(-1, heads_v, dim_v)
+    return qkv, z, ba[:, :heads_v].contiguous(), ba[:, heads_v : 2 * heads_v].contiguous()
+
+
+def gates(a_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, beta: float = 1.0, threshold: float = 20.0) -> tuple[Tensor, Tensor]:
+    """Log decay and write strength, float32 and of a's shape `[..., HV]`.
+
+    Computed in float64: float32 functions round differently inside and at the end of a vector of numbers, and these are so few
+    per token that a request's would depend on what it is batched with.
+    """
+    decay = -a_log.double().exp() * F.softplus(a.double() + dt_bias.double(), beta, threshold)
+    return decay.float(), b.double().sigmoid().float()
+
+
+def per_value_head(q: Tensor, k: Tensor, heads: int, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
+    """q and k `[..., H, K]` as float32 `[..., HV, K]`: unit length where asked for, q scaled, each shared by HV / H value heads."""
+    q, k = q.float(), k.float()
+    if normalise:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for x in (q, k))
+    groups = heads // q.shape[-2]
+    return (q * scale).repeat_interleave(groups, -2), k.repeat_interleave(groups, -2)
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k `[N, T, HV, K]`, v `[N, T, HV, V]`, g, beta `[N, T, HV]`, state `[N, HV, V, K]`.
+
+    Returns outputs `[N, T, HV, V]` and the state after every token `[T, N, HV, V, K]`, float32. One token and many run the
+    same operations, so that verifying a block gives what decoding it would.
+    """
+    n, tokens, heads, dim = v.shape
+    q, k, v, decay, beta = (x.float().transpose(0, 1).flatten(1, 2)[..., None] for x in (q, k, v, g.double().exp(), beta))
+    decay, beta, now = decay[..., None], beta[..., None], state.float().flatten(0, 1)
+    states = now.new_empty(tokens, *now.shape)
+    out = now.new_empty(tokens, n * heads, dim, 1)
+    for t in range(tokens):
+        now = now * decay[t]
+        write = (v[t] - now @ k[t]) * beta[t]
+        now = torch.baddbmm(now, write, k[t].transpose(1, 2), out=states[t])
+        torch.bmm(now, q[t], out=out[t])
+    return out[..., 0].unflatten(1, (n, heads)).transpose(0, 1), states.unflatten(1, (n, heads))
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """What a Gated DeltaNet layer's state depends on beside its inputs: conv_weight `[C, W]`, conv_bias `[C]`, a_log and dt_bias `[HV]`.
+
+    C = 2 H K + HV V channels: queries, keys and values side by side.
+    """
+
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    activation: str | None
+    a_log: Tensor
+    dt_bias: Tensor
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def fold(layer: RecurrentLayer, window: Tensor, inputs: Tensor, a: Tensor, b: Tensor, state: Tensor, lengths: Tensor) -> Tensor:
+    """The state after the first `lengths` tokens of a block, from the inputs that its verification kept.
+
+    Args:
+        window: the convolution's last inputs before the block, `[N, C, W - 1]`.
+        inputs: the convolution's inputs `[N, B, C]`.
+        a, b: the gates' inputs `[N, B, HV]`.
+        state: before the block, `[N, HV, V, K]`.
+        lengths: int64 `[N]`.
+
+    Returns:
+        float32 `[N, HV, V, K]`.
+    """
+    mixed = causal_conv(inputs, window, layer.conv_weight, layer.conv_bias, layer.activation)[0].to(inputs.dtype)
+    keys = layer.key_heads * layer.key_dim
+    k, v = mixed[..., keys : 2 * keys].unflatten(-1, (-1, layer.key_dim)), mixed[..., 2 * keys :].unflatten(-1, (-1, layer.value_dim))
+    _, k = per_value_head(k, k, layer.value_heads, 1.0, normalise=True)
+    g, beta = gates(layer.a_log, a, layer.dt_bias, b)
+    # A token that stays out neither decays the state nor writes to it.
+    out = torch.arange(inputs.shape[1], device=inputs.device) >= lengths[:, None]
+    decay, beta = g.masked_fill(out[..., None], 0.0).exp()[..., None, None], beta.masked_fill(out[..., None], 0.0)[..., None, None]
+    now, k, v = state.float(), k[..., None], v.float()[..., None]
+    for t in range(inputs.shape[1]):
+        now = now * decay[:, t]
+        now = now + (v[:, t] - now @ k[:, t]) * beta[:, t] @ k[:, t].transpose(-1, -2)
+    return now
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One sequence: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`, state `[HV, V, K]`.
+
+    Returns outputs `[T, HV, V]`, the last state, and the state at the start of every chunk `[C, HV, V, K]`, float32.
+    """
+    tokens = len(v)
+    size = min(CHUNK, tokens)
+    # Tokens that fill up the last chunk neither decay the state (g = 0) nor write to it (beta = 0).
+    q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))  # [HV, C, size, ...]
+    total = g.cumsum(-1)[..., None]  # log decay from the chunk's start to the token
+    lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    between = (total - total.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()  # [i, j]: from token j to token i
+    beta = beta[..., None]
+    # A token's write depends on the writes before it in the chunk; solving for all of them at once gives them as
+    # `own - carried S^T`, with S the state at the chunk's start. The solver takes the diagonal as ones.
+    system = beta * (k @ k.transpose(-1, -2)) * between
+    wanted = torch.cat([beta * v, beta * total.exp() * k], -1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    own, carried = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inside = (q @ k.transpose(-1, -2)) * between
+    q = q * total.exp()
+    end = total[:, :, -1:]
+    k = k * (end - total).exp()
+    end, now, starts, out = end.exp(), state.float(), [], []
+    for c in range(v.shape[1]):
+        starts.append(now)
+        read = now.transpose(-1, -2)
+        write = own[:, c] - carried[:, c] @ read
+        out.append(q[:, c] @ read + inside[:, c] @ write)
+        now = now * end[:, c] + write.transpose(-1, -2) @ k[:, c]
+    return torch.cat(out, 1)[:, :tokens].transpose(0, 1), now, torch.stack(starts)
+
+
+def _in_chunks(x: Tensor, size: int) -> Tensor:
+    """`[T, HV, ...]` -> float32 `[HV, C, size, ...]`, the last chunk filled up with zeros."""
+    x = x.float().transpose(0, 1)
+    short = -x.shape[1] % size
+    if short:
+        x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:])
+
+
+def causal_conv(x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> tuple[Tensor, Tensor]:
+    """Depthwise: x `[N, T, C]` after history `[N, C, W - 1]`, weight `[C, W]`, bias `[C]`.
+
+    Returns float32 `[N, T, C]`, and the windows: the last W - 1 inputs after every token `[N, T, C, W - 1]`, and before the first.
+    """
+    width, tokens = weight.shape[1], x.shape[1]
+    inputs = torch.cat([history.transpose(1, 2).to(x.dtype), x], 1)
+    wide, taps = inputs.float(), weight.float()
+    # Products summed tap by tap, not a convolution call: a token's sum is then the same alone and in a block.
+    out = wide[:, :tokens] * taps[:, 0]
+    for tap in range(1, width):
+        out += wide[:, tap : tap + tokens] * taps[:, tap]
+    if bias is not None:
+        out += bias.float()
+    if activation is not None:
+        out = ACTIVATIONS[activation](out)
+    return out, inputs.unfold(1, width - 1, 1)
+
+
+def gated_rms_norm(
+    x: Tensor, weight: Tensor, z: Tensor | None, eps: float, group: int | None = None, norm_first: bool = True, activation: str = "silu"
+) -> Tensor:
+    """x and z `[..., N]`, weight `[N]`: normalised over groups of `group` (default all) and gated by z, in x's dtype."""
+    out = x.float()
+    gate = None if z is None else ACTIVATIONS[activation](z.reshape(x.shape).float())
+    if gate is not None and not norm_first:
+        out = out * gate
+    grouped = out.unflatten(-1, (-1, group or out.shape[-1]))
+    out = (grouped * (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2) * weight.float()
+    return (out * gate if gate is not None and norm_first else out).to(x.dtype)

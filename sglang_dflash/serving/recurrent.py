@@ -1,0 +1,151 @@
+"""Commit of recurrent (GDN) state after verify: SGLang's snapshots, or replay of the accepted tokens.
+
+Verify must leave a recurrent state as it is, because only a prefix of the block will stay. *Snapshots* (SGLang's way): the state
+after every block position is kept and the accepted one copied. *Replay*: only the inputs are kept, a thousandth of the size, and the
+accepted ones are folded into the state afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.config import ConfigError
+from sglang_dflash.core import gated_delta
+from sglang_dflash.core.gated_delta import RecurrentLayer
+from sglang_dflash.serving import compat
+
+logger = logging.getLogger(__name__)
+
+
+# See core.gated_delta.fold.
+Fold = Callable[[RecurrentLayer, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Checkpoints(NamedTuple):
+    """Prefix-cache checkpoints on the way: state slots int64 `[R]`, and the block position after which each is due, -1 for none."""
+
+    slots: Tensor
+    steps: Tensor
+
+
+class Rollback(Protocol):
+    """How the target's recurrent state follows an accepted prefix."""
+
+    name: str
+
+    def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
+        """Bring the states of the last verify forward's requests to where `lengths` int64 `[R]` (1 to B) of its tokens are in."""
+
+
+def checkpoints_due(batch: compat.ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:
+    """Which track boundaries this step crosses; `seq_lens` before it. None where the prefix cache keeps no checkpoints."""
+    if batch.mamba_track_indices is None:
+        return None
+    grid = compat.checkpoint_grid(batch)
+    after = seq_lens + lengths
+    crossed = seq_lens // grid != after // grid
+    return Checkpoints(batch.mamba_track_indices.long(), torch.where(crossed, after // grid * grid - seq_lens - 1, -1))
+
+
+class Snapshots:
+    """SGLang's own contract: its pool holds the state after every block position."""
+
+    name = "snapshot"
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+
+    def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
+        self._runner.attn_backend.update_mamba_state_after_mtp_verify(
+            last_correct_step_indices=lengths - 1,
+            mamba_track_indices=None if checkpoints is None else checkpoints.slots,
+            mamba_steps_to_track=None if checkpoints is None else checkpoints.steps,
+            model=self._runner.model,
+        )
+
+
+class Replay:
+    """Keeps the gates' inputs of a verify forward; the convolution's are in SGLang's own windows. Then folds."""
+
+    name = "replay"
+
+    def __init__(self, model_runner: Any, block_size: int, fold: Fold) -> None:
+        self._runner, self._block_size, self._fold = model_runner, block_size, fold
+        self._layers: dict[int, RecurrentLayer] = {}
+        self._gates: dict[int, Tensor] = {}
+        self._windows: dict[int, Tensor] = {}
+
+    def record(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        """Before a layer verifies: its gates' inputs `[R * B, HV]`, and its convolution's window, which SGLang's kernel overwrites."""
+        key, gates = layer.layer_id, torch.stack((a, b)).unflatten(1, (-1, self._block_size))
+        conv, count = self._runner.req_to_token_pool.mamba2_layer_cache(key).conv[0], gates.shape[1]
+        if key not in self._layers:
+            self._layers[key] = compat.recurrent_layer(layer)
+            rows = self._runner.req_to_token_pool.size + 1
+            self._gates[key], self._windows[key] = gates.new_zeros(2, rows, *gates.shape[2:]), conv.new_zeros(rows, *conv.shape[1:])
+        # Copies: a captured graph reuses the memory of its tensors.
+        self._gates[key][:, :count] = gates
+        self._windows[key][:count] = conv[compat.recurrent_slots(self._runner)[:count].long()]
+
+    def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
+        count, pool = len(lengths), self._runner.req_to_token_pool
+        slots = compat.recurrent_slots(self._runner)[:count].long()
+        if checkpoints is not None:
+            checkpoints = checkpoints._replace(slots=compat.physical_state_slots(self._runner, checkpoints.slots))
+        for layer_id, weights in self._layers.items():
+            cache = pool.mamba2_layer_cache(layer_id)
+            windows = cache.intermediate_conv_window[0][:count]  # [R, B, C, W - 1], the last inputs after every block position
+            conv, state, gates = cache.conv[0], cache.temporal, self._gates[layer_id][:, :count]
+            before = self._windows[layer_id][:count], state[slots]
+            if checkpoints is not None:
+                due = ((checkpoints.steps >= 0) & (checkpoints.slots >= 0)).nonzero()[:, 0]
+                if len(due):
+                    kept = tuple(t[due] for t in (*before, windows, *gates))
+                    self._write(conv, state, checkpoints.slots[due], checkpoints.steps[due] + 1, weights, *kept)
+            self._write(conv, state, slots, lengths, weights, *before, windows, *gates)
+
+    def _write(
+        self, conv: Tensor, state: Tensor, slots: Tensor, lengths: Tensor, weights: RecurrentLayer, old_window: Tensor, old_state: Tensor,
+        windows: Tensor, a: Tensor, b: Tensor,
+    ) -> None:  # fmt: skip
+        """Into `slots` of a layer's pool: the state and the convolution's window after `lengths` tokens of the block."""
+        state[slots] = self._fold(weights, old_window, windows[..., -1], a, b, old_state, lengths).to(state.dtype)
+        conv[slots] = windows[torch.arange(len(slots), device=slots.device), lengths - 1]
+
+
+def make_rollback(asked: str, model_runner: Any, block_size: int) -> Rollback | None:
+    """The rollback for this target, None where it has no recurrent layers. To be called before SGLang allocates its state pool.
+
+    Raises:
+        ConfigError: replay was asked for and the target's recurrent layers are not Gated DeltaNet.
+    """
+    kind = compat.recurrent_kind(model_runner.model_config)
+    if kind is None:
+        return None
+    if kind != "Gated DeltaNet":
+        if asked == "replay":
+            raise ConfigError(
+                f"--speculative-dflash-recurrent-rollback: 'replay' is for Gated DeltaNet layers, this target's are {kind}; "
+                "give 'snapshot' or leave it at 'auto'"
+            )
+        return Snapshots(model_runner)
+    if asked == "snapshot":
+        return Snapshots(model_runner)
+    from sglang_dflash.serving import replay_pool
+
+    replay = Replay(model_runner, block_size, _fold_op(torch.device(model_runner.device)))
+    replay_pool.install(replay.record)
+    return replay
+
+
+def _fold_op(device: torch.device) -> Fold:
+    if device.type != "cuda":
+        return gated_delta.fold
+    from dflash_kernels import gated_delta_fold
+
+    return gated_delta_fold.fold
