@@ -23,7 +23,7 @@ _WEIGHT_BYTES = 2
 class Serving:
     """How the pair would be served; GiB are 2**30 bytes.
 
-    `kv_memory_gib`: memory of both KV pools (None: what the weights and R recurrent states leave of `memory_gib * mem_fraction`).
+    `kv_memory_gib`: memory of both KV pools (None: what the weights and R requests' recurrent states leave of `memory_gib * mem_fraction`).
     `kv_dtype`, `draft_kv_dtype`: None for bfloat16 and for the target's.
     """
 
@@ -79,7 +79,8 @@ class Inspection:
     """The answer; every size in bytes. None where it is not known.
 
     `worker`: "sglang-dflash", "builtin" (SGLang's own, for `worker_reason`; the bounded figures are then those of ours) or "unknown".
-    `recurrent_state_bytes`: of one request.
+    `recurrent_state_bytes`: of one request; `recurrent_snapshot_bytes` and `recurrent_replay_bytes`: what its verification keeps
+    beside that, by either rollback.
     """
 
     target: str
@@ -99,6 +100,8 @@ class Inspection:
     draft_max_position_embeddings: int | None
     recurrent_layers: int | None
     recurrent_state_bytes: int | None
+    recurrent_snapshot_bytes: int | None
+    recurrent_replay_bytes: int | None
     sources: list[str]
 
     def report(self) -> dict[str, Any]:
@@ -123,7 +126,8 @@ def inspect(target: ModelFacts, draft: ModelFacts, options: Options, serving: Se
         drafted.config.check_target(hidden_size=geometry.hidden_size, vocab_size=geometry.vocab_size, num_layers=geometry.num_hidden_layers)
     options = _resolve(options, drafted)
     assert options.block_size is not None
-    memory = _kv_memory_bytes(target, drafted, geometry, serving)
+    recurrent = geometry.recurrent if geometry else None
+    memory = _kv_memory_bytes(target, drafted, geometry, options.block_size, serving)
     slots = None if options.window is None else options.draft_kv_slots(serving.max_running_requests)
     worker, reason = _worker(geometry, drafted)
     return Inspection(
@@ -135,6 +139,8 @@ def inspect(target: ModelFacts, draft: ModelFacts, options: Options, serving: Se
         draft_max_position_embeddings=drafted.max_position_embeddings,
         recurrent_layers=geometry.recurrent_layers if geometry else None,
         recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
+        recurrent_snapshot_bytes=recurrent.snapshot_bytes(options.block_size) if recurrent else None,
+        recurrent_replay_bytes=recurrent.replay_bytes(options.block_size) if recurrent else None,
         sources=[f"target: {target.source}", f"draft: {draft.source}"],
     )  # fmt: skip
 
@@ -226,14 +232,15 @@ def _stated_kv_bytes(flag: str, dtype: str | None, facts: ModelFacts) -> int:
     return facts.kv_bytes_per_token
 
 
-def _kv_memory_bytes(target: ModelFacts, draft: Draft, geometry: TargetGeometry | None, serving: Serving) -> int:
+def _kv_memory_bytes(target: ModelFacts, draft: Draft, geometry: TargetGeometry | None, block_size: int, serving: Serving) -> int:
     if serving.kv_memory_gib is not None:
         return int(serving.kv_memory_gib * GIB)
     for name, weights in (("target", target.weight_bytes), ("draft", draft.weight_bytes)):
         if weights is None:
             raise ConfigError(f"--kv-memory-gib: required, because the size of the {name}'s weights is not known")
     weights = (target.weight_bytes or 0) + (draft.weight_bytes or 0)
-    states = serving.max_running_requests * (geometry.recurrent_state_bytes or 0 if geometry else 0)
+    shape = geometry.recurrent if geometry else None
+    states = serving.max_running_requests * (shape.state_bytes + shape.replay_bytes(block_size)) if shape else 0
     left = int(serving.memory_gib * serving.mem_fraction * GIB) - weights - states
     if left <= 0:
         raise ConfigError(

@@ -114,7 +114,10 @@ def test_memory_is_what_weights_and_states_leave() -> None:
     serving = Serving(max_running_requests=10, memory_gib=4, mem_fraction=0.5)
     found = inspect(target, model(raw_config()), Options(), serving)
     state = 3 * (3 * 7 * 5 * 4 + (2 * 2 * 5 + 3 * 7) * 3 * 2)
-    assert found.kv_memory_bytes == 2 * GIB - GIB - draft_weight_bytes(DraftConfig.from_dict(raw_config())) - 10 * state
+    # Block 4: 4 + 4 - 2 inputs of a convolution of width 4, 3 before them, and two gates of 3 heads per token.
+    replay = 3 * ((2 * 2 * 5 + 3 * 7) * (6 + 3) + 2 * 4 * 3) * 2
+    assert (found.recurrent_replay_bytes, found.recurrent_snapshot_bytes) == (replay, 3 * (4 * 3 * 7 * 5 * 4 + 41 * 6 * 2))
+    assert found.kv_memory_bytes == 2 * GIB - GIB - draft_weight_bytes(DraftConfig.from_dict(raw_config())) - 10 * (state + replay)
     assert found.worker == "sglang-dflash" and found.recurrent_layers == 3
 
 
@@ -196,8 +199,10 @@ def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["target_tokens_gain_ceiling"] == 0.3125
     assert (report["recurrent_layers"], report["recurrent_state_bytes"]) == (48, 48 * (48 * 128 * 128 * 4 + 10240 * 3 * 2))
     weights = report["target_weight_bytes"] + report["draft_weight_bytes"]
-    assert report["kv_memory_bytes"] == 72 * GIB - weights - 48 * report["recurrent_state_bytes"]
+    assert report["kv_memory_bytes"] == 72 * GIB - weights - 48 * (report["recurrent_state_bytes"] + report["recurrent_replay_bytes"])
     assert report["draft_kv_slots"] == min(int(DRAFT_KV_HEADROOM * 48 * (4096 + 16)), report["target_tokens_unbounded"])
+    # Replay against snapshots at block 16, per request: 19.8 MiB and 2.27 GiB.
+    assert report["recurrent_replay_bytes"] < report["recurrent_snapshot_bytes"] / 100
     assert 0 <= report["target_tokens_gain"] < 0.3125 and report["worker"] == "sglang-dflash"
 
 

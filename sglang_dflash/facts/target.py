@@ -10,13 +10,46 @@ from sglang_dflash.config import ConfigError
 
 
 @dataclass(frozen=True)
+class RecurrentShape:
+    """A target's Gated DeltaNet layers. Bytes are of one request over all of them: states float32, convolution and gates bfloat16."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def _channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def _matrices(self) -> int:
+        return self.value_heads * self.value_dim * self.key_dim * 4
+
+    @property
+    def state_bytes(self) -> int:
+        """The state and the convolution's window."""
+        return self.layers * (self._matrices + self._channels * (self.conv_kernel - 1) * 2)
+
+    def snapshot_bytes(self, block_size: int) -> int:
+        """What verification keeps to roll back by snapshots: the state after every token of the block, and its convolution inputs."""
+        return self.layers * (block_size * self._matrices + self._channels * (block_size + self.conv_kernel - 2) * 2)
+
+    def replay_bytes(self, block_size: int) -> int:
+        """By replay: the block's convolution inputs, the window before them, and its gate inputs."""
+        window = self.conv_kernel - 1
+        return self.layers * 2 * (self._channels * (block_size + window - 1 + window) + 2 * block_size * self.value_heads)
+
+
+@dataclass(frozen=True)
 class TargetGeometry:
     """A target's KV-relevant shape, from a Hugging Face config.json.
 
     `attention_layers`: layers that keep K/V of every token; a sliding layer is counted as one, which is an upper bound.
     `recurrent_layers`: linear-attention (GDN) layers, which keep a state per request and nothing per token.
-    `recurrent_state_bytes`: that state of one request over all layers, SSM part in float32 and convolution part in bfloat16
-    (None: the config does not tell).
+    `recurrent`: their shape (None: there are none, or the config does not tell).
     """
 
     hidden_size: int
@@ -26,7 +59,14 @@ class TargetGeometry:
     recurrent_layers: int
     num_key_value_heads: int
     head_dim: int
-    recurrent_state_bytes: int | None
+    recurrent: RecurrentShape | None
+
+    @property
+    def recurrent_state_bytes(self) -> int | None:
+        """Of one request; None where the config does not tell."""
+        if not self.recurrent_layers:
+            return 0
+        return None if self.recurrent is None else self.recurrent.state_bytes
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> TargetGeometry:
@@ -45,7 +85,7 @@ class TargetGeometry:
             recurrent_layers=recurrent,
             num_key_value_heads=positive(text, "num_key_value_heads", default=heads),
             head_dim=positive(text, "head_dim", default=hidden // heads),
-            recurrent_state_bytes=_recurrent_state_bytes(text, recurrent),
+            recurrent=_recurrent_shape(text, recurrent),
         )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
@@ -64,16 +104,11 @@ def _recurrent_layers(text: Mapping[str, Any], depth: int) -> int:
     return depth - depth // positive(text, "full_attention_interval")
 
 
-def _recurrent_state_bytes(text: Mapping[str, Any], layers: int) -> int | None:
+def _recurrent_shape(text: Mapping[str, Any], layers: int) -> RecurrentShape | None:
     names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
-    if not layers:
-        return 0
-    if any(text.get(name) is None for name in names):
+    if not layers or any(text.get(name) is None for name in names):
         return None
-    key_heads, value_heads, key_dim, value_dim, kernel = (positive(text, name) for name in names)
-    state = value_heads * value_dim * key_dim * 4
-    convolution = (2 * key_heads * key_dim + value_heads * value_dim) * (kernel - 1) * 2
-    return layers * (state + convolution)
+    return RecurrentShape(layers, *(positive(text, name) for name in names))
 
 
 def positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
