@@ -48,6 +48,7 @@ CONFIGURATIONS = {
     "hybrid-plain": HYBRID_BASE,
     "hybrid-replay": HYBRID_DFLASH,
     "hybrid-snapshot": [*HYBRID_DFLASH, "--speculative-dflash-recurrent-rollback", "snapshot"],
+    "hybrid-lazy": [*HYBRID_DFLASH, "--mamba-scheduler-strategy", "extra_buffer_lazy"],
     "hybrid-no-buffer": [*HYBRID_DFLASH, "--mamba-scheduler-strategy", "no_buffer", "--disable-overlap-schedule"],
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
     "chats-default": CHATS,
@@ -58,10 +59,19 @@ CONFIGURATIONS = {
     "seeded-plain": [*SIZED, "--max-running-requests", "16", "--enable-deterministic-inference"],
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],
 }
-WITH_ORACLE = ["hybrid-replay", "hybrid-snapshot", "hybrid-no-buffer"]
-MODULES = {"lossy": "tests.serving.lossy_server", **dict.fromkeys(WITH_ORACLE, "tests.serving.oracle_server")}
+HYBRIDS = [name for name in CONFIGURATIONS if name.startswith("hybrid-")]
+MODULES = {"lossy": "tests.serving.lossy_server", **dict.fromkeys(HYBRIDS, "tests.serving.oracle_server")}
+
+
+def states_of(name: str) -> Path:
+    """Where a hybrid configuration's server writes recurrent states (see oracle_server)."""
+    folder = Path(_FOLDER.name) / f"states-{name}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 ENVIRONMENT = {
-    **{name: {"ORACLE": str(ORACLE)} for name in WITH_ORACLE},
+    **{name: {"STATES": str(states_of(name)), **({"ORACLE": str(ORACLE)} if name != "hybrid-plain" else {})} for name in HYBRIDS},
     "tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
 }
 

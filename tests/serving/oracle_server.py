@@ -1,7 +1,12 @@
-"""`sglang.launch_server` whose drafts are known: so many tokens of the true continuation, then wrong ones.
+"""`sglang.launch_server` for tests of recurrent targets: with known drafts, and with the states on show.
 
-Run with `python -m tests.serving.oracle_server ARGS` and ORACLE naming a JSON file of [prompt ids, output ids] pairs. How many
-drafted tokens are right depends on the position, from none to all: batches mix every case, which a real draft does only by chance.
+Run with `python -m tests.serving.oracle_server ARGS`.
+
+ORACLE: a JSON file of [prompt ids, output ids] pairs. Drafts are then so many tokens of the true continuation and wrong ones after
+them; how many depends on the position, from none to all: batches mix every case, which a real draft does only by chance.
+
+STATES: a folder. After every decode step the recurrent states of requests with a prompt of `SHOWN` tokens are written to it, one
+file per prompt length and committed length.
 """
 
 from __future__ import annotations
@@ -14,23 +19,61 @@ from typing import Any
 
 import torch
 
-if __name__ != "__main__":
-    # The scheduler process: SGLang's plugins are loaded, and the worker may be imported.
-    from sglang_dflash.serving.worker import DFlashWorker, Step
+SHOWN = (5, 64, 129, 255)
 
-    known = {tuple(prompt): output for prompt, output in json.loads(Path(os.environ["ORACLE"]).read_text())}
-    _propose = DFlashWorker._propose
 
-    def propose(self: DFlashWorker, batch: Any, step: Step) -> torch.Tensor:
-        block = _propose(self, batch, step)
+def known_drafts(worker: Any, pairs: dict[tuple[int, ...], list[int]]) -> None:
+    real = worker._propose
+
+    def propose(self: Any, batch: Any, step: Any) -> torch.Tensor:
+        block = real(self, batch, step)
         for row, (request, length) in enumerate(zip(batch.reqs, step.seq_lens.tolist(), strict=True)):
             prompt = tuple(request.origin_input_ids)
-            text = [*prompt, *known.get(prompt, [])][length + 1 : length + self.block_size]
+            text = [*prompt, *pairs.get(prompt, [])][length + 1 : length + self.block_size]
             right = (7 * length + len(prompt)) % self.block_size
             drafts = [token if i < right else (token + 1) % 1000 for i, token in enumerate(text)]
             block[row, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=block.dtype)
         return block
 
-    DFlashWorker._propose = propose  # type: ignore[method-assign]
-else:
+    worker._propose = propose
+
+
+def show_states(folder: Path, batch: Any, lengths: torch.Tensor, model_runner: Any) -> None:
+    pool = model_runner.req_to_token_pool
+    slots = pool.get_mamba_indices(batch.req_pool_indices.long()).long()
+    cache = pool.mamba_pool.mamba_cache
+    for request, slot, length in zip(batch.reqs, slots.tolist(), lengths.tolist(), strict=True):
+        if len(request.origin_input_ids) in SHOWN:
+            states = {"temporal": cache.temporal[:, slot].clone(), "conv": cache.conv[0][:, slot].clone()}
+            torch.save(states, folder / f"{len(request.origin_input_ids)}-{length}.pt")
+
+
+def on_show(folder: Path, tp_worker: Any, worker: Any) -> None:
+    plain_step, our_step = tp_worker.forward_batch_generation, worker._decode
+
+    def forward_batch_generation(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain_step(self, batch, *args, **kwargs)
+        if batch is not None and batch.forward_mode.is_decode():
+            show_states(folder, batch, batch.seq_lens, self.model_runner)
+        return result
+
+    def decode(self: Any, batch: Any, *args: Any) -> Any:
+        result = our_step(self, batch, *args)
+        show_states(folder, batch, result.new_seq_lens, self.target_worker.model_runner)
+        return result
+
+    tp_worker.forward_batch_generation, worker._decode = forward_batch_generation, decode
+
+
+if __name__ == "__main__":
     runpy.run_module("sglang.launch_server", run_name="__main__")
+else:
+    # The scheduler process imports its parent's main module.
+    from sglang.srt.managers.tp_worker import TpModelWorker
+
+    from sglang_dflash.serving.worker import DFlashWorker
+
+    if "ORACLE" in os.environ:
+        known_drafts(DFlashWorker, {tuple(prompt): output for prompt, output in json.loads(Path(os.environ["ORACLE"]).read_text())})
+    if "STATES" in os.environ:
+        on_show(Path(os.environ["STATES"]), TpModelWorker, DFlashWorker)

@@ -73,7 +73,10 @@ def test_a_bounded_cache_leaves_the_memory_to_the_target(running: Running) -> No
     def kv_tokens(server: Server) -> int:
         return requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
 
-    ours = kv_tokens(running.get("lossy"))
-    assert running.get("lossy").dflash()["draft_kv_slots"] == 2 * 16 * (512 + 8)
-    plain = kv_tokens(running.get("seeded-plain"))
-    assert 0.95 < ours / plain < 1.05
+    ours, report = kv_tokens(running.get("lossy")), running.get("lossy").dflash()
+    assert report["draft_kv_slots"] == 2 * 16 * (512 + 8)
+    # 6 layers, K and V, 2 kv heads of 64, float32.
+    token_bytes = 6 * 2 * 2 * 64 * 4
+    assert ours * token_bytes > 0.95 * (ours * token_bytes + report["draft_kv_bytes"])
+    # One draft slot per target token would leave two thirds; what else runs on the machine moves both servers' memory a little.
+    assert 0.85 < ours / kv_tokens(running.get("seeded-plain")) < 1.15
