@@ -99,8 +99,10 @@ def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float:
 
 
 def server_args(pair: DemoPair, dflash: bool) -> list[str]:
-    """Flags of a demo server: exact arithmetic, a small KV pool, and no busy waiting."""
+    """Flags of a demo server: exact arithmetic, small pools, and no busy waiting."""
     args = ["--model-path", str(pair.target), "--dtype", "float32", "--max-total-tokens", "16384", "--sleep-on-idle"]
+    if pair.is_hybrid:
+        args += ["--max-mamba-cache-size", "96", "--max-running-requests", "16"]
     return [*args, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft)] if dflash else args
 
 

@@ -15,6 +15,11 @@ class DemoPair:
     draft: Path
     prompts: list[str]
 
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the target has recurrent layers, and so a pool of states beside the KV pool."""
+        return "linear_attention" in (json.loads((self.target / "config.json").read_text()).get("layer_types") or ())
+
 
 def demo_pair(kind: str) -> DemoPair:
     """The pair of that kind; raises ConfigError with the kinds there are."""

@@ -1,6 +1,7 @@
-"""Our worker against SGLang's built-in one: same platform, same pair, same prompts, taking turns.
+"""Our worker against SGLang's built-in one, or replay against snapshots: same platform, same pair, same prompts, taking turns.
 
     python -m sglang_dflash.bench.worker_overhead [--rounds 5] [--out benchmarks/results/worker_overhead.json]
+    python -m sglang_dflash.bench.worker_overhead --model hybrid --against snapshot
 
 Both servers run at once and the one that waits sleeps. The last line is one JSON object with everything.
 """
@@ -19,24 +20,29 @@ from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.server import Server
 
 NEW_TOKENS = 96
+AGAINST = {
+    "builtin": ["--speculative-dflash-worker", "builtin"],
+    "snapshot": ["--speculative-dflash-recurrent-rollback", "snapshot"],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="dense")
+    parser.add_argument("--against", choices=AGAINST, default="builtin")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pair = demo_pair(args.model)
     flags = server_args(pair, dflash=True)
-    arms = {"ours": Server(flags), "builtin": Server([*flags, "--speculative-dflash-worker", "builtin"])}
+    arms = {"ours": Server(flags), args.against: Server([*flags, *AGAINST[args.against]])}
     try:
         for server in arms.values():
             server.start()
         for server in arms.values():
             server.wait()
         result: dict[str, Any] = {
-            "command": f"python -m sglang_dflash.bench.worker_overhead --model {args.model} --rounds {args.rounds}",
+            "command": f"python -m sglang_dflash.bench.worker_overhead --model {args.model} --against {args.against} --rounds {args.rounds}",
             "hardware": measure.hardware(),
             "new_tokens": NEW_TOKENS,
         }
@@ -52,7 +58,7 @@ def main() -> None:
 
 
 def compare(arms: dict[str, Server], prompts: list[str], concurrency: int, rounds: int) -> dict[str, Any]:
-    """Median step time and throughput per arm, and the median of the round-by-round ratios (ours / built-in)."""
+    """Median step time and throughput per arm, and the median of the round-by-round ratios (ours / the other)."""
     runs: dict[str, list[measure.Run]] = {name: [] for name in arms}
     for i in range(rounds + 1):
         for name in list(arms) if i % 2 else list(arms)[::-1]:
@@ -60,8 +66,8 @@ def compare(arms: dict[str, Server], prompts: list[str], concurrency: int, round
             # The first round warms up.
             if i:
                 runs[name].append(done)
-    pairs = list(zip(runs["ours"], runs["builtin"], strict=True))
-    assert all(a.outputs == b.outputs for a, b in pairs), "the two workers' outputs differ: no figure without exactness"
+    pairs = list(zip(*runs.values(), strict=True))
+    assert all(a.outputs == b.outputs for a, b in pairs), "the two servers' outputs differ: no figure without exactness"
     table: dict[str, Any] = {
         name: {
             "step_ms": round(statistics.median(r.step_ms for r in many), 3),
