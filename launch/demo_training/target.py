@@ -42,6 +42,8 @@ def build_target(kind: str, tokenizer: Tokenizer) -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}
     recurrent = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
     config = Qwen3_5TextConfig(num_hidden_layers=8, full_attention_interval=4, rope_parameters=rope, **recurrent, **common)
+    # Published configurations have it, and SGLang goes by it rather than by `layer_types`.
+    config.full_attention_interval = 4
     return Qwen3_5ForCausalLM(config)
 
 

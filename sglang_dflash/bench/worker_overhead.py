@@ -41,8 +41,9 @@ def main() -> None:
             server.start()
         for server in arms.values():
             server.wait()
+        asked = f"--model {args.model} --against {args.against} --rounds {args.rounds}"
         result: dict[str, Any] = {
-            "command": f"python -m sglang_dflash.bench.worker_overhead --model {args.model} --against {args.against} --rounds {args.rounds}",
+            "command": f"python -m sglang_dflash.bench.worker_overhead {asked}",
             "hardware": measure.hardware(),
             "new_tokens": NEW_TOKENS,
         }
