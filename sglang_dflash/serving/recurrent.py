@@ -95,27 +95,24 @@ class Replay:
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         count, pool = len(lengths), self._runner.req_to_token_pool
         slots = compat.recurrent_slots(self._runner)[:count].long()
-        if checkpoints is not None:
-            checkpoints = checkpoints._replace(slots=compat.physical_state_slots(self._runner, checkpoints.slots))
+        due = None if checkpoints is None else ((checkpoints.steps >= 0) & (checkpoints.slots >= 0)).nonzero()[:, 0]
         for layer_id, weights in self._layers.items():
             cache = pool.mamba2_layer_cache(layer_id)
             windows = cache.intermediate_conv_window[0][:count]  # [R, B, C, W - 1], the last inputs after every block position
-            conv, state, gates = cache.conv[0], cache.temporal, self._gates[layer_id][:, :count]
-            before = self._windows[layer_id][:count], state[slots]
-            if checkpoints is not None:
-                due = ((checkpoints.steps >= 0) & (checkpoints.slots >= 0)).nonzero()[:, 0]
-                if len(due):
-                    kept = tuple(t[due] for t in (*before, windows, *gates))
-                    self._write(conv, state, checkpoints.slots[due], checkpoints.steps[due] + 1, weights, *kept)
-            self._write(conv, state, slots, lengths, weights, *before, windows, *gates)
+            kept = self._windows[layer_id][:count], cache.temporal[slots], windows, *self._gates[layer_id][:, :count]
+            if checkpoints is not None and due is not None and len(due):
+                to = compat.physical_state_slots(self._runner, checkpoints.slots[due])
+                self._write(cache, to, checkpoints.steps[due] + 1, weights, *(t[due] for t in kept))
+            self._write(cache, slots, lengths, weights, *kept)
 
     def _write(
-        self, conv: Tensor, state: Tensor, slots: Tensor, lengths: Tensor, weights: RecurrentLayer, old_window: Tensor, old_state: Tensor,
-        windows: Tensor, a: Tensor, b: Tensor,
+        self, cache: Any, slots: Tensor, lengths: Tensor, weights: RecurrentLayer, window: Tensor, state: Tensor, windows: Tensor,
+        a: Tensor, b: Tensor,
     ) -> None:  # fmt: skip
         """Into `slots` of a layer's pool: the state and the convolution's window after `lengths` tokens of the block."""
-        state[slots] = self._fold(weights, old_window, windows[..., -1], a, b, old_state, lengths).to(state.dtype)
-        conv[slots] = windows[torch.arange(len(slots), device=slots.device), lengths - 1]
+        folded = self._fold(weights, window, windows[..., -1], a, b, state, lengths)
+        cache.temporal[slots] = folded.to(cache.temporal.dtype)
+        cache.conv[0][slots] = windows[torch.arange(len(slots), device=slots.device), lengths - 1]
 
 
 def make_rollback(asked: str, model_runner: Any, block_size: int) -> Rollback | None:

@@ -17,7 +17,7 @@ NEW_TOKENS = 40
 
 @pytest.fixture(scope="module")
 def hybrid_pair() -> None:
-    """A random target (its outputs are as good as any to be reproduced) and a random draft."""
+    """A random target (its outputs are as good as any to be reproduced) and a random draft, with sliding layers as Qwen3.6-27B's has."""
     import torch
 
     from sglang_dflash.core.weights import save_model
@@ -27,6 +27,7 @@ def hybrid_pair() -> None:
     save_random_hybrid(HYBRID)
     raw = raw_config(
         hidden_size=SHAPE["hidden_size"], vocab_size=SHAPE["vocab_size"], num_target_layers=4, block_size=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], sliding_window=32,
         dflash_config={"mask_token_id": 1023, "target_layer_ids": [0, 1, 2]},
     )  # fmt: skip
     save_model(random_model(raw), raw, HYBRID_DRAFT, torch.float32)
