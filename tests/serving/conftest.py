@@ -40,9 +40,8 @@ HYBRID_DFLASH = [*HYBRID_BASE, *DFLASH[:-1], str(HYBRID_DRAFT)]
 CONFIGURATIONS = {
     "plain": BASE,
     "dflash": BASE + DFLASH,
-    "no-overlap": [*BASE, *DFLASH, "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
     "page16-window": [*BASE, *DFLASH[:-1], str(SHORT_DRAFT), *WINDOW, "--page-size", "16", "--chunked-prefill-size", "256"],
-    "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule"],
+    "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
     # A quarter of the KV, far too little draft KV, and SGLang's own test switch that retracts requests every 25 steps.
     "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8"],
     "hybrid-plain": HYBRID_BASE,
@@ -54,7 +53,7 @@ CONFIGURATIONS = {
     "chats-default": CHATS,
     "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
     "chats-tenth": [*CHATS, *TENTH],
-    "chats-tenth-recompute": [*CHATS, *TENTH, "--speculative-dflash-recompute-tail", "512"],
+    "chats-recompute": [*CHATS, "--speculative-dflash-recompute-tail", "512"],
     "lossy": [*SIZED, *DFLASH, "--speculative-draft-window-size", "512", "--max-running-requests", "16"],
     "seeded-plain": [*SIZED, "--max-running-requests", "16", "--enable-deterministic-inference"],
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],

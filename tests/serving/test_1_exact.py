@@ -20,7 +20,7 @@ def test_there_are_at_least_sixty_prompts() -> None:
     assert sum(map(len, workload.prompts().values())) >= 60
 
 
-@pytest.mark.parametrize("name", ["dflash", "no-overlap", "page16-no-overlap", "tight", "page16-window"])
+@pytest.mark.parametrize("name", ["dflash", "page16-no-overlap", "tight", "page16-window"])
 def test_outputs_are_those_of_plain_decoding(name: str, plain: Any, answers: Any, running: Running) -> None:
     got = answers(name)
     workload.assert_same_outputs(got, plain)
