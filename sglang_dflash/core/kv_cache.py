@@ -125,7 +125,8 @@ class IdentityDraftKVCache(DraftKVCache):
 
     def __init__(self, num_target_slots: int, kv_shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str) -> None:
         self.num_slots = num_target_slots
-        self.entries = torch.empty(num_target_slots + 1, *kv_shape, dtype=dtype, device=device)
+        # Finite from the start: an entry that nobody wrote is masked, and 0 times NaN would not be.
+        self.entries = torch.zeros(num_target_slots + 1, *kv_shape, dtype=dtype, device=device)
 
     def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
         if keep is not None:
