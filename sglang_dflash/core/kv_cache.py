@@ -59,7 +59,7 @@ class DraftKVCache:
         self.owner[slots] = target_slots.int()
         self.owner[nowhere] = -1
         self.slot_of[target_slots] = slots.int()
-        self.in_use[slots] = True
+        self.in_use.index_fill_(0, slots, True)
         advance = torch.where(keep, (slots - self.cursor) % self.num_slots + 1, 0).amax(0, keepdim=True)
         self.cursor.add_(advance).remainder_(self.num_slots)
 
@@ -72,7 +72,7 @@ class DraftKVCache:
 
     def forget(self, target_slots: Tensor) -> None:
         """Mark tokens dead: their target slots were taken over by tokens that are not worth an entry."""
-        self.slot_of[target_slots] = self.num_slots
+        self.slot_of.index_fill_(0, target_slots, self.num_slots)
 
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Target slots int64 `[...]` to draft slots `[...]` and whether each entry is live, bool `[...]`."""
@@ -99,7 +99,7 @@ class DraftKVCache:
 
     def _mark(self, slots: Tensor, live: Tensor) -> None:
         self.in_use.zero_()
-        self.in_use[torch.where(live, slots, self.num_slots)] = True
+        self.in_use.index_fill_(0, torch.where(live, slots, self.num_slots).flatten(), True)
 
     def live_share(self) -> float:
         """Share of the entries that a reader would still find. Reads the device: for reports, not for the step."""

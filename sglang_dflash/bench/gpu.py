@@ -1,0 +1,188 @@
+"""What can be shown on a bare GPU, without SGLang: the drafter, its cache under load, the fold kernel, the Transformers loop.
+
+    python -m sglang_dflash.bench.gpu [--out benchmarks/results/gpu.json]
+
+Needs torch with CUDA, triton and transformers; run from a checkout with `kernels` on PYTHONPATH. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.bench.demo_models import demo_pair
+from sglang_dflash.config import DraftConfig, Options
+from sglang_dflash.core.drafter import Drafter, TargetHead
+from sglang_dflash.core.gated_delta import RecurrentLayer
+from sglang_dflash.core.gated_delta import fold as torch_fold
+from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.weights import load_model
+
+# A draft of Qwen3-8B's geometry, with random weights.
+LARGE = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "block_size": 16, "num_target_layers": 36, "max_position_embeddings": 40960,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}  # fmt: skip
+
+
+def proposals(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Blocks and their hidden states of the demo draft for three requests, from the same random features on every device."""
+    pair, random = demo_pair("dense"), torch.Generator().manual_seed(0)
+    model, options = load_model(str(pair.draft), dtype=dtype, device=device), Options(window=32)
+    resolved, lengths = options.resolve(model.config), torch.tensor([5, 40, 77])
+    embed = torch.randn(model.config.vocab_size, model.config.hidden_size, generator=random).to(device, dtype)
+    features = torch.randn(int(lengths.sum()), model.config.num_features, generator=random).to(device, dtype)
+    seen: list[Tensor] = []
+
+    def argmax(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return (hidden @ embed.T).argmax(-1)
+
+    cache = DraftKVCache(400, 400, model.config.kv_shape, dtype, device)
+    drafter = Drafter(model, TargetHead(lambda ids: embed[ids], argmax), cache, resolved)
+    positions = torch.cat([torch.arange(int(n)) for n in lengths]).to(device)
+    rows = torch.arange(3, device=device).repeat_interleave(lengths.to(device))
+    drafter.absorb(features, positions, rows * 100 + positions)
+    at = drafter.visible_context(lengths.to(device), longest=77)
+    blocks = drafter.propose(
+        torch.tensor([1, 2, 3], device=device), lengths.to(device), at, torch.arange(3, device=device)[:, None] * 100 + at
+    )
+    return blocks.cpu(), seen[0].float().cpu()
+
+
+def drafter_against_cpu(device: str) -> dict[str, Any]:
+    """Largest difference of hidden states from the CPU's float32, and the share of equal drafted tokens, by dtype."""
+    blocks, hidden = proposals("cpu", torch.float32)
+    result = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        got, states = proposals(device, dtype)
+        error, equal = (states - hidden).abs().max().item(), (got == blocks).float().mean().item()
+        result[str(dtype).removeprefix("torch.")] = {"largest_error": round(error, 6), "equal_tokens": round(equal, 4)}
+    return result
+
+
+def cache_under_load(device: str, requests: int = 32, window: int = 1024, steps: int = 20) -> dict[str, Any]:
+    """Absorb and propose for 32 requests with synchronisation made an error; bytes of the cache as allocated and as computed."""
+    config = DraftConfig.from_dict(LARGE)
+    options = Options(window=window, sinks=4).resolve(config)
+    assert options.block_size is not None
+    block, model = options.block_size, DraftModel(config).to(device, torch.bfloat16).freeze()
+    slots = options.draft_kv_slots(requests)
+    before = torch.cuda.memory_allocated()
+    cache = DraftKVCache(slots, requests * 4096, config.kv_shape, torch.bfloat16, device)
+    allocated = torch.cuda.memory_allocated() - before
+    embed = torch.randn(config.vocab_size, config.hidden_size, device=device, dtype=torch.bfloat16)
+    drafter = Drafter(model, TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)), cache, options)
+    rows, lengths = torch.arange(requests, device=device)[:, None] * 4096, torch.full((requests,), 2000, device=device)
+    features = torch.randn(requests * block, config.num_features, device=device, dtype=torch.bfloat16)
+    keep, longest, times = (torch.arange(block, device=device) < 5).repeat(requests), 2000, []
+    for step in range(steps):
+        torch.cuda.synchronize()
+        # The first step compiles and allocates.
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        began = time.perf_counter()
+        at = drafter.visible_context(lengths, longest)
+        drafter.propose(lengths % 1000, lengths, at, rows + at)
+        new = lengths[:, None] + torch.arange(block, device=device)
+        drafter.absorb(features, new.flatten(), (rows + new).flatten(), keep)
+        lengths, longest = lengths + 5, longest + 5
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    computed = (slots + 1) * 2 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    return {
+        "requests": requests, "window": window, "draft_kv_slots": slots, "host_synchronisations": 0,
+        "draft_kv_bytes_computed": computed, "draft_kv_bytes": cache.nbytes, "allocated_with_bookkeeping": allocated,
+        "propose_and_absorb_ms": round(1000 * sorted(times[1:])[len(times) // 2], 3),
+    }  # fmt: skip
+
+
+def fold_kernel(device: str, requests: int = 32, block: int = 16) -> dict[str, Any]:
+    """One layer of Qwen3.5-27B's shape: the kernel against torch, and its time against the bytes it must move and a copy of snapshots."""
+    import triton
+    from dflash_kernels.gated_delta_fold import fold
+
+    heads, value_heads, dim, width = 16, 48, 128, 4
+    channels = 2 * heads * dim + value_heads * dim
+
+    def some(*size: int) -> Tensor:
+        return torch.randn(*size, device=device)
+
+    layer = RecurrentLayer(some(channels, width), None, "silu", some(value_heads), some(value_heads), heads, value_heads, dim, dim)
+    arguments: Any = layer, some(requests, channels, width - 1), some(requests, block, channels), *some(2, requests, block, value_heads)
+    state, lengths = some(requests, value_heads, dim, dim), torch.full((requests,), block // 2, device=device)
+    error = (fold(*arguments, state, lengths) - torch_fold(*arguments, state, lengths)).abs().max().item()
+    snapshots, rows = state[:, None].repeat(1, block, 1, 1, 1), torch.arange(requests, device=device)
+    kernel_ms = triton.testing.do_bench(lambda: fold(*arguments, state, lengths))
+    copy_ms = triton.testing.do_bench(lambda: state.copy_(snapshots[rows, lengths - 1]))
+    floor = 2 * state.nbytes
+    return {
+        "largest_error": round(error, 6),
+        "kernel_ms": round(kernel_ms, 4),
+        "snapshot_copy_ms": round(copy_ms, 4),
+        "kernel_over_copy": round(kernel_ms / copy_ms, 3),
+        "state_bytes_read_and_written": floor,
+        "tb_per_s": round(floor / kernel_ms / 1e9, 3),
+    }
+
+
+def transformers_loop(device: str) -> dict[str, Any]:
+    """The demo pair over Transformers, float32: outputs against `generate`, acceptance and tokens per second."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sglang_dflash.transformers import spec_generate
+
+    pair = demo_pair("dense")
+    target: Any = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+    target.to(device)
+    draft, tokenizer = load_model(str(pair.draft), dtype=torch.float32, device=device), AutoTokenizer.from_pretrained(pair.target)
+    same, committed, seconds = 0, [], {"plain": 0.0, "dflash": 0.0}
+    for prompt in pair.prompts[:8]:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+        began = time.perf_counter()
+        plain = target.generate(ids, max_new_tokens=128, min_new_tokens=128, do_sample=False)[0, ids.shape[1] :].tolist()
+        seconds["plain"] += time.perf_counter() - began
+        began = time.perf_counter()
+        ours = spec_generate(draft, target, ids, 128)
+        seconds["dflash"] += time.perf_counter() - began
+        same += plain == ours.tokens
+        committed += ours.committed
+    rates = {f"{name}_tok_s": round(8 * 128 / value, 1) for name, value in seconds.items()}
+    return {"identical": same, "of": 8, "acceptance_length": round(sum(committed) / len(committed), 3), **rates}
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    hardware = {"date": datetime.now(UTC).date().isoformat(), "processor": torch.cuda.get_device_name(), "cores": os.cpu_count()}
+    result: dict[str, Any] = {
+        "command": "python -m sglang_dflash.bench.gpu",
+        "hardware": {**hardware, "torch": torch.__version__},
+    }
+    for part in (drafter_against_cpu, cache_under_load, fold_kernel, transformers_loop):
+        try:
+            result[part.__name__] = part("cuda")
+        except Exception as error:
+            # One part's failure must not cost the others' figures on a machine that is lent for minutes.
+            result[part.__name__] = {"failed": f"{type(error).__name__}: {error}"}
+        print(part.__name__, json.dumps(result[part.__name__]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
