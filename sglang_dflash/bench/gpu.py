@@ -119,11 +119,12 @@ def fold_kernel(device: str, requests: int = 32, block: int = 16) -> dict[str, A
         return torch.randn(*size, device=device)
 
     layer = RecurrentLayer(some(channels, width), None, "silu", some(value_heads), some(value_heads), heads, value_heads, dim, dim)
-    arguments: Any = layer, some(requests, channels, width - 1), some(requests, block, channels), *some(2, requests, block, value_heads)
+    window, inputs, (a, b) = some(requests, channels, width - 1), some(requests, block, channels), some(2, requests, block, value_heads)
     state, lengths = some(requests, value_heads, dim, dim), torch.full((requests,), block // 2, device=device)
-    error = (fold(*arguments, state, lengths) - torch_fold(*arguments, state, lengths)).abs().max().item()
+    given = layer, window, inputs, a, b, state, lengths
+    error = (fold(*given) - torch_fold(*given)).abs().max().item()
     snapshots, rows = state[:, None].repeat(1, block, 1, 1, 1), torch.arange(requests, device=device)
-    kernel_ms = triton.testing.do_bench(lambda: fold(*arguments, state, lengths))
+    kernel_ms = triton.testing.do_bench(lambda: fold(*given))
     copy_ms = triton.testing.do_bench(lambda: state.copy_(snapshots[rows, lengths - 1]))
     floor = 2 * state.nbytes
     return {
