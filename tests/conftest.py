@@ -1,7 +1,8 @@
-"""Shared by all tests: small random draft checkpoints, and a poisoned allocator."""
+"""Shared by all tests: small random draft checkpoints, and Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +10,14 @@ import torch
 
 from sglang_dflash.config import DraftConfig
 from sglang_dflash.core.model import DraftModel
+
+if not torch.cuda.is_available():
+    # Triton reads it when a kernel is defined, its own language included: before anything else imports Triton. Then it is taken
+    # back, so that no server of a test inherits it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import dflash_kernels.gated_delta_fold  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(autouse=True)

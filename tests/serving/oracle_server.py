@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import runpy
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def known_drafts(worker: Any, pairs: dict[tuple[int, ...], list[int]]) -> None:
         for row, (request, length) in enumerate(zip(batch.reqs, step.seq_lens.tolist(), strict=True)):
             prompt = tuple(request.origin_input_ids)
             text = [*prompt, *pairs.get(prompt, [])][length + 1 : length + self.block_size]
-            right = (7 * length + len(prompt)) % self.block_size
+            right = random.Random(1000 * length + len(prompt)).randrange(self.block_size)
             drafts = [token if i < right else (token + 1) % 1000 for i, token in enumerate(text)]
             block[row, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=block.dtype)
         return block

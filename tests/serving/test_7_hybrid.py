@@ -87,8 +87,8 @@ def assert_same_states(name: str) -> None:
 
     ours, plain = ({path.name: path for path in states_of(n).glob("*.pt")} for n in (name, "hybrid-plain"))
     both = sorted(set(ours) & set(plain))
-    # Four prompts of 40 new tokens at two to five tokens a step.
-    assert len(both) >= 30
+    # Four prompts of 40 new tokens, at about four tokens a step.
+    assert len(both) >= 24
     for file in both:
         got, expected = torch.load(ours[file]), torch.load(plain[file])
         for part in ("temporal", "conv"):
