@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,7 +102,7 @@ def cache_under_load(device: str, requests: int = 32, window: int = 1024, steps:
         times.append(time.perf_counter() - began)
     computed = (slots + 1) * 2 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
     return {
-        "requests": requests, "window": window, "draft_kv_slots": slots, "host_synchronisations": 0,
+        "requests": requests, "window": window, "draft_kv_slots": slots, "steps_with_synchronisation_an_error": len(times) - 1,
         "draft_kv_bytes_computed": computed, "draft_kv_bytes": cache.nbytes, "allocated_with_bookkeeping": allocated,
         "propose_and_absorb_ms": round(1000 * sorted(times[1:])[len(times) // 2], 3),
     }  # fmt: skip
@@ -177,12 +178,13 @@ def main() -> None:
         try:
             result[part.__name__] = part("cuda")
         except Exception as error:
-            # One part's failure must not cost the others' figures on a machine that is lent for minutes.
+            # One part's failure must not cost the others' figures on a machine that is lent for minutes; the exit status tells.
             result[part.__name__] = {"failed": f"{type(error).__name__}: {error}"}
         print(part.__name__, json.dumps(result[part.__name__]), flush=True)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+    sys.exit(1 if any("failed" in part for part in result.values() if isinstance(part, dict)) else 0)
 
 
 if __name__ == "__main__":
