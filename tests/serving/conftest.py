@@ -14,6 +14,7 @@ import pytest
 from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.server import Server
 from tests.serving import workload
+from tests.serving.nursery import ForkedServer, Nursery
 
 PAIR = demo_pair("dense")
 BASE = ["--model-path", str(PAIR.target), "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "32768"]
@@ -30,13 +31,23 @@ CHATS = [*BASE, *DFLASH, "--speculative-draft-window-size", str(CHAT_WINDOW), "-
 TENTH = ["--speculative-dflash-draft-kv-tokens", "832"]
 # As much of the memory as the server finds, so that its own sizing shows.
 SIZED = [*BASE[:-2], "--mem-fraction-static", "0.2"]
-# Written by the hybrid tests: a random target with recurrent layers, its draft, and what it answers.
-HYBRID, HYBRID_DRAFT, ORACLE = (Path(_FOLDER.name) / name for name in ("hybrid", "hybrid-draft", "oracle.json"))
+# Written by the hybrid tests: random targets with recurrent layers, dense and with experts, and a draft for both.
+HYBRID, HYBRID_MOE, HYBRID_DRAFT = (Path(_FOLDER.name) / name for name in ("hybrid", "hybrid-moe", "hybrid-draft"))
+# States are kept for the prefix cache every 64 tokens, so that many a verify step crosses such a boundary.
 HYBRID_BASE = [
-    "--model-path", str(HYBRID), "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "16384",
-    "--max-mamba-cache-size", "48", "--max-running-requests", "8",
+    "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "16384", "--max-mamba-cache-size", "64",
+    "--max-running-requests", "8", "--mamba-track-interval", "64", "--model-path",
 ]  # fmt: skip
-HYBRID_DFLASH = [*HYBRID_BASE, *DFLASH[:-1], str(HYBRID_DRAFT)]
+HYBRID_DFLASH = [*DFLASH[:-1], str(HYBRID_DRAFT)]
+NO_OVERLAP = ["--disable-overlap-schedule"]
+# Every way that SGLang allows of keeping recurrent states for the prefix cache, overlapped or not.
+CACHED = {
+    "extra-buffer": ["--mamba-scheduler-strategy", "extra_buffer"],
+    "extra-buffer-no-overlap": ["--mamba-scheduler-strategy", "extra_buffer", *NO_OVERLAP],
+    "lazy": ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],
+    "no-buffer": ["--mamba-radix-cache-strategy", "no_buffer", *NO_OVERLAP],
+}
+ROLLBACKS = {kind: ["--speculative-dflash-recurrent-rollback", kind] for kind in ("replay", "snapshot")}
 CONFIGURATIONS = {
     "plain": BASE,
     "dflash": BASE + DFLASH,
@@ -44,11 +55,17 @@ CONFIGURATIONS = {
     "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
     # A quarter of the KV, far too little draft KV, and SGLang's own test switch that retracts requests every 25 steps.
     "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8"],
-    "hybrid-plain": HYBRID_BASE,
-    "hybrid-replay": HYBRID_DFLASH,
-    "hybrid-snapshot": [*HYBRID_DFLASH, "--speculative-dflash-recurrent-rollback", "snapshot"],
-    "hybrid-lazy": [*HYBRID_DFLASH, "--mamba-scheduler-strategy", "extra_buffer_lazy"],
-    "hybrid-no-buffer": [*HYBRID_DFLASH, "--mamba-scheduler-strategy", "no_buffer", "--disable-overlap-schedule"],
+    "hybrid-plain": [*HYBRID_BASE, str(HYBRID)],
+    "hybrid-plain-no-buffer": [*HYBRID_BASE, str(HYBRID), *CACHED["no-buffer"]],
+    **{
+        f"hybrid-{rollback}-{cached}": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, *ROLLBACKS[rollback], *CACHED[cached]]
+        for rollback in ROLLBACKS
+        for cached in CACHED
+    },
+    "hybrid-lazy-no-overlap": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, *CACHED["lazy"], *NO_OVERLAP],
+    "hybrid-broken": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH],
+    "hybrid-moe-plain": [*HYBRID_BASE, str(HYBRID_MOE)],
+    "hybrid-moe-auto": [*HYBRID_BASE, str(HYBRID_MOE), *HYBRID_DFLASH],
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
     "chats-default": CHATS,
     "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
@@ -62,15 +79,25 @@ HYBRIDS = [name for name in CONFIGURATIONS if name.startswith("hybrid-")]
 MODULES = {"lossy": "tests.serving.lossy_server", **dict.fromkeys(HYBRIDS, "tests.serving.oracle_server")}
 
 
-def states_of(name: str) -> Path:
-    """Where a hybrid configuration's server writes recurrent states (see oracle_server)."""
-    folder = Path(_FOLDER.name) / f"states-{name}"
+def shown_by(name: str) -> Path:
+    """Where a hybrid configuration's server writes what it did (see oracle_server)."""
+    folder = Path(_FOLDER.name) / f"shown-{name}"
     folder.mkdir(exist_ok=True)
     return folder
 
 
+def oracle_of(name: str) -> Path:
+    """The answers that a hybrid configuration's drafts are made of."""
+    return Path(_FOLDER.name) / ("oracle-moe.json" if "moe" in name else "oracle.json")
+
+
+def hybrid_environment(name: str) -> dict[str, str]:
+    drafts = {} if "plain" in name else {"ORACLE": str(oracle_of(name))}
+    return {"SHOWN": str(shown_by(name)), **drafts, **({"TOO_FEW": "1"} if "broken" in name else {})}
+
+
 ENVIRONMENT = {
-    **{name: {"STATES": str(states_of(name)), **({"ORACLE": str(ORACLE)} if name != "hybrid-plain" else {})} for name in HYBRIDS},
+    **{name: hybrid_environment(name) for name in HYBRIDS},
     "tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
 }
 
@@ -79,13 +106,13 @@ class Running:
     """At most one server is alive: two would measure and disturb each other on a small machine."""
 
     def __init__(self) -> None:
-        self.name, self.server = "", None
+        self.name, self.server, self.nursery = "", None, Nursery()
 
     def get(self, name: str) -> Server:
         if self.name != name:
             self.stop()
             module = MODULES.get(name, "sglang.launch_server")
-            self.server = Server(CONFIGURATIONS[name], env=ENVIRONMENT.get(name), module=module)
+            self.server = ForkedServer(self.nursery, CONFIGURATIONS[name], env=ENVIRONMENT.get(name), module=module)
             self.server.__enter__()
             self.name = name
         assert self.server is not None
@@ -102,6 +129,7 @@ def running() -> Iterator[Running]:
     one = Running()
     yield one
     one.stop()
+    one.nursery.close()
 
 
 @pytest.fixture(scope="session")

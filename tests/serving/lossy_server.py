@@ -1,6 +1,6 @@
 """`sglang.launch_server` whose draft KV cache loses a random half of its entries before every proposal.
 
-Run with `python -m tests.serving.lossy_server ARGS`: SGLang's scheduler process imports its parent's main module, and so this one.
+A module for the nursery to run (see nursery.py): what it changes is inherited by the scheduler process.
 """
 
 from __future__ import annotations

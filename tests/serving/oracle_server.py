@@ -1,12 +1,14 @@
 """`sglang.launch_server` for tests of recurrent targets: with known drafts, and with the states on show.
 
-Run with `python -m tests.serving.oracle_server ARGS`.
+A module for the nursery to run (see nursery.py): what it changes is inherited by the scheduler process.
 
 ORACLE: a JSON file of [prompt ids, output ids] pairs. Drafts are then so many tokens of the true continuation and wrong ones after
 them; how many depends on the position, from none to all: batches mix every case, which a real draft does only by chance.
 
-STATES: a folder. After every decode step the recurrent states of requests with a prompt of `SHOWN` tokens are written to it, one
-file per prompt length and committed length.
+SHOWN: a folder. After every decode step the recurrent state of every request is written to it, one file per prompt and committed
+length; and the accepted lengths of every verify step, one line of JSON per step.
+
+TOO_FEW: replay commits one token too few of every block of which more than one is accepted, to see that the tests would notice.
 """
 
 from __future__ import annotations
@@ -15,12 +17,11 @@ import json
 import os
 import random
 import runpy
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
-
-SHOWN = (5, 64, 129, 255)
 
 
 def known_drafts(worker: Any, pairs: dict[tuple[int, ...], list[int]]) -> None:
@@ -44,9 +45,8 @@ def show_states(folder: Path, batch: Any, lengths: torch.Tensor, model_runner: A
     slots = pool.get_mamba_indices(batch.req_pool_indices.long()).long()
     cache = pool.mamba_pool.mamba_cache
     for request, slot, length in zip(batch.reqs, slots.tolist(), lengths.tolist(), strict=True):
-        if len(request.origin_input_ids) in SHOWN:
-            states = {"temporal": cache.temporal[:, slot].clone(), "conv": cache.conv[0][:, slot].clone()}
-            torch.save(states, folder / f"{len(request.origin_input_ids)}-{length}.pt")
+        states = {"temporal": cache.temporal[:, slot].clone(), "conv": cache.conv[0][:, slot].clone()}
+        torch.save(states, folder / f"{zlib.crc32(str(list(request.origin_input_ids)).encode())}-{length}.pt")
 
 
 def on_show(folder: Path, tp_worker: Any, worker: Any) -> None:
@@ -61,20 +61,28 @@ def on_show(folder: Path, tp_worker: Any, worker: Any) -> None:
     def decode(self: Any, batch: Any, *args: Any) -> Any:
         result = our_step(self, batch, *args)
         show_states(folder, batch, result.new_seq_lens, self.target_worker.model_runner)
+        with (folder / "accepted.jsonl").open("a") as file:
+            print(json.dumps(result.accept_lens.tolist()), file=file)
         return result
 
     tp_worker.forward_batch_generation, worker._decode = forward_batch_generation, decode
 
 
+def one_too_few(replay: Any) -> None:
+    commit = replay.commit
+    replay.commit = lambda self, lengths, checkpoints: commit(self, (lengths - 1).clamp(min=1), checkpoints)
+
+
 if __name__ == "__main__":
-    runpy.run_module("sglang.launch_server", run_name="__main__")
-else:
-    # The scheduler process imports its parent's main module.
+    # In the nursery's fork: the scheduler process is a fork of this one.
     from sglang.srt.managers.tp_worker import TpModelWorker
 
+    from sglang_dflash.serving.recurrent import Replay
     from sglang_dflash.serving.worker import DFlashWorker
 
+    if "TOO_FEW" in os.environ:
+        one_too_few(Replay)
     if "ORACLE" in os.environ:
         known_drafts(DFlashWorker, {tuple(prompt): output for prompt, output in json.loads(Path(os.environ["ORACLE"]).read_text())})
-    if "STATES" in os.environ:
-        on_show(Path(os.environ["STATES"]), TpModelWorker, DFlashWorker)
+    on_show(Path(os.environ["SHOWN"]), TpModelWorker, DFlashWorker)
+    runpy.run_module("sglang.launch_server", run_name="__main__")
