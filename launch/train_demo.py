@@ -43,7 +43,8 @@ def main() -> None:
         target.save_target(trained, tokenizer, args.out / "target")
     # The drafter learns from the target as it is served: with its weights rounded to the checkpoint's dtype.
     model = target.load_target(args.out / "target")
-    drafter.train_drafter(corpus, model, tokenizer, args.work, args.out / "draft", args.drafter_steps)
+    if not (args.out / "draft").exists():
+        drafter.train_drafter(corpus, model, tokenizer, args.work, args.out / "draft", args.drafter_steps)
     training = f"target {args.target_steps} + {args.memorise_steps} steps, draft {args.drafter_steps} steps, CPU only."
     draft = load_model(args.out / "draft", dtype=torch.float32)
     card.write_card(args.kind, corpus, model, draft, tokenizer, args.out, {"training": training})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ def spec_generate(
     start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
     options = (options or Options()).resolve(draft.config)
     assert options.block_size is not None
-    kv, count, device = start.kv, len(start.features), start.features.device
+    kv, count, device = TargetCache(target, start.kv), len(start.features), start.features.device
     choose, total = choose or sampler(0.0), count + max_new_tokens + options.block_size
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     cache = IdentityDraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device)
@@ -94,23 +95,93 @@ def spec_generate(
     drafter.absorb(start.features, at[:count], at[:count])
     bonus = choose(start.logits)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    with captured(target, draft.config.target_layer_ids) as features:
+    with captured(target, draft.config.target_layer_ids) as features, kv.recorded():
         while not done:
             seen = drafter.visible_context(length, longest=int(length))
             block = drafter.propose(bonus, length, seen, seen.clamp(max=total - 1))
-            out = target(input_ids=block, past_key_values=kv, use_cache=True)
+            out = target(input_ids=block, past_key_values=kv.cache, use_cache=True)
             accepted = accept(block, choose(out.logits[0])[None])
             count = int(accepted.lengths)
             span = at[int(length) : int(length) + count]
             drafter.absorb(features()[:count], span, span)
             length, bonus = length + count, accepted.bonus
-            if count < options.block_size:
-                kv.crop(count - options.block_size)
+            kv.keep(count, options.block_size)
             result.committed.append(count)
             done = _extend(result, accepted.tokens[0, :count].tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    if kv.get_seq_length() > len(start.features):
-        kv.crop(len(start.features) - kv.get_seq_length())
+    kv.back_to(len(start.features))
     return result
+
+
+class TargetCache:
+    """A Hugging Face cache that can be taken back to a shorter text, recurrent layers included.
+
+    Attention layers forget their last tokens. A recurrent layer cannot: its state from before the block is restored, and the layer
+    reads the tokens that stay once more, from the inputs that it had in the block (replay).
+    """
+
+    def __init__(self, target: Any, cache: Any) -> None:
+        self.cache = cache
+        layers = target.get_decoder().layers
+        self._recurrent = {i: _recurrent_module(layers[i]) for i, kept in enumerate(cache.layers) if hasattr(kept, "recurrent_states")}
+        self._inputs: dict[int, Tensor] = {}
+        self._at_start = self._before = self._states()
+
+    def _states(self) -> dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]]:
+        """Copies of every recurrent layer's convolution windows and states."""
+        kept = ((i, self.cache.layers[i]) for i in self._recurrent)
+        return {i: tuple({k: t.clone() for k, t in of.items()} for of in (c.conv_states, c.recurrent_states)) for i, c in kept}
+
+    def _restore(self, states: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]]) -> None:
+        for i, saved in states.items():
+            for of, copies in zip((self.cache.layers[i].conv_states, self.cache.layers[i].recurrent_states), saved, strict=True):
+                for k, t in copies.items():
+                    of[k].copy_(t)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """While this lasts, recurrent layers' inputs are kept for `keep`."""
+
+        def hook(i: int) -> Callable[..., None]:
+            def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                self._inputs[i] = args[0] if args else kwargs["hidden_states"]
+
+            return before
+
+        handles = [m.register_forward_pre_hook(hook(i), with_kwargs=True) for i, m in self._recurrent.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def keep(self, count: int, block_size: int) -> None:
+        """Of the `block_size` tokens of the last forward, only the first `count` have been there."""
+        if count < block_size:
+            self._crop(block_size - count)
+            self._restore(self._before)
+            for i, module in self._recurrent.items():
+                module(hidden_states=self._inputs[i][:, :count], cache_params=self.cache)
+        if self._recurrent:
+            self._before = self._states()
+
+    def back_to(self, length: int) -> None:
+        """Make it what it was at construction, when it held `length` tokens."""
+        self._crop(self.cache.get_seq_length() - length)
+        self._restore(self._at_start)
+
+    def _crop(self, tokens: int) -> None:
+        if tokens:
+            for i, layer in enumerate(self.cache.layers):
+                if i not in self._recurrent:
+                    layer.crop(-tokens)
+
+
+def _recurrent_module(layer: Any) -> Any:
+    """The sub-module of a decoder layer that keeps a recurrent state; raises ConfigError where there is none to be found."""
+    for module in layer.children():
+        if "cache_params" in inspect.signature(module.forward).parameters:
+            return module
+    raise ConfigError(f"target: {type(layer).__name__} keeps a recurrent state, but no sub-module of it takes `cache_params`")
 
 
 def _extend(result: Generation, new: list[int], stops: tuple[int, ...], limit: int, on_tokens: Callable[[list[int]], None] | None) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from scipy.stats import chisquare
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash.config import ConfigError, Options
+from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.verify import target_probabilities
 from sglang_dflash.core.weights import load_model, save_model
-from sglang_dflash.transformers import sampler, spec_generate
+from sglang_dflash.transformers import prefill, sampler, spec_generate
 from tests.conftest import random_model, raw_config
 
 
@@ -85,3 +88,42 @@ def test_pairs_and_batches_that_do_not_fit_are_refused(target: Qwen3ForCausalLM,
     narrow = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, head_dim=8))
     with pytest.raises(ConfigError, match="hidden_size: the draft's is 32, the target's 16"):
         spec_generate(draft, narrow, torch.zeros(1, 3, dtype=torch.long), 4)
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
+def test_recurrent_targets(moe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three Gated DeltaNet layers to one of attention: outputs are generate's, and the prefill can be used again."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.hybrid import SHAPE, save_random_hybrid
+
+    save_random_hybrid(tmp_path / "target", moe=moe)
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    raw = raw_config(
+        hidden_size=SHAPE["hidden_size"], vocab_size=SHAPE["vocab_size"], num_target_layers=4, block_size=8,
+        dflash_config={"mask_token_id": 1023, "target_layer_ids": [0, 1, 2]},
+    )  # fmt: skip
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    draft = load_model(tmp_path, dtype=torch.float32)
+    for length in (1, 3, 70):
+        ids = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(length))
+        expected = target.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)[0, length:].tolist()
+        read = prefill(draft, target, ids)
+        assert spec_generate(draft, target, read, 40).tokens == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(Drafter, "propose", informed(ids[0].tolist() + expected))
+            out = spec_generate(draft, target, read, 40)
+        assert out.tokens == expected and set(out.committed) == {1, 8, 4, 6}
+
+
+def informed(text: list[int]) -> Any:
+    """`Drafter.propose` that knows so many tokens of the text, by turns: none, all, some."""
+    known = itertools.cycle([0, 7, 3, 5])
+
+    def propose(self: Drafter, bonus: torch.Tensor, seq_lens: torch.Tensor, *_: Any) -> torch.Tensor:
+        at, size = int(seq_lens), self.block_size
+        drafts = [*text[at + 1 : at + size], *[0] * size][: size - 1]
+        right = next(known)
+        return torch.tensor([[int(bonus), *(t if i < right else (t + 1) % 1000 for i, t in enumerate(drafts))]])
+
+    return propose

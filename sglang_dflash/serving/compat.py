@@ -50,6 +50,7 @@ __all__ = [
     "recurrent_slots",
     "repeated_sampling_info",
     "verify_batch",
+    "verify_scratch_bytes",
 ]
 
 
@@ -153,6 +154,13 @@ def checkpoint_grid(batch: ScheduleBatch) -> int:
 def recurrent_slots(model_runner: Any) -> Tensor:
     """State slots int `[R]` of the last forward's requests."""
     return model_runner.attn_backend.linear_attn_backend.forward_metadata.mamba_cache_indices
+
+
+def verify_scratch_bytes(model_runner: Any) -> int:
+    """What the recurrent state pool holds for verification alone: memory, not shapes, for its windows overlap."""
+    cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
+    kept = (cache.intermediate_ssm, *cache.intermediate_conv_window)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
 
 
 def physical_state_slots(model_runner: Any, slots: Tensor) -> Tensor:

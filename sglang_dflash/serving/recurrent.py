@@ -38,6 +38,10 @@ class Rollback(Protocol):
 
     name: str
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that verification needs beside the states themselves, of all running requests."""
+
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         """Bring the states of the last verify forward's requests to where `lengths` int64 `[R]` (1 to B) of its tokens are in."""
 
@@ -60,6 +64,10 @@ class Snapshots:
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
 
+    @property
+    def scratch_bytes(self) -> int:
+        return compat.verify_scratch_bytes(self._runner)
+
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         self._runner.attn_backend.update_mamba_state_after_mtp_verify(
             last_correct_step_indices=lengths - 1,
@@ -79,6 +87,11 @@ class Replay:
         self._layers: dict[int, RecurrentLayer] = {}
         self._gates: dict[int, Tensor] = {}
         self._windows: dict[int, Tensor] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        own = sum(t.nbytes for kept in (self._gates, self._windows) for t in kept.values())
+        return compat.verify_scratch_bytes(self._runner) + own
 
     def record(self, layer: Any, a: Tensor, b: Tensor) -> None:
         """Before a layer verifies: its gates' inputs `[R * B, HV]`, and its convolution's window, which SGLang's kernel overwrites."""

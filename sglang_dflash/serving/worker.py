@@ -130,6 +130,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             "draft_kv_is_bounded": not self.drafter.cache.keeps_everything,
             "recompute_tail": self.options.recompute_tail,
             "recurrent_rollback": None if self.rollback is None else self.rollback.name,
+            "recurrent_scratch_bytes": None if self.rollback is None else self.rollback.scratch_bytes,
             "draft_kv_bytes": self.drafter.cache.nbytes,
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": "torch",
