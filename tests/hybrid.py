@@ -40,7 +40,7 @@ def save_random_hybrid(folder: Path, moe: bool = False) -> None:
         else:
             # Wide enough that every layer moves the logits: greedy tokens then depend on the recurrent states.
             mean = float("norm" in name and "linear_attn" in name)
-            parameter.data.normal_(mean, 0.3 if parameter.ndim > 1 else 0.1, generator=random)
+            parameter.data.normal_(mean, 0.2 if parameter.ndim > 1 else 0.1, generator=random)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(demo_pair("dense").target / name, folder)
