@@ -22,8 +22,8 @@ from torch import Tensor
 from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.config import DraftConfig, Options
 from sglang_dflash.core.drafter import Drafter, TargetHead
-from sglang_dflash.core.gated_delta import RecurrentLayer
-from sglang_dflash.core.gated_delta import fold as torch_fold
+from sglang_dflash.core.gated_delta import RecurrentLayers, VerifyInputs
+from sglang_dflash.core.gated_delta import fold_ as torch_fold_
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.weights import load_model
@@ -108,26 +108,34 @@ def cache_under_load(device: str, requests: int = 32, window: int = 1024, steps:
     }  # fmt: skip
 
 
-def fold_kernel(device: str, requests: int = 32, block: int = 16) -> dict[str, Any]:
-    """One layer of Qwen3.5-27B's shape: the kernel against torch, and its time against the bytes it must move and a copy of snapshots."""
+def fold_kernel(device: str, requests: int = 8, block: int = 16, depth: int = 48) -> dict[str, Any]:
+    """All layers of Qwen3.5-27B's shape: the kernel against torch, its time against the bytes it must move and a copy of snapshots."""
     import triton
-    from dflash_kernels.gated_delta_fold import fold
+    from dflash_kernels.gated_delta_fold import fold_
 
     heads, value_heads, dim, width = 16, 48, 128, 4
     channels = 2 * heads * dim + value_heads * dim
 
     def some(*size: int) -> Tensor:
-        return torch.randn(*size, device=device)
+        return torch.randn(depth, *size, device=device)
 
-    layer = RecurrentLayer(some(channels, width), None, "silu", some(value_heads), some(value_heads), heads, value_heads, dim, dim)
-    window, inputs, (a, b) = some(requests, channels, width - 1), some(requests, block, channels), some(2, requests, block, value_heads)
-    state, lengths = some(requests, value_heads, dim, dim), torch.full((requests,), block // 2, device=device)
-    given = layer, window, inputs, a, b, state, lengths
-    error = (fold(*given) - torch_fold(*given)).abs().max().item()
-    snapshots, rows = state[:, None].repeat(1, block, 1, 1, 1), torch.arange(requests, device=device)
-    kernel_ms = triton.testing.do_bench(lambda: fold(*given))
-    copy_ms = triton.testing.do_bench(lambda: state.copy_(snapshots[rows, lengths - 1]))
-    floor = 2 * state.nbytes
+    layers = RecurrentLayers(some(channels, width), None, "silu", some(value_heads), some(value_heads), heads, value_heads, dim, dim)
+    gates = some(2, requests, block, value_heads).transpose(0, 1)
+    kept = VerifyInputs(some(requests, channels, width - 1), some(requests, block, channels), *gates)
+    states, rows, lengths = (
+        some(requests, value_heads, dim, dim),
+        torch.arange(requests, device=device),
+        torch.full((requests,), block // 2),
+    )
+    given = kept, rows, rows, rows, lengths.to(device)
+    ours, twins = states.clone(), states.clone()
+    fold_(layers, ours, *given)
+    torch_fold_(layers, twins, *given)
+    error = (ours - twins).abs().max().item()
+    snapshots = states[:, :, None].expand(-1, -1, block, -1, -1, -1).contiguous()
+    kernel_ms = triton.testing.do_bench(lambda: fold_(layers, ours, *given))
+    copy_ms = triton.testing.do_bench(lambda: states.copy_(snapshots[:, rows, given[-1] - 1]))
+    floor = 2 * states.nbytes
     return {
         "largest_error": round(error, 6),
         "kernel_ms": round(kernel_ms, 4),

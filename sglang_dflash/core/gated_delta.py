@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,35 +42,40 @@ def per_value_head(q: Tensor, k: Tensor, heads: int, scale: float, normalise: bo
     """q and k `[..., H, K]` as float32 `[..., HV, K]`: unit length where asked for, q scaled, each shared by HV / H value heads."""
     q, k = q.float(), k.float()
     if normalise:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for x in (q, k))
+        q, k = unit_length(q), unit_length(k)
     groups = heads // q.shape[-2]
     return (q * scale).repeat_interleave(groups, -2), k.repeat_interleave(groups, -2)
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def unit_length(x: Tensor) -> Tensor:
+    """x `[..., K]` divided by its length."""
+    return x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
     """q, k `[N, T, HV, K]`, v `[N, T, HV, V]`, g, beta `[N, T, HV]`, state `[N, HV, V, K]`.
 
-    Returns outputs `[N, T, HV, V]` and the state after every token `[T, N, HV, V, K]`, float32. One token and many run the
-    same operations, so that verifying a block gives what decoding it would.
+    Returns outputs `[N, T, HV, V]` and the last state `[1, N, HV, V, K]`, or the state after `every` token `[T, N, HV, V, K]`,
+    float32. One token and many run the same operations, so that verifying a block gives what decoding it would.
     """
     n, tokens, heads, dim = v.shape
     q, k, v, decay, beta = (x.float().transpose(0, 1).flatten(1, 2)[..., None] for x in (q, k, v, g.double().exp(), beta))
     decay, beta, now = decay[..., None], beta[..., None], state.float().flatten(0, 1)
-    states = now.new_empty(tokens, *now.shape)
+    states = now.new_empty(tokens if every else 1, *now.shape)
     out = now.new_empty(tokens, n * heads, dim, 1)
     for t in range(tokens):
         now = now * decay[t]
         write = (v[t] - now @ k[t]) * beta[t]
-        now = torch.baddbmm(now, write, k[t].transpose(1, 2), out=states[t])
+        now = torch.baddbmm(now, write, k[t].transpose(1, 2), out=states[t if every else 0])
         torch.bmm(now, q[t], out=out[t])
     return out[..., 0].unflatten(1, (n, heads)).transpose(0, 1), states.unflatten(1, (n, heads))
 
 
 @dataclass(frozen=True)
-class RecurrentLayer:
-    """What a Gated DeltaNet layer's state depends on beside its inputs: conv_weight `[C, W]`, conv_bias `[C]`, a_log and dt_bias `[HV]`.
+class RecurrentLayers:
+    """What the states of L Gated DeltaNet layers of one shape depend on beside their inputs.
 
-    C = 2 H K + HV V channels: queries, keys and values side by side.
+    conv_weight `[L, C, W]`, conv_bias `[L, C]`, a_log and dt_bias `[L, HV]`; C = 2 H K + HV V channels: queries, keys, values.
     """
 
     conv_weight: Tensor
@@ -83,32 +89,60 @@ class RecurrentLayer:
     value_dim: int
 
 
-def fold(layer: RecurrentLayer, window: Tensor, inputs: Tensor, a: Tensor, b: Tensor, state: Tensor, lengths: Tensor) -> Tensor:
-    """The state after the first `lengths` tokens of a block, from the inputs that its verification kept.
+class VerifyInputs(NamedTuple):
+    """What verification kept of up to R blocks: `window` `[L, R, C, W - 1]`, the convolution's last inputs before the block; its
+    `inputs` `[L, R, B, C]`; the gates' inputs `a` and `b` `[L, R, B, HV]`. Any strides."""
+
+    window: Tensor
+    inputs: Tensor
+    a: Tensor
+    b: Tensor
+
+
+def fold_(
+    layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
+) -> None:
+    """Move states on by the first `lengths` tokens of their blocks, all layers at once, in place.
 
     Args:
-        window: the convolution's last inputs before the block, `[N, C, W - 1]`.
-        inputs: the convolution's inputs `[N, B, C]`.
-        a, b: the gates' inputs `[N, B, HV]`.
-        state: before the block, `[N, HV, V, K]`.
-        lengths: int64 `[N]`.
-
-    Returns:
-        float32 `[N, HV, V, K]`.
+        states: the pool of states `[L, S, HV, V, K]`.
+        rows: which of the kept blocks, int64 `[N]`.
+        source, target: slots of the states before and after, int64 `[N]`; no target is another row's source or target.
+        lengths: tokens that stay, 0 to B, int64 `[N]`.
     """
-    mixed = causal_conv(inputs, window, layer.conv_weight, layer.conv_bias, layer.activation)[0].to(inputs.dtype)
-    keys = layer.key_heads * layer.key_dim
-    k, v = mixed[..., keys : 2 * keys].unflatten(-1, (-1, layer.key_dim)), mixed[..., 2 * keys :].unflatten(-1, (-1, layer.value_dim))
-    _, k = per_value_head(k, k, layer.value_heads, 1.0, normalise=True)
-    g, beta = gates(layer.a_log, a, layer.dt_bias, b)
+    window, inputs, a, b = (x[:, rows] for x in kept)
+    block, keys = inputs.shape[2], layers.key_heads * layers.key_dim
+    k, v = _keys_and_values(layers, window[:, :, keys:], inputs[..., keys:])
+    g, beta = gates(layers.a_log[:, None, None], a, layers.dt_bias[:, None, None], b)
     # A token that stays out neither decays the state nor writes to it.
-    out = torch.arange(inputs.shape[1], device=inputs.device) >= lengths[:, None]
-    decay, beta = g.masked_fill(out[..., None], 0.0).exp()[..., None, None], beta.masked_fill(out[..., None], 0.0)[..., None, None]
-    now, k, v = state.float(), k[..., None], v.float()[..., None]
-    for t in range(inputs.shape[1]):
-        now = now * decay[:, t]
-        now = now + (v[:, t] - now @ k[:, t]) * beta[:, t] @ k[:, t].transpose(-1, -2)
-    return now
+    out = (torch.arange(block, device=rows.device) >= lengths[:, None])[..., None]
+    total = g.masked_fill(out, 0.0).transpose(2, 3).cumsum(-1)[..., None]  # [L, N, HV, B, 1], log decay since the block's start
+    beta = beta.masked_fill(out, 0.0).transpose(2, 3)[..., None]
+    before = states[:, source].float()
+    # As in `chunked`: a token's write depends on those before it, and one solve gives them all.
+    lower = torch.ones(block, block, dtype=torch.bool, device=rows.device).tril()
+    between = (total - total.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()
+    wanted = beta * (v - total.exp() * (k @ before.transpose(-1, -2)))
+    writes = torch.linalg.solve_triangular(beta * (k @ k.transpose(-1, -2)) * between, wanted, upper=False, unitriangular=True)
+    end = total[..., -1:, :]
+    kept_keys = (k * (end - total).exp()).flatten(0, 2)
+    after = torch.baddbmm((before * end.exp()).flatten(0, 2), writes.flatten(0, 2).transpose(1, 2), kept_keys)
+    states[:, target] = after.view(before.shape).to(states.dtype)
+
+
+def _keys_and_values(layers: RecurrentLayers, window: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """From the key and value channels of a block: unit keys `[L, N, HV, B, K]` and values `[L, N, HV, B, V]`, float32."""
+    keys, depth = layers.key_heads * layers.key_dim, len(inputs)
+    weight, bias = layers.conv_weight[:, keys:].flatten(0, 1), layers.conv_bias
+    # A depthwise convolution does not care whose channels they are: those of all layers stand side by side.
+    mixed, _ = causal_conv(
+        inputs.permute(1, 2, 0, 3).flatten(2), window.transpose(0, 1).flatten(1, 2), weight,
+        None if bias is None else bias[:, keys:].flatten(), layers.activation,
+    )  # fmt: skip
+    mixed = mixed.to(inputs.dtype).unflatten(-1, (depth, -1)).permute(2, 0, 1, 3)  # [L, N, B, C]
+    k, v = mixed[..., :keys].unflatten(-1, (-1, layers.key_dim)), mixed[..., keys:].unflatten(-1, (-1, layers.value_dim))
+    k = unit_length(k.float()).repeat_interleave(layers.value_heads // layers.key_heads, -2)
+    return k.transpose(2, 3), v.float().transpose(2, 3)
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:

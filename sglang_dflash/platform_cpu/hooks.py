@@ -41,10 +41,13 @@ def torch_backends(server_args: Any) -> None:
     """SGLang's rule for --device cpu picks the kernels of its AMX engine wherever the CPU has AMX; here it is torch."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
-    attention = resolving_view(server_args).attention_backend or ATTENTION_BACKEND
-    if attention != ATTENTION_BACKEND:
-        raise ValueError(f"--attention-backend: {attention!r} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can")
-    declare_resolution(server_args, "plain_cpu_platform", attention_backend=attention, sampling_backend="pytorch")
+    settings = resolving_view(server_args)
+    flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend")
+    asked = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in flags}
+    wrong = [f"{flag}: {value!r}" for flag, value in asked.items() if value not in (None, ATTENTION_BACKEND)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can")
+    declare_resolution(server_args, "plain_cpu_platform", attention_backend=ATTENTION_BACKEND, sampling_backend="pytorch")
 
 
 def assign_req_to_token(

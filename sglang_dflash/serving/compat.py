@@ -24,7 +24,7 @@ from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from torch import Tensor
 
-from sglang_dflash.core.gated_delta import RecurrentLayer
+from sglang_dflash.core.gated_delta import RecurrentLayers
 
 __all__ = [
     "BaseSpecWorker",
@@ -46,7 +46,7 @@ __all__ = [
     "physical_state_slots",
     "plain_step_logits",
     "recurrent_kind",
-    "recurrent_layer",
+    "recurrent_layers",
     "recurrent_slots",
     "repeated_sampling_info",
     "verify_batch",
@@ -168,18 +168,19 @@ def physical_state_slots(model_runner: Any, slots: Tensor) -> Tensor:
     return model_runner.attn_backend.linear_attn_backend._translate_mamba_indices(slots).long()
 
 
-def recurrent_layer(layer: Any) -> RecurrentLayer:
-    """Weights of one of SGLang's GDN layers."""
-    return RecurrentLayer(
-        conv_weight=layer.conv_weights,
-        conv_bias=layer.bias,
-        activation=layer.activation,
-        a_log=layer.A_log,
-        dt_bias=layer.dt_bias,
-        key_heads=layer.num_k_heads,
-        value_heads=layer.num_v_heads,
-        key_dim=layer.head_k_dim,
-        value_dim=layer.head_v_dim,
+def recurrent_layers(layers: list[Any]) -> RecurrentLayers:
+    """Weights of SGLang's GDN layers, in the order of the state pool."""
+    first = layers[0]
+    return RecurrentLayers(
+        conv_weight=torch.stack([layer.conv_weights for layer in layers]),
+        conv_bias=None if first.bias is None else torch.stack([layer.bias for layer in layers]),
+        activation=first.activation,
+        a_log=torch.stack([layer.A_log for layer in layers]),
+        dt_bias=torch.stack([layer.dt_bias for layer in layers]),
+        key_heads=first.num_k_heads,
+        value_heads=first.num_v_heads,
+        key_dim=first.head_k_dim,
+        value_dim=first.head_v_dim,
     )
 
 

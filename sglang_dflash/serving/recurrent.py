@@ -16,14 +16,14 @@ from torch import Tensor
 
 from sglang_dflash.config import ConfigError
 from sglang_dflash.core import gated_delta
-from sglang_dflash.core.gated_delta import RecurrentLayer
+from sglang_dflash.core.gated_delta import RecurrentLayers, VerifyInputs
 from sglang_dflash.serving import compat
 
 logger = logging.getLogger(__name__)
 
 
-# See core.gated_delta.fold.
-Fold = Callable[[RecurrentLayer, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+# See core.gated_delta.fold_.
+Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Checkpoints(NamedTuple):
@@ -78,54 +78,52 @@ class Snapshots:
 
 
 class Replay:
-    """Keeps the gates' inputs of a verify forward; the convolution's are in SGLang's own windows. Then folds."""
+    """Keeps the gates' inputs of a verify forward; the convolution's are in SGLang's own windows. Then folds, all layers at once."""
 
     name = "replay"
 
-    def __init__(self, model_runner: Any, block_size: int, fold: Fold) -> None:
-        self._runner, self._block_size, self._fold = model_runner, block_size, fold
-        self._layers: dict[int, RecurrentLayer] = {}
-        self._gates: dict[int, Tensor] = {}
-        self._windows: dict[int, Tensor] = {}
+    def __init__(self, model_runner: Any, block_size: int, fold_: Fold) -> None:
+        self._runner, self._block_size, self._fold = model_runner, block_size, fold_
+        self._layers: dict[int, Any] = {}
+        # Of every layer and request: a and b [2, L, R, B, HV], and the convolution's window before the block [L, R, C, W - 1].
+        self._gates = self._windows = torch.empty(0)
 
     @property
     def scratch_bytes(self) -> int:
-        own = sum(t.nbytes for kept in (self._gates, self._windows) for t in kept.values())
-        return compat.verify_scratch_bytes(self._runner) + own
+        return compat.verify_scratch_bytes(self._runner) + self._gates.nbytes + self._windows.nbytes
 
     def record(self, layer: Any, a: Tensor, b: Tensor) -> None:
         """Before a layer verifies: its gates' inputs `[R * B, HV]`, and its convolution's window, which SGLang's kernel overwrites."""
-        key, gates = layer.layer_id, torch.stack((a, b)).unflatten(1, (-1, self._block_size))
-        conv, count = self._runner.req_to_token_pool.mamba2_layer_cache(key).conv[0], gates.shape[1]
-        if key not in self._layers:
-            self._layers[key] = compat.recurrent_layer(layer)
-            rows = self._runner.req_to_token_pool.size + 1
-            self._gates[key], self._windows[key] = gates.new_zeros(2, rows, *gates.shape[2:]), conv.new_zeros(rows, *conv.shape[1:])
+        pool = self._runner.req_to_token_pool
+        at, gates = pool.mamba2_layer_index(layer.layer_id), torch.stack((a, b)).unflatten(1, (-1, self._block_size))
+        conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
+        if not self._layers:
+            depth, rows = len(conv), pool.size + 1
+            self._gates, self._windows = gates.new_zeros(2, depth, rows, *gates.shape[2:]), conv.new_zeros(depth, rows, *conv.shape[2:])
+        self._layers[at] = layer
         # Copies: a captured graph reuses the memory of its tensors.
-        self._gates[key][:, :count] = gates
-        self._windows[key][:count] = conv[compat.recurrent_slots(self._runner)[:count].long()]
+        self._gates[:, at, :count] = gates
+        self._windows[at, :count] = conv[at, compat.recurrent_slots(self._runner)[:count].long()]
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
-        count, pool = len(lengths), self._runner.req_to_token_pool
-        slots = compat.recurrent_slots(self._runner)[:count].long()
-        due = None if checkpoints is None else ((checkpoints.steps >= 0) & (checkpoints.slots >= 0)).nonzero()[:, 0]
-        for layer_id, weights in self._layers.items():
-            cache = pool.mamba2_layer_cache(layer_id)
-            windows = cache.intermediate_conv_window[0][:count]  # [R, B, C, W - 1], the last inputs after every block position
-            kept = self._windows[layer_id][:count], cache.temporal[slots], windows, *self._gates[layer_id][:, :count]
-            if checkpoints is not None and due is not None and len(due):
+        slots = compat.recurrent_slots(self._runner)[: len(lengths)].long()
+        rows = torch.arange(len(lengths), device=lengths.device)
+        if checkpoints is not None:
+            due = ((checkpoints.steps >= 0) & (checkpoints.slots >= 0)).nonzero()[:, 0]
+            if len(due):
                 to = compat.physical_state_slots(self._runner, checkpoints.slots[due])
-                self._write(cache, to, checkpoints.steps[due] + 1, weights, *(t[due] for t in kept))
-            self._write(cache, slots, lengths, weights, *kept)
+                self._write(due, slots[due], to, checkpoints.steps[due] + 1)
+        self._write(rows, slots, slots, lengths)
 
-    def _write(
-        self, cache: Any, slots: Tensor, lengths: Tensor, weights: RecurrentLayer, window: Tensor, state: Tensor, windows: Tensor,
-        a: Tensor, b: Tensor,
-    ) -> None:  # fmt: skip
-        """Into `slots` of a layer's pool: the state and the convolution's window after `lengths` tokens of the block."""
-        folded = self._fold(weights, window, windows[..., -1], a, b, state, lengths)
-        cache.temporal[slots] = folded.to(cache.temporal.dtype)
-        cache.conv[0][slots] = windows[torch.arange(len(slots), device=slots.device), lengths - 1]
+    def _write(self, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor) -> None:
+        """Into slots `target` of every layer's pool: the state and the convolution's window after `lengths` tokens of the blocks."""
+        cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
+        windows = cache.intermediate_conv_window[0]  # [L, R, B, C, W - 1], the last inputs after every block position
+        # Stacked anew every time, for a running server's weights may be replaced.
+        layers = compat.recurrent_layers([self._layers[i] for i in range(len(self._layers))])
+        kept = VerifyInputs(self._windows, windows[..., -1], *self._gates)
+        self._fold(layers, cache.temporal, kept, rows, source, target, lengths)
+        cache.conv[0][:, target] = windows[:, rows, lengths - 1]
 
 
 def make_rollback(asked: str, model_runner: Any, block_size: int) -> Rollback | None:
@@ -155,7 +153,7 @@ def make_rollback(asked: str, model_runner: Any, block_size: int) -> Rollback | 
 
 def _fold_op(device: torch.device) -> Fold:
     if device.type != "cuda":
-        return gated_delta.fold
+        return gated_delta.fold_
     from dflash_kernels import gated_delta_fold
 
-    return gated_delta_fold.fold
+    return gated_delta_fold.fold_
