@@ -118,16 +118,15 @@ def fold_(
     out = (torch.arange(block, device=rows.device) >= lengths[:, None])[..., None]
     total = g.masked_fill(out, 0.0).transpose(2, 3).cumsum(-1)[..., None]  # [L, N, HV, B, 1], log decay since the block's start
     beta = beta.masked_fill(out, 0.0).transpose(2, 3)[..., None]
-    before = states[:, source].float()
+    now = states[:, source].float()
     # As in `chunked`: a token's write depends on those before it, and one solve gives them all.
     lower = torch.ones(block, block, dtype=torch.bool, device=rows.device).tril()
     between = (total - total.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()
-    wanted = beta * (v - total.exp() * (k @ before.transpose(-1, -2)))
+    wanted = beta * (v - total.exp() * (k @ now.transpose(-1, -2)))
     writes = torch.linalg.solve_triangular(beta * (k @ k.transpose(-1, -2)) * between, wanted, upper=False, unitriangular=True)
     end = total[..., -1:, :]
-    kept_keys = (k * (end - total).exp()).flatten(0, 2)
-    after = torch.baddbmm((before * end.exp()).flatten(0, 2), writes.flatten(0, 2).transpose(1, 2), kept_keys)
-    states[:, target] = after.view(before.shape).to(states.dtype)
+    now.mul_(end.exp()).flatten(0, 2).baddbmm_(writes.flatten(0, 2).transpose(1, 2), (k * (end - total).exp()).flatten(0, 2))
+    states[:, target] = now.to(states.dtype)
 
 
 def _keys_and_values(layers: RecurrentLayers, window: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,8 +140,8 @@ def _keys_and_values(layers: RecurrentLayers, window: Tensor, inputs: Tensor) ->
     )  # fmt: skip
     mixed = mixed.to(inputs.dtype).unflatten(-1, (depth, -1)).permute(2, 0, 1, 3)  # [L, N, B, C]
     k, v = mixed[..., :keys].unflatten(-1, (-1, layers.key_dim)), mixed[..., keys:].unflatten(-1, (-1, layers.value_dim))
-    k = unit_length(k.float()).repeat_interleave(layers.value_heads // layers.key_heads, -2)
-    return k.transpose(2, 3), v.float().transpose(2, 3)
+    k = unit_length(k.transpose(2, 3).float().contiguous()).repeat_interleave(layers.value_heads // layers.key_heads, 2)
+    return k, v.transpose(2, 3).float().contiguous()
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
