@@ -119,14 +119,36 @@ def fold_(
     total = g.masked_fill(out, 0.0).transpose(2, 3).cumsum(-1)[..., None]  # [L, N, HV, B, 1], log decay since the block's start
     beta = beta.masked_fill(out, 0.0).transpose(2, 3)[..., None]
     now = states[:, source].float()
-    # As in `chunked`: a token's write depends on those before it, and one solve gives them all.
-    lower = torch.ones(block, block, dtype=torch.bool, device=rows.device).tril()
-    between = (total - total.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()
-    wanted = beta * (v - total.exp() * (k @ now.transpose(-1, -2)))
-    writes = torch.linalg.solve_triangular(beta * (k @ k.transpose(-1, -2)) * between, wanted, upper=False, unitriangular=True)
+    writes, _ = _writes(k, v, total, beta, now)
     end = total[..., -1:, :]
     now.mul_(end.exp()).flatten(0, 2).baddbmm_(writes.flatten(0, 2).transpose(1, 2), (k * (end - total).exp()).flatten(0, 2))
     states[:, target] = now.to(states.dtype)
+
+
+def block_outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """What a block of tokens reads, all at once; the state stays as it is, and nobody learns what it is in between.
+
+    q, k `[N, T, HV, K]`, v `[N, T, HV, V]`, g, beta `[N, T, HV]`, state `[N, HV, V, K]`; returns `[N, T, HV, V]`, float32.
+    """
+    q, k, v = (x.float().transpose(1, 2).contiguous() for x in (q, k, v))
+    total, beta, state = g.transpose(1, 2).cumsum(-1)[..., None], beta.transpose(1, 2)[..., None], state.float()
+    writes, between = _writes(k, v, total, beta, state)
+    out = total.exp() * (q @ state.transpose(-1, -2)) + (q @ k.transpose(-1, -2) * between) @ writes
+    return out.transpose(1, 2)
+
+
+def _writes(k: Tensor, v: Tensor, total: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token of a block writes into the state `[..., V, K]`, `[..., T, V]`; and the decay from token j to token i `[..., T, T]`.
+
+    k `[..., T, K]`, v `[..., T, V]`, beta and the log decay since the block's start, `total`, `[..., T, 1]`. A token's write depends on
+    those before it, and one solve gives them all; the solver takes the diagonal as ones.
+    """
+    tokens = k.shape[-2]
+    lower = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()
+    between = (total - total.transpose(-1, -2)).masked_fill_(~lower, float("-inf")).exp_()  # [i, j]: from token j to token i
+    wanted = beta * (v - total.exp() * (k @ state.transpose(-1, -2)))
+    system = beta * (k @ k.transpose(-1, -2)) * between
+    return torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True), between
 
 
 def _keys_and_values(layers: RecurrentLayers, window: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -213,8 +213,11 @@ def fused_sigmoid_gating_delta_rule_update(
         of_run = slice(bounds[first], bounds[first] + count * length)
         rows, slots = real(initial_state_indices[first : first + count])
         run_q, run_k, run_v, run_g, run_beta = (x[of_run].unflatten(0, (count, length))[rows] for x in (q, k, v, g, beta))
-        every = intermediate_states_buffer is not None
-        outputs, states = gdn.recurrent(run_q, run_k, run_v, run_g, run_beta, initial_state_source[slots], every)
+        every, given = intermediate_states_buffer is not None, (run_q, run_k, run_v, run_g, run_beta, initial_state_source[slots])
+        if disable_state_update and not every:
+            out[of_run].unflatten(0, (count, length))[rows] = gdn.block_outputs(*given).to(out.dtype)
+            continue
+        outputs, states = gdn.recurrent(*given, every)
         out[of_run].unflatten(0, (count, length))[rows] = outputs.to(out.dtype)
         if intermediate_states_buffer is not None:
             assert intermediate_state_indices is not None
