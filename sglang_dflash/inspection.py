@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sglang_dflash.config import ConfigError, DraftConfig, Options, UnsupportedDraft
+from sglang_dflash.description import DraftDescription, TargetDescription, describe_draft, describe_target
 from sglang_dflash.facts import ModelFacts
 from sglang_dflash.facts.target import TargetGeometry, positive
 
@@ -49,14 +50,17 @@ class Serving:
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft as far as it is known; `config` is None, and `unserved` says why, where our worker does not take it."""
+    """A draft as far as it is known.
+
+    `config`: None where our worker does not take it (`unserved` says why), or not enough is known (`unknown` says of what).
+    """
 
     config: DraftConfig | None
     unserved: str | None
+    unknown: str | None
     kv_bytes_per_token: int
     weight_bytes: int | None
     block_size: int | None
-    max_position_embeddings: int | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,9 @@ class KvSplit:
 class Inspection:
     """The answer; every size in bytes. None where it is not known.
 
-    `worker`: "sglang-dflash", "builtin" (SGLang's own, for `worker_reason`; the bounded figures are then those of ours) or "unknown".
+    `worker`: which one a server with these flags takes: "sglang-dflash", "builtin" (SGLang's own, for `worker_reason`; the bounded
+    figures are then those of ours) or "unknown".
+    `recurrent_rollback`: how ours follows an accepted prefix in recurrent layers where no flag says otherwise (None: there are none).
     `recurrent_state_bytes`: of one request; `recurrent_snapshot_bytes` and `recurrent_replay_bytes`: what its verification keeps
     beside that, by either rollback.
     """
@@ -87,6 +93,8 @@ class Inspection:
     draft: str
     worker: str
     worker_reason: str | None
+    target_says: TargetDescription
+    draft_says: DraftDescription
     block_size: int
     window: int | None
     sinks: int
@@ -97,8 +105,8 @@ class Inspection:
     kv: KvSplit
     target_weight_bytes: int | None
     draft_weight_bytes: int | None
-    draft_max_position_embeddings: int | None
     recurrent_layers: int | None
+    recurrent_rollback: str | None
     recurrent_state_bytes: int | None
     recurrent_snapshot_bytes: int | None
     recurrent_replay_bytes: int | None
@@ -107,10 +115,21 @@ class Inspection:
     def report(self) -> dict[str, Any]:
         """All of it, flat."""
         facts = asdict(self)
-        split = facts.pop("kv")
+        head = {name: facts.pop(name) for name in ("target", "draft", "worker", "worker_reason")}
+        said = {**facts.pop("target_says"), **facts.pop("draft_says")}
+        split, sources = facts.pop("kv"), facts.pop("sources")
         split["draft_kv_map"] = "bounded" if split.pop("bounded") else "one slot per target token"
-        sources = facts.pop("sources")
-        return {**facts, **split, "sources": sources}
+        return {**head, **said, **facts, **split, "sources": sources}
+
+
+@dataclass(frozen=True)
+class DraftInspection:
+    """`worker` and `reason`: as in `Inspection`, as far as the draft decides them."""
+
+    worker: str
+    reason: str | None
+    block_size: int | None
+    says: DraftDescription
 
 
 def inspect(target: ModelFacts, draft: ModelFacts, options: Options, serving: Serving) -> Inspection:
@@ -122,22 +141,23 @@ def inspect(target: ModelFacts, draft: ModelFacts, options: Options, serving: Se
     geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
     t = _target_kv_bytes(target, geometry, serving)
     drafted = _read_draft(draft, serving)
-    if geometry is not None and drafted.config is not None:
-        drafted.config.check_target(hidden_size=geometry.hidden_size, vocab_size=geometry.vocab_size, num_layers=geometry.num_hidden_layers)
+    if geometry is not None:
+        _check_target(draft, drafted, geometry)
     options = _resolve(options, drafted)
     assert options.block_size is not None
     recurrent = geometry.recurrent if geometry else None
     memory = _kv_memory_bytes(target, drafted, geometry, options.block_size, serving)
     slots = None if options.window is None else options.draft_kv_slots(serving.max_running_requests)
-    worker, reason = _worker(geometry, drafted)
+    worker, reason = _worker(target, geometry, drafted)
     return Inspection(
         target=target.name, draft=draft.name, worker=worker, worker_reason=reason,
+        target_says=describe_target(target.config, geometry), draft_says=describe_draft(draft.config, drafted.config),
         block_size=options.block_size, window=options.window, sinks=options.sinks, max_running_requests=serving.max_running_requests,
         target_kv_bytes_per_token=t, draft_kv_bytes_per_token=drafted.kv_bytes_per_token,
         kv_memory_bytes=memory, kv=split_kv(memory, t, drafted.kv_bytes_per_token, slots),
         target_weight_bytes=target.weight_bytes, draft_weight_bytes=drafted.weight_bytes,
-        draft_max_position_embeddings=drafted.max_position_embeddings,
         recurrent_layers=geometry.recurrent_layers if geometry else None,
+        recurrent_rollback=_rollback(geometry, worker),
         recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
         recurrent_snapshot_bytes=recurrent.snapshot_bytes(options.block_size) if recurrent else None,
         recurrent_replay_bytes=recurrent.replay_bytes(options.block_size) if recurrent else None,
@@ -179,12 +199,47 @@ def draft_weight_bytes(config: DraftConfig) -> int:
     return _WEIGHT_BYTES * (config.num_features * width + 2 * width + config.num_hidden_layers * layer)
 
 
-def _worker(geometry: TargetGeometry | None, draft: Draft) -> tuple[str, str | None]:
+def inspect_draft(draft: ModelFacts) -> DraftInspection:
+    """What is known of a draft without its target. Raises ConfigError where its config is invalid."""
+    drafted = _read_draft(draft, Serving())
+    worker, reason = _worker_of(drafted)
+    return DraftInspection(worker, reason, drafted.block_size, describe_draft(draft.config, drafted.config))
+
+
+def _worker_of(draft: Draft) -> tuple[str, str | None]:
     if draft.unserved is not None:
         return "builtin", draft.unserved
-    if geometry is None or draft.config is None:
-        return "unknown", "the facts of this pair are KV sizes only"
-    return "sglang-dflash", None
+    if draft.unknown is not None:
+        return "unknown", draft.unknown
+    return ("unknown", "the facts of this pair are KV sizes only") if draft.config is None else ("sglang-dflash", None)
+
+
+def _worker(target: ModelFacts, geometry: TargetGeometry | None, draft: Draft) -> tuple[str, str | None]:
+    """The answer of `serving.select` for a server without further flags, from the configs alone."""
+    worker, reason = _worker_of(draft)
+    if worker != "sglang-dflash":
+        return worker, reason
+    if geometry is None:
+        return "unknown", "the facts of this target are KV sizes only"
+    if ((target.config or {}).get("quantization_config") or {}).get("lm_head"):
+        return "builtin", "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit weight is needed"
+    return worker, None
+
+
+def _rollback(geometry: TargetGeometry | None, worker: str) -> str | None:
+    if geometry is None or not geometry.recurrent_layers:
+        return None
+    return "replay" if geometry.recurrent is not None and worker == "sglang-dflash" else "snapshot"
+
+
+def _check_target(draft: ModelFacts, drafted: Draft, geometry: TargetGeometry) -> None:
+    config = drafted.config
+    if drafted.unknown is not None and draft.config is not None:
+        # Its mask token may not be known, and plays no part in this.
+        own = {"mask_token_id": 0, **(draft.config.get("dflash_config") or {})}
+        config = DraftConfig.from_dict({**draft.config, "dflash_config": own})
+    if config is not None:
+        config.check_target(hidden_size=geometry.hidden_size, vocab_size=geometry.vocab_size, num_layers=geometry.num_hidden_layers)
 
 
 def _target_kv_bytes(target: ModelFacts, geometry: TargetGeometry | None, serving: Serving) -> int:
@@ -196,23 +251,26 @@ def _target_kv_bytes(target: ModelFacts, geometry: TargetGeometry | None, servin
 def _read_draft(draft: ModelFacts, serving: Serving) -> Draft:
     dtype_bytes = DTYPE_BYTES[serving.draft_kv_dtype or serving.kv_dtype or "bfloat16"]
     if draft.config is None:
-        return Draft(None, None, _stated_kv_bytes("--draft-kv-dtype", serving.draft_kv_dtype, draft), draft.weight_bytes, None, None)
+        stated = _stated_kv_bytes("--draft-kv-dtype", serving.draft_kv_dtype, draft)
+        return Draft(None, None, None, stated, draft.weight_bytes, None)
+    if draft.unknown:
+        unknown = f"not seen of the draft's config.json: {', '.join(draft.unknown)}"
+        return _draft_without_config(draft, draft.config, None, unknown, dtype_bytes)
     try:
         config = DraftConfig.from_dict(draft.config)
     except UnsupportedDraft as reason:
-        return _unserved_draft(draft, draft.config, str(reason), dtype_bytes)
-    kv = math.prod(config.kv_shape) * dtype_bytes
-    return Draft(config, None, kv, draft_weight_bytes(config), config.block_size, config.max_position_embeddings)
+        return _draft_without_config(draft, draft.config, str(reason), None, dtype_bytes)
+    return Draft(config, None, None, math.prod(config.kv_shape) * dtype_bytes, draft_weight_bytes(config), config.block_size)
 
 
-def _unserved_draft(draft: ModelFacts, raw: Mapping[str, Any], reason: str, dtype_bytes: int) -> Draft:
-    """What can be said of a draft with another head: its layers' K/V are of the usual shape."""
+def _draft_without_config(draft: ModelFacts, raw: Mapping[str, Any], unserved: str | None, unknown: str | None, dtype_bytes: int) -> Draft:
+    """What can be said of a draft with another head, or one not seen in full: its layers' K/V are of the usual shape."""
     text = {**raw, **(raw.get("text_config") or {})}
     heads = positive(text, "num_attention_heads")
     head_dim = positive(text, "head_dim", default=positive(text, "hidden_size") // heads)
     kv = positive(text, "num_hidden_layers") * 2 * positive(text, "num_key_value_heads", default=heads) * head_dim * dtype_bytes
     block_size = {**text, **(raw.get("dflash_config") or {})}.get("block_size")
-    return Draft(None, reason, kv, draft.weight_bytes, block_size, text.get("max_position_embeddings"))
+    return Draft(None, unserved, unknown, kv, draft.weight_bytes, block_size)
 
 
 def _resolve(options: Options, draft: Draft) -> Options:

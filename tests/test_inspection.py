@@ -15,7 +15,7 @@ from safetensors import safe_open
 from sglang_dflash import cli
 from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.config import DRAFT_KV_HEADROOM, ConfigError, DraftConfig, Options
-from sglang_dflash.facts import ModelFacts, look_up, shipped
+from sglang_dflash.facts import ModelFacts, collection, look_up, shipped
 from sglang_dflash.facts.target import TargetGeometry
 from sglang_dflash.inspection import GIB, Serving, draft_weight_bytes, inspect, split_kv
 from tests.conftest import raw_config
@@ -25,7 +25,19 @@ PAIRS = [
     ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash"),
     ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
     ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+    ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@6-layers"),
+    ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash@6-layers"),
+    ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash"),
+    ("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash"),
 ]
+# GiB of the published checkpoints, where somebody has listed them.
+PUBLISHED_GIB = {
+    "Kimi-K2.5-DFlash": 6.48, "Qwen3.5-4B-DFlash": 1.18, "Qwen3.5-9B-DFlash": 2.41, "Qwen3.5-27B-DFlash@6-layers": 3.96,
+    "Qwen3.5-35B-A3B-DFlash@6-layers": 0.72, "Qwen3.5-122B-A10B-DFlash": 1.44, "Qwen3.6-27B-DFlash": 3.22,
+    "Qwen3.6-35B-A3B-DFlash": 0.72, "gpt-oss-20b-DFlash": 1.46, "gpt-oss-120b-DFlash": 1.46, "Qwen3-Coder-Next-DFlash": 0.88,
+    "Qwen3-Coder-30B-A3B-DFlash": 0.88, "Qwen3-4B-DFlash-b16": 1.00, "Qwen3-8B-DFlash-b16": 1.95,
+    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": 1.95, "Qwen3.5-27B-DFlash": 3.22, "Qwen3.5-35B-A3B-DFlash": 0.884,
+}  # fmt: skip
 TARGET = {"hidden_size": 32, "vocab_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 GDN = {
     "linear_num_key_heads": 2,
@@ -133,6 +145,68 @@ def test_options_size_the_cache_and_dtypes_its_entries() -> None:
     assert inspect(model(TARGET), model(raw_config()), Options(), inherited).draft_kv_bytes_per_token == 3 * 2 * 2 * 16
 
 
+SAYS = {
+    "draft_layers": "2 sliding (window 8, causal), 1 full",
+    "target_layers": "6 attention",
+    "target_layer_ids": [1, 3],
+    "mask_token_id": 63,
+    "draft_rope": "theta 10000, yarn with factor 4",
+    "draft_dtype": "bfloat16",
+    "target_dtype": "float16",
+    "draft_architecture": "DFlashDraftModel",
+    "target_architecture": "Qwen3ForCausalLM",
+    "draft_context": 4096,
+    "target_context": 512,
+    "target_vocab_size": 64,
+    "target_hidden_size": 32,
+    "recurrent_rollback": None,
+}
+
+
+def test_what_the_configs_say_is_in_the_report() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    layers = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8}
+    draft = raw_config(**layers, rope_scaling=scaling, dtype="bfloat16")
+    target = {**TARGET, "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "float16", "max_position_embeddings": 512}
+    report = inspect(model(target), model(draft), Options(), Serving(kv_memory_gib=1)).report()
+    assert {name: report[name] for name in SAYS} == SAYS
+    for change, words in [({"is_causal": False}, "2 sliding (window 8), 1 full"), ({"is_causal": True, **ALL_FULL}, "3 full (causal)")]:
+        report = inspect(model(target), model({**draft, **change}), Options(), Serving(kv_memory_gib=1)).report()
+        assert report["draft_layers"] == words
+
+
+ALL_FULL = {"layer_types": ["full_attention"] * 3}
+
+
+def test_a_hybrid_target_says_how_it_rolls_back() -> None:
+    serving = Serving(kv_memory_gib=1)
+    told = {**TARGET, "full_attention_interval": 2}
+    for target, draft, rollback in [
+        ({**told, **GDN}, raw_config(), "replay"),
+        (told, raw_config(), "snapshot"),
+        ({**told, **GDN}, raw_config(selector_rank=256), "snapshot"),
+    ]:
+        report = inspect(model(target), model(draft), Options(), serving).report()
+        assert (report["recurrent_rollback"], report["target_layers"]) == (rollback, "3 recurrent, 3 attention")
+
+
+def test_a_quantized_head_goes_to_the_builtin_worker() -> None:
+    serving = Serving(kv_memory_gib=1)
+    for lm_head, worker in ((True, "builtin"), (False, "sglang-dflash")):
+        target = {**TARGET, "quantization_config": {"quant_method": "gptq", "lm_head": lm_head}}
+        assert inspect(model(target), model(raw_config()), Options(), serving).worker == worker
+
+
+def test_what_was_not_seen_decides_nothing() -> None:
+    raw = raw_config(dflash_config={"target_layer_ids": [1, 3]})
+    partly = ModelFacts("a draft", raw, 0, None, "a test", unknown=("dflash_config.mask_token_id",))
+    found = inspect(model(TARGET), partly, Options(), Serving(kv_memory_gib=1))
+    assert found.worker == "unknown" and found.worker_reason == "not seen of the draft's config.json: dflash_config.mask_token_id"
+    assert found.report()["mask_token_id"] is None and found.report()["draft_layers"] == "3 full"
+    with pytest.raises(ConfigError, match="vocab_size: the draft's is 64, the target's 65"):
+        inspect(model({**TARGET, "vocab_size": 65}), partly, Options(), Serving(kv_memory_gib=1))
+
+
 def test_a_draft_for_the_builtin_worker_is_no_error() -> None:
     serving = Serving(kv_memory_gib=1)
     found = inspect(model(TARGET), model(raw_config(selector_rank=256)), Options(), serving)
@@ -180,17 +254,35 @@ def test_shipped_pairs_fit(target: str, draft: str) -> None:
 
 
 def test_every_facts_file_says_where_it_is_from() -> None:
-    files = list((Path(cli.__file__).parent / "facts").glob("*.json"))
+    files = {path.name for path in (Path(cli.__file__).parent / "facts").glob("*.json")}
     known = [*shipped("target").values(), *shipped("draft").values()]
-    assert len(known) == len(files) == 2 * len(PAIRS) + 2
+    assert files == {facts.file for facts in known} | {"collection.json"}
     for facts in known:
         assert facts.source.startswith("Read: ")
         assert (facts.config is None) == (facts.weight_bytes is None) == (facts.kv_bytes_per_token is not None)
+        # What is not known is said, and is not in the config all the same.
+        fields = {*(facts.config or {}), *(f"dflash_config.{name}" for name in (facts.config or {}).get("dflash_config", {}))}
+        assert not fields & set(facts.unknown) and bool(facts.unknown) == ("Not seen: " in facts.source)
+    assert collection().source.startswith("Read: ")
 
 
-def test_published_sizes() -> None:
-    assert shipped("draft")["z-lab/Qwen3.5-27B-DFlash"].weight_bytes == pytest.approx(3.22 * GIB, rel=0.005 / 3.22)
-    assert shipped("draft")["z-lab/Qwen3.5-35B-A3B-DFlash"].weight_bytes == pytest.approx(905 * 2**20, rel=2 / 905)
+@pytest.mark.parametrize("name", PUBLISHED_GIB)
+def test_published_sizes(name: str) -> None:
+    """Weights computed from the geometry against the checkpoint's size: a wrong layer or width does not fit."""
+    facts = shipped("draft")[f"z-lab/{name}"]
+    assert facts.config is not None and facts.weight_bytes is not None
+    own = {"mask_token_id": 0, **facts.config["dflash_config"]}
+    assert facts.weight_bytes == draft_weight_bytes(DraftConfig.from_dict({**facts.config, "dflash_config": own}))
+    assert facts.weight_bytes / GIB == pytest.approx(PUBLISHED_GIB[name], abs=0.0051)
+
+
+def test_every_published_draft_has_a_size() -> None:
+    assert {f"z-lab/{name}" for name in PUBLISHED_GIB} == {draft for pair in collection().pairs for draft in pair.drafts}
+
+
+def test_parameters_as_others_count_them() -> None:
+    assert shipped("draft")["z-lab/Qwen3.5-4B-DFlash"].weight_bytes == 2 * 634_425_856
+    assert shipped("draft")["z-lab/Qwen3.6-35B-A3B-DFlash"].weight_bytes == 2 * 385_906_176
 
 
 def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:

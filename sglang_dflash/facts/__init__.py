@@ -20,6 +20,8 @@ class ModelFacts:
     `weight_bytes`: bytes of its weights as served (None: unknown).
     `kv_bytes_per_token`: stated directly, where there is no config.
     `source`: where this was read.
+    `unknown`: fields of the config.json that are needed to serve the model and that nobody here has seen.
+    `file`: the shipped file with these facts (None: they are not shipped).
     """
 
     name: str
@@ -27,6 +29,34 @@ class ModelFacts:
     weight_bytes: int | None
     kv_bytes_per_token: int | None
     source: str
+    unknown: tuple[str, ...] = ()
+    file: str | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A published target, the drafts for it, and whether it has recurrent layers."""
+
+    target: str
+    drafts: tuple[str, ...]
+    model_type: str
+    hybrid: bool
+
+
+@dataclass(frozen=True)
+class Collection:
+    """The published drafts; `announced`: targets whose draft is not out."""
+
+    pairs: tuple[Pair, ...]
+    announced: tuple[str, ...]
+    source: str
+
+
+@cache
+def collection() -> Collection:
+    raw = json.loads((Path(__file__).parent / "collection.json").read_text())
+    pairs = tuple(Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"])
+    return Collection(pairs, tuple(raw["announced"]), raw["source"])
 
 
 @cache
@@ -36,8 +66,15 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
     for path in sorted(Path(__file__).parent.glob("*.json")):
         raw = json.loads(path.read_text())
         if raw["kind"] == kind:
-            facts = ModelFacts(raw["name"], raw.get("config"), raw.get("weight_bytes"), raw.get("kv_bytes_per_token"), raw["source"])
-            found[facts.name] = facts
+            found[raw["name"]] = ModelFacts(
+                name=raw["name"],
+                config=raw.get("config"),
+                weight_bytes=raw.get("weight_bytes"),
+                kv_bytes_per_token=raw.get("kv_bytes_per_token"),
+                source=raw["source"],
+                unknown=tuple(raw.get("unknown", ())),
+                file=path.name,
+            )
     return found
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 from typing import Any
 
 from sglang_dflash.config import RECURRENT_ROLLBACKS, ConfigError, Options
+
+logger = logging.getLogger(__name__)
 
 # SGLang keeps underscore attributes of its arguments apart from its own fields, and pickles them along.
 ATTRIBUTE = "_sglang_dflash"
@@ -15,6 +19,9 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
+# Exported before the published commands; SGLang 0.5.23 knows neither. The two others that they export, SGLANG_ENABLE_OVERLAP_PLAN_STREAM
+# and SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN, it still reads itself.
+RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
 WORKERS = ("auto", "builtin")
 DEFAULTS: dict[str, Any] = {
     "speculative_dflash_worker": "auto",
@@ -87,6 +94,17 @@ def _attach(server_args: Any, given: dict[str, Any]) -> Any:
         raise ConfigError(f"speculative_dflash_worker: {given['speculative_dflash_worker']!r}; choose one of {WORKERS}")
     setattr(server_args, ATTRIBUTE, given)
     return server_args
+
+
+def tell_of_retired_variables() -> None:
+    """One line on the variables of the published commands that are set and mean nothing any more."""
+    found = [name for name in RETIRED_VARIABLES if name in os.environ]
+    if found:
+        logger.warning(
+            "%s: SGLang no longer reads this. What it switched on is the default: speculative steps overlap with scheduling "
+            "unless --disable-overlap-schedule is given",
+            ", ".join(f"{name}={os.environ[name]}" for name in found),
+        )
 
 
 def wants_builtin(server_args: Any) -> bool:
