@@ -120,3 +120,24 @@ def test_the_readmes_draft_kv_figures_are_those_of_the_results() -> None:
     figures += [share for shares in read("draft_kv_headroom")["found_share"].values() for share in shares[3:]]
     for figure in figures:
         assert str(figure) in README, figure
+
+
+def test_the_readmes_hybrid_figures_are_those_of_the_results() -> None:
+    demo, overhead, memory = (
+        json.loads((ROOT / f"benchmarks/results/{name}_cpu.json").read_text())
+        for name in ("demo_hybrid", "worker_overhead_hybrid", "recurrent_memory")
+    )
+    assert demo["identical"] is True and demo["acceptance_length"] >= 2.5 and demo["speedup"] > 1
+    assert memory["scratch_ratio"] <= 0.1
+    figures = [demo[key] for key in ("acceptance_length", "ar_tok_s", "dflash_tok_s", "speedup")]
+    for concurrency in ("concurrency_1", "concurrency_8"):
+        row = overhead[concurrency]
+        assert row["step_time_ratio"] <= 1
+        figures += [row["step_time_ratio"], row["ours"]["step_ms"], row["snapshot"]["step_ms"]]
+    given, most = memory["states_given"], memory["most_requests"]
+    assert given["replay"]["target_kv_tokens"] > given["snapshot"]["target_kv_tokens"]
+    assert most["replay"]["running_requests"] > most["snapshot"]["running_requests"]
+    figures += [given[arm]["target_kv_tokens"] for arm in given] + [most[arm]["running_requests"] for arm in most]
+    figures += [given[arm]["scratch_bytes_per_request"] for arm in ("replay", "snapshot")]
+    for figure in figures:
+        assert str(figure) in README, figure
