@@ -1,9 +1,9 @@
-"""What replay leaves to the target that snapshots take, at equal memory: KV tokens, states, and running requests.
+"""What replay leaves to the target that snapshots take, at equal memory: KV tokens, or running requests.
 
     python -m sglang_dflash.bench.recurrent_memory [--out benchmarks/results/recurrent_memory_cpu.json]
 
-The embedded hybrid pair at 16 verified tokens per step; the servers' own reports, one server after another. The last line is one
-JSON object.
+The embedded hybrid pair at 16 verified tokens per step and a draft window; the servers' own reports, one server after another, once
+with the number of states given and once with as many requests as find room. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from sglang_dflash.bench.demo import server_args
 from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.server import Server
 
-BLOCK_SIZE, MEMORY_FRACTION = 16, 0.2
+BLOCK_SIZE, WINDOW, MEMORY_FRACTION = 16, 256, 0.2
+SCENARIOS = {
+    "states_given": ["--max-running-requests", "64", "--max-mamba-cache-size", "512"],
+    "most_requests": ["--max-running-requests", "4096"],
+}
 
 
 def sized_by_memory(args: list[str]) -> list[str]:
@@ -52,21 +56,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pair = demo_pair("hybrid")
-    arms: dict[str, Any] = {}
-    for name in ("plain", "replay", "snapshot"):
-        flags = sized_by_memory(server_args(pair, dflash=name != "plain"))
-        if name != "plain":
-            flags += ["--speculative-num-draft-tokens", str(BLOCK_SIZE), "--speculative-dflash-recurrent-rollback", name]
-        with Server(flags) as server:
-            arms[name] = started_with(server)
-        print(name, arms[name], flush=True)
+    found: dict[str, dict[str, Any]] = {name: {} for name in SCENARIOS}
+    for scenario, limits in SCENARIOS.items():
+        for arm in ("plain", "replay", "snapshot"):
+            flags = [*sized_by_memory(server_args(pair, dflash=arm != "plain")), *limits]
+            if arm != "plain":
+                flags += ["--speculative-num-draft-tokens", str(BLOCK_SIZE), "--speculative-draft-window-size", str(WINDOW)]
+                flags += ["--speculative-dflash-recurrent-rollback", arm]
+            with Server(flags) as server:
+                found[scenario][arm] = started_with(server)
+            print(scenario, arm, found[scenario][arm], flush=True)
+    scratch = {arm: found["states_given"][arm]["scratch_bytes_per_request"] for arm in ("replay", "snapshot")}
     result: dict[str, Any] = {
         "command": "python -m sglang_dflash.bench.recurrent_memory",
         "hardware": measure.hardware(),
         "block_size": BLOCK_SIZE,
         "mem_fraction_static": MEMORY_FRACTION,
-        "arms": arms,
-        "scratch_ratio": round(arms["replay"]["scratch_bytes_per_request"] / arms["snapshot"]["scratch_bytes_per_request"], 4),
+        "window": WINDOW,
+        **found,
+        "scratch_ratio": round(scratch["replay"] / scratch["snapshot"], 4),
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
