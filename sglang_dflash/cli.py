@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_dflash.bench import settings as bench
 from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.config import ConfigError, Options
 from sglang_dflash.facts import look_up
 from sglang_dflash.inspection import DTYPE_BYTES, GIB, Serving, inspect
+from sglang_dflash.request import DTYPES, Request
+
+# Options are checked under the server's names; these commands call them otherwise.
+OWN_FLAGS = {
+    "--speculative-num-draft-tokens": "--block-size",
+    "--speculative-draft-window-size": "--window",
+    "--speculative-draft-sink-size": "--sinks",
+    "--speculative-dflash-draft-kv-tokens": "--draft-kv-tokens",
+}
+
+
+class Failed(Exception):
+    """What was asked for is sound, but could not be done; the message says why."""
 
 
 class Command(NamedTuple):
-    """A sub-command: its help line, what declares its arguments, and what runs it (prints, or raises ConfigError)."""
+    """A sub-command: its help line, what declares its arguments, and what runs it (prints, or raises ConfigError or Failed)."""
 
     help: str
     arguments: Callable[[argparse.ArgumentParser], None]
@@ -24,7 +40,7 @@ class Command(NamedTuple):
 
 
 def _demo_models_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", help="dense")
+    parser.add_argument("kind", help="dense or hybrid")
 
 
 def _demo_models(args: argparse.Namespace) -> None:
@@ -82,7 +98,103 @@ def _readable(name: str, value: Any) -> str:
         return f"{value:.2%}"
     if "bytes" in name and value >= GIB // 1024:
         return f"{value:,} ({value / GIB:.3f} GiB)"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not name.endswith("_id") else str(value)
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    default = Request
+    parser.add_argument("--target", help="a folder or a hub name (default: the embedded dense pair's)")
+    parser.add_argument("--draft", help="a folder or a hub name (default: the embedded dense pair's)")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", help="the text to continue")
+    what.add_argument("--prompt-file", help="a file that holds it; - for standard input")
+    parser.add_argument("--chat", action="store_true", help="the prompt is what a user says: apply the chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=default.max_new_tokens, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=default.temperature, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=float, default=default.top_p, help="keep the likeliest tokens of this mass (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=default.top_k, help="keep so many of the likeliest tokens; 0 keeps all (default)")
+    parser.add_argument("--seed", type=int, help="of the sampling (default: a new one)")
+    parser.add_argument("--block-size", type=int, help="tokens verified per step (default: the draft's)")
+    parser.add_argument("--window", type=int, help="committed tokens that the draft attends to (default: all)")
+    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: float32 on a CPU, bfloat16 elsewhere)")
+    parser.add_argument("--device", help="as torch names it (default: the first GPU, or cpu)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    if (args.target is None) != (args.draft is None):
+        raise ConfigError("--target and --draft: one without the other; give both, or neither for the embedded dense pair")
+    if args.target is None:
+        pair = demo_pair("dense")
+        args.target, args.draft = str(pair.target), str(pair.draft)
+    request = Request(
+        target=args.target, draft=args.draft, prompt=_text(args), chat=args.chat, max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
+        options=Options(block_size=args.block_size, window=args.window), dtype=args.dtype, device=args.device,
+    )  # fmt: skip
+    from sglang_dflash.generate import main as generate
+
+    generate(request, as_json=args.json)
+
+
+def _text(args: argparse.Namespace) -> str:
+    if args.prompt_file is None:
+        return args.prompt
+    try:
+        return sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompt-file: {args.prompt_file!r} cannot be read ({error})") from error
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    cpu, large = bench.ON_CPU, bench.ON_ACCELERATOR
+    parser.usage = "sglang-dflash bench [options] [-- FLAGS of every server that is started]"
+    add = parser.add_argument
+    again: dict[str, Any] = {"action": "append", "metavar": "NAME"}
+    add("--arm", **again, help=f"{', '.join(bench.KINDS)}; again for more (default: ar and dflash); the first is what ratios are to")
+    add(
+        "--base-url",
+        action="append",
+        metavar="NAME=URL",
+        help="a running server, SGLang or of the OpenAI API (vLLM), as an arm; again for more",
+    )
+    add("--model", help="an embedded pair: dense (default) or hybrid")
+    add("--target", help="a folder or a hub name; with --base-url, whose tokenizer the servers use")
+    add("--draft", help="a folder or a hub name")
+    add(
+        "--dataset", **again, help="demo, stdlib (built in; the default), gsm8k, math500, humaneval, mbpp, mt-bench, alpaca; again for more"
+    )
+    add("--dataset-file", metavar="JSONL", help='lines {"prompt": TEXT}, or {"turns": [TEXT, ...]} for the chat template')
+    add("--cache-dir", help="where fetched data sets are kept (default: sglang-dflash/datasets in the user's cache)")
+    add("--concurrency", help=f"requests at a time, in turn (default: {large.concurrency}; {cpu.concurrency} on a CPU)")
+    add(
+        "--block-size",
+        type=int,
+        action="append",
+        metavar="B",
+        help="tokens verified per step (default: the draft's); again for an arm per size",
+    )
+    add("--num-prompts", type=int, help=f"of each data set (default: {large.num_prompts}; {cpu.num_prompts} on a CPU)")
+    add("--max-new-tokens", type=int, help=f"per answer, at most (default: {large.max_new_tokens}; {cpu.max_new_tokens} on a CPU)")
+    add("--rounds", type=int, help=f"passes per arm and concurrency (default: {large.rounds}; {cpu.rounds} on a CPU)")
+    add("--thinking", choices=["on", "off"], help="what the chat template is told (default: nothing)")
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, help="generate on after the end (default: for plain texts, not for chats)")
+    add("--dtype", choices=bench.DTYPES, help="what the servers compute in; only in float32 must all outputs be equal")
+    add("--in-turn", action=argparse.BooleanOptionalAction, help="one server after another (default: for given models on an accelerator)")
+    add("--out", default=bench.OUT, metavar="DIR", help="gets results.json, table.md and throughput.png (default: %(default)s)")
+
+
+def _bench(args: argparse.Namespace) -> None:
+    settings = bench.Settings.of({**vars(args), "command": args.asked})
+    from sglang_dflash.bench import compare
+    from sglang_dflash.bench.gate import OutputsDiffer
+    from sglang_dflash.bench.load import RequestFailed
+    from sglang_dflash.bench.server import ServerFailed
+
+    try:
+        compare.main(settings)
+    except (OutputsDiffer, RequestFailed, ServerFailed) as error:
+        raise Failed(str(error)) from error
 
 
 COMMANDS = {
@@ -90,6 +202,8 @@ COMMANDS = {
         "print the directories of an embedded pair: the target's, then the draft's", _demo_models_arguments, _demo_models
     ),
     "inspect": Command("whether a pair can be served and what it will cost, before anything is loaded", _inspect_arguments, _inspect),
+    "generate": Command("continue one prompt over Transformers, without a server", _generate_arguments, _generate),
+    "bench": Command("compare ways of decoding: throughput, latency, acceptance, and that outputs are the same", _bench_arguments, _bench),
 }
 
 
@@ -99,13 +213,23 @@ def main(argv: list[str] | None = None) -> int:
     parsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.arguments(parsers.add_parser(name, help=command.help))
-    args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # What follows -- is the servers' and never ours to parse.
+    ours, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv and argv[0] == "bench" else (argv, [])
+    args = parser.parse_args(ours, argparse.Namespace(server_flags=theirs, asked=shlex.join(["sglang-dflash", *argv])))
     try:
         COMMANDS[args.command].run(args)
-    except ConfigError as error:
-        print(f"sglang-dflash: {error}", file=sys.stderr)
+    except (ConfigError, Failed) as error:
+        print(f"sglang-dflash: {_in_own_words(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _in_own_words(error: Exception) -> str:
+    message = str(error)
+    for theirs, ours in OWN_FLAGS.items() if isinstance(error, ConfigError) else ():
+        message = message.replace(theirs, ours)
+    return message
 
 
 if __name__ == "__main__":

@@ -128,8 +128,12 @@ class TargetCache:
 
     def _states(self) -> dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]]:
         """Copies of every recurrent layer's convolution windows and states."""
+
+        def copies(of: dict[int, Tensor]) -> dict[int, Tensor]:
+            return {k: t.clone() for k, t in of.items()}
+
         kept = ((i, self.cache.layers[i]) for i in self._recurrent)
-        return {i: tuple({k: t.clone() for k, t in of.items()} for of in (c.conv_states, c.recurrent_states)) for i, c in kept}
+        return {i: (copies(c.conv_states), copies(c.recurrent_states)) for i, c in kept}
 
     def _restore(self, states: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]]) -> None:
         for i, saved in states.items():
@@ -174,6 +178,20 @@ class TargetCache:
             for i, layer in enumerate(self.cache.layers):
                 if i not in self._recurrent:
                     layer.crop(-tokens)
+
+
+def chat_tokens(tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None = None) -> list[int]:
+    """Token ids of a chat up to where the assistant is to speak; `thinking` None leaves that to the template.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(f"chat template: the tokenizer of {tokenizer.name_or_path!r} has none; send the prompt as plain text")
+    how = {} if thinking is None else {"enable_thinking": thinking}
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **how)
+    # The template has written the special tokens itself.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _recurrent_module(layer: Any) -> Any:

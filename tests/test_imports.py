@@ -17,12 +17,16 @@ LIMITS = {
     "core": {"config", "core"},
     "dflash_kernels": {"config", "core", "dflash_kernels"},
     "transformers": {"config", "core", "dflash_kernels"},
+    "request": {"config"},
+    "generate": {"config", "core", "request", "transformers"},
     "platform_cpu": {"config", "core", "dflash_kernels", "platform_cpu"},
     "serving": {"config", "core", "dflash_kernels", "platform_cpu", "serving"},
     "facts": {"config", "facts"},
-    "inspection": {"config", "facts"},
+    "description": {"config", "facts"},
+    "inspection": {"config", "facts", "description"},
+    "models": {"config", "facts", "description", "inspection"},
     "bench": {"config", "core", "dflash_kernels", "transformers", "bench"},
-    "cli": {"config", "core", "dflash_kernels", "transformers", "bench", "facts", "inspection", "cli"},
+    "cli": {"config", "core", "dflash_kernels", "transformers", "bench", "facts", "inspection", "request", "generate", "cli"},
 }
 
 

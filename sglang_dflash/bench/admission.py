@@ -17,13 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import requests
 from sglang.srt.managers.min_free_slots_delayer import resolve_min_free_slots
 
 from sglang_dflash.bench import measure
 from sglang_dflash.bench.demo import server_args
 from sglang_dflash.bench.demo_models import demo_pair
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.load import Answer, SGLang
+from sglang_dflash.bench.report import percentile
+from sglang_dflash.bench.server import Server, together
 
 SLOTS, REQUESTS = 16, 64
 
@@ -37,34 +38,27 @@ class Load(NamedTuple):
 
 def load(server: Server, prompts: list[str]) -> Load:
     """`REQUESTS` greedy requests of 16 to 96 new tokens from `2 * SLOTS` clients."""
+    endpoint = SGLang(server.url)
 
-    def one(i: int) -> tuple[float, int]:
-        sampling = {"temperature": 0, "max_new_tokens": 16 + 16 * (i % 6), "ignore_eos": True}
+    def one(i: int) -> Answer:
         # A first word of its own: nothing is found cached.
-        body = {"text": f"{i} {prompts[i % len(prompts)]}", "sampling_params": sampling, "stream": True}
-        began, first = time.perf_counter(), 0.0
-        with requests.post(f"{server.url}/generate", json=body, timeout=600, stream=True) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith(b"data: {"):
-                    first = first or time.perf_counter() - began
-                    last = json.loads(line[6:])
-        return first, last["meta_info"]["completion_tokens"]
+        return endpoint.ask(f"{i} {prompts[i % len(prompts)]}", 16 + 16 * (i % 6), ignore_eos=True)
 
-    requests.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+    if not endpoint.flush():
+        raise RuntimeError("the prefix cache could not be emptied")
     began = time.perf_counter()
     with ThreadPoolExecutor(2 * SLOTS) as pool:
         answers = list(pool.map(one, range(REQUESTS)))
     seconds = time.perf_counter() - began
-    return Load(sum(tokens for _, tokens in answers) / seconds, [first for first, _ in answers])
+    return Load(sum(answer.tokens for answer in answers) / seconds, [answer.first_token_s for answer in answers])
 
 
 def summed_up(rounds: list[Load]) -> dict[str, float]:
-    firsts = sorted(first for one in rounds for first in one.first_token_s)
+    firsts = [first for one in rounds for first in one.first_token_s]
     return {
         "tokens_per_second": round(statistics.median(one.tokens_per_second for one in rounds), 2),
         "first_token_s_median": round(statistics.median(firsts), 3),
-        "first_token_s_p95": round(firsts[int(0.95 * len(firsts))], 3),
+        "first_token_s_p95": round(percentile(firsts, 0.95), 3),
     }
 
 
@@ -78,19 +72,13 @@ def main() -> None:
     flags = [*server_args(pair, dflash=True), "--max-running-requests", str(SLOTS)]
     servers = {"off": Server([*flags, "--min-free-slots-delay", "1"]), "wait": Server(flags)}
     rounds: dict[str, list[Load]] = {name: [] for name in servers}
-    try:
+    with together(servers.values()):
         for server in servers.values():
-            server.start()
-        for server in servers.values():
-            server.wait()
             load(server, pair.prompts)
         for i in range(args.rounds):
             for name in sorted(servers, reverse=bool(i % 2)):
                 rounds[name].append(load(servers[name], pair.prompts))
                 print(name, summed_up(rounds[name][-1:]), flush=True)
-    finally:
-        for server in servers.values():
-            server.stop()
     throughput = [a.tokens_per_second / b.tokens_per_second for a, b in zip(rounds["off"], rounds["wait"], strict=True)]
     firsts = [statistics.median(a.first_token_s) / statistics.median(b.first_token_s) for a, b in zip(*rounds.values(), strict=True)]
     result: dict[str, Any] = {

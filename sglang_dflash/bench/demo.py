@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import requests
 from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
@@ -23,6 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from sglang_dflash.bench.demo_models import DemoPair, demo_pair
+from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.server import Server
 
 PROMPTS, NEW_TOKENS = 12, 128
@@ -49,18 +49,13 @@ class Arm:
 def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> None:
     """Generate on one arm, streaming into its panel where there is somebody to watch."""
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    request = {"text": prompt, "sampling_params": sampling, "stream": live is not None}
     began = time.perf_counter()
-    with requests.post(f"{arm.server.url}/generate", json=request, timeout=600, stream=live is not None) as response:
-        response.raise_for_status()
-        if live is None:
-            last = response.json()
-        for line in response.iter_lines() if live is not None else ():
-            if line.startswith(b"data: {"):
-                last = json.loads(line[6:])
-                arm.text = last["text"]
-                assert live is not None
-                live.update(Columns([a.panel() for a in panels]))
+    if live is None:
+        last = arm.server.generate(prompt, **sampling)
+    else:
+        for last in chunks(f"{arm.server.url}/generate", {"text": prompt, "sampling_params": sampling, "stream": True}):
+            arm.text = last["text"]
+            live.update(Columns([a.panel() for a in panels]))
     arm.seconds += time.perf_counter() - began
     arm.outputs.append(last["output_ids"])
 

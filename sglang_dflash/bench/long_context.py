@@ -20,7 +20,7 @@ from typing import Any
 from sglang_dflash.bench import measure
 from sglang_dflash.bench.demo import server_args
 from sglang_dflash.bench.demo_models import DemoPair, demo_pair
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, together
 
 WINDOW, SHORT, LONG, NEW_TOKENS = 512, 1024, 16384, 32
 
@@ -90,11 +90,7 @@ def main() -> None:
         flags[dflash] = server_args(pair, dflash)
         flags[dflash][flags[dflash].index("--max-total-tokens") + 1] = str(4 * LONG)
     plain, ours = Server(flags[False]), Server([*flags[True], "--speculative-draft-window-size", str(WINDOW)])
-    try:
-        for server in (plain, ours):
-            server.start()
-        for server in (plain, ours):
-            server.wait()
+    with together((plain, ours)):
         result: dict[str, Any] = {
             "command": f"python -m sglang_dflash.bench.long_context --repetitions {args.repetitions} --prefills {args.prefills}",
             "hardware": measure.hardware(),
@@ -104,9 +100,6 @@ def main() -> None:
             "prefill": compare_prefills(plain, ours, ids, args.prefills),
             "draft_side_step": compare_steps(ours, ids, args.repetitions),
         }
-    finally:
-        for server in (plain, ours):
-            server.stop()
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

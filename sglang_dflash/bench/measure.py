@@ -47,9 +47,11 @@ def run(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -
 
 
 def hardware() -> dict[str, Any]:
-    """What a figure has to name beside itself: date, processor, cores, memory, versions."""
+    """What a figure has to name beside itself: date, processor, cores, memory, accelerator if any, versions."""
     import importlib.metadata
     import os
+
+    import torch
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.processor())
@@ -58,6 +60,7 @@ def hardware() -> dict[str, Any]:
         "processor": model,
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("sglang", "torch")},
     }

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -114,3 +115,19 @@ class Server:
     def dflash(self) -> dict[str, Any]:
         """The worker's own report, from /server_info; empty where our worker does not serve."""
         return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0].get("dflash", {})
+
+
+@contextmanager
+def together(servers: Iterable[Server]) -> Iterator[None]:
+    """All of them at once: started side by side, waited for, and ended, whatever becomes of the others. Raises ServerFailed."""
+    started: list[Server] = []
+    try:
+        for server in servers:
+            server.start()
+            started.append(server)
+        for server in started:
+            server.wait()
+        yield
+    finally:
+        for server in started:
+            server.stop()

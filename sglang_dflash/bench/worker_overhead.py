@@ -17,7 +17,7 @@ from typing import Any
 from sglang_dflash.bench import measure
 from sglang_dflash.bench.demo import server_args
 from sglang_dflash.bench.demo_models import demo_pair
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, together
 
 NEW_TOKENS = 96
 AGAINST = {
@@ -36,22 +36,15 @@ def main() -> None:
     pair = demo_pair(args.model)
     flags = server_args(pair, dflash=True)
     arms = {"ours": Server(flags), args.against: Server([*flags, *AGAINST[args.against]])}
-    try:
-        for server in arms.values():
-            server.start()
-        for server in arms.values():
-            server.wait()
-        asked = f"--model {args.model} --against {args.against} --rounds {args.rounds}"
-        result: dict[str, Any] = {
-            "command": f"python -m sglang_dflash.bench.worker_overhead {asked}",
-            "hardware": measure.hardware(),
-            "new_tokens": NEW_TOKENS,
-        }
+    asked = f"--model {args.model} --against {args.against} --rounds {args.rounds}"
+    result: dict[str, Any] = {
+        "command": f"python -m sglang_dflash.bench.worker_overhead {asked}",
+        "hardware": measure.hardware(),
+        "new_tokens": NEW_TOKENS,
+    }
+    with together(arms.values()):
         for concurrency in (1, 8):
             result[f"concurrency_{concurrency}"] = compare(arms, pair.prompts[: max(4, 2 * concurrency)], concurrency, args.rounds)
-    finally:
-        for server in arms.values():
-            server.stop()
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

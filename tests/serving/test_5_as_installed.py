@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Any
 
+import pytest
+
+from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
 from tests.serving import workload
 from tests.serving.conftest import DFLASH, PAIR, Running
+
+
+def test_generate_says_what_is_served(answers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, served in zip(workload.prompts()["demo"][:4], answers("dflash")["demo"][:4], strict=True):
+        assert cli.main(["generate", "--prompt", text, "--max-new-tokens", str(workload.NEW_TOKENS), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["tokens"] == served["output_ids"]
 
 
 def test_the_readme_command_serves_in_bfloat16(running: Running) -> None:

@@ -1,0 +1,151 @@
+"""Prompts by the name of their data set: embedded, from this Python's library, from a file, or from the hub."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import random
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_dflash.bench.demo_models import demo_pair
+from sglang_dflash.config import ConfigError
+
+
+class Prompt(NamedTuple):
+    """What a user says, turn by turn. `chat`: to be wrapped in the chat template; else one plain text to be continued."""
+
+    turns: tuple[str, ...]
+    chat: bool
+
+
+class HubSet(NamedTuple):
+    """A data set of the hub: where it lies, and a row's turns."""
+
+    repository: str
+    config: str | None
+    split: str
+    turns: Callable[[dict[str, Any]], list[str]]
+
+
+_MATH = "\n\nReason step by step, and put the final answer in \\boxed{}."
+
+HUB = {
+    "gsm8k": HubSet("openai/gsm8k", "main", "test", lambda row: [row["question"] + _MATH]),
+    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", lambda row: [row["problem"] + _MATH]),
+    "humaneval": HubSet(
+        "openai/openai_humaneval", None, "test", lambda row: [f"Complete this Python function.\n\n```python\n{row['prompt']}```"]
+    ),
+    "mbpp": HubSet(
+        "google-research-datasets/mbpp",
+        "sanitized",
+        "test",
+        lambda row: [f"{row['prompt']}\n\nThe code has to pass these tests:\n\n" + "\n".join(row["test_list"])],
+    ),
+    "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])),
+    "alpaca": HubSet("tatsu-lab/alpaca", None, "train", lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))]),
+}
+BUILT_IN = ("demo", "stdlib")
+NAMES = (*BUILT_IN, *HUB)
+
+# Of the library modules that the embedded pairs have never seen (HELD_OUT of launch/demo_training/data.py).
+HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
+_LEAST_LINES = 8
+
+
+def load(name: str, count: int, *, model: str | None, cache: Path) -> list[Prompt]:
+    """`count` prompts of a set, always the same ones; all of them where there are fewer.
+
+    Raises:
+        ConfigError: no such set, or it is neither cached nor to be fetched.
+    """
+    if name == "demo":
+        found = [Prompt((text,), chat=False) for text in demo_pair(model or "dense").prompts]
+    elif name == "stdlib":
+        found = stdlib_functions()
+    elif name in HUB:
+        found = from_file(_cached(name, cache))
+    else:
+        raise ConfigError(f"--dataset: {name!r}; choose from {', '.join(NAMES)}, or give --dataset-file")
+    return select(found, count)
+
+
+def select(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """`count` of them, drawn with a fixed seed: sets are often ordered by kind."""
+    return random.Random(0).sample(prompts, min(count, len(prompts)))
+
+
+def stdlib_functions() -> list[Prompt]:
+    """The first half of every function of the held-out modules, to be continued."""
+    found = []
+    for module in HELD_OUT:
+        source = inspect.getsource(importlib.import_module(module))
+        lines = source.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+                continue
+            length = node.end_lineno - node.lineno + 1
+            if length >= _LEAST_LINES:
+                half = lines[node.lineno - 1 : node.lineno - 1 + length // 2]
+                found.append(Prompt((textwrap.dedent("".join(half)),), chat=False))
+    # Overloads for other Pythons begin alike.
+    return list(dict.fromkeys(found))
+
+
+def from_file(path: Path) -> list[Prompt]:
+    """JSONL: `{"prompt": TEXT}` is continued as it stands, `{"turns": [TEXT, ...]}` goes through the chat template.
+
+    Raises:
+        ConfigError: no such file, or a line is neither.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--dataset-file: {str(path)!r} is no file")
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            found.append(_parsed(line, f"{path.name}, line {number}"))
+    if not found:
+        raise ConfigError(f"--dataset-file: {str(path)!r} holds no prompt")
+    return found
+
+
+def _parsed(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--dataset-file: {where} is not JSON ({error})") from error
+    row = row if isinstance(row, dict) else {}
+    turns = row.get("turns", [row.get("prompt")])
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ConfigError(f'--dataset-file: {where} is {line[:60]!r}; {{"prompt": TEXT}} or {{"turns": [TEXT, ...]}} is required')
+    return Prompt(tuple(turns), chat="turns" in row)
+
+
+def _cached(name: str, cache: Path) -> Path:
+    """The set as JSONL in `cache`, fetched from the hub on first use."""
+    path, of = cache / f"{name}.jsonl", HUB[name]
+    if path.is_file():
+        return path
+    lacking = f"--dataset: {name!r} is not cached as {str(path)!r}, and"
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"{lacking} the `datasets` library is not installed; install sglang-dflash[bench], or give --dataset-file"
+        ) from error
+    try:
+        rows = load_dataset(of.repository, of.config, split=of.split)
+        lines = [json.dumps({"turns": of.turns(row)}, ensure_ascii=False) for row in rows]
+    # Whatever the hub, its client or the network raise: there is one thing to say of it, and one way out.
+    except Exception as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ConfigError(f"{lacking} {of.repository} could not be fetched ({first_line}); give --dataset-file") from error
+    cache.mkdir(parents=True, exist_ok=True)
+    # Under another name until it is whole.
+    partial = path.with_suffix(".partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return partial.rename(path)

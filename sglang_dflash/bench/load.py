@@ -1,0 +1,205 @@
+"""The client: streamed greedy answers, their times, and a whole pass over the prompts at a concurrency."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import requests
+
+from sglang_dflash.bench.datasets import Prompt
+
+TIMEOUT_S = 600
+# A text, or token ids.
+Input = str | list[int]
+
+
+class RequestFailed(RuntimeError):
+    """A server refused a request, broke off, or could not be reached."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One streamed answer.
+
+    `ids`: None where the server names none. `tokens`: how many. `first_token_s`, `seconds`: from sending to the first token and to
+    the end. `verify_steps`: 0 where the server counts none.
+    """
+
+    text: str
+    ids: tuple[int, ...] | None
+    tokens: int
+    first_token_s: float
+    seconds: float
+    verify_steps: int = 0
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds per token after the first; None for a single token."""
+        return (self.seconds - self.first_token_s) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+class Speculation(NamedTuple):
+    """Verify steps, and the tokens that they committed (bonus tokens included)."""
+
+    steps: int
+    committed: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All prompts answered once: `answers` by prompt, then by turn; `seconds` from the first request to the last answer."""
+
+    seconds: float
+    answers: list[list[Answer]]
+    speculation: Speculation
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for turns in self.answers for answer in turns)
+
+
+def chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """POST and yield the JSON objects of the event stream as they come. Raises RequestFailed."""
+    try:
+        with requests.post(url, json=body, stream=True, timeout=TIMEOUT_S) as response:
+            if not response.ok:
+                raise RequestFailed(f"{url}: status {response.status_code}, {response.text[:300]}")
+            # Without chunked encoding a larger buffer would be waited for until it is full, and every token would come late.
+            for line in response.iter_lines(chunk_size=512 if response.raw.chunked else 1):
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise RequestFailed(f"{url}: {chunk['error']}")
+                    yield chunk
+    except requests.RequestException as error:
+        raise RequestFailed(f"{url}: {error}") from error
+
+
+@dataclass(frozen=True)
+class SGLang:
+    """A SGLang server, by its own API: it names token ids and verify steps."""
+
+    url: str
+
+    def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
+        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+        body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": sampling, "stream": True}
+        began, first, ids, text, meta = time.perf_counter(), None, list[int](), "", dict[str, Any]()
+        for chunk in chunks(f"{self.url}/generate", body):
+            now, meta = time.perf_counter(), chunk["meta_info"]
+            if first is None and meta["completion_tokens"]:
+                first = now
+            # Everything so far, or only what is new, as the server was told to stream; the first chunk is both.
+            whole = len(chunk["output_ids"]) == meta["completion_tokens"]
+            ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
+            text = chunk["text"] if whole else text + chunk["text"]
+        if first is None or len(ids) != meta["completion_tokens"]:
+            raise RequestFailed(f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}")
+        return Answer(text, tuple(ids), len(ids), first - began, now - began, meta.get("spec_verify_ct") or 0)
+
+    def flush(self) -> bool:
+        """Forget cached prefixes, so that a prompt costs the same each time; whether that was done."""
+        return requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).ok
+
+    def counted(self) -> Speculation:
+        # Its answers say it themselves.
+        return Speculation(0, 0)
+
+
+@dataclass(frozen=True)
+class OpenAI:
+    """Any server of the OpenAI API, by /v1/completions; acceptance as vLLM counts it in /metrics."""
+
+    url: str
+    model: str
+
+    def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
+        body: dict[str, Any] = {
+            "model": self.model, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        if ignore_eos:
+            # No field of OpenAI's own, so it is sent only where it is wanted.
+            body["ignore_eos"] = True
+        began, first, text, tokens = time.perf_counter(), None, "", 0
+        last = began
+        for chunk in chunks(f"{self.url}/v1/completions", body):
+            for choice in chunk.get("choices") or ():
+                if choice.get("text"):
+                    last = time.perf_counter()
+                    first = first or last
+                    text += choice["text"]
+            tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
+        if first is None or not tokens:
+            raise RequestFailed(f"{self.url}: an answer without text, or without `usage`, whose tokens cannot be counted")
+        return Answer(text, None, tokens, first - began, last - began)
+
+    def flush(self) -> bool:
+        """vLLM forgets cached prefixes only in its development mode."""
+        return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
+
+    def counted(self) -> Speculation:
+        response = requests.get(f"{self.url}/metrics", timeout=60)
+        totals = {"drafts": 0, "accepted_tokens": 0}
+        for line in response.text.splitlines() if response.ok else ():
+            for name in totals:
+                # A series per engine.
+                if line.startswith(f"vllm:spec_decode_num_{name}_total"):
+                    totals[name] += int(float(line.rsplit(" ", 1)[1]))
+        return Speculation(totals["drafts"], totals["drafts"] + totals["accepted_tokens"])
+
+
+Endpoint = SGLang | OpenAI
+
+
+def endpoint(url: str) -> Endpoint:
+    """What serves at that address. Raises RequestFailed where nothing of the two does."""
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        info = requests.get(f"{url}/server_info", timeout=60)
+        if info.ok and "internal_states" in info.json():
+            return SGLang(url)
+        models = requests.get(f"{url}/v1/models", timeout=60)
+        models.raise_for_status()
+        return OpenAI(url, models.json()["data"][0]["id"])
+    except (requests.RequestException, KeyError, IndexError) as error:
+        raise RequestFailed(f"{url}: neither SGLang nor a server of the OpenAI API ({type(error).__name__}: {error})") from error
+
+
+def run(
+    to: Endpoint,
+    prompts: list[Prompt],
+    concurrency: int,
+    ask: Callable[[Endpoint, Prompt, list[str]], Answer],
+    on_answer: Callable[[], Any] = lambda: None,
+) -> Pass:
+    """Every prompt once, `concurrency` conversations at a time; each sends its next turn when the last is answered.
+
+    `ask`: sends the turn of a prompt that follows on those that have been answered so.
+    """
+
+    def converse(prompt: Prompt) -> list[Answer]:
+        answers: list[Answer] = []
+        for _ in prompt.turns:
+            answers.append(ask(to, prompt, [answer.text for answer in answers]))
+        on_answer()
+        return answers
+
+    before, began = to.counted(), time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = list(pool.map(converse, prompts))
+    seconds = time.perf_counter() - began
+    return Pass(seconds, answers, _speculation([a for turns in answers for a in turns], before, to.counted()))
+
+
+def _speculation(answers: list[Answer], before: Speculation, after: Speculation) -> Speculation:
+    counted = [answer for answer in answers if answer.verify_steps]
+    if counted:
+        # An answer's first token comes from its prefill.
+        return Speculation(sum(a.verify_steps for a in counted), sum(a.tokens - 1 for a in counted))
+    return Speculation(after.steps - before.steps, after.committed - before.committed)

@@ -1,0 +1,59 @@
+"""The picture of a comparison: throughput by concurrency, a bar per arm, a panel per data set."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.config import ConfigError
+
+PANELS_PER_ROW = 3
+
+
+def check() -> None:
+    """Raise ConfigError where no picture could be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("throughput.png: needs matplotlib, which is not installed; install sglang-dflash[bench]")
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write the rows of a report as a PNG; the number on a bar is its ratio to the first arm."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    datasets = list(result["prompts"])
+    across = min(PANELS_PER_ROW, len(datasets))
+    down = -(-len(datasets) // across)
+    size = (max(6.5, 4.8 * across), 3.9 * down + 0.8)
+    figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    for axis, dataset in zip(axes.flat, datasets, strict=False):
+        _panel(axis, [row for row in result["rows"] if row["dataset"] == dataset], result["arms"])
+        axis.set_title(dataset, fontsize=10)
+    for axis in list(axes.flat)[len(datasets) :]:
+        axis.set_visible(False)
+    handles, names = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
+    machine = result["hardware"]
+    where = machine["accelerator"] or f"{machine['cores']} CPU cores"
+    of = f"{result['model']} on {where}, {result['dtype']}, {machine['date']}"
+    figure.suptitle(f"Output throughput: {of}; on the bars: ratio to {result['arms'][0]}", size=9, wrap=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
+    levels = sorted({row["concurrency"] for row in rows})
+    width = 0.8 / len(arms)
+    for i, arm in enumerate(arms):
+        by_level = {row["concurrency"]: row for row in rows if row["arm"] == arm}
+        at = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
+        bars = axis.bar(at, [by_level[level]["output_tok_s"] for level in levels], width * 0.92, label=arm)
+        axis.bar_label(bars, [f"{by_level[level]['ratio']:.2f}x" for level in levels], fontsize=7, padding=2)
+    axis.set_xticks(range(len(levels)), [str(level) for level in levels])
+    axis.set(xlabel="concurrency (requests at a time)", ylabel="output tokens per second")
+    axis.margins(y=0.12)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)

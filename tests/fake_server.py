@@ -1,0 +1,116 @@
+"""Servers that answer at once what a test wants to hear: SGLang's own API, or OpenAI's as vLLM serves it.
+
+SGLang's streams are chunked, as real servers' are; the other's are not, as behind a simple proxy.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Says = Callable[[Any], list[str]]
+
+
+class FakeServer(ThreadingHTTPServer):
+    """A context manager. `says`: the pieces of the answer to a prompt; `log` gets the name and request of every completion.
+
+    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics; as SGLang a piece is a token.
+    `delay_s` passes before the first piece, and `piece_s` between pieces.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self, name: str, says: Says, log: list[Any], *, sglang: bool = False, incremental: bool = True, delay_s: float = 0.0,
+        piece_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.name, self.says, self.log, self.sglang, self.incremental = name, says, log, sglang, incremental
+        self.delay_s, self.piece_s, self.answered = delay_s, piece_s, 0
+
+    @property
+    def base(self) -> str:
+        return f"{self.name}=http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self) -> FakeServer:
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _send(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_GET(self) -> None:
+        known = {
+            "/server_info": json.dumps({"internal_states": []}) if self.server.sglang else None,
+            "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
+            "/metrics": (
+                "# TYPE vllm:spec_decode_num_drafts_total counter\n"
+                f'vllm:spec_decode_num_drafts_total{{engine="0"}} {float(self.server.answered)}\n'
+                f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {7.0 * self.server.answered}\n'
+                f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {2.0 * self.server.answered}\n'
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {9.0 * self.server.answered}\n'
+            ),
+        }
+        found = known.get(self.path)
+        self._send(404 if found is None else 200, found or "no such page")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
+        path = self.path.split("?")[0]
+        if path == "/flush_cache" and self.server.sglang:
+            self._send(200, "")
+        elif path == ("/generate" if self.server.sglang else "/v1/completions"):
+            self._complete(body)
+        else:
+            self._send(404, "no such page")
+
+    def _complete(self, body: dict[str, Any]) -> None:
+        prompt = body.get("prompt", body.get("text", body.get("input_ids")))
+        pieces = self.server.says(prompt)
+        self.server.log.append((self.server.name, prompt, body))
+        self.server.answered += 1
+        self.protocol_version = "HTTP/1.1" if self.server.sglang else "HTTP/1.0"
+        self.close_connection = True
+        self.send_response(200)
+        if self.server.sglang:
+            self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        time.sleep(self.server.delay_s)
+        for i, piece in enumerate(pieces):
+            time.sleep(self.server.piece_s if i else 0)
+            self._event(self._sglang_chunk(pieces, i) if self.server.sglang else {"choices": [{"text": piece}]})
+        if not self.server.sglang:
+            self._event({"choices": [], "usage": {"completion_tokens": len(pieces)}})
+        self._write(b"data: [DONE]\n\n")
+        if self.server.sglang:
+            self._write(b"")
+
+    def _sglang_chunk(self, pieces: list[str], i: int) -> dict[str, Any]:
+        said = pieces[i : i + 1] if self.server.incremental else pieces[: i + 1]
+        ids = [sum(map(ord, piece)) for piece in said]
+        return {"text": "".join(said), "output_ids": ids, "meta_info": {"completion_tokens": i + 1, "spec_verify_ct": (i + 2) // 3}}
+
+    def _event(self, chunk: dict[str, Any]) -> None:
+        self._write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+    def _write(self, data: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data) if self.server.sglang else data)
+        self.wfile.flush()
