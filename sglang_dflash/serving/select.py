@@ -26,6 +26,8 @@ def check_pair(server_args: Any) -> None:
     """
     settings = resolving_view(server_args)
     asked = (settings.speculative_algorithm or "").upper() == "DFLASH" and settings.speculative_draft_model_path is not None
+    if asked:
+        arguments.tell_of_retired_variables()
     if not asked or arguments.wants_builtin(server_args):
         return
     folder = draft_folder(settings)
