@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tempfile
@@ -48,6 +49,13 @@ CACHED = {
     "no-buffer": ["--mamba-radix-cache-strategy", "no_buffer", *NO_OVERLAP],
 }
 ROLLBACKS = {kind: ["--speculative-dflash-recurrent-rollback", kind] for kind in ("replay", "snapshot")}
+# Written by the tests of request features. Everything that a request feature needs of the server, together.
+ADAPTER = Path(_FOLDER.name) / "adapter"
+FEATURES = [
+    *BASE, "--max-running-requests", "8", "--enable-mixed-chunk", "--chunked-prefill-size", "128", "--enable-priority-scheduling",
+    "--enable-custom-logit-processor", "--enable-return-hidden-states", "--enable-streaming-session",
+    "--constrained-json-disable-any-whitespace", "--enable-lora", "--lora-paths", f"adapter={ADAPTER}",
+]  # fmt: skip
 CONFIGURATIONS = {
     "plain": BASE,
     "dflash": BASE + DFLASH,
@@ -66,6 +74,9 @@ CONFIGURATIONS = {
     "hybrid-broken": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH],
     "hybrid-moe-plain": [*HYBRID_BASE, str(HYBRID_MOE)],
     "hybrid-moe-auto": [*HYBRID_BASE, str(HYBRID_MOE), *HYBRID_DFLASH],
+    "features-plain": [*FEATURES, *NO_OVERLAP],
+    "features-dflash": [*FEATURES, *DFLASH],
+    "features-dflash-no-overlap": [*FEATURES, *DFLASH, *NO_OVERLAP],
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
     "chats-default": CHATS,
     "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
@@ -98,8 +109,12 @@ def hybrid_environment(name: str) -> dict[str, str]:
 
 ENVIRONMENT = {
     **{name: hybrid_environment(name) for name in HYBRIDS},
+    # SGLang compiles what applies a penalty: half a minute of every server here, and nothing of what is tested.
+    **{name: {"TORCHDYNAMO_DISABLE": "1"} for name in CONFIGURATIONS if name.startswith("features-")},
     "tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
 }
+# SGLang reads these environments when it is imported: too late for a fork.
+READ_ON_IMPORT = ("tight",)
 
 
 class Running:
@@ -112,7 +127,8 @@ class Running:
         if self.name != name:
             self.stop()
             module = MODULES.get(name, "sglang.launch_server")
-            self.server = ForkedServer(self.nursery, CONFIGURATIONS[name], env=ENVIRONMENT.get(name), module=module)
+            make = functools.partial(ForkedServer, self.nursery) if name not in READ_ON_IMPORT else Server
+            self.server = make(CONFIGURATIONS[name], env=ENVIRONMENT.get(name), module=module)
             self.server.__enter__()
             self.name = name
         assert self.server is not None
