@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups import choices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch.overrides import TorchFunctionMode
 
 from sglang_dflash.platform_cpu.gdn_hooks import register_gdn_hooks
 from sglang_dflash.platform_cpu.platform import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
+
+# SGLang's default for --lora-backend, which is Triton's, and the one of its LoRA backends that is torch alone.
+LORA_DEFAULT, LORA_BACKEND = "csgmv", "torch_native"
 
 
 def register_hooks() -> None:
@@ -30,6 +34,8 @@ def register_hooks() -> None:
     HookRegistry.register(runner, no_batch_invariant_kernels, HookType.REPLACE)
     HookRegistry.register("sglang.srt.configs.model_config.ModelConfig.__init__", note_model_dtype, HookType.AFTER)
     HookRegistry.register("sglang.srt.configs.mamba_utils.mamba2_state_dtype", conv_cache_in_model_dtype, HookType.AROUND)
+    for method in ("__init__", "prepare_lora_batch"):
+        HookRegistry.register(f"sglang.srt.lora.lora_manager.LoRAManager.{method}", without_pinned_memory, HookType.AROUND)
     register_gdn_hooks()
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     choices.DRAFT_ATTENTION_BACKEND_CHOICES.append(ATTENTION_BACKEND)
@@ -47,7 +53,10 @@ def torch_backends(server_args: Any) -> None:
     wrong = [f"{flag}: {value!r}" for flag, value in asked.items() if value not in (None, ATTENTION_BACKEND)]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can")
-    declare_resolution(server_args, "plain_cpu_platform", attention_backend=ATTENTION_BACKEND, sampling_backend="pytorch")
+    if settings.lora_backend not in (LORA_DEFAULT, LORA_BACKEND):
+        raise ValueError(f"--lora-backend: {settings.lora_backend!r} cannot run on a plain CPU; {LORA_BACKEND!r} can")
+    ours = {"attention_backend": ATTENTION_BACKEND, "sampling_backend": "pytorch", "lora_backend": LORA_BACKEND}
+    declare_resolution(server_args, "plain_cpu_platform", **ours)
 
 
 def assign_req_to_token(
@@ -133,3 +142,16 @@ def record_stream(self: torch.Tensor, stream: Any) -> None:
 def pin_memory(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
     """There is no device to copy to: SGLang pins the track mask of hybrid models without asking whether that is possible."""
     return self
+
+
+class _Unpinned(TorchFunctionMode):
+    """Tensors are made in ordinary memory, whatever their maker asks for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's LoRA layers and batches are made in pinned memory without asking whether there is any."""
+    with _Unpinned():
+        return original(*args, **kwargs)

@@ -12,6 +12,7 @@ from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
@@ -49,6 +50,7 @@ __all__ = [
     "recurrent_layers",
     "recurrent_slots",
     "repeated_sampling_info",
+    "unwrap_lora_layer",
     "verify_batch",
     "verify_scratch_bytes",
 ]

@@ -24,17 +24,17 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.platform_cpu import is_active
-    from sglang_dflash.serving import arguments, budget, metrics
+    from sglang_dflash.serving import arguments, budget, features, metrics
 
     add = HookRegistry.register
     add("sglang.srt.server_args.ServerArgs.add_cli_args", arguments.add_flags, HookType.AFTER)
     add("sglang.srt.server_args.ServerArgs.from_cli_args", arguments.keep_flags, HookType.AFTER)
     add("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", _check_pair, HookType.BEFORE)
     add("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", _create_worker, HookType.AROUND)
-    sizes = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget"
-    add(sizes, budget.draft_kv.pool_config, HookType.AROUND)
+    add("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget", budget.draft_kv.pool_config, HookType.AROUND)
     add("sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash", budget.draft_kv.cell_size, HookType.AROUND)
     add("sglang.srt.model_executor.pool_configurator._dflash_draft_cell_size", budget.draft_kv.draft_cell_size, HookType.AROUND)
+    features.register_hooks()
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
     add(state, metrics.add_report, HookType.AFTER)
     if is_active(current_platform):

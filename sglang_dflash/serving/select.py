@@ -44,6 +44,11 @@ def check_pair(server_args: Any) -> None:
             f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has recurrent layers, whose state cannot "
             "be taken back to an earlier token; leave it at 0"
         )
+    if recurrent and settings.enable_streaming_session:
+        raise ConfigError(
+            "--enable-streaming-session: this target has recurrent layers; SGLang would begin a turn with their state after all that "
+            "the last verify step committed, which may be more than the turn before has said. Sessions without streaming are served"
+        )
     config.check_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_hidden_layers)
     check_shapes(config, tensor_shapes(folder))
 
@@ -108,7 +113,6 @@ def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
         "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
-        "--enable-lora": settings.enable_lora,
     }
     return next((name for name, present in unserved.items() if present), None)
 

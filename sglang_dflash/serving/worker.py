@@ -110,7 +110,9 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def _target_head(self) -> TargetHead:
         target = self.target_worker.model_runner.model
-        embed, weight = target.get_input_embeddings(), target.lm_head.weight[: self.config.vocab_size]
+        # Adapters are the target's: the drafter is one for all requests, and its tokens are not laid out as the batch's.
+        embed, lm_head = map(compat.unwrap_lora_layer, (target.get_input_embeddings(), target.lm_head))
+        weight = lm_head.weight[: self.config.vocab_size]
         return TargetHead(embed=embed, argmax=lambda hidden: (hidden @ weight.T).argmax(-1))
 
     def clear_cache_pool(self) -> None:
@@ -155,7 +157,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         if batch.forward_mode.is_idle():
             return self._idle(publish)
         if batch.forward_mode.is_extend():
-            return self._prefill(batch, publish, pp_proxy_tensors)
+            return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
         return self._decode(batch, publish, grammar_barrier)
 
     def _decode(
@@ -220,8 +222,15 @@ class DFlashWorker(compat.BaseSpecWorker):
         output.hidden_states = None
 
     def _prefill(
-        self, batch: compat.ScheduleBatch, publish: Callable[[Tensor], None], pp_proxy_tensors: Any
+        self,
+        batch: compat.ScheduleBatch,
+        publish: Callable[[Tensor], None],
+        grammar_barrier: Callable[[], None] | None,
+        pp_proxy_tensors: Any,
     ) -> compat.GenerationBatchResult:
+        if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
+            # Decoding requests take part: the target samples their next token under grammars that must have seen their last ones.
+            grammar_barrier()
         again = self._lost_of_prefix(batch)
         with compat.extended_backwards(batch, again):
             result = self.target_worker.forward_batch_generation(

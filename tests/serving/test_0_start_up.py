@@ -109,6 +109,7 @@ BAD_FLAGS = {
         "0",
     ],
     r"--attention-backend: 'fa3' cannot run on a plain CPU; 'torch_native' can": ["--attention-backend", "fa3", "--device", "cpu"],
+    r"--lora-backend: 'triton' cannot run on a plain CPU; 'torch_native' can": ["--enable-lora", "--lora-backend", "triton"],
 }
 
 

@@ -1,0 +1,26 @@
+"""Custom logit processors that the tests send; a server imports them from here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from torch import Tensor
+
+
+class Nudged(CustomLogitProcessor):
+    """Adds `by` to the logits of `tokens`, both of the request's own parameters."""
+
+    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
+        for row, params in zip(logits, custom_param_list or [], strict=True):
+            row[params["tokens"]] += params["by"]
+        return logits
+
+
+class NeverAgain(CustomLogitProcessor):
+    """Forbids every token that is already in the request's output."""
+
+    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
+        for row, params in zip(logits, custom_param_list or [], strict=True):
+            row[list(params["__req__"].output_ids)] = -float("inf")
+        return logits
