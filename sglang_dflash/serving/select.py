@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from sglang_dflash.config import ConfigError, DraftConfig, Options, UnsupportedDraft
 from sglang_dflash.core.weights import check_shapes, tensor_shapes
@@ -37,8 +38,8 @@ def check_pair(server_args: Any) -> None:
         return
     options = arguments.options(server_args, settings)
     options.resolve(config)
-    target = model_config_of(server_args).hf_text_config
-    recurrent = any("linear" in kind or "mamba" in kind for kind in getattr(target, "layer_types", None) or ())
+    model = model_config_of(server_args)
+    target, recurrent = model.hf_text_config, mambaish_config(model) is not None
     if recurrent and options.recompute_tail:
         raise ConfigError(
             f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has recurrent layers, whose state cannot "

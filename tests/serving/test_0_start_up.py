@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.config import ConfigError
 from tests.serving.conftest import DFLASH, PAIR
 
@@ -117,6 +118,23 @@ BAD_FLAGS = {
 def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(*TARGET, str(PAIR.draft), *BAD_FLAGS[message])
+
+
+BAD_WITH_STATES = {
+    "--speculative-dflash-recompute-tail: 16, but this target has recurrent layers": [
+        "--speculative-draft-window-size", "64", "--speculative-dflash-recompute-tail", "16",
+    ],
+    "--enable-streaming-session: this target has recurrent layers": ["--enable-streaming-session"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_WITH_STATES)
+def test_what_would_take_a_recurrent_state_back_is_refused(message: str, resolve: Any) -> None:
+    pair = demo_pair("hybrid")
+    command = ["--model-path", str(pair.target), *TARGET[2:], str(pair.draft)]
+    resolve(*command)
+    with pytest.raises(ConfigError, match=message):
+        resolve(*command, *BAD_WITH_STATES[message])
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["default", "device-cpu"])
