@@ -29,7 +29,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.tp, self.eps, self.head_dim = tp, config.rms_norm_eps, config.head_dim
         self.heads = tp.share("num_attention_heads", config.num_attention_heads)
-        self.kv_heads = tp.share("num_key_value_heads", config.num_key_value_heads)
+        self.kv_heads = tp.share_or_copy("num_key_value_heads", config.num_key_value_heads)
         width, inner = config.hidden_size, tp.share("intermediate_size", config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(width, eps=self.eps)
         self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.attention_bias)
@@ -67,6 +67,11 @@ class DraftModel(nn.Module):
     def kv_heads(self) -> int:
         """KV heads on this rank."""
         return self._each_layer()[0].kv_heads
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """K/V of one token on this rank: layers, 2, kv heads, head dim."""
+        return (len(self.layers), 2, self.kv_heads, self.config.head_dim)
 
     def context_kv(self, features: Tensor, positions: Tensor) -> Tensor:
         """Project the target's hidden states to every layer's context K (normed and rotated) and V.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +96,17 @@ def load_state(config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorPar
     check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
     with torch.device("meta"):
         parameters = list(DraftModel(config).state_dict())
-    return {p: _shard(p, [tensors[n] for n in checkpoint_names(p)], tp) for p in parameters}
+    return {p: _shard(p, [tensors[n] for n in checkpoint_names(p)], config, tp) for p in parameters}
 
 
-def _shard(parameter: str, parts: Iterable[Tensor], tp: TensorParallel) -> Tensor:
+def _shard(parameter: str, parts: Sequence[Tensor], config: DraftConfig, tp: TensorParallel) -> Tensor:
     """Heads and FFN columns are split by rows of the first projections and by columns of the second ones."""
-    if "qkv_proj" in parameter or "gate_up_proj" in parameter:
+    if "qkv_proj" in parameter:
+        # Fewer key and value heads than ranks: neighbouring ranks, whose query heads share one, each have a copy.
+        kv_parts = min(tp.size, config.num_key_value_heads)
+        q, *kv = parts
+        return torch.cat([q.chunk(tp.size)[tp.rank], *(part.chunk(kv_parts)[tp.rank * kv_parts // tp.size] for part in kv)])
+    if "gate_up_proj" in parameter:
         return torch.cat([part.chunk(tp.size)[tp.rank] for part in parts])
     (tensor,) = parts
     if parameter.endswith(("o_proj.weight", "down_proj.weight")):

@@ -34,6 +34,10 @@ def register_hooks() -> None:
     HookRegistry.register(runner, no_batch_invariant_kernels, HookType.REPLACE)
     HookRegistry.register("sglang.srt.configs.model_config.ModelConfig.__init__", note_model_dtype, HookType.AFTER)
     HookRegistry.register("sglang.srt.configs.mamba_utils.mamba2_state_dtype", conv_cache_in_model_dtype, HookType.AROUND)
+    HookRegistry.register("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", no_binding, HookType.REPLACE)
+    HookRegistry.register("sglang.srt.distributed.bootstrap._init_cpu_threads_env", share_cores, HookType.REPLACE)
+    group = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
+    HookRegistry.register(group, gather_on_cpu, HookType.REPLACE)
     for method in ("__init__", "prepare_lora_batch"):
         HookRegistry.register(f"sglang.srt.lora.lora_manager.LoRAManager.{method}", without_pinned_memory, HookType.AROUND)
     register_gdn_hooks()
@@ -57,6 +61,25 @@ def torch_backends(server_args: Any) -> None:
         raise ValueError(f"--lora-backend: {settings.lora_backend!r} cannot run on a plain CPU; {LORA_BACKEND!r} can")
     ours = {"attention_backend": ATTENTION_BACKEND, "sampling_backend": "pytorch", "lora_backend": LORA_BACKEND}
     declare_resolution(server_args, "plain_cpu_platform", **ours)
+
+
+def no_binding(*, device: str) -> None:
+    """SGLang binds every rank to a NUMA node of its own and refuses to start where there are fewer nodes than ranks."""
+    del device
+
+
+def share_cores(**_: Any) -> None:
+    """All ranks share all cores; SGLang's way of telling them apart is a kernel of its AMX engine."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    ranks = parallel.dp_size * parallel.tp_size * parallel.pp_size
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+
+
+def gather_on_cpu(group: Any, output: torch.Tensor, input: torch.Tensor) -> None:
+    """SGLang's custom operator for it is registered for accelerators only."""
+    group._all_gather_into_tensor(output, input)
 
 
 def assign_req_to_token(

@@ -17,7 +17,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.runtime_context import get_model, get_spec, mamba_track_grid
+from sglang.srt.runtime_context import get_model, get_parallel, get_spec, mamba_track_grid
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -26,6 +26,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from torch import Tensor
 
 from sglang_dflash.core.gated_delta import RecurrentLayers
+from sglang_dflash.core.parallel import TensorParallel
 
 __all__ = [
     "BaseSpecWorker",
@@ -50,9 +51,12 @@ __all__ = [
     "recurrent_layers",
     "recurrent_slots",
     "repeated_sampling_info",
+    "same_on_all_ranks",
+    "tensor_parallel",
     "unwrap_lora_layer",
     "verify_batch",
     "verify_scratch_bytes",
+    "vocabulary_shard",
 ]
 
 
@@ -76,6 +80,27 @@ def verify_batch(batch: ScheduleBatch, target_worker: Any, block: Tensor, positi
     forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     batch.seq_lens_cpu, batch.seq_lens_sum = lengths, total
     return forward_batch
+
+
+def tensor_parallel() -> TensorParallel:
+    """The target's tensor-parallel group, in which the drafter is sharded too."""
+    group = get_parallel().tp_group
+
+    def all_gather(x: Tensor) -> Tensor:
+        return group.all_gather(x[None].contiguous(), dim=0)
+
+    return TensorParallel(group.rank_in_group, group.world_size, group.all_reduce, all_gather)
+
+
+def vocabulary_shard(lm_head: Any) -> tuple[Tensor, int]:
+    """This rank's rows `[V / size, E]` of a dense lm_head without padding, and the token id of the first."""
+    shard = lm_head.shard_indices
+    return lm_head.weight[: shard.num_org_elements], shard.org_vocab_start_index
+
+
+def same_on_all_ranks(tokens: Tensor, sampler: Any, info: SamplingBatchInfo) -> None:
+    """Where plain decoding makes sure of it (grammars, SYNC_TOKEN_IDS_ACROSS_TP): every rank goes on with the same tokens."""
+    sampler._sync_token_ids_across_tp(tokens, info)
 
 
 # SGLang's pools keep slot 0 for writes that nobody reads.

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 
 from sglang_dflash.config import ConfigError, DraftConfig, Options, UnsupportedDraft
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.weights import check_shapes, tensor_shapes
 from sglang_dflash.serving import arguments
 
@@ -52,6 +55,9 @@ def check_pair(server_args: Any) -> None:
         )
     config.check_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_hidden_layers)
     check_shapes(config, tensor_shapes(folder))
+    with torch.device("meta"):
+        # Raises where heads or columns do not divide.
+        DraftModel(config, TensorParallel(size=settings.tp_size))
 
 
 def draft_folder(settings: Any) -> str:
@@ -108,8 +114,8 @@ def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None
     except UnsupportedDraft as reason:
         return str(reason)
     unserved = {
-        "--tp-size above 1": settings.tp_size > 1,
         "--pp-size above 1": settings.pp_size > 1,
+        "--attn-cp-size above 1": settings.attn_cp_size > 1,
         "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
@@ -120,7 +126,12 @@ def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None
 
 def unserved_target(model: Any) -> str | None:
     """What of the loaded target the drafter could not borrow, or None: it needs the embedding and a dense lm_head."""
-    weight = getattr(getattr(model, "lm_head", None), "weight", None)
+    from sglang_dflash.serving import compat
+
+    lm_head = compat.unwrap_lora_layer(getattr(model, "lm_head", None))
+    weight = getattr(lm_head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         return f"the target's lm_head: {'missing' if weight is None else weight.dtype}, a dense 16- or 32-bit weight is needed"
+    if not hasattr(lm_head, "shard_indices"):
+        return f"the target's lm_head: {type(lm_head).__name__}, one of SGLang's vocabulary-parallel layers is needed"
     return None

@@ -42,11 +42,14 @@ class TargetTokens:
         if mask is not None:
             mask.apply(logits)
         if info is None or info.is_all_greedy:
-            return logits.argmax(-1).view(rows, width)
-        repeated = compat.repeated_sampling_info(info, width)
-        # The sampler turns logits into probabilities in place; log-probabilities still want the logits.
-        output = compat.LogitsProcessorOutput(next_token_logits=logits.clone())
-        return self._sampler(output, repeated, False, [], [], positions.flatten()).long().view(rows, width)
+            said = logits.argmax(-1)
+        else:
+            # The sampler turns logits into probabilities in place; log-probabilities still want the logits.
+            output = compat.LogitsProcessorOutput(next_token_logits=logits.clone())
+            said = self._sampler(output, compat.repeated_sampling_info(info, width), False, [], [], positions.flatten()).long()
+        if info is not None:
+            compat.same_on_all_ranks(said, self._sampler, info)
+        return said.view(rows, width)
 
     def one_at_a_time(self, batch: compat.ScheduleBatch) -> Tensor | None:
         """Bool `[R]`: requests whose logits depend on every token before, or None where there are none."""

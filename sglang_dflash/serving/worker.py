@@ -18,6 +18,7 @@ from sglang_dflash.config import DraftConfig, Options
 from sglang_dflash.core.attention import block_attention
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.parallel import argmax_of_shards
 from sglang_dflash.core.verify import Accepted, accept
 from sglang_dflash.core.weights import load_model
 from sglang_dflash.serving import budget, compat
@@ -48,7 +49,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         runner = target_worker.model_runner
         self.device = torch.device(runner.device)
         began = time.perf_counter()
-        model = load_model(draft_folder, dtype=runner.dtype, device=self.device)
+        self._tp = compat.tensor_parallel()
+        model = load_model(draft_folder, dtype=runner.dtype, device=self.device, tp=self._tp)
         self._load_seconds = time.perf_counter() - began
         self.config: DraftConfig = model.config
         self.options = options.resolve(self.config)
@@ -59,7 +61,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self._model, self._kv_dtype = model, compat.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48
         if self.options.window is not None:
-            token_bytes = math.prod(self.config.kv_shape) * self._kv_dtype.itemsize
+            token_bytes = math.prod(model.kv_shape) * self._kv_dtype.itemsize
             budget.draft_kv.bounded_bytes = self.options.draft_kv_slots(self._max_running_requests) * token_bytes
         self.counts, self.times = AcceptanceCounts(self.block_size), PhaseTimes()
         self.rollback = make_rollback(self.options.recurrent_rollback, runner, self.block_size)
@@ -100,7 +102,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         logger.info("DFLASH: %s", self.describe())
 
     def _draft_kv_cache(self, target_slots: int) -> DraftKVCache:
-        shape, dtype = self.config.kv_shape, self._kv_dtype
+        shape, dtype = self._model.kv_shape, self._kv_dtype
         if self.options.window is not None:
             slots = self.options.draft_kv_slots(self._max_running_requests)
             # A bound that the target's pool does not exceed bounds nothing.
@@ -112,8 +114,8 @@ class DFlashWorker(compat.BaseSpecWorker):
         target = self.target_worker.model_runner.model
         # Adapters are the target's: the drafter is one for all requests, and its tokens are not laid out as the batch's.
         embed, lm_head = map(compat.unwrap_lora_layer, (target.get_input_embeddings(), target.lm_head))
-        weight = lm_head.weight[: self.config.vocab_size]
-        return TargetHead(embed=embed, argmax=lambda hidden: (hidden @ weight.T).argmax(-1))
+        weight, first_id = compat.vocabulary_shard(lm_head)
+        return TargetHead(embed=embed, argmax=lambda hidden: argmax_of_shards(hidden @ weight.T, first_id, self._tp))
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
@@ -125,6 +127,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         """The set-up, as the log and /server_info show it."""
         return {
             "worker": f"{type(self).__module__}.{type(self).__qualname__}",
+            "tensor_parallel": self._tp.size,
             "block_size": self.block_size,
             "window": self.options.window,
             "sinks": self.options.sinks,

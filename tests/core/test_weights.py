@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.config import ConfigError, DraftConfig
 from sglang_dflash.core.attention import torch_block_attention
 from sglang_dflash.core.model import DraftModel
-from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.parallel import TensorParallel, argmax_of_shards
 from sglang_dflash.core.weights import check_shapes, load_model, load_state, read_tensors, save_model, tensor_shapes
 from tests.conftest import random_model, raw_config
 
@@ -82,37 +85,63 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         read_tensors(tmp_path)
 
 
+class Ranks:
+    """Tensor parallelism by threads: `run` calls `of(tp)` on every rank, and their collectives meet."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier, self.handed = size, threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+
+    def gathered(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        self.handed[rank] = x
+        self.barrier.wait()
+        every = torch.stack(self.handed)
+        self.barrier.wait()
+        return every
+
+    def run(self, of: Callable[[TensorParallel], Any]) -> list[Any]:
+        def one(rank: int) -> Any:
+            return of(TensorParallel(rank, self.size, lambda x: self.gathered(rank, x).sum(0), lambda x: self.gathered(rank, x)))
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(one, range(self.size)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_two_shards_sum_to_the_whole(tmp_path: Path, bias: bool) -> None:
-    """Tensor parallelism by hand: both ranks run in lockstep, `all_reduce` adds what they hand in."""
+def test_shards_are_together_the_whole(tmp_path: Path, bias: bool, size: int) -> None:
+    """Four query heads and two key and value heads: on four ranks, two and two have the same key and value head."""
     raw = raw_config(attention_bias=bias)
     save_model(random_model(raw), raw, tmp_path, torch.float32)
-    whole = load_model(tmp_path, dtype=torch.float32)
-    x, positions = torch.randn(1, 4, 32), torch.arange(4)[None]
+    x, features, positions = torch.randn(1, 4, 32), torch.randn(1, 6, 64), torch.arange(6)[None]
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch_block_attention(q, k, v, torch.ones(1, 1, 4, dtype=torch.bool))
 
-    def run(sums: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-        """Run both ranks with the first sums known; what each hands in for the next one is recorded."""
-        handed: list[list[torch.Tensor]] = [[], []]
-        out = x
-        for rank in range(2):
+    def both(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+        model = load_model(tmp_path, dtype=torch.float32, tp=tp)
+        kv = model.context_kv(features, positions)
+        assert kv.shape[2:] == model.kv_shape
+        return model(x, positions[:, :4], attend), kv
 
-            def reduce(part: torch.Tensor, rank: int = rank) -> torch.Tensor:
-                handed[rank].append(part)
-                n = len(handed[rank])
-                return sums[n - 1] if n <= len(sums) else part
+    hidden, kv = both(TensorParallel())
+    for rank, (part_hidden, part_kv) in enumerate(Ranks(size).run(both)):
+        torch.testing.assert_close(part_hidden, hidden, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(part_kv[..., 0, :], kv[..., rank * 2 // size, :], atol=1e-5, rtol=1e-5)
 
-            shard = load_model(tmp_path, dtype=torch.float32, tp=TensorParallel(rank, 2, reduce))
-            out = shard(x, positions, attend)
-        return handed, out
 
-    sums: list[torch.Tensor] = []
-    for n in range(2 * 3):
-        handed, _ = run(sums)
-        sums.append(handed[0][n] + handed[1][n])
-    torch.testing.assert_close(run(sums)[1], whole(x, positions, attend), atol=1e-4, rtol=1e-4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_argmax_of_a_split_vocabulary(dtype: torch.dtype) -> None:
+    """Ids of a size that real vocabularies have; with bfloat16 there are ties, and the first of them is taken."""
+    logits = torch.randn(50, 248320, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cuts = [0, 82776, 165552, 248320]
+
+    def best(tp: TensorParallel) -> torch.Tensor:
+        first, end = cuts[tp.rank : tp.rank + 2]
+        return argmax_of_shards(logits[:, first:end], first, tp)
+
+    for ids in Ranks(3).run(best):
+        torch.testing.assert_close(ids, logits.max(-1).indices)
+    assert argmax_of_shards(logits, 0, TensorParallel()).tolist() == logits.argmax(-1).tolist()
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:

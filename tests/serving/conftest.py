@@ -40,6 +40,7 @@ HYBRID_BASE = [
     "--max-running-requests", "8", "--mamba-track-interval", "64", "--model-path",
 ]  # fmt: skip
 HYBRID_DFLASH = [*DFLASH[:-1], str(HYBRID_DRAFT)]
+TWO_RANKS = ["--tp-size", "2"]
 NO_OVERLAP = ["--disable-overlap-schedule"]
 # Every way that SGLang allows of keeping recurrent states for the prefix cache, overlapped or not.
 CACHED = {
@@ -70,6 +71,7 @@ CONFIGURATIONS = {
         for rollback in ROLLBACKS
         for cached in CACHED
     },
+    **{f"hybrid-{rollback}-tp2": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, *ROLLBACKS[rollback], *TWO_RANKS] for rollback in ROLLBACKS},
     "hybrid-lazy-no-overlap": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, *CACHED["lazy"], *NO_OVERLAP],
     "hybrid-broken": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH],
     "hybrid-moe-plain": [*HYBRID_BASE, str(HYBRID_MOE)],
@@ -78,6 +80,9 @@ CONFIGURATIONS = {
     "features-dflash": [*FEATURES, *DFLASH],
     "features-dflash-no-overlap": [*FEATURES, *DFLASH, *NO_OVERLAP],
     "builtin": [*BASE, *DFLASH, "--speculative-dflash-worker", "builtin"],
+    "tp2": [*BASE, *DFLASH, *TWO_RANKS],
+    "builtin-tp2": [*BASE, *DFLASH, *TWO_RANKS, "--speculative-dflash-worker", "builtin"],
+    "dp2": [*BASE, *DFLASH, "--dp-size", "2"],
     "chats-default": CHATS,
     "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
     "chats-tenth": [*CHATS, *TENTH],

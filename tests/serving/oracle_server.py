@@ -5,8 +5,8 @@ A module for the nursery to run (see nursery.py): what it changes is inherited b
 ORACLE: a JSON file of [prompt ids, output ids] pairs. Drafts are then so many tokens of the true continuation and wrong ones after
 them; how many depends on the position, from none to all: batches mix every case, which a real draft does only by chance.
 
-SHOWN: a folder. After every decode step the recurrent state of every request is written to it, one file per prompt and committed
-length; and the accepted lengths of every verify step, one line of JSON per step.
+SHOWN: a folder. After every decode step the recurrent state of every request, or the first rank's part of it, is written to it, one
+file per prompt and committed length; and the accepted lengths of every verify step, one line of JSON per step.
 
 TOO_FEW: replay commits one token too few of every block of which more than one is accepted, to see that the tests would notice.
 """
@@ -50,16 +50,20 @@ def show_states(folder: Path, batch: Any, lengths: torch.Tensor, model_runner: A
 
 
 def on_show(folder: Path, tp_worker: Any, worker: Any) -> None:
+    from sglang.srt.runtime_context import get_parallel
+
     plain_step, our_step = tp_worker.forward_batch_generation, worker._decode
 
     def forward_batch_generation(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain_step(self, batch, *args, **kwargs)
-        if batch is not None and batch.forward_mode.is_decode():
+        if batch is not None and batch.forward_mode.is_decode() and get_parallel().tp_rank == 0:
             show_states(folder, batch, batch.seq_lens, self.model_runner)
         return result
 
     def decode(self: Any, batch: Any, *args: Any) -> Any:
         result = our_step(self, batch, *args)
+        if get_parallel().tp_rank > 0:
+            return result
         show_states(folder, batch, result.new_seq_lens, self.target_worker.model_runner)
         with (folder / "accepted.jsonl").open("a") as file:
             print(json.dumps(result.accept_lens.tolist()), file=file)
