@@ -114,7 +114,6 @@ def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None
     except UnsupportedDraft as reason:
         return str(reason)
     unserved = {
-        "--pp-size above 1": settings.pp_size > 1,
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
         "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),

@@ -186,6 +186,59 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(resol
     assert len(told) == 1 and "projector_type: 'domino'" in told[0]
 
 
+REFUSED_BY_SGLANG = {
+    "DFLASH with dp attention requires CUDA or NPU": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+    "DFLASH speculative decoding only supports pp_size == 1": ["--pp-size", "2"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_BY_SGLANG)
+def test_scale_out_that_sglang_itself_refuses(message: str, resolve: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(*TARGET, str(PAIR.draft), *REFUSED_BY_SGLANG[message])
+
+
+def test_ranks_among_which_the_draft_does_not_divide_are_refused(resolve: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"):
+        resolve(*TARGET, str(PAIR.draft), "--tp-size", "3")
+
+
+# Setting as SGLang resolves it, its value, and how the warning calls it.
+NOT_OURS = {
+    "data-parallel attention": {"attn_dp_size": 2},
+    "--attn-cp-size above 1": {"attn_cp_size": 2},
+    "--disaggregation-mode": {"disaggregation_mode": "prefill"},
+    "--speculative-use-block-verification": {"speculative_use_block_verification": True},
+    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+}
+
+
+@pytest.mark.parametrize("reason", NOT_OURS)
+def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> None:
+    """Some of them SGLang takes on an accelerator only: the choice is asked with the setting as it would arrive there."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_dflash.serving.select import unserved_setting
+
+    given = resolve(*TARGET, str(PAIR.draft))
+    assert unserved_setting(given, resolving_view(given), str(PAIR.draft)) is None
+
+    class Changed:
+        def __getattr__(self, name: str) -> Any:
+            return NOT_OURS[reason].get(name, getattr(resolving_view(given), name))
+
+    assert unserved_setting(given, Changed(), str(PAIR.draft)) == reason
+
+
+def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(resolve: Any, capfd: Any) -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill"))
+    assert worker.__name__ == "DFlashWorkerV2"
+    told = [line for line in capfd.readouterr().err.splitlines() if "built-in worker serves instead" in line]
+    assert len(told) == 1 and "because of --disaggregation-mode" in told[0]
+
+
 def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path) -> None:
     draft = edited(tmp_path, {"hidden_size": 256})
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *TARGET, draft, "--port", "39999"]
@@ -194,16 +247,22 @@ def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path
     assert "hidden_size: the draft's is 256, the target's 192" in done.stderr.splitlines()[-1]
 
 
-def test_our_flags_are_in_the_help() -> None:
+def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
+    """Every option of ours, found in our own parser; `--help` answers before any model is looked at."""
+    import argparse
+
+    from sglang_dflash.serving import arguments
+
+    parser = argparse.ArgumentParser()
+    arguments.add_flags(None, parser)
+    ours = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
+    assert len(ours) == len(arguments.DEFAULTS) + len(arguments.ALIASES)
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-    for flag in (
-        "--speculative-dflash-worker",
-        "--speculative-dflash-draft-kv-tokens",
-        "--speculative-dflash-draft-window-size",
-        DFLASH[0],
-    ):
-        assert flag in shown
+    root = Path(__file__).parents[2]
+    for place, text in {"--help": shown, **{p: (root / p).read_text() for p in ("README.md", "docs/flags.md")}}.items():
+        missing = [flag for flag in [*ours, DFLASH[0]] if flag not in text]
+        assert not missing, f"{place}: {missing}"
 
 
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
@@ -212,10 +271,11 @@ def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
     from sglang_dflash.serving.select import unserved_target
 
     def target(weight: torch.Tensor | None) -> Any:
-        return SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
+        return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))
 
     assert unserved_target(target(torch.zeros(2, dtype=torch.bfloat16))) is None
     assert unserved_target(target(torch.zeros(2, dtype=torch.float32))) is None
     assert "torch.int8" in (unserved_target(target(torch.zeros(2, dtype=torch.int8))) or "")
     assert "float8" in (unserved_target(target(torch.zeros(2).to(torch.float8_e4m3fn))) or "")
     assert "missing" in (unserved_target(SimpleNamespace()) or "")
+    assert "Linear" in (unserved_target(SimpleNamespace(lm_head=torch.nn.Linear(2, 2))) or "")
