@@ -39,6 +39,21 @@ def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
     return Accepted(accepted + 1, target_tokens, target_tokens.gather(1, accepted[:, None])[:, 0])
 
 
+def accept_by_decree(block: Tensor, target_tokens: Tensor, length: int, filler: int | None = None) -> Accepted:
+    """For timing alone: commit `length` tokens (1 to B) of every block whatever the target says; the output means nothing.
+
+    Args:
+        block, target_tokens: as for `accept`; a negative draft stands for none, and the target's token is taken.
+        filler: a token id that stands in for all committed ones, None for the drafted ones and the target's own as the last.
+    """
+    tokens = target_tokens.clone()
+    drafts = block[:, 1:length]
+    tokens[:, : length - 1] = torch.where(drafts < 0, tokens[:, : length - 1], drafts)
+    if filler is not None:
+        tokens.fill_(filler)
+    return Accepted(torch.full_like(block[:, 0], length), tokens, tokens[:, length - 1])
+
+
 def target_probabilities(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """p_target `[..., V]` in float32 from logits `[..., V]`: temperature, then top-k, top-p and min-p as serving engines do.
 

@@ -120,9 +120,30 @@ def load_model(
     """Read a draft checkpoint's folder into a frozen network. Raises ConfigError (see `DraftConfig`, `load_state`)."""
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     state = load_state(config, read_tensors(folder), tp)
+    return _network(config, tp, {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}, device)
+
+
+def dummy_model(
+    folder: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", tp: TensorParallel | None = None
+) -> DraftModel:
+    """As `load_model`, from the folder's config.json alone: small random weights (normal, deviation 0.02; norms 1), for timing."""
+    config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
+    random = torch.Generator(device).manual_seed(0)
+    with torch.device("meta"):
+        like = DraftModel(config, tp).state_dict()
+
+    def filled(name: str, shape: torch.Size) -> Tensor:
+        if len(shape) == 1:
+            return torch.full(shape, float("norm" in name), dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=random)
+
+    return _network(config, tp, {name: filled(name, tensor.shape) for name, tensor in like.items()}, device)
+
+
+def _network(config: DraftConfig, tp: TensorParallel, state: Mapping[str, Tensor], device: torch.device | str) -> DraftModel:
     with torch.device("meta"):
         model = DraftModel(config, tp)
-    model.load_state_dict({name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}, assign=True)
+    model.load_state_dict(state, assign=True)
     # The one buffer that no checkpoint holds: frequencies stay float32 whatever the dtype of the weights.
     model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)
     return model.freeze()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
@@ -22,11 +23,17 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
-from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    check_simulate_acc_token_mode,
+    sample_simulated_acc_len,
+)
 from torch import Tensor
 
 from sglang_dflash.core.gated_delta import RecurrentLayers
 from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.verify import Accepted, accept, accept_by_decree
 
 __all__ = [
     "BaseSpecWorker",
@@ -35,6 +42,7 @@ __all__ = [
     "GenerationBatchResult",
     "LogitsProcessorOutput",
     "ScheduleBatch",
+    "accept_rule",
     "adjusts_logits",
     "can_extend_backwards",
     "checkpoint_grid",
@@ -52,6 +60,7 @@ __all__ = [
     "recurrent_slots",
     "repeated_sampling_info",
     "same_on_all_ranks",
+    "simulated_acceptance",
     "tensor_parallel",
     "unwrap_lora_layer",
     "verify_batch",
@@ -101,6 +110,26 @@ def vocabulary_shard(lm_head: Any) -> tuple[Tensor, int]:
 def same_on_all_ranks(tokens: Tensor, sampler: Any, info: SamplingBatchInfo) -> None:
     """Where plain decoding makes sure of it (grammars, SYNC_TOKEN_IDS_ACROSS_TP): every rank goes on with the same tokens."""
     sampler._sync_token_ids_across_tp(tokens, info)
+
+
+def simulated_acceptance() -> float | None:
+    """Tokens per step that SGLANG_SIMULATE_ACC_LEN wants to see committed, None where it is not set."""
+    length = envs.SGLANG_SIMULATE_ACC_LEN.get()
+    return length if length > 0 else None
+
+
+# The token that SGLang answers with in its mode "fixed".
+_FILLER = 100
+
+
+def accept_rule(block_size: int) -> Callable[[Tensor, Tensor], Accepted]:
+    """`accept`, or SGLang's simulation of an acceptance length where its variables ask for it. Raises ValueError for an unknown mode."""
+    mean, method = simulated_acceptance(), envs.SGLANG_SIMULATE_ACC_METHOD.get()
+    if mean is None:
+        return accept
+    check_simulate_acc_token_mode()
+    filler = _FILLER if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "fixed" else None
+    return lambda block, said: accept_by_decree(block, said, sample_simulated_acc_len(mean, method, block_size), filler)
 
 
 # SGLang's pools keep slot 0 for writes that nobody reads.

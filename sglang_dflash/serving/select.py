@@ -16,7 +16,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang_dflash.config import ConfigError, DraftConfig, Options, UnsupportedDraft
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.weights import check_shapes, tensor_shapes
+from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, tensor_shapes
 from sglang_dflash.serving import arguments
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,16 @@ def check_pair(server_args: Any) -> None:
             "the last verify step committed, which may be more than the turn before has said. Sessions without streaming are served"
         )
     config.check_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_hidden_layers)
-    check_shapes(config, tensor_shapes(folder))
+    if not dummy_weights(settings):
+        check_shapes(config, tensor_shapes(folder))
     with torch.device("meta"):
         # Raises where heads or columns do not divide.
         DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def dummy_weights(settings: Any) -> bool:
+    """Whether --load-format, or that of the draft, says that weights are random and no file is read."""
+    return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
 
 
 def draft_folder(settings: Any) -> str:
@@ -68,8 +74,9 @@ def draft_folder(settings: Any) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    wanted = ["*.json"] if dummy_weights(settings) else ["*.json", "*.safetensors"]
     try:
-        return snapshot_download(path, revision=settings.speculative_draft_model_revision, allow_patterns=["*.json", "*.safetensors"])
+        return snapshot_download(path, revision=settings.speculative_draft_model_revision, allow_patterns=wanted)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"--speculative-draft-model-path: {path!r} is neither a folder here nor a draft that could be fetched from the hub ({error})"
@@ -89,17 +96,18 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     reason = unserved_setting(server_args, settings, folder)
     if reason is not None:
         return _instead(reason, builtin)
-    return functools.partial(_build_worker, builtin, folder, arguments.options(server_args, settings))
+    load_draft = functools.partial(dummy_model if dummy_weights(settings) else load_model, folder)
+    return functools.partial(_build_worker, builtin, load_draft, arguments.options(server_args, settings))
 
 
-def _build_worker(builtin: Callable[[], Any], folder: str, options: Options, **kwargs: Any) -> Any:
+def _build_worker(builtin: Callable[[], Any], load_draft: Callable[..., DraftModel], options: Options, **kwargs: Any) -> Any:
     """Stands where SGLang expects the worker's class: by now the target is loaded and can be looked at."""
     from sglang_dflash.serving.worker import DFlashWorker
 
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
         return _instead(reason, builtin)(**kwargs)
-    return DFlashWorker(draft_folder=folder, options=options, **kwargs)
+    return DFlashWorker(load_draft=load_draft, options=options, **kwargs)
 
 
 def _instead(reason: str, builtin: Callable[[], Any]) -> Any:

@@ -18,9 +18,9 @@ from sglang_dflash.config import DraftConfig, Options
 from sglang_dflash.core.attention import block_attention
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import argmax_of_shards
-from sglang_dflash.core.verify import Accepted, accept
-from sglang_dflash.core.weights import load_model
+from sglang_dflash.core.verify import Accepted
 from sglang_dflash.serving import budget, compat
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
@@ -42,7 +42,9 @@ class Step(NamedTuple):
 class DFlashWorker(compat.BaseSpecWorker):
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off."""
 
-    def __init__(self, *, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, draft_folder: str, options: Options) -> None:
+    def __init__(
+        self, *, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, load_draft: Callable[..., DraftModel], options: Options
+    ) -> None:
         super().__init__()
         del gpu_id, nccl_port
         self._target_worker = target_worker
@@ -50,13 +52,16 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.device = torch.device(runner.device)
         began = time.perf_counter()
         self._tp = compat.tensor_parallel()
-        model = load_model(draft_folder, dtype=runner.dtype, device=self.device, tp=self._tp)
+        model = load_draft(dtype=runner.dtype, device=self.device, tp=self._tp)
         self._load_seconds = time.perf_counter() - began
         self.config: DraftConfig = model.config
         self.options = options.resolve(self.config)
         assert self.options.block_size is not None
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
+        self._accept = compat.accept_rule(self.block_size)
+        if compat.simulated_acceptance() is not None:
+            logger.warning("DFLASH: SGLANG_SIMULATE_ACC_LEN is set: steps commit so many tokens, right or wrong")
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._model, self._kv_dtype = model, compat.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48
@@ -139,6 +144,7 @@ class DFlashWorker(compat.BaseSpecWorker):
             "draft_kv_bytes": self.drafter.cache.nbytes,
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": "torch",
+            "simulated_acceptance": compat.simulated_acceptance(),
         }
 
     def report(self) -> dict[str, Any]:
@@ -212,7 +218,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         alone = self.target_tokens.one_at_a_time(batch)
         if alone is not None:
             block = block.masked_fill(alone[:, None], -1)
-        accepted = accept(block, said)
+        accepted = self._accept(block, said)
         if batch.return_logprob:
             compat.compute_spec_logprobs(batch, output, accepted.tokens.flatten(), chain_stride=self.block_size)
         return target, accepted

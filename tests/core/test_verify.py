@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from sglang_dflash.core.verify import accept, sample, target_probabilities
+from sglang_dflash.core.verify import accept, accept_by_decree, sample, target_probabilities
 
 
 def test_greedy_commits_the_agreeing_prefix_and_the_targets_next_token() -> None:
@@ -72,3 +72,16 @@ def test_filters_keep_what_they_say() -> None:
     assert (target_probabilities(logits, top_p=0.79) > 0).tolist() == [True, True, False, False]
     assert (target_probabilities(logits, min_p=0.2) > 0).tolist() == [True, True, True, False]
     torch.testing.assert_close(target_probabilities(logits, top_k=2), torch.tensor([0.625, 0.375, 0, 0]))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_a_simulated_acceptance_commits_what_it_is_told(length: int) -> None:
+    block, said = torch.tensor([[9, 1, 2, 3], [9, -1, -1, -1]]), torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
+    simulated = accept_by_decree(block, said, length)
+    assert simulated.lengths.tolist() == [length] * 2
+    # Drafts, then the target's own; where nothing was drafted the target's own throughout.
+    expected = [[*[1, 2, 3][: length - 1], [5, 6, 7, 8][length - 1]], [5, 6, 7, 8][:length]]
+    assert simulated.tokens[:, :length].tolist() == expected
+    assert simulated.bonus.tolist() == [row[-1] for row in expected]
+    filled = accept_by_decree(block, said, length, filler=100)
+    assert set(filled.tokens[:, :length].flatten().tolist()) == {100} and filled.bonus.tolist() == [100] * 2

@@ -16,7 +16,7 @@ from sglang_dflash.config import ConfigError, DraftConfig
 from sglang_dflash.core.attention import torch_block_attention
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel, argmax_of_shards
-from sglang_dflash.core.weights import check_shapes, load_model, load_state, read_tensors, save_model, tensor_shapes
+from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, load_state, read_tensors, save_model, tensor_shapes
 from tests.conftest import random_model, raw_config
 
 
@@ -147,3 +147,14 @@ def test_the_argmax_of_a_split_vocabulary(dtype: torch.dtype) -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"):
         DraftModel(DraftConfig.from_dict(raw_config()), TensorParallel(0, 3))
+
+
+def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
+    whole = load_model(folder, dtype=torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    dummy = dummy_model(folder, dtype=torch.bfloat16)
+    assert {n: (t.shape, t.dtype) for n, t in dummy.state_dict().items()} == {n: (t.shape, t.dtype) for n, t in whole.state_dict().items()}
+    hidden = dummy(torch.randn(1, 4, 32).bfloat16(), torch.arange(4)[None], lambda _layer, q, _k, _v: q)
+    assert hidden.isfinite().all() and hidden.std() > 0
+    half = dummy_model(folder, dtype=torch.bfloat16, tp=TensorParallel(1, 2))
+    assert half.kv_shape == (3, 2, 1, 16)

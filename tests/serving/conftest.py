@@ -25,6 +25,9 @@ _FOLDER = tempfile.TemporaryDirectory()
 SHORT_DRAFT = shutil.copytree(PAIR.draft, Path(_FOLDER.name) / "draft")
 _config = json.loads((SHORT_DRAFT / "config.json").read_text())
 (SHORT_DRAFT / "config.json").write_text(json.dumps({**_config, "max_position_embeddings": 64}))
+# Both without weights.
+CONFIG_ONLY = Path(_FOLDER.name) / "config-only"
+shutil.copytree(PAIR.target.parent, CONFIG_ONLY, ignore=shutil.ignore_patterns("*.safetensors"))
 WINDOW = ["--speculative-dflash-draft-window-size", "96", "--speculative-draft-sink-size", "4"]
 CHAT_WINDOW = 512
 CHATS = [*BASE, *DFLASH, "--speculative-draft-window-size", str(CHAT_WINDOW), "--max-running-requests", "8"]
@@ -83,6 +86,7 @@ CONFIGURATIONS = {
     "tp2": [*BASE, *DFLASH, *TWO_RANKS],
     "builtin-tp2": [*BASE, *DFLASH, *TWO_RANKS, "--speculative-dflash-worker", "builtin"],
     "dp2": [*BASE, *DFLASH, "--dp-size", "2"],
+    "simulated": [*BASE[:1], str(CONFIG_ONLY / "target"), *BASE[2:], *DFLASH[:-1], str(CONFIG_ONLY / "draft"), "--load-format", "dummy"],
     "chats-default": CHATS,
     "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
     "chats-tenth": [*CHATS, *TENTH],
@@ -116,6 +120,7 @@ ENVIRONMENT = {
     **{name: hybrid_environment(name) for name in HYBRIDS},
     # SGLang compiles what applies a penalty: half a minute of every server here, and nothing of what is tested.
     **{name: {"TORCHDYNAMO_DISABLE": "1"} for name in CONFIGURATIONS if name.startswith("features-")},
+    "simulated": {"SGLANG_SIMULATE_ACC_LEN": "3.5", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"},
     "tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
 }
 # SGLang reads these environments when it is imported: too late for a fork.

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dflash.core.weights import load_model
 from sglang_dflash.transformers import spec_generate
 from tests.serving import workload
-from tests.serving.conftest import PAIR
+from tests.serving.conftest import PAIR, Running
 
 
 def test_as_the_offline_loop_over_transformers(answers: Any) -> None:
@@ -31,3 +31,13 @@ def test_as_the_built_in_worker(answers: Any) -> None:
     workload.assert_same_outputs(ours, builtin)
     for kind in ("demo", "long"):
         assert workload.acceptance_length(ours[kind]) == pytest.approx(workload.acceptance_length(builtin[kind]), rel=0.01)
+
+
+def test_a_simulated_acceptance_needs_no_weights(running: Running) -> None:
+    """SGLang's variable for timing without weights: both checkpoints are config files alone, and so many tokens per step come out."""
+    server = running.get("simulated")
+    report = server.dflash()
+    assert report["simulated_acceptance"] == 3.5
+    answers = [server.generate("def f(", temperature=0, max_new_tokens=200, ignore_eos=True)["meta_info"] for _ in range(4)]
+    assert all(answer["completion_tokens"] == 200 for answer in answers)
+    assert 3.2 < server.dflash()["acceptance_length"] < 3.8
