@@ -39,6 +39,9 @@ def _fold_kernel(
 ):  # fmt: skip
     i_n, i_l = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_h, i_v = tl.program_id(2) // tl.cdiv(V, BLOCK_V), tl.program_id(2) % tl.cdiv(V, BLOCK_V)
+    i_target = tl.load(p_target + i_n)
+    if i_target < 0:
+        return
     i_r = tl.load(p_rows + i_n)
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < K, o_v < V
@@ -62,13 +65,13 @@ def _fold_kernel(
         b_state *= b_decay
         b_write = b_beta * (b_v - tl.sum(b_state * b_k[None, :], axis=1))
         b_state += b_write[:, None] * b_k[None, :]
-    tl.store(p_states + tl.load(p_target + i_n) * s_states_s + o_state, b_state, mask=m_state)
+    tl.store(p_states + i_target * s_states_s + o_state, b_state, mask=m_state)
 
 
 def fold_(
     layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
 ) -> None:
-    """As `core.gated_delta.fold_`: states `[L, S, HV, V, K]` in place; rows, source, target and lengths int64 `[N]`.
+    """As `core.gated_delta.fold_`: states `[L, S, HV, V, K]` in place; rows, source, target and lengths int64 `[N]`, all read on the device.
 
     Raises:
         ConfigError: the layers' activation is not silu.

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ LARGE = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "vocab_size": 151936, "block_size": 16, "num_target_layers": 36, "max_position_embeddings": 40960,
     "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}  # fmt: skip
+# Its target.
+LARGE_TARGET = {
+    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -171,6 +177,55 @@ def transformers_loop(device: str) -> dict[str, Any]:
     return {"identical": same, "of": 8, "acceptance_length": round(sum(committed) / len(committed), 3), **rates}
 
 
+def large_pair_loop(
+    device: str, target_shape: dict[str, Any] = LARGE_TARGET, draft_shape: dict[str, Any] = LARGE, new_tokens: int = 64
+) -> dict[str, Any]:
+    """`spec_generate` on random weights of Qwen3-8B's shape, bfloat16, batch 1, prefill left out: what a step costs.
+
+    Nothing is accepted but by chance, so the tokens per second are the worst case's.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from sglang_dflash.transformers import prefill, spec_generate
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        target: Any = Qwen3ForCausalLM(Qwen3Config(**target_shape, dtype="bfloat16")).to(torch.bfloat16).eval()
+        draft = DraftModel(DraftConfig.from_dict(draft_shape)).to(torch.bfloat16).freeze()
+        ids = torch.randint(1000, (1, 512))
+
+    def plain(count: int) -> Any:
+        return target.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+
+    start = prefill(draft, target, ids)
+    for warm in (lambda: plain(2), lambda: spec_generate(draft, target, start, 4)):
+        warm()
+    _, first = _timed(device, lambda: plain(1))
+    _, whole = _timed(device, lambda: plain(new_tokens))
+    ours, seconds = _timed(device, lambda: spec_generate(draft, target, start, new_tokens))
+    per_token = (whole - first) / (new_tokens - 1)
+    return {
+        "weights": "random", "dtype": "bfloat16", "prompt_tokens": ids.shape[1], "new_tokens": new_tokens,
+        "plain_tok_s": round(1 / per_token, 1), "dflash_tok_s": round(new_tokens / seconds, 1),
+        "acceptance_length": round(sum(ours.committed) / len(ours.committed), 3),
+        "plain_ms_per_token": round(1000 * per_token, 2), "dflash_ms_per_step": round(1000 * seconds / len(ours.committed), 2),
+    }  # fmt: skip
+
+
+def _timed(device: str, run: Callable[[], Any]) -> tuple[Any, float]:
+    """What it returns, and seconds."""
+
+    def synchronize() -> None:
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize()
+
+    synchronize()
+    began = time.perf_counter()
+    result = run()
+    synchronize()
+    return result, time.perf_counter() - began
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -182,7 +237,7 @@ def main() -> None:
         "command": "python -m sglang_dflash.bench.gpu",
         "hardware": {**hardware, "torch": torch.__version__},
     }
-    for part in (drafter_against_cpu, cache_under_load, fold_kernel, transformers_loop):
+    for part in (drafter_against_cpu, cache_under_load, fold_kernel, transformers_loop, large_pair_loop):
         try:
             result[part.__name__] = part("cuda")
         except Exception as error:

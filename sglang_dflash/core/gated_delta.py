@@ -107,9 +107,14 @@ def fold_(
     Args:
         states: the pool of states `[L, S, HV, V, K]`.
         rows: which of the kept blocks, int64 `[N]`.
-        source, target: slots of the states before and after, int64 `[N]`; no target is another row's source or target.
+        source, target: slots of the states before and after, int64 `[N]`; no target is another row's source or target, and a row
+            whose target is negative is left out.
         lengths: tokens that stay, 0 to B, int64 `[N]`.
     """
+    wanted = (target >= 0).nonzero()[:, 0]
+    if not len(wanted):
+        return
+    rows, source, target, lengths = (x[wanted] for x in (rows, source, target, lengths))
     window, inputs, a, b = (x[:, rows] for x in kept)
     block, keys = inputs.shape[2], layers.key_heads * layers.key_dim
     k, v = _keys_and_values(layers, window[:, :, keys:], inputs[..., keys:])

@@ -127,6 +127,7 @@ def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
         "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
+        "--enable-unified-memory": settings.enable_unified_memory,
     }
     return next((name for name, present in unserved.items() if present), None)
 

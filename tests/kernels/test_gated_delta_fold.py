@@ -39,6 +39,8 @@ def test_the_kernel_is_its_twin(shape: tuple[int, ...], dtype: torch.dtype, bias
     states = torch.randn(depth, 2 * count + 1, value_heads, value_dim, key_dim, device=DEVICE)
     rows, lengths = torch.arange(count, device=DEVICE).flip(0), torch.arange(count, device=DEVICE)
     source, target = 2 * lengths + 1, torch.where(lengths % 2 == 0, 2 * lengths, 2 * lengths + 1)
+    # One of them is wanted nowhere.
+    target[2] = -1
     a, b = (some(count, block, value_heads) * 4 for _ in range(2))
     inputs = some(count, channels, block).transpose(2, 3)
     kept = gated_delta.VerifyInputs(some(count, channels, width - 1), inputs, a, b)

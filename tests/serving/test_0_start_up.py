@@ -210,6 +210,7 @@ NOT_OURS = {
     "--disaggregation-mode": {"disaggregation_mode": "prefill"},
     "--speculative-use-block-verification": {"speculative_use_block_verification": True},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "--enable-unified-memory": {"enable_unified_memory": True},
 }
 
 
