@@ -179,6 +179,13 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, help=f"passes per arm and concurrency (default: {large.rounds}; {cpu.rounds} on a CPU)")
     add("--thinking", choices=["on", "off"], help="what the chat template is told (default: nothing)")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, help="generate on after the end (default: for plain texts, not for chats)")
+    add(
+        "--simulated-acceptance",
+        type=float,
+        metavar="L",
+        help="for timing: every verify step commits L tokens, right or wrong; outputs mean nothing and are not compared, and of --target "
+        "and --draft only configs and tokenizer are read",
+    )
     add("--dtype", choices=bench.DTYPES, help="what the servers compute in; only in float32 must all outputs be equal")
     add("--in-turn", action=argparse.BooleanOptionalAction, help="one server after another (default: for given models on an accelerator)")
     add("--out", default=bench.OUT, metavar="DIR", help="gets results.json, table.md and throughput.png (default: %(default)s)")

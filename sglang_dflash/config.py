@@ -6,6 +6,7 @@ Both are frozen and validate themselves: nothing downstream reads a raw dictiona
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -258,17 +259,65 @@ def _layer_attention(text: Mapping[str, Any], depth: int) -> tuple[LayerAttentio
     return tuple(layers)
 
 
+# Fields of each kind of rotary scaling: those that a config.json must have, and those that it may.
+_ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+# Where 0 stands for "not given".
+_ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
 def _rope(text: Mapping[str, Any]) -> RopeConfig:
-    parameters = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
-    theta = parameters.pop("rope_theta", None) or text.get("rope_theta", 10000.0)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        raise UnsupportedDraft(f"rope_scaling.rope_type: {kind!r}; default, linear, yarn and llama3 are served")
-    if float(text.get("partial_rotary_factor") or 1.0) != 1.0 or "mrope_section" in parameters:
+    block = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    given = {k: v for k, v in (text.get(block) or {}).items() if v is not None and not (v == 0 and k in _ROPE_OR_ZERO)}
+    older_name, kind = given.pop("type", "default"), given.pop("rope_type", None)
+    kind = kind or older_name
+    if kind not in _ROPE_FIELDS:
+        raise UnsupportedDraft(f"{block}.rope_type: {kind!r}; default, linear, yarn and llama3 are served")
+    shares = given.pop("partial_rotary_factor", 1.0), text.get("partial_rotary_factor") or 1.0
+    if any(float(share) != 1.0 for share in shares) or "mrope_section" in given:
         raise UnsupportedDraft(
             "partial_rotary_factor / mrope_section: drafts with a partial or multi-axis rotary embedding are not served here"
         )
-    return RopeConfig(float(theta), {} if kind == "default" else {**parameters, "rope_type": kind})
+    for name in ("rope_is_neox_style", "is_neox_style"):
+        if text.get(name) is False:
+            raise UnsupportedDraft(f"{name}: False; rotary embeddings that pair adjacent dimensions are not served here")
+    thetas = (given.pop("rope_theta", None), text.get("rope_theta"), (text.get("rope_parameters") or {}).get("rope_theta"))
+    theta = next((theta for theta in thetas if theta is not None), 10000.0)
+    _check_positive_number("rope_theta", theta)
+    original = text.get("original_max_position_embeddings")
+    if original is not None and kind in ("llama3", "yarn"):
+        given["original_max_position_embeddings"] = original
+    _check_rope_fields(block, kind, given)
+    return RopeConfig(float(theta), {} if kind == "default" else {**given, "rope_type": kind})
+
+
+def _check_rope_fields(block: str, kind: str, given: Mapping[str, Any]) -> None:
+    required, optional = _ROPE_FIELDS[kind]
+    for name, value in given.items():
+        if name not in (*required, *optional):
+            raise UnsupportedDraft(f"{block}.{name}: {value!r}; with rope_type {kind!r} this field is not served here")
+    for name in dict.fromkeys((*required, *given)):
+        if name != "truncate":
+            _check_positive_number(f"{block}.{name}", given.get(name))
+        elif not isinstance(given[name], bool):
+            raise ConfigError(f"{block}.{name}: {given[name]!r} in the draft's config.json; true or false is required")
+    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        raise ConfigError(
+            f"{block}.high_freq_factor: {given['high_freq_factor']} is not above low_freq_factor ({given['low_freq_factor']})"
+        )
+
+
+def _check_positive_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        shown = "missing from" if value is None else f"{value!r} in"
+        raise ConfigError(f"{name}: {shown} the draft's config.json; a positive number is required")
 
 
 def _refuse_other_heads(text: Mapping[str, Any], own: Mapping[str, Any]) -> None:

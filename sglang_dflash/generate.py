@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from sglang_dflash.config import ConfigError, DraftConfig
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.weights import load_model
+from sglang_dflash.hub import draft_folder
 from sglang_dflash.request import Request
 from sglang_dflash.transformers import Generation, chat_tokens, sampler, spec_generate
 
@@ -38,7 +38,7 @@ def load(request: Request) -> Loaded:
 
     device = _device(request.device)
     dtype = request.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    folder = _draft_folder(request.draft)
+    folder = draft_folder("--draft", request.draft)
     config = DraftConfig.from_pretrained(folder)
     request.options.resolve(config)
     try:
@@ -64,19 +64,6 @@ def _device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"--device: {name!r} cannot be used here ({str(error).splitlines()[0]}); 'cpu' always can") from error
     return device
-
-
-def _draft_folder(name: str) -> str:
-    if Path(name).is_dir():
-        return name
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ConfigError(f"--draft: {name!r} is neither a folder here nor a draft that the hub gave ({first_line})") from error
 
 
 def _stop_token_ids(target: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ with its published weights here.
 - *Served by*: the worker that a server takes for that draft config. Server settings can decide otherwise, see the limits in the
   [README](../README.md). Where the facts leave open what decides it, the cell names what has not been seen; `sglang-dflash inspect TARGET
   DRAFT` on the checkpoint itself answers it.
-- Two drafts were published twice; the name with `@` is our name for the later revision.
+- Some drafts were published twice; a name with `@` is our name for the earlier revision.
 
 """
 COLUMNS = ("target", "hybrid", "draft", "block", "draft layers", "mask token", "served by", "facts")

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 Says = Callable[[Any], list[str]]
 
@@ -18,19 +18,19 @@ Says = Callable[[Any], list[str]]
 class FakeServer(ThreadingHTTPServer):
     """A context manager. `says`: the pieces of the answer to a prompt; `log` gets the name and request of every completion.
 
-    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics; as SGLang a piece is a token.
-    `delay_s` passes before the first piece, and `piece_s` between pieces.
+    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics; as SGLang a piece is a token, and it counts a
+    verify step for every three if it `speculates`. `delay_s` passes before the first piece, and `piece_s` between pieces.
     """
 
     daemon_threads = True
 
     def __init__(
         self, name: str, says: Says, log: list[Any], *, sglang: bool = False, incremental: bool = True, delay_s: float = 0.0,
-        piece_s: float = 0.0,
+        piece_s: float = 0.0, speculates: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(("127.0.0.1", 0), Handler)
         self.name, self.says, self.log, self.sglang, self.incremental = name, says, log, sglang, incremental
-        self.delay_s, self.piece_s, self.answered = delay_s, piece_s, 0
+        self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
 
     @property
     def base(self) -> str:
@@ -43,6 +43,29 @@ class FakeServer(ThreadingHTTPServer):
     def __exit__(self, *_: Any) -> None:
         self.shutdown()
         self.server_close()
+
+
+class Started(FakeServer):
+    """In place of `sglang_dflash.bench.server.Server`: ten words, of which a server with a draft says others, three per verify step."""
+
+    made: ClassVar[list[Started]] = []
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], timeout_s: float) -> None:
+        del timeout_s
+        self.args, self.env, self.asked = list(args), env, list[Any]()
+        drafts = "--speculative-algorithm" in args
+        super().__init__("", lambda _: ["drafted " if drafts else "plain "] * 10, self.asked, sglang=True, speculates=drafts)
+        self.url = self.base[1:]
+        self.made.append(self)
+
+    def start(self) -> None:
+        self.__enter__()
+
+    def wait(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        self.__exit__()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -106,7 +129,8 @@ class Handler(BaseHTTPRequestHandler):
     def _sglang_chunk(self, pieces: list[str], i: int) -> dict[str, Any]:
         said = pieces[i : i + 1] if self.server.incremental else pieces[: i + 1]
         ids = [sum(map(ord, piece)) for piece in said]
-        return {"text": "".join(said), "output_ids": ids, "meta_info": {"completion_tokens": i + 1, "spec_verify_ct": (i + 2) // 3}}
+        meta = {"completion_tokens": i + 1, **({"spec_verify_ct": (i + 2) // 3} if self.server.speculates else {})}
+        return {"text": "".join(said), "output_ids": ids, "meta_info": meta}
 
     def _event(self, chunk: dict[str, Any]) -> None:
         self._write(f"data: {json.dumps(chunk)}\n\n".encode())

@@ -14,13 +14,13 @@ import pytest
 from sglang_dflash import cli
 from sglang_dflash.bench import datasets, load, picture, report
 from sglang_dflash.bench.arms import arms_of
-from sglang_dflash.bench.compare import encoder
 from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.gate import Runs, differences
 from sglang_dflash.bench.load import Answer, Pass, Speculation
-from sglang_dflash.bench.settings import ON_CPU, Settings
+from sglang_dflash.bench.settings import BLOCK_KINDS, ON_CPU, Settings
 from sglang_dflash.config import ConfigError
-from tests.fake_server import FakeServer
+from tests.fake_server import FakeServer, Started
 
 HARDWARE = {
     "date": "2026-01-02", "processor": "abacus", "cores": 2, "memory_gib": 4.0, "accelerator": None,
@@ -107,28 +107,6 @@ def test_differences_name_prompt_arm_and_place() -> None:
 # ---- arms
 
 
-def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    class Tokenizer:
-        chat_template, name_or_path = "some", "fake"
-
-        def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
-            seen.append((messages, how))
-            return "chat"
-
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": [len(text)]}
-
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Tokenizer())
-    chat = {"own": [Prompt(("one", "two"), True)]}
-    for thinking, expected in ((None, None), ("on", True), ("off", False)):
-        encode = encoder(Settings(target="t", draft="d", thinking=thinking), chat)
-        assert encode(chat["own"][0], ["said"]) == [4]
-        messages, how = seen[-1]
-        assert [m["content"] for m in messages] == ["one", "said", "two"] and how.get("enable_thinking") is expected
-
-
 def test_arms_and_their_flags() -> None:
     asked = Settings(arm=("ar", "builtin", "dflash"), block_size=(4, 8), server_flags=("--page-size", "16"), concurrency="1,32")
     arms = {arm.name: list(arm.flags) for arm in arms_of(asked.resolve(False), accelerator=False)}
@@ -143,6 +121,18 @@ def test_arms_and_their_flags() -> None:
     assert dflash[:2] == ["--model-path", "T"] and dflash[dflash.index("--dtype") + 1] == "bfloat16"
     with pytest.raises(ConfigError, match="--arm: 'ngram' needs SGLang's compiled kernels"):
         arms_of(own, accelerator=False)
+
+
+def test_simulation_reaches_arms_that_draft_and_weights_of_given_pairs() -> None:
+    def served(*, model: str | None = None, simulated: float | None = 3.5, theirs: tuple[str, ...] = ()) -> dict[str, tuple[bool, bool]]:
+        pair = {"model": model} if model else {"target": "T", "draft": "D"}
+        asked = Settings(**pair, arm=("ar", "dflash", "builtin"), simulated_acceptance=simulated, server_flags=theirs)
+        return {arm.name: (bool(arm.env), "dummy" in arm.flags) for arm in arms_of(asked.resolve(True), accelerator=True)}
+
+    assert served() == {"ar": (False, True), **dict.fromkeys(BLOCK_KINDS, (True, True))}
+    with_weights = {"ar": (False, False), **dict.fromkeys(BLOCK_KINDS, (True, False))}
+    assert served(model="hybrid") == with_weights and served(theirs=("--load-format=auto",)) == with_weights
+    assert served(simulated=None) == dict.fromkeys(("ar", *BLOCK_KINDS), (False, False))
 
 
 def test_defaults_depend_on_the_machine() -> None:
@@ -165,6 +155,19 @@ def test_defaults_depend_on_the_machine() -> None:
         (["--max-new-tokens", "-1"], "--max-new-tokens: -1"),
         (["--rounds", "0"], "--rounds: 0"),
         (["--block-size", "1"], "--block-size: 1;"),
+        (["--block-size", "8", "--block-size", "8"], "--block-size: 8, 8; every size once"),
+        (["--simulated-acceptance", "0.5"], "--simulated-acceptance: 0.5; a verify step commits 1 token or more"),
+        (["--simulated-acceptance", "nan"], "--simulated-acceptance: nan; a verify step commits 1 token or more"),
+        (["--simulated-acceptance", "inf"], "--simulated-acceptance: inf; a verify step commits 1 token or more"),
+        (
+            ["--simulated-acceptance", "4.5", "--block-size", "8", "--block-size", "4"],
+            "--simulated-acceptance: 4.5; a verify step of block size 4 commits at most 4 tokens",
+        ),
+        (["--simulated-acceptance", "9"], "--simulated-acceptance: 9; a verify step of block size 8 commits at most 8 tokens"),
+        (["--simulated-acceptance", "2", "--base-url", "a=http://x"], "--simulated-acceptance: 2.0 is for servers that are started here"),
+        (["--simulated-acceptance", "2", "--arm", "ar", "--arm", "ngram"], "--arm: 'ngram' drafts trees, and SGLang simulates chains only"),
+        (["--simulated-acceptance", "2", "--arm", "ar"], "--simulated-acceptance: 2, but none of ar drafts; add --arm dflash or builtin"),
+        (["--simulated-acceptance", "2", "--no-ignore-eos"], "--no-ignore-eos: with --simulated-acceptance an end means nothing"),
         (["--model", "sparse"], "demo model: 'sparse'"),
         (["--target", "T"], "--target and --draft: one without the other"),
         (["--model", "dense", "--target", "T", "--draft", "D"], "--model: 'dense'"),
@@ -276,10 +279,61 @@ def test_the_gate_lets_no_figure_out(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert code == 0 and "did for: false 2 of 6" in out.splitlines()[0]
 
 
+SIMULATED = "acceptance is SIMULATED at 3 tokens per step: outputs are not the target's and were not compared"
+
+
+def started_here(monkeypatch: pytest.MonkeyPatch, out: Path, capsys: pytest.CaptureFixture[str], *asked: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sglang_dflash.bench.arms.Server", Started)
+    monkeypatch.setattr(Started, "made", [])
+    return bench(capsys, out, "--concurrency", "1", "--rounds", "1", "--dtype", "float32", *asked)
+
+
+def test_a_simulated_acceptance_is_told_first_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from matplotlib.figure import Figure
+
+    titles, draw = [], Figure.suptitle
+    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **how: titles.append(text) or draw(self, text, **how))
+    pair = demo_pair("dense")
+    (tmp_path / "chats.jsonl").write_text('{"turns": ["first question", "second question"]}\n')
+    given = ["--target", str(pair.target), "--draft", str(pair.draft), "--dataset-file", str(tmp_path / "chats.jsonl")]
+    arms = ["--arm", "ar", "--arm", "dflash", "--arm", "builtin"]
+    code, out, _ = started_here(monkeypatch, tmp_path, capsys, "--simulated-acceptance", "3", *given, *arms)
+    first = f"{SIMULATED}; weights are random, of the real shape"
+    result = json.loads(out.splitlines()[-1])
+    assert code == 0 and out.splitlines()[0] == result["outputs"] == first and " ".join(titles[0].split()).startswith(f"{first} Output")
+    shown, heads = (tmp_path / "table.md").read_text(), out.partition("┏")[2].partition("┡")[0]
+    assert shown.splitlines()[0] == f"- {first}" and "| simulated acceptance length |" in shown and "simulated" in heads
+    assert result["simulated_acceptance"] == 3 and result["identical"] is None and result["differing_answers"] is None
+    assert [row["acceptance_length"] for row in result["rows"]] == [None, 3.0, 3.0] and not result["below_simulated_acceptance"]
+    # Chats too go on to the end that was asked for, in every arm.
+    assert all(body["sampling_params"]["ignore_eos"] for server in Started.made for _, _, body in server.asked)
+    simulation = {"SGLANG_SIMULATE_ACC_LEN": "3", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
+    assert [server.env for server in Started.made] == [{}, simulation, simulation]
+    assert all(server.args[server.args.index("--load-format") + 1] == "dummy" for server in Started.made)
+
+
+def test_only_simulation_excuses_outputs_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = started_here(monkeypatch, tmp_path, capsys)
+    assert code == 1 and not out and "the answer differs from ar's from token 0 on" in err and not list(tmp_path.iterdir())
+    # An embedded pair has its weights; eight tokens per step are not what these servers do.
+    code, out, _ = started_here(monkeypatch, tmp_path, capsys, "--simulated-acceptance", "8")
+    missed = "simulated acceptance: not reached by dflash; the table says what was"
+    assert code == 0 and out.splitlines()[:2] == [SIMULATED.replace("at 3", "at 8"), missed]
+    assert not any("--load-format" in server.args for server in Started.made)
+
+
+def test_a_simulation_that_nobody_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "5")
+    with pytest.raises(ConfigError, match="SGLANG_SIMULATE_ACC_LEN: '5' would reach every server unseen"):
+        arms_of(Settings().resolve(False), accelerator=False)
+
+
 def test_conversations_go_on_from_what_was_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoTokenizer
-
-    from sglang_dflash.bench.demo_models import demo_pair
 
     target, log = demo_pair("dense").target, list[Any]()
     (tmp_path / "chats.jsonl").write_text('{"turns": ["first question", "second question"]}\n')

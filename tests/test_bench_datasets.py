@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench import datasets
+from sglang_dflash.bench.compare import encoder
 from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.settings import Settings
 from sglang_dflash.config import ConfigError
 
 
@@ -42,6 +44,28 @@ def test_a_file_holds_texts_and_chats(tmp_path: Path) -> None:
             datasets.from_file(file)
     with pytest.raises(ConfigError, match="is no file"):
         datasets.from_file(tmp_path / "none.jsonl")
+
+
+def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Tokenizer:
+        chat_template, name_or_path = "some", "fake"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
+            seen.append((messages, how))
+            return "chat"
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [len(text)]}
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Tokenizer())
+    chat = {"own": [Prompt(("one", "two"), True)]}
+    for thinking, expected in ((None, None), ("on", True), ("off", False)):
+        encode = encoder(Settings(target="t", draft="d", thinking=thinking), chat)
+        assert encode(chat["own"][0], ["said"]) == [4]
+        messages, how = seen[-1]
+        assert [m["content"] for m in messages] == ["one", "said", "two"] and how.get("enable_thinking") is expected
 
 
 ROWS = {

@@ -25,18 +25,18 @@ PAIRS = [
     ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash"),
     ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
     ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
-    ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@6-layers"),
-    ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash@6-layers"),
+    ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers"),
+    ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash@8-layers"),
     ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash"),
     ("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash"),
 ]
 # GiB of the published checkpoints, where somebody has listed them.
 PUBLISHED_GIB = {
-    "Kimi-K2.5-DFlash": 6.48, "Qwen3.5-4B-DFlash": 1.18, "Qwen3.5-9B-DFlash": 2.41, "Qwen3.5-27B-DFlash@6-layers": 3.96,
-    "Qwen3.5-35B-A3B-DFlash@6-layers": 0.72, "Qwen3.5-122B-A10B-DFlash": 1.44, "Qwen3.6-27B-DFlash": 3.22,
+    "Kimi-K2.5-DFlash": 6.48, "Qwen3.5-4B-DFlash": 1.18, "Qwen3.5-9B-DFlash": 2.41, "Qwen3.5-27B-DFlash": 3.96,
+    "Qwen3.5-35B-A3B-DFlash": 0.72, "Qwen3.5-122B-A10B-DFlash": 1.44, "Qwen3.6-27B-DFlash": 3.22,
     "Qwen3.6-35B-A3B-DFlash": 0.72, "gpt-oss-20b-DFlash": 1.46, "gpt-oss-120b-DFlash": 1.46, "Qwen3-Coder-Next-DFlash": 0.88,
     "Qwen3-Coder-30B-A3B-DFlash": 0.88, "Qwen3-4B-DFlash-b16": 1.00, "Qwen3-8B-DFlash-b16": 1.95,
-    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": 1.95, "Qwen3.5-27B-DFlash": 3.22, "Qwen3.5-35B-A3B-DFlash": 0.884,
+    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": 1.95, "Qwen3.5-27B-DFlash@5-layers": 3.22, "Qwen3.5-35B-A3B-DFlash@8-layers": 0.884,
 }  # fmt: skip
 TARGET = {"hidden_size": 32, "vocab_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 GDN = {
@@ -286,7 +286,8 @@ def test_parameters_as_others_count_them() -> None:
 
 
 def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    report = answer(capsys, *PAIRS[0], "--window", "4096")
+    """By the earlier revision of its draft, which had no sliding layers."""
+    report = answer(capsys, "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers", "--window", "4096")
     assert report["target_kv_bytes_per_token"] == 64 * 1024 and report["draft_kv_bytes_per_token"] == 20 * 1024
     assert report["target_tokens_gain_ceiling"] == 0.3125
     assert (report["recurrent_layers"], report["recurrent_state_bytes"]) == (48, 48 * (48 * 128 * 128 * 4 + 10240 * 3 * 2))
@@ -296,6 +297,14 @@ def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     # Replay against snapshots at block 16, per request: 19.8 MiB and 2.27 GiB.
     assert report["recurrent_replay_bytes"] < report["recurrent_snapshot_bytes"] / 100
     assert 0 <= report["target_tokens_gain"] < 0.3125 and report["worker"] == "sglang-dflash"
+
+
+@pytest.mark.parametrize(("target", "draft"), PAIRS[:2])
+def test_a_plain_name_is_the_revision_that_it_downloads(capsys: pytest.CaptureFixture[str], target: str, draft: str) -> None:
+    report = answer(capsys, target, draft, "--window", "4096")
+    assert report["draft_layers"] == "5 sliding (window 4096, causal), 1 full" and report["mask_token_id"] == 248077
+    assert report["draft_kv_bytes_per_token"] == 6 * 2 * 8 * 128 * 2 and report["worker"] == "sglang-dflash"
+    assert len(report["target_layer_ids"]) == 8
 
 
 def test_the_peers_measured_geometry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def _fold_kernel(
 def fold_(
     layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
 ) -> None:
-    """As `core.gated_delta.fold_`: states `[L, S, HV, V, K]` in place; rows, source, target and lengths int64 `[N]`, all read on the device.
+    """As `core.gated_delta.fold_`: states `[L, S, HV, V, K]` in place; rows, source, target and lengths int64 `[N]`. No host sync.
 
     Raises:
         ConfigError: the layers' activation is not silu.

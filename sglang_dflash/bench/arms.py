@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from sglang_dflash.bench.demo import server_args
 from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.load import Endpoint, SGLang, endpoint
 from sglang_dflash.bench.server import Server, together
-from sglang_dflash.bench.settings import Settings
-from sglang_dflash.config import ConfigError
+from sglang_dflash.bench.settings import BLOCK_KINDS, Settings
+from sglang_dflash.config import ConfigError, DraftConfig, UnsupportedDraft
 
-# Kinds whose block is the user's to choose.
-_BLOCKS = ("dflash", "builtin")
+_SIMULATION = "SGLANG_SIMULATE_ACC_"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`flags` of the server to start, or the `url` of a running one."""
+    """`flags` and environment (`env`) of the server to start, or the `url` of a running one."""
 
     name: str
     flags: tuple[str, ...] = ()
     url: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
 
 
 def arms_of(settings: Settings, accelerator: bool) -> list[Arm]:
@@ -36,13 +38,38 @@ def arms_of(settings: Settings, accelerator: bool) -> list[Arm]:
         return [Arm(name, url=url) for name, _, url in (one.partition("=") for one in settings.base_url)]
     if "ngram" in settings.arm and not accelerator:
         raise ConfigError("--arm: 'ngram' needs SGLang's compiled kernels, which load on an accelerator only; leave it out here")
+    _check_simulation(settings)
     arms = []
     for kind in settings.arm:
-        sizes = settings.block_size if kind in _BLOCKS else ()
-        arms += [Arm(f"{kind}@{size}", flags(settings, kind, accelerator, size)) for size in sizes] or [
-            Arm(kind, flags(settings, kind, accelerator))
+        sizes, env = settings.block_size if kind in BLOCK_KINDS else (), environment(settings, kind)
+        arms += [Arm(f"{kind}@{size}", flags(settings, kind, accelerator, size), env=env) for size in sizes] or [
+            Arm(kind, flags(settings, kind, accelerator), env=env)
         ]
     return arms
+
+
+def _check_simulation(settings: Settings) -> None:
+    for name, value in os.environ.items():
+        if name.startswith(_SIMULATION):
+            raise ConfigError(f"{name}: {value!r} would reach every server unseen; unset it, and give --simulated-acceptance if meant")
+    if settings.simulated_acceptance is None or settings.block_size:
+        return
+    draft = demo_pair(settings.model).draft if settings.model is not None else Path(str(settings.draft))
+    if not draft.is_dir():
+        # One of the hub is fetched by its server only; the report says where less was committed than asked for.
+        return
+    try:
+        settings.check_block(DraftConfig.from_pretrained(draft).block_size)
+    except UnsupportedDraft:
+        # The built-in worker serves it, and reads its block size itself.
+        return
+
+
+def environment(settings: Settings, kind: str) -> dict[str, str]:
+    """What the server of an arm finds in its environment beside ours."""
+    if settings.simulated_acceptance is None or kind not in BLOCK_KINDS:
+        return {}
+    return {f"{_SIMULATION}LEN": f"{settings.simulated_acceptance:g}", f"{_SIMULATION}TOKEN_MODE": "real-draft-token"}
 
 
 def flags(settings: Settings, kind: str, accelerator: bool, block_size: int | None = None) -> tuple[str, ...]:
@@ -60,6 +87,7 @@ def flags(settings: Settings, kind: str, accelerator: bool, block_size: int | No
         assert settings.target is not None and settings.draft is not None
         target, draft = settings.target, settings.draft
         common = ["--model-path", target, *([] if accelerator else ["--sleep-on-idle"])]
+        common += ["--load-format", "dummy"] if settings.random_weights else []
     speculation = {
         "ar": [],
         "dflash": ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft],
@@ -80,6 +108,6 @@ def opened(arms: list[Arm], timeout_s: float = 1800) -> Iterator[dict[str, Endpo
         ServerFailed, RequestFailed: a server does not start, or is not there.
     """
     with ExitStack() as stack:
-        servers = {arm.name: Server(arm.flags, timeout_s=timeout_s) for arm in arms if arm.url is None}
+        servers = {arm.name: Server(arm.flags, env=arm.env, timeout_s=timeout_s) for arm in arms if arm.url is None}
         stack.enter_context(together(servers.values()))
         yield {arm.name: SGLang(servers[arm.name].url) if arm.url is None else endpoint(arm.url) for arm in arms}

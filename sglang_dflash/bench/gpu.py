@@ -190,7 +190,8 @@ def large_pair_loop(
 
     torch.manual_seed(0)
     with torch.device(device):
-        target: Any = Qwen3ForCausalLM(Qwen3Config(**target_shape, dtype="bfloat16")).to(torch.bfloat16).eval()
+        network: Any = Qwen3ForCausalLM(Qwen3Config(**target_shape, dtype="bfloat16"))
+        target = network.to(torch.bfloat16).eval()
         draft = DraftModel(DraftConfig.from_dict(draft_shape)).to(torch.bfloat16).freeze()
         ids = torch.randint(1000, (1, 512))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_visible(False)
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
+    # So many letters of that size fit an inch.
+    figure.suptitle("\n".join(textwrap.fill(line, int(13 * size[0])) for line in title(result)), size=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def title(result: dict[str, Any]) -> list[str]:
+    """What the picture is of, line by line; a picture travels without its report, so what is simulated is said first."""
     machine = result["hardware"]
     where = machine["accelerator"] or f"{machine['cores']} CPU cores"
     of = f"{result['model']} on {where}, {result['dtype']}, {machine['date']}"
-    figure.suptitle(f"Output throughput: {of}; on the bars: ratio to {result['arms'][0]}", size=9, wrap=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    simulated = [] if result["simulated_acceptance"] is None else [result["outputs"]]
+    return [*simulated, f"Output throughput: {of}; on the bars: ratio to {result['arms'][0]}"]
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:

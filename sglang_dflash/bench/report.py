@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from sglang_dflash.bench.gate import Runs, differences
-from sglang_dflash.bench.load import Pass
+from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.bench.settings import Settings
 
 COLUMNS = {
@@ -69,13 +70,14 @@ def summed_up(
     settings: Settings, arms: list[str], prompts: dict[str, int], runs: Runs, kept_prefixes: list[str], hardware: dict[str, Any]
 ) -> dict[str, Any]:
     """The whole report as one object, of resolved settings."""
-    differing = dict.fromkeys(arms[1:], 0)
-    for one in differences(runs, arms[0]):
-        differing[one.arm] += 1
+    simulated = settings.simulated_acceptance
+    differing = None if simulated is not None else _differing(runs, arms)
     return {
         "outputs": _outputs(settings, arms, differing, sum(len(p.answers) for by in runs.values() for p in by[arms[0]])),
-        "identical": not any(differing.values()),
+        "identical": None if differing is None else not any(differing.values()),
         "differing_answers": differing,
+        "simulated_acceptance": simulated,
+        "below_simulated_acceptance": [] if simulated is None else _below(simulated, runs, arms),
         "command": settings.command,
         "model": _model(settings),
         "note": "both models have learnt the text of demo by heart, and have never seen that of stdlib" if settings.model else None,
@@ -92,8 +94,30 @@ def summed_up(
     }
 
 
-def _outputs(settings: Settings, arms: list[str], differing: dict[str, int], answers: int) -> str:
-    """The report's first line."""
+def _differing(runs: Runs, arms: list[str]) -> dict[str, int]:
+    found = dict.fromkeys(arms[1:], 0)
+    for one in differences(runs, arms[0]):
+        found[one.arm] += 1
+    return found
+
+
+def _below(length: float, runs: Runs, arms: list[str]) -> list[str]:
+    """Arms of which an answer took more verify steps than steps of `length` tokens would have been."""
+
+    def is_below(answer: Answer) -> bool:
+        # A fraction is served as whole steps, longer and shorter ones; the first token comes from the prefill.
+        return answer.verify_steps > math.ceil((answer.tokens - 1) / math.floor(length))
+
+    passes = {arm: [one for by_arm in runs.values() for one in by_arm[arm]] for arm in arms}
+    return [arm for arm in arms if any(is_below(answer) for one in passes[arm] for turns in one.answers for answer in turns)]
+
+
+def _outputs(settings: Settings, arms: list[str], differing: dict[str, int] | None, answers: int) -> str:
+    """The report's first line. `differing`: None where outputs were not compared."""
+    if differing is None:
+        weights = "; weights are random, of the real shape" if settings.random_weights else ""
+        of = f"acceptance is SIMULATED at {settings.simulated_acceptance:g} tokens per step"
+        return f"{of}: outputs are not the target's and were not compared{weights}"
     if settings.dtype == "float32":
         return f"outputs: the same in all arms ({answers} answers each, greedy, float32)"
     counts = ", ".join(f"{arm} {count} of {answers}" for arm, count in differing.items())
@@ -120,9 +144,15 @@ def card(result: dict[str, Any]) -> list[str]:
         f"date: {machine['date']}; sglang {machine['sglang']}, torch {machine['torch']}, Python {machine['python']}",
         f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; rounds: {result['rounds']}; {result['order']}",
     ]
+    if result["below_simulated_acceptance"]:
+        lines.insert(1, f"simulated acceptance: not reached by {', '.join(result['below_simulated_acceptance'])}; the table says what was")
     if result["prefix_cache_kept"]:
         lines.append(f"prefix cache: could not be emptied between passes on {', '.join(result['prefix_cache_kept'])}")
     return lines
+
+
+def _columns(result: dict[str, Any]) -> dict[str, str]:
+    return COLUMNS if result["simulated_acceptance"] is None else {**COLUMNS, "acceptance_length": "simulated acceptance length"}
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
@@ -136,7 +166,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
 def table(result: dict[str, Any]) -> Table:
     """For reading on a terminal."""
     found, last = Table(), None
-    for name, title in COLUMNS.items():
+    for name, title in _columns(result).items():
         found.add_column(title, justify="left" if name in ("dataset", "arm") else "right")
     for one in result["rows"]:
         place = one["dataset"], one["concurrency"]
@@ -149,6 +179,6 @@ def table(result: dict[str, Any]) -> Table:
 
 def markdown(result: dict[str, Any]) -> str:
     """Card and table for a file, with the picture beside it."""
-    lines = [*(f"- {line}" for line in card(result)), "", f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
+    lines = [*(f"- {line}" for line in card(result)), "", f"| {' | '.join(_columns(result).values())} |", "|---" * len(COLUMNS) + "|"]
     lines += [f"| {' | '.join(_cells(one))} |" for one in result["rows"]]
     return "\n".join([*lines, "", "![throughput by concurrency](throughput.png)", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,8 @@ ON_CPU = Scale("1,8,16", 16, 48, 2)
 ON_ACCELERATOR = Scale("1,8,16,32", 128, 1024, 1)
 
 KINDS = ("ar", "dflash", "builtin", "ngram")
+# Those that draft blocks: the block size is the user's to choose, and the acceptance can be simulated.
+BLOCK_KINDS = ("dflash", "builtin")
 DTYPES = ("float32", "bfloat16", "float16")
 OUT = "bench-results"
 
@@ -46,6 +49,7 @@ class Settings:
     rounds: int | None = None
     thinking: str | None = None
     ignore_eos: bool | None = None
+    simulated_acceptance: float | None = None
     dtype: str | None = None
     in_turn: bool | None = None
     out: str = OUT
@@ -66,11 +70,14 @@ class Settings:
         for size in self.block_size:
             if size < 2:
                 raise ConfigError(f"--block-size: {size}; a block has at least 2 tokens")
+        if len(set(self.block_size)) != len(self.block_size):
+            raise ConfigError(f"--block-size: {', '.join(map(str, self.block_size))}; every size once")
         for kind in self.arm:
             if kind not in KINDS:
                 raise ConfigError(f"--arm: {kind!r}; choose from {', '.join(KINDS)}")
         self._check_what_is_served()
         self._check_names()
+        self._check_simulation()
         if self.concurrency is not None:
             counts(self.concurrency)
 
@@ -81,7 +88,12 @@ class Settings:
             raise ConfigError(f"--model: {self.model!r} is an embedded pair, and --target names another; give one of the two")
         if not self.base_url:
             return
-        launching = (("--arm", self.arm), ("--block-size", self.block_size), ("flags after --", self.server_flags))
+        launching: tuple[tuple[str, Any], ...] = (
+            ("--arm", self.arm),
+            ("--block-size", self.block_size),
+            ("--simulated-acceptance", self.simulated_acceptance),
+            ("flags after --", self.server_flags),
+        )
         for flag, value in launching:
             if value:
                 raise ConfigError(f"{flag}: {value} is for servers that are started here; with --base-url none is")
@@ -96,6 +108,32 @@ class Settings:
             raise ConfigError(f"--{'base-url' if self.base_url else 'arm'}: {', '.join(names)}; every name once")
         if self.dataset and self.dataset_file is not None:
             raise ConfigError(f"--dataset-file: {self.dataset_file!r} stands instead of --dataset; give one of the two")
+
+    def _check_simulation(self) -> None:
+        length = self.simulated_acceptance
+        if length is None:
+            return
+        if not 1 <= length < math.inf:
+            raise ConfigError(f"--simulated-acceptance: {length:g}; a verify step commits 1 token or more")
+        self.check_block(min(self.block_size, default=None))
+        if "ngram" in self.arm:
+            raise ConfigError("--arm: 'ngram' drafts trees, and SGLang simulates chains only; leave it out with --simulated-acceptance")
+        if self.arm and not set(self.arm) & set(BLOCK_KINDS):
+            raise ConfigError(f"--simulated-acceptance: {length:g}, but none of {', '.join(self.arm)} drafts; add --arm dflash or builtin")
+        if self.ignore_eos is False:
+            raise ConfigError("--no-ignore-eos: with --simulated-acceptance an end means nothing, and all arms say as much; leave it out")
+
+    def check_block(self, size: int | None) -> None:
+        """Raise ConfigError where more tokens are to be committed than a block has."""
+        length = self.simulated_acceptance
+        if length is not None and size is not None and length > size:
+            raise ConfigError(f"--simulated-acceptance: {length:g}; a verify step of block size {size} commits at most {size} tokens")
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether the servers read no weights: a given pair need not have any where the acceptance is simulated."""
+        chosen = any(flag.partition("=")[0] == "--load-format" for flag in self.server_flags)
+        return self.simulated_acceptance is not None and self.target is not None and not chosen
 
     def resolve(self, accelerator: bool) -> Settings:
         """Fill in what depends on the machine: small on a CPU, of the published size elsewhere."""
@@ -113,6 +151,8 @@ class Settings:
             num_prompts=self.num_prompts or scale.num_prompts,
             max_new_tokens=self.max_new_tokens or scale.max_new_tokens,
             rounds=self.rounds or scale.rounds,
+            # Where random text ends means nothing: every arm is to say as much.
+            ignore_eos=True if self.simulated_acceptance is not None else self.ignore_eos,
             dtype=self.dtype or usual,
             # Two servers of one large model do not fit one accelerator.
             in_turn=bool(accelerator and not embedded and not self.base_url) if self.in_turn is None else self.in_turn,

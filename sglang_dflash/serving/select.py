@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from sglang_dflash.config import ConfigError, DraftConfig, Options, UnsupportedD
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, tensor_shapes
+from sglang_dflash.hub import draft_folder
 from sglang_dflash.serving import arguments
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def check_pair(server_args: Any) -> None:
         arguments.tell_of_retired_variables()
     if not asked or arguments.wants_builtin(server_args):
         return
-    folder = draft_folder(settings)
+    folder = _folder(settings)
     try:
         config = DraftConfig.from_pretrained(folder)
     except UnsupportedDraft:
@@ -66,21 +66,14 @@ def dummy_weights(settings: Any) -> bool:
     return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
 
 
-def draft_folder(settings: Any) -> str:
-    """The local folder of the draft checkpoint, fetched from the hub if it is no path. Raises ConfigError."""
-    path = settings.speculative_draft_model_path
-    if Path(path).exists():
-        return path
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    wanted = ["*.json"] if dummy_weights(settings) else ["*.json", "*.safetensors"]
-    try:
-        return snapshot_download(path, revision=settings.speculative_draft_model_revision, allow_patterns=wanted)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"--speculative-draft-model-path: {path!r} is neither a folder here nor a draft that could be fetched from the hub ({error})"
-        ) from error
+def _folder(settings: Any) -> str:
+    """The local folder of the draft checkpoint. Raises ConfigError."""
+    return draft_folder(
+        "--speculative-draft-model-path",
+        settings.speculative_draft_model_path,
+        revision=settings.speculative_draft_model_revision,
+        weights=not dummy_weights(settings),
+    )
 
 
 def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
@@ -91,7 +84,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         logger.info("DFLASH: SGLang's built-in worker, as asked for by --speculative-dflash-worker builtin")
         return original(algorithm, server_args)
     settings = resolving_view(server_args)
-    folder = draft_folder(settings)
+    folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
     reason = unserved_setting(server_args, settings, folder)
     if reason is not None:
