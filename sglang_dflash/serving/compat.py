@@ -18,7 +18,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.runtime_context import get_model, get_parallel, get_spec, mamba_track_grid
+from sglang.srt.runtime_context import get_model, get_observability, get_parallel, get_serving, get_spec, mamba_track_grid
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -53,6 +53,7 @@ __all__ = [
     "grammar_mask",
     "has_penalties",
     "hold_for_this_stream",
+    "metric_labels",
     "physical_state_slots",
     "plain_step_logits",
     "recurrent_kind",
@@ -99,6 +100,17 @@ def tensor_parallel() -> TensorParallel:
         return group.all_gather(x[None].contiguous(), dim=0)
 
     return TensorParallel(group.rank_in_group, group.world_size, group.all_reduce, all_gather)
+
+
+def metric_labels() -> dict[str, Any] | None:
+    """Labels of this process's series in /metrics; None where it has none: without --enable-metrics, and on all ranks but the first."""
+    parallel, observed = get_parallel(), get_observability()
+    if not observed.enable_metrics or parallel.tp_rank > 0:
+        return None
+    labels = {"model_name": get_serving().served_model_name, "tp_rank": parallel.tp_rank}
+    if parallel.dp_rank is not None:
+        labels["dp_rank"] = parallel.dp_rank
+    return {**labels, **(observed.extra_metric_labels or {})}
 
 
 def vocabulary_shard(lm_head: Any) -> tuple[Tensor, int]:

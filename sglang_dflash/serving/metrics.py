@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+
+class PrometheusCounters:
+    """The same in `/metrics`, beside SGLang's own series and with its labels: rates of counters, so that any interval can be asked."""
+
+    def __init__(self, labels: Mapping[str, Any], block_size: int) -> None:
+        # To be imported when SGLang has said where its processes meet.
+        from prometheus_client import Counter
+
+        def counter(name: str, what: str, *more: str) -> Any:
+            return Counter(f"sglang_dflash_{name}", what, [*labels, *more])
+
+        self._steps = counter("verify_steps", "Verify steps, one per request and forward.").labels(**labels)
+        self._tokens = counter("committed_tokens", "Tokens that verify steps committed, bonus tokens included.").labels(**labels)
+        accepted = counter("accepted_drafts", "Verify steps in which the drafted token at this position was accepted.", "position")
+        self._accepted = [accepted.labels(**labels, position=position) for position in range(1, block_size)]
+
+    def add(self, accepted_drafts: list[int]) -> None:
+        self._steps.inc(len(accepted_drafts))
+        self._tokens.inc(len(accepted_drafts) + sum(accepted_drafts))
+        for position in range(max(accepted_drafts, default=0)):
+            self._accepted[position].inc(sum(n > position for n in accepted_drafts))
 
 
 @dataclass
@@ -14,6 +36,7 @@ class AcceptanceCounts:
     """How many drafted tokens verify steps accepted, counted on the host from what the scheduler reads anyway."""
 
     block_size: int
+    prometheus: PrometheusCounters | None = None
     by_length: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -22,6 +45,8 @@ class AcceptanceCounts:
     def add(self, accepted_drafts: list[int]) -> None:
         for n in accepted_drafts:
             self.by_length[n] += 1
+        if self.prometheus is not None:
+            self.prometheus.add(accepted_drafts)
 
     def report(self) -> dict[str, Any]:
         """Steps, mean acceptance length (tokens committed per step, bonus included), and the share accepted by position."""

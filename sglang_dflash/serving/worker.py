@@ -22,7 +22,7 @@ from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import argmax_of_shards
 from sglang_dflash.core.verify import Accepted
 from sglang_dflash.serving import budget, compat
-from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes
+from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, PrometheusCounters
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.target_tokens import TargetTokens
@@ -68,7 +68,9 @@ class DFlashWorker(compat.BaseSpecWorker):
         if self.options.window is not None:
             token_bytes = math.prod(model.kv_shape) * self._kv_dtype.itemsize
             budget.draft_kv.bounded_bytes = self.options.draft_kv_slots(self._max_running_requests) * token_bytes
-        self.counts, self.times = AcceptanceCounts(self.block_size), PhaseTimes()
+        labels = compat.metric_labels()
+        prometheus = None if labels is None else PrometheusCounters(labels, self.block_size)
+        self.counts, self.times = AcceptanceCounts(self.block_size, prometheus), PhaseTimes()
         self.rollback = make_rollback(self.options.recurrent_rollback, runner, self.block_size)
         self._warn_of_long_contexts(runner.model_config.context_len)
 
