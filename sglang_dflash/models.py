@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sglang_dflash.facts import Pair, collection, shipped
 from sglang_dflash.inspection import inspect_draft
@@ -28,14 +28,20 @@ with its published weights here.
 
 """
 COLUMNS = ("target", "hybrid", "draft", "block", "draft layers", "mask token", "served by", "facts")
+README_COLUMNS = ("target", "hybrid", "draft", "block", "draft layers", "served by")
 
 
 def page() -> str:
     """The whole of docs/models.md."""
-    lines = [_line(COLUMNS), _line(["---"] * len(COLUMNS))]
-    lines += [_line(row) for pair in collection().pairs for row in _rows(pair)]
     announced = ", ".join(collection().announced)
-    return HEAD + "\n".join(lines) + f"\n\nAnnounced, and not seen: {announced}.\n"
+    return f"{HEAD}{table(COLUMNS)}\n\nAnnounced, and not seen: {announced}.\n"
+
+
+def table(columns: tuple[str, ...]) -> str:
+    """A row per published draft, with those of `COLUMNS`; README.md has it with `README_COLUMNS`."""
+    at = [COLUMNS.index(column) for column in columns]
+    rows = [row for pair in collection().pairs for row in _rows(pair)]
+    return "\n".join(_line([row[i] for i in at]) for row in [COLUMNS, ("---",) * len(COLUMNS), *rows])
 
 
 def _rows(pair: Pair) -> Iterator[tuple[str, ...]]:
@@ -59,7 +65,7 @@ def _cell(value: object) -> str:
     return "not seen" if value is None else str(value)
 
 
-def _line(cells: tuple[str, ...] | list[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 

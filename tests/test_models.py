@@ -10,7 +10,7 @@ import pytest
 from sglang_dflash.config import DraftConfig, UnsupportedDraft
 from sglang_dflash.facts import Pair, collection, shipped
 from sglang_dflash.facts.target import TargetGeometry
-from sglang_dflash.models import COLUMNS, page
+from sglang_dflash.models import COLUMNS, README_COLUMNS, page, table
 
 DOCS = Path(__file__).parent.parent / "docs"
 ROWS = [
@@ -73,3 +73,7 @@ def test_hybrid_is_what_transformers_and_the_geometry_say(pair: Pair) -> None:
 def test_the_page_links_to_what_exists() -> None:
     for link in re.findall(r"\]\(([^)]+)\)", (DOCS / "models.md").read_text()):
         assert (DOCS / link).exists(), link
+
+
+def test_the_readme_has_the_table() -> None:
+    assert table(README_COLUMNS) in (DOCS.parent / "README.md").read_text()

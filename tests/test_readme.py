@@ -122,6 +122,18 @@ def test_the_readmes_draft_kv_figures_are_those_of_the_results() -> None:
         assert str(figure) in README, figure
 
 
+def test_the_readmes_comparison_is_the_committed_one() -> None:
+    folder = ROOT / "benchmarks/results/bench_dense_cpu"
+    result = json.loads((folder / "results.json").read_text())
+    assert result["identical"] is True and result["arms"] == ["ar", "dflash", "builtin"] and (folder / "throughput.png").is_file()
+    assert f"`{result['command']}`" in README
+    for dataset in result["prompts"]:
+        for arm in result["arms"]:
+            rows = [row for row in result["rows"] if (row["dataset"], row["arm"]) == (dataset, arm)]
+            cells = " | ".join(f"{row['output_tok_s']} ({row['ratio']}x)" for row in rows)
+            assert f"| {dataset}, {arm} | {cells} | {rows[0]['acceptance_length'] or '-'} |" in README
+
+
 def test_the_readmes_hybrid_figures_are_those_of_the_results() -> None:
     demo, overhead, memory = (
         json.loads((ROOT / f"benchmarks/results/{name}_cpu.json").read_text())
