@@ -312,6 +312,8 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     simulation = {"SGLANG_SIMULATE_ACC_LEN": "3", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
     assert [server.env for server in Started.made] == [{}, simulation, simulation]
     assert all(server.args[server.args.index("--load-format") + 1] == "dummy" for server in Started.made)
+    # Three side by side share the memory; an embedded pair's are small by themselves.
+    assert {server.args[server.args.index("--mem-fraction-static") + 1] for server in Started.made} == {"0.200"}
 
 
 def test_only_simulation_excuses_outputs_that_differ(
@@ -323,7 +325,7 @@ def test_only_simulation_excuses_outputs_that_differ(
     code, out, _ = started_here(monkeypatch, tmp_path, capsys, "--simulated-acceptance", "8")
     missed = "simulated acceptance: not reached by dflash; the table says what was"
     assert code == 0 and out.splitlines()[:2] == [SIMULATED.replace("at 3", "at 8"), missed]
-    assert not any("--load-format" in server.args for server in Started.made)
+    assert not any({"--load-format", "--mem-fraction-static"} & set(server.args) for server in Started.made)
 
 
 def test_a_simulation_that_nobody_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from sglang_dflash.bench.settings import BLOCK_KINDS, Settings
 from sglang_dflash.config import ConfigError, DraftConfig, UnsupportedDraft
 
 _SIMULATION = "SGLANG_SIMULATE_ACC_"
+# Share of the memory that servers side by side take for weights and KV, all together; the rest is for what runs beside.
+MEMORY_SHARED = 0.6
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ def flags(settings: Settings, kind: str, accelerator: bool, block_size: int | No
         target, draft = settings.target, settings.draft
         common = ["--model-path", target, *([] if accelerator else ["--sleep-on-idle"])]
         common += ["--load-format", "dummy"] if settings.random_weights else []
+        if settings.servers_at_once > 1:
+            # Each would take almost all of the memory for itself.
+            common += ["--mem-fraction-static", f"{MEMORY_SHARED / settings.servers_at_once:.3f}"]
     speculation = {
         "ar": [],
         "dflash": ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft],

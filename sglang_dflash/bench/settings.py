@@ -130,6 +130,11 @@ class Settings:
             raise ConfigError(f"--simulated-acceptance: {length:g}; a verify step of block size {size} commits at most {size} tokens")
 
     @property
+    def servers_at_once(self) -> int:
+        """Servers of a resolved comparison that share the machine's memory."""
+        return 1 if self.in_turn else sum(max(1, len(self.block_size)) if kind in BLOCK_KINDS else 1 for kind in self.arm)
+
+    @property
     def random_weights(self) -> bool:
         """Whether the servers read no weights: a given pair need not have any where the acceptance is simulated."""
         chosen = any(flag.partition("=")[0] == "--load-format" for flag in self.server_flags)
