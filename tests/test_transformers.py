@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash.config import ConfigError, Options
 from sglang_dflash.core.drafter import Drafter
@@ -51,6 +51,22 @@ def test_greedy_is_generates_output(target: Qwen3ForCausalLM, draft: DraftModel,
         out = spec_generate(draft, target, ids, 50, options=options, on_tokens=streamed.extend)
         assert out.tokens == expected == streamed
         assert sum(out.committed) >= 49
+
+
+def test_a_llama_target_as_in_the_published_example(draft: DraftModel) -> None:
+    """Llama 3.1's layers: no norms on queries and keys, a head of its own, and its rotary scaling."""
+    torch.manual_seed(6)
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        tie_word_embeddings=False, eos_token_id=None, bos_token_id=None, rope_parameters={**rope, "original_max_position_embeddings": 8192},
+    )  # fmt: skip
+    target = LlamaForCausalLM(config).eval()
+    for parameter in target.parameters():
+        torch.nn.init.normal_(parameter, std=0.5 if parameter.ndim == 2 else 1.0)
+    ids = torch.randint(0, 64, (1, 30))
+    expected = target.generate(ids, max_new_tokens=50, do_sample=False)[0, 30:].tolist()
+    assert spec_generate(draft, target, ids, 50).tokens == expected and len(set(expected)) > 5
 
 
 def test_it_stops_after_the_first_stop_token(target: Qwen3ForCausalLM, draft: DraftModel) -> None:

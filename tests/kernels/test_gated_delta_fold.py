@@ -14,9 +14,9 @@ from sglang_dflash.core import gated_delta
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # key heads, value heads, key dim, value dim, conv width, block
 SHAPES = {
-    "demo": (3, 6, 32, 32, 4, 8),
+    "demo": (3, 6, 32, 32, 4, 4),
     "one-head": (1, 1, 16, 16, 4, 3),
-    "wide-values": (2, 4, 16, 48, 3, 5),
+    "wide-values": (2, 4, 16, 48, 3, 3),
     "odd-keys": (1, 2, 24, 40, 2, 4),
 }
 

@@ -29,7 +29,8 @@ def post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
     return response
 
 
-def ask(server: Server, text: str, more: dict[str, Any] | None = None, **sampling: Any) -> dict[str, Any]:
+def ask(server: Server, text: str, more: dict[str, Any] | None = None, **sampling: Any) -> Any:
+    """The answer, or the list of them where several are asked for."""
     return post(server, "generate", {"text": text, "sampling_params": {**GREEDY, **sampling}, **(more or {})}).json()
 
 
@@ -100,6 +101,12 @@ def penalties(server: Server) -> Answers:
     several = {"frequency_penalty": 0.4, "presence_penalty": 0.6, "min_new_tokens": 25, "logit_bias": {"77": 2.0}, "ignore_eos": False}
     ways = [*workload.PENALTIES, several]
     return together(lambda i=i, t=t: ask(server, t, **ways[i % len(ways)]) for i, t in enumerate(PROMPTS["demo"][:8]))
+
+
+def choices(server: Server) -> Answers:
+    """Several answers to one prompt: greedy, and drawn among likely tokens where that leaves no choice."""
+    jobs = [(t, k) for t in PROMPTS["demo"][:2] for k in ({"n": 3}, {"n": 2, "temperature": 0.8, "top_k": 1})]
+    return [answer for several in together(lambda t=t, k=k: ask(server, t, **k) for t, k in jobs) for answer in several]
 
 
 def earliest_stops(server: Server) -> Answers:
@@ -235,7 +242,7 @@ WITH, WITHOUT = "features-dflash", "features-dflash-no-overlap"
 _BOTH = (grammars, hidden_states, sessions, mixed_chunks)
 # What each configuration is asked for: both kinds of scheduling where they differ.
 ASKED: dict[str, tuple[Callable[[Server], Answers], ...]] = {
-    WITH: (*_BOTH, logprobs, biases, earliest_stops, stops, processors, priorities, aborts, adapters, worker),
+    WITH: (*_BOTH, choices, logprobs, biases, earliest_stops, stops, processors, priorities, aborts, adapters, worker),
     WITHOUT: (*_BOTH, penalties, processors_of_history),
 }
 ASKED["features-plain"] = tuple(dict.fromkeys(one for asked in ASKED.values() for one in asked if one is not worker))

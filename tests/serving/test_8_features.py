@@ -61,8 +61,8 @@ def drafts_accepted(answers: Answers) -> list[bool]:
 
 # Whose answers are compared token by token here; of the others, more is asked below.
 SAME = (
-    asked.grammars, asked.logprobs, asked.biases, asked.penalties, asked.earliest_stops, asked.stops, asked.processors, asked.priorities,
-    asked.sessions, asked.mixed_chunks, asked.adapters,
+    asked.grammars, asked.choices, asked.logprobs, asked.biases, asked.penalties, asked.earliest_stops, asked.stops, asked.processors,
+    asked.priorities, asked.sessions, asked.mixed_chunks, asked.adapters,
 )  # fmt: skip
 
 
