@@ -53,7 +53,12 @@ class Server:
 
     def __enter__(self) -> Server:
         self.start()
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:
+            # Ctrl-C too: without `__exit__` nobody else would end it.
+            self.stop()
+            raise
         return self
 
     def start(self) -> None:
