@@ -29,6 +29,7 @@ _config = json.loads((SHORT_DRAFT / "config.json").read_text())
 CONFIG_ONLY = Path(_FOLDER.name) / "config-only"
 shutil.copytree(PAIR.target.parent, CONFIG_ONLY, ignore=shutil.ignore_patterns("*.safetensors"))
 WINDOW = ["--speculative-dflash-draft-window-size", "96", "--speculative-draft-sink-size", "4"]
+FEW_SLOTS = ["--speculative-dflash-draft-kv-tokens", "150"]
 CHAT_WINDOW = 512
 CHATS = [*BASE, *DFLASH, "--speculative-draft-window-size", str(CHAT_WINDOW), "--max-running-requests", "8"]
 # A tenth of the default: 2 * 8 * (512 + 8) / 10.
@@ -66,7 +67,7 @@ CONFIGURATIONS = {
     "page16-window": [*BASE, *DFLASH[:-1], str(SHORT_DRAFT), *WINDOW, "--page-size", "16", "--chunked-prefill-size", "256"],
     "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
     # A quarter of the KV, far too little draft KV, and SGLang's own test switch that retracts requests every 25 steps.
-    "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, "--speculative-dflash-draft-kv-tokens", "150", "--max-running-requests", "8"],
+    "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, *FEW_SLOTS, "--max-running-requests", "8", "--enable-metrics"],
     "hybrid-plain": [*HYBRID_BASE, str(HYBRID)],
     "hybrid-plain-no-buffer": [*HYBRID_BASE, str(HYBRID), *CACHED["no-buffer"]],
     **{
@@ -123,8 +124,15 @@ ENVIRONMENT = {
     "simulated": {"SGLANG_SIMULATE_ACC_LEN": "3.5", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"},
     "tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
 }
-# SGLang reads these environments when it is imported: too late for a fork.
+# SGLang reads these environments when it is imported, and prometheus_client its folder: too late for a fork.
 READ_ON_IMPORT = ("tight",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker has all the servers, one after another; the others have what needs none."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("servers"))
 
 
 class Running:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serving import workload
 from tests.serving.conftest import Running
@@ -20,22 +21,18 @@ def test_there_are_at_least_sixty_prompts() -> None:
     assert sum(map(len, workload.prompts().values())) >= 60
 
 
-@pytest.mark.parametrize("name", ["dflash", "page16-no-overlap", "tight", "page16-window"])
+@pytest.mark.parametrize("name", ["dflash", "page16-no-overlap", "page16-window"])
 def test_outputs_are_those_of_plain_decoding(name: str, plain: Any, answers: Any, running: Running) -> None:
     got = answers(name)
     workload.assert_same_outputs(got, plain)
     report = running.get(name).dflash()
     assert report["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
-    if name != "tight":
-        # A drafter that is never right would pass the comparison, too.
-        assert workload.acceptance_length(got["demo"]) > 2
-        # Pages of 16 round what is cached; the plain server has pages of 1.
-        cached = [a["meta_info"]["cached_tokens"] for a in got["shared prefix"]]
-        assert cached == [a["meta_info"]["cached_tokens"] for a in plain["shared prefix"]] or name.startswith("page16")
-        assert sum(c > 200 for c in cached) == 12
-    else:
-        assert sum(a["meta_info"]["num_retractions"] for kind in got.values() for a in kind) > 0
-        assert report["draft_kv_slots"] == 150
+    # A drafter that is never right would pass the comparison, too.
+    assert workload.acceptance_length(got["demo"]) > 2
+    # Pages of 16 round what is cached; the plain server has pages of 1.
+    cached = [a["meta_info"]["cached_tokens"] for a in got["shared prefix"]]
+    assert cached == [a["meta_info"]["cached_tokens"] for a in plain["shared prefix"]] or name.startswith("page16")
+    assert sum(c > 200 for c in cached) == 12
 
 
 def test_penalised_requests_are_plain_decodings(plain: Any, answers: Any) -> None:
@@ -77,3 +74,32 @@ def test_a_flush_forgets_the_draft_kv(running: Running) -> None:
     assert server.dflash()["draft_kv_live_share"] > 0
     assert requests.post(f"{server.url}/flush_cache", timeout=60).ok
     assert server.dflash()["draft_kv_live_share"] == 0
+
+
+def test_requests_that_are_retracted_again_and_again(plain: Any, answers: Any, running: Running) -> None:
+    got = answers("tight")
+    workload.assert_same_outputs(got, plain)
+    assert sum(a["meta_info"]["num_retractions"] for kind in got.values() for a in kind) > 0
+    assert running.get("tight").dflash()["draft_kv_slots"] == 150
+
+
+def test_prometheus_series_are_the_workers_counts(running: Running) -> None:
+    server = running.get("tight")
+    server.generate("def f(", temperature=0, max_new_tokens=40, ignore_eos=True)
+    report, series = server.dflash(), requests.get(f"{server.url}/metrics", timeout=60).text
+    steps, tokens = (total(series, f"sglang_dflash_{name}_total") for name in ("verify_steps", "committed_tokens"))
+    assert steps == report["verify_steps"] > 5 and round(tokens / steps, 4) == report["acceptance_length"]
+    for position, share in enumerate(report["acceptance_by_position"], 1):
+        assert round(total(series, "sglang_dflash_accepted_drafts_total", position=position) / steps, 4) == share
+
+
+def total(series: str, name: str, **labels: int) -> float:
+    """Of the one sample with that name and those labels."""
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(series)
+        for sample in family.samples
+        if sample.name == name and all(sample.labels.get(label) == str(value) for label, value in labels.items())
+    ]
+    assert len(found) == 1, (name, labels, found)
+    return found[0]
