@@ -128,6 +128,7 @@ ENVIRONMENT = {
 READ_ON_IMPORT = ("tight",)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker has all the servers, one after another; the others have what needs none."""
     for item in items:
