@@ -6,4 +6,4 @@ cd "$root"
 # As the plain-CPU platform does: a core that the threads of small matrix products spin on is taken from the processes beside.
 cores="$(getconf _NPROCESSORS_ONLN)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 1 ? cores - 1 : 1))}"
-exec python -W ignore -m pytest -n 2 --dist loadgroup "$@"
+exec python -W ignore -m pytest -n 2 "$@"

@@ -20,6 +20,22 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 
+# Start SGLang servers: all in one worker, one after another.
+WITH_SERVERS = ("tests/serving/", "tests/test_bench.py::test_two_real_servers")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers (`-n 2`) the tests that need no server run beside those that do."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWithServers(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "servers" if nodeid.startswith(WITH_SERVERS) else nodeid
+
+    return OneWithServers(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

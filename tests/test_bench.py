@@ -365,7 +365,6 @@ def test_a_refusing_or_breaking_server_is_named(tmp_path: Path, capsys: pytest.C
 # ---- for real
 
 
-@pytest.mark.xdist_group("servers")
 def test_two_real_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
 

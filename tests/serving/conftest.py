@@ -128,14 +128,6 @@ ENVIRONMENT = {
 READ_ON_IMPORT = ("tight",)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker has all the servers, one after another; the others have what needs none."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("servers"))
-
-
 class Running:
     """At most one server is alive: two would measure and disturb each other on a small machine."""
 
