@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite in .venv: bash launch/test.sh [pytest arguments]. Two workers: one with the servers, one with what needs none.
+# The whole test suite in .venv: bash launch/test.sh [pytest arguments]. In two processes (see tests/conftest.py).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" "[dev]"
 cd "$root"

@@ -20,20 +20,23 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 
-# Start SGLang servers: all in one worker, one after another.
-WITH_SERVERS = ("tests/serving/", "tests/test_bench.py::test_two_real_servers")
+# Tests that start SGLang servers, in two parts that share none; the first part that fits has a test.
+SERVERS = {
+    "recurrent targets and features": ("tests/serving/test_7", "tests/serving/test_8", "tests/test_bench.py::test_two_real_servers"),
+    "all others": ("tests/serving/",),
+}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers (`-n 2`) the tests that need no server run beside those that do."""
+    """With several workers (`-n 2`) a part's servers run one after another, and tests without servers wherever there is time."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWithServers(LoadScopeScheduling):
+    class ByServers(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "servers" if nodeid.startswith(WITH_SERVERS) else nodeid
+            return next((part for part, tests in SERVERS.items() if nodeid.startswith(tests)), nodeid)
 
-    return OneWithServers(config, log)
+    return ByServers(config, log)
 
 
 @pytest.fixture(autouse=True)

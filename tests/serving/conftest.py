@@ -129,7 +129,7 @@ READ_ON_IMPORT = ("tight",)
 
 
 class Running:
-    """At most one server is alive: two would measure and disturb each other on a small machine."""
+    """At most one server is alive per test process: a machine with two cores has room for two."""
 
     def __init__(self) -> None:
         self.name, self.server, self.nursery = "", None, Nursery()
