@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 # Tests that start SGLang servers, in two parts that share none; the first part that fits has a test.
 SERVERS = {
-    "recurrent targets and features": ("tests/serving/test_7", "tests/serving/test_8", "tests/test_bench.py::test_two_real_servers"),
+    "recurrent targets, features and bench": ("tests/serving/test_7", "tests/serving/test_8"),
     "all others": ("tests/serving/",),
 }
 
