@@ -108,19 +108,19 @@ class Replay:
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         slots = compat.recurrent_slots(self._runner)[: len(lengths)].long()
         rows = torch.arange(len(lengths), device=lengths.device)
+        # Stacked anew every time, for a running server's weights may be replaced.
+        layers = compat.recurrent_layers([self._layers[i] for i in range(len(self._layers))])
         if checkpoints is not None:
             # Which are due is known on the device alone: asking would make the host wait for it at every step.
             due = (checkpoints.steps >= 0) & (checkpoints.slots >= 0)
             to = compat.physical_state_slots(self._runner, checkpoints.slots.clamp(min=0))
-            self._write(rows, slots, to.where(due, -1), checkpoints.steps + 1)
-        self._write(rows, slots, slots, lengths)
+            self._write(layers, rows, slots, to.where(due, -1), checkpoints.steps + 1)
+        self._write(layers, rows, slots, slots, lengths)
 
-    def _write(self, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor) -> None:
+    def _write(self, layers: RecurrentLayers, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor) -> None:
         """Into slots `target` of every layer's pool, unless negative: the state and the convolution's window after `lengths` tokens."""
         cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
         windows = cache.intermediate_conv_window[0]  # [L, R, B, C, W - 1], the last inputs after every block position
-        # Stacked anew every time, for a running server's weights may be replaced.
-        layers = compat.recurrent_layers([self._layers[i] for i in range(len(self._layers))])
         kept = VerifyInputs(self._windows, windows[..., -1], *self._gates)
         self._fold(layers, cache.temporal, kept, rows, source, target, lengths)
         cache.conv[0][:, target.clamp(min=compat.UNREAD_SLOT)] = windows[:, rows, lengths - 1]
