@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,9 @@ from tests.serving.conftest import CACHED, HYBRID, HYBRID_BASE, HYBRID_DFLASH, H
 
 NEW_TOKENS, BLOCK_SIZE = 40, 8
 TURNS = 3
+# Logits by which the likeliest token leads everywhere. Rounding moves them by 1e-5, differently on every machine and in every batch:
+# a closer decision would be a test of the machine.
+CLEAR = 5e-5
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +40,11 @@ def hybrid_pairs() -> None:
 
 
 def prompts() -> list[list[int]]:
-    """64 prompts: short ones, ones around the 64-token chunk of prefill, long ones, and ones that share a prefix of 300 tokens."""
-    rng = random.Random(1)
+    """64 prompts: short ones, ones around the 64-token chunk of prefill, long ones, and ones that share a prefix of 300 tokens.
+
+    Of those seeds tried, here and for the chats, these make no two tokens equally likely: see CLEAR.
+    """
+    rng = random.Random(4)
     lengths = [1, 2, 5, 17, 40, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 300] * 3
     alone = [[rng.randrange(1000) for _ in range(n)] for n in lengths]
     trunk = [rng.randrange(1000) for _ in range(300)]
@@ -55,7 +62,7 @@ def ask(server: Server) -> tuple[Answers, Answers]:
 
     def chat(index: int) -> Answers:
         """Every turn comes back with the one before in front: its states were kept while that was being decoded."""
-        rng, text, done = random.Random(index), [], []
+        rng, text, done = random.Random(50 + index), [], []
         for _ in range(TURNS):
             text = text + [rng.randrange(1000) for _ in range(30 + 7 * index)]
             done.append(one(text))
@@ -92,15 +99,17 @@ def plain(running: Running, hybrid_pairs: None) -> Any:
 
 @pytest.mark.parametrize("name", ["hybrid-plain", "hybrid-moe-plain"])
 def test_plain_decoding_is_that_of_transformers(name: str, plain: Any) -> None:
-    """The CPU platform's own layers, dense and with experts: every token is the one that Transformers finds likeliest."""
+    """The CPU platform's own layers, dense and with experts: every token is the one that Transformers finds likeliest, clearly."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(HYBRID_MOE if "moe" in name else HYBRID, dtype=torch.float32)
-    for prompt, answer in plain(name)[0][:16]:
+    for prompt, answer in itertools.chain(*plain(name)):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + answer["output_ids"]])).logits[0]
-        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer["output_ids"]
+            logits = model(torch.tensor([prompt + answer["output_ids"]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer["output_ids"]
+        best, second = logits.topk(2).values.unbind(-1)
+        assert (best - second).min() > CLEAR
 
 
 @pytest.mark.parametrize("kept", CACHED)
@@ -161,14 +170,14 @@ def assert_mixed(name: str) -> None:
     assert any(step == {1} for step in steps) and any(step == {BLOCK_SIZE} for step in steps)
 
 
-def assert_same_states(name: str, parts: tuple[str, ...] = ("temporal", "conv")) -> None:
+def assert_same_states(name: str, parts: tuple[str, ...] = ("temporal", "conv"), requests: int = 80) -> None:
     """Wherever both servers stood at the same length of the same request, its slot held the same state (the first rank's)."""
     import torch
 
     ours, plain = ({path.name: path for path in shown_by(n).glob("*.pt")} for n in (name, "hybrid-plain"))
     both = sorted(set(ours) & set(plain))
     # 64 prompts and 18 turns of 40 new tokens, at four or five tokens a step.
-    assert len({file.split("-")[0] for file in both}) >= 80 and len(both) >= 6 * 80
+    assert len({file.split("-")[0] for file in both}) >= requests and len(both) >= 6 * requests
     for file in both:
         got, expected = torch.load(ours[file]), torch.load(plain[file])
         for part in parts:
@@ -202,5 +211,6 @@ def test_a_rollback_that_forgets_a_token_is_found(plain: Any, running: Running) 
     name = "hybrid-broken"
     answers = ask(running.get(name))
     assert outputs(answers[0]) != outputs(reference[0])
-    with pytest.raises(AssertionError):
-        assert_same_states(name)
+    with pytest.raises(AssertionError, match="is off by"):
+        # Where an answer differs, the chat's next turn is another request: no more than the 64 prompts and 6 first turns are sure.
+        assert_same_states(name, requests=70)
