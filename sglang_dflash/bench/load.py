@@ -157,12 +157,20 @@ class OpenAI:
 Endpoint = SGLang | OpenAI
 
 
+def _check_real(url: str, states: list[dict[str, Any]]) -> None:
+    """Refuse a server that accepts by decree, by what our worker reports of itself; other workers do not tell."""
+    lengths = {(state.get("dflash") or {}).get("simulated_acceptance") for state in states} - {None}
+    if lengths:
+        raise RequestFailed(f"{url}: simulates an acceptance of {lengths.pop():g}; restart it without SGLANG_SIMULATE_ACC_LEN")
+
+
 def endpoint(url: str) -> Endpoint:
-    """What serves at that address. Raises RequestFailed where nothing of the two does."""
+    """What serves at that address. Raises RequestFailed where nothing of the two does, or where its outputs are nobody's."""
     url = url.rstrip("/").removesuffix("/v1")
     try:
         info = requests.get(f"{url}/server_info", timeout=60)
         if info.ok and "internal_states" in info.json():
+            _check_real(url, info.json()["internal_states"])
             return SGLang(url)
         models = requests.get(f"{url}/v1/models", timeout=60)
         models.raise_for_status()

@@ -34,7 +34,7 @@ CHAT_WINDOW = 512
 CHATS = [*BASE, *DFLASH, "--speculative-draft-window-size", str(CHAT_WINDOW), "--max-running-requests", "8"]
 # A tenth of the default: 2 * 8 * (512 + 8) / 10.
 TENTH = ["--speculative-dflash-draft-kv-tokens", "832"]
-# As much of the memory as the server finds, so that its own sizing shows.
+# As much of the memory as the server finds (see sized_server), so that its own sizing shows.
 SIZED = [*BASE[:-2], "--mem-fraction-static", "0.2"]
 # Written by the hybrid tests: random targets with recurrent layers, dense and with experts, and a draft for both.
 HYBRID, HYBRID_MOE, HYBRID_DRAFT = (Path(_FOLDER.name) / name for name in ("hybrid", "hybrid-moe", "hybrid-draft"))
@@ -97,7 +97,11 @@ CONFIGURATIONS = {
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],
 }
 HYBRIDS = [name for name in CONFIGURATIONS if name.startswith("hybrid-")]
-MODULES = {"lossy": "tests.serving.lossy_server", **dict.fromkeys(HYBRIDS, "tests.serving.oracle_server")}
+MODULES = {
+    "lossy": "tests.serving.lossy_server",
+    "seeded-plain": "tests.serving.sized_server",
+    **dict.fromkeys(HYBRIDS, "tests.serving.oracle_server"),
+}
 
 
 def shown_by(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""`sglang.launch_server` whose draft KV cache loses a random half of its entries before every proposal.
+"""`sglang.launch_server` whose draft KV cache loses a random half of its entries before every proposal, sized as in sized_server.
 
 A module for the nursery to run (see nursery.py): what it changes is inherited by the scheduler process.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.core.kv_cache import DraftKVCache
+from tests.serving import sized_server  # noqa: F401
 
 _gather = DraftKVCache.gather
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_dflash.bench import load
 from sglang_dflash.core.weights import load_model
 from sglang_dflash.transformers import spec_generate
 from tests.serving import workload
@@ -41,3 +42,5 @@ def test_a_simulated_acceptance_needs_no_weights(running: Running) -> None:
     answers = [server.generate("def f(", temperature=0, max_new_tokens=200, ignore_eos=True)["meta_info"] for _ in range(4)]
     assert all(answer["completion_tokens"] == 200 for answer in answers)
     assert 3.2 < server.dflash()["acceptance_length"] < 3.8
+    with pytest.raises(load.RequestFailed, match=r"simulates an acceptance of 3\.5; restart it without"):
+        load.endpoint(server.url)

@@ -83,5 +83,5 @@ def test_a_bounded_cache_leaves_the_memory_to_the_target(running: Running) -> No
     # 6 layers, K and V, 2 kv heads of 64, float32.
     token_bytes = 6 * 2 * 2 * 64 * 4
     assert ours * token_bytes > 0.95 * (ours * token_bytes + report["draft_kv_bytes"])
-    # One draft slot per target token would leave two thirds; what else runs on the machine moves both servers' memory a little.
-    assert 0.85 < ours / kv_tokens(running.get("seeded-plain")) < 1.15
+    # One draft slot per target token would leave two thirds.
+    assert 0.95 < ours / kv_tokens(running.get("seeded-plain")) <= 1

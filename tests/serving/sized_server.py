@@ -1,0 +1,23 @@
+"""`sglang.launch_server` on a machine of 16 GiB that is all its own: how many KV tokens it finds room for depends on nobody else.
+
+A module for the nursery to run (see nursery.py): what it changes is inherited by the scheduler process.
+"""
+
+from __future__ import annotations
+
+import runpy
+
+import psutil
+from sglang.srt.utils import common
+
+GIB = 1 << 30
+
+
+def free_memory() -> int:
+    return 16 * GIB - psutil.Process().memory_info().rss
+
+
+common.get_free_cpu_memory = free_memory
+
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__")
