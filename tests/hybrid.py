@@ -15,7 +15,7 @@ SHAPE: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "max_position_embeddings": 8192, "eos_token_id": 1022, "pad_token_id": 1020, "tie_word_embeddings": False, "dtype": "float32",
     # At a request's first tokens a head's output, a product of two random vectors, can be nearly nothing. Normalising it with the usual
-    # 1e-6 magnifies the rounding of that product, up to sixty times; which tokens are hit depends on the machine and on the batches.
+    # 1e-6 magnifies its rounding, to ten times what it is elsewhere; which tokens are hit depends on the machine and on the batches.
     "rms_norm_eps": 1e-3,
 }  # fmt: skip
 
