@@ -47,6 +47,14 @@ def test_the_demo_script_hands_its_arguments_on() -> None:
     assert "--check" in shown and "--model" in shown
 
 
+def test_the_prompt_shown_is_one_that_the_pair_drafts_well(capsys: pytest.CaptureFixture[str]) -> None:
+    from sglang_dflash import cli
+
+    (command,) = commands("sglang-dflash generate")
+    assert cli.main([*command[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["acceptance_length"] > 4
+
+
 def test_the_file_map_names_what_exists() -> None:
     section = README.split("## Files")[1]
     for name in re.findall(r"^\| `([^`]+)`", section, re.M):

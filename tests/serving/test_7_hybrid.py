@@ -15,9 +15,9 @@ from tests.serving.conftest import CACHED, HYBRID, HYBRID_BASE, HYBRID_DFLASH, H
 
 NEW_TOKENS, BLOCK_SIZE = 40, 8
 TURNS = 3
-# Logits by which the likeliest token leads everywhere. Rounding moves them by 1e-5, differently on every machine and in every batch:
-# a closer decision would be a test of the machine.
-CLEAR = 5e-5
+# Logits by which the likeliest token leads everywhere. Between a block and single tokens rounding moves a logit by up to 3e-5, the best
+# and the second apart at worst; how far depends on the machine and the batch, of which a closer decision would be a test.
+CLEAR = 6e-5
 
 
 @pytest.fixture(scope="module")
