@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dflash.bench import settings as bench
-from sglang_dflash.bench.demo_models import demo_pair
-from sglang_dflash.config import ConfigError, Options
-from sglang_dflash.facts import look_up
-from sglang_dflash.inspection import DTYPE_BYTES, GIB, Serving, inspect
-from sglang_dflash.request import DTYPES, Request
+from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.checkpoint.published import look_up
+from sglang_dflash.core.options import Options
+from sglang_dflash.hf.arguments import DTYPES, Request
+from sglang_dflash.inspect_pair.inspection import DTYPE_BYTES, GIB, Serving, inspect
 
 # Options are checked under the server's names; these commands call them otherwise.
 OWN_FLAGS = {
@@ -132,7 +133,7 @@ def _generate(args: argparse.Namespace) -> None:
         temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
         options=Options(block_size=args.block_size, window=args.window), dtype=args.dtype, device=args.device,
     )  # fmt: skip
-    from sglang_dflash.generate import main as generate
+    from sglang_dflash.hf.generate import main as generate
 
     generate(request, as_json=args.json)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.config import DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.core.model import DraftModel
 
 if not torch.cuda.is_available():
@@ -22,8 +22,8 @@ if not torch.cuda.is_available():
 
 # Tests that start SGLang servers, in two parts that share none; the first part that fits has a test.
 SERVERS = {
-    "recurrent targets, features and bench": ("tests/serving/test_7", "tests/serving/test_8"),
-    "all others": ("tests/serving/",),
+    "recurrent targets, features and bench": ("tests/engine/test_hybrid", "tests/engine/test_features", "tests/engine/test_bench"),
+    "all others": ("tests/engine/",),
 }
 
 

@@ -66,7 +66,7 @@ def test_core_needs_torch_and_safetensors_only(path: Path) -> None:
 def test_plugin_and_flags_import_no_model_code() -> None:
     """Every SGLang process runs the plugin, `--help` included: it may not pull in torch code of ours or the worker."""
     code = (
-        "import sys, sglang_dflash.serving.plugin, sglang_dflash.serving.arguments, sglang_dflash.serving.budget;"
+        "import sys, sglang_dflash.serving.plugin, sglang_dflash.serving.arguments, sglang_dflash.serving.memory;"
         "assert 'torch' not in sys.modules and 'sglang' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

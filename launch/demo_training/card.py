@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from sglang_dflash.core.model import DraftModel
-from sglang_dflash.transformers import spec_generate
+from sglang_dflash.hf.generation import spec_generate
 
 from . import data
 from .target import next_token_loss

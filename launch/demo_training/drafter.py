@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sglang_dflash.config import DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.weights import save_model
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_dflash.bench.demo import server_args
-from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.load import Endpoint, SGLang, endpoint
 from sglang_dflash.bench.server import Server, together
 from sglang_dflash.bench.settings import BLOCK_KINDS, Settings
-from sglang_dflash.config import ConfigError, DraftConfig, UnsupportedDraft
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 
 _SIMULATION = "SGLANG_SIMULATE_ACC_"
 # Share of the memory that servers side by side take for weights and KV, all together; the rest is for what runs beside.

@@ -15,10 +15,10 @@ from sglang_dflash.bench import load, measure, picture, report
 from sglang_dflash.bench.arms import Arm, arms_of, opened
 from sglang_dflash.bench.datasets import Prompt, from_file, select
 from sglang_dflash.bench.datasets import load as load_dataset
-from sglang_dflash.bench.demo_models import demo_pair
 from sglang_dflash.bench.gate import OutputsDiffer, Runs, differences
 from sglang_dflash.bench.settings import Settings, default_cache
-from sglang_dflash.config import ConfigError
+from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.checkpoint.errors import ConfigError
 
 WARM_UP_TOKENS = 16
 
@@ -111,7 +111,7 @@ def encoder(settings: Settings, prompts: dict[str, list[Prompt]]) -> Callable[[P
         return lambda prompt, _said: prompt.turns[0]
     from transformers import AutoTokenizer
 
-    from sglang_dflash.transformers import chat_tokens
+    from sglang_dflash.hf.generation import chat_tokens
 
     tokenizer = AutoTokenizer.from_pretrained(source)
     thinking = None if settings.thinking is None else settings.thinking == "on"

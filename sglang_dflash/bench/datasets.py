@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench.demo_models import demo_pair
-from sglang_dflash.config import ConfigError
+from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.checkpoint.errors import ConfigError
 
 
 class Prompt(NamedTuple):

@@ -21,9 +21,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from sglang_dflash.bench.demo_models import DemoPair, demo_pair
 from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.server import Server
+from sglang_dflash.checkpoint.embedded import DemoPair, demo_pair
 
 PROMPTS, NEW_TOKENS = 12, 128
 

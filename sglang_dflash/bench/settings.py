@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.config import ConfigError
+from sglang_dflash.checkpoint.errors import ConfigError
 
 
 class Scale(NamedTuple):

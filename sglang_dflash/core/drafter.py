@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dflash.config import Options
-from sglang_dflash.core.attention import BlockAttention, context_positions, torch_block_attention, visibility
+from sglang_dflash.core.attention.reference import BlockAttention, context_positions, torch_block_attention, visibility
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.options import Options
 
 
 @dataclass(frozen=True)

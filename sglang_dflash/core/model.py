@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sglang_dflash.config import DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.rope import Rotary, rotate
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dflash.config import ConfigError
+from sglang_dflash.checkpoint.errors import ConfigError
 
 
 def _identity(x: Tensor) -> Tensor:

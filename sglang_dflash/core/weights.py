@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sglang_dflash.config import ConfigError, DraftConfig
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.rope import Rotary

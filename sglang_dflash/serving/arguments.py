@@ -7,7 +7,8 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.config import RECURRENT_ROLLBACKS, ConfigError, Options
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.options import RECURRENT_ROLLBACKS, Options
 
 logger = logging.getLogger(__name__)
 

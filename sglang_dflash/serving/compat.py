@@ -31,9 +31,9 @@ from sglang.srt.speculative.spec_utils import (
 )
 from torch import Tensor
 
-from sglang_dflash.core.gated_delta import RecurrentLayers
+from sglang_dflash.core.acceptance import Accepted, accept, accept_by_decree
 from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.verify import Accepted, accept, accept_by_decree
+from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers
 
 __all__ = [
     "BaseSpecWorker",

@@ -24,21 +24,21 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.platform_cpu import is_active
-    from sglang_dflash.serving import arguments, budget, features, metrics
+    from sglang_dflash.serving import arguments, memory, metrics, request_fixes
 
     add = HookRegistry.register
     add("sglang.srt.server_args.ServerArgs.add_cli_args", arguments.add_flags, HookType.AFTER)
     add("sglang.srt.server_args.ServerArgs.from_cli_args", arguments.keep_flags, HookType.AFTER)
     add("sglang.srt.arg_groups.speculative_hook.handle_speculative_decoding", _check_pair, HookType.BEFORE)
     add("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker", _create_worker, HookType.AROUND)
-    add("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget", budget.draft_kv.pool_config, HookType.AROUND)
-    add("sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash", budget.draft_kv.cell_size, HookType.AROUND)
-    add("sglang.srt.model_executor.pool_configurator._dflash_draft_cell_size", budget.draft_kv.draft_cell_size, HookType.AROUND)
-    features.register_hooks()
+    add("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget", memory.draft_kv.pool_config, HookType.AROUND)
+    add("sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash", memory.draft_kv.cell_size, HookType.AROUND)
+    add("sglang.srt.model_executor.pool_configurator._dflash_draft_cell_size", memory.draft_kv.draft_cell_size, HookType.AROUND)
+    request_fixes.register_hooks()
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
     add(state, metrics.add_report, HookType.AFTER)
     if is_active(current_platform):
-        from sglang_dflash.platform_cpu.hooks import register_hooks
+        from sglang_dflash.platform_cpu.torch_ops import register_hooks
 
         register_hooks()
     # Engine(**kwargs) builds its arguments right after the plugins are loaded.
@@ -49,12 +49,12 @@ def register() -> None:
 
 
 def _check_pair(server_args: Any) -> None:
-    from sglang_dflash.serving.select import check_pair
+    from sglang_dflash.serving.pairing import check_pair
 
     check_pair(server_args)
 
 
 def _create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
-    from sglang_dflash.serving.select import create_worker
+    from sglang_dflash.serving.pairing import create_worker
 
     return create_worker(original, algorithm, server_args)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dflash.config import Options
 from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.options import Options
 from sglang_dflash.serving import compat
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sglang_dflash.config import ConfigError
-from sglang_dflash.core import gated_delta
-from sglang_dflash.core.gated_delta import RecurrentLayers, VerifyInputs
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.recurrent import gated_delta
+from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers, VerifyInputs
 from sglang_dflash.serving import compat
 
 logger = logging.getLogger(__name__)

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_dflash.config import DraftConfig, Options
-from sglang_dflash.core.attention import block_attention
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.core.attention.reference import block_attention
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
 from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.options import Options
 from sglang_dflash.core.parallel import argmax_of_shards
-from sglang_dflash.core.verify import Accepted
-from sglang_dflash.serving import budget, compat
+from sglang_dflash.serving import compat, memory
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, PrometheusCounters
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
@@ -67,7 +68,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         self._max_running_requests = server_args.max_running_requests or 48
         if self.options.window is not None:
             token_bytes = math.prod(model.kv_shape) * self._kv_dtype.itemsize
-            budget.draft_kv.bounded_bytes = self.options.draft_kv_slots(self._max_running_requests) * token_bytes
+            memory.draft_kv.bounded_bytes = self.options.draft_kv_slots(self._max_running_requests) * token_bytes
         labels = compat.metric_labels()
         prometheus = None if labels is None else PrometheusCounters(labels, self.block_size)
         self.counts, self.times = AcceptanceCounts(self.block_size, prometheus), PhaseTimes()
@@ -103,7 +104,7 @@ class DFlashWorker(compat.BaseSpecWorker):
     ) -> None:
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
         cache = self._draft_kv_cache(token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size)
-        budget.draft_kv.bounded_bytes = 0
+        memory.draft_kv.bounded_bytes = 0
         self.drafter = Drafter(self._model, self._target_head(), cache, self.options, block_attention("torch"))
         self.target_tokens = TargetTokens(self.target_worker.model_runner.sampler)
         logger.info("DFLASH: %s", self.describe())
@@ -113,7 +114,7 @@ class DFlashWorker(compat.BaseSpecWorker):
         if self.options.window is not None:
             slots = self.options.draft_kv_slots(self._max_running_requests)
             # A bound that the target's pool does not exceed bounds nothing.
-            if budget.draft_kv.is_bounded and slots < target_slots:
+            if memory.draft_kv.is_bounded and slots < target_slots:
                 return DraftKVCache(slots, target_slots, shape, dtype, self.device)
         return IdentityDraftKVCache(target_slots, shape, dtype, self.device)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.config import Options
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.options import Options
 from sglang_dflash.core.weights import load_model, read_tensors, save_model
 from tests.conftest import random_model, raw_config
 from tests.core.reference import draft_block
@@ -116,8 +116,8 @@ def test_joined_context_projection_is_the_layers_own() -> None:
 
 
 def test_unknown_attention_op_is_refused_with_the_list() -> None:
-    from sglang_dflash.config import ConfigError
-    from sglang_dflash.core.attention import block_attention
+    from sglang_dflash.checkpoint.errors import ConfigError
+    from sglang_dflash.core.attention.reference import block_attention
 
     with pytest.raises(ConfigError, match=r"'fa9' is not known; choose one of \['torch'\]"):
         block_attention("fa9")

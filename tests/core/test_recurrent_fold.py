@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sglang_dflash.core.gated_delta import RecurrentLayers, VerifyInputs, fold_
+from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers, VerifyInputs, fold_
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, BLOCK, DEPTH = 2, 4, 8, 6, 4, 5, 3
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM

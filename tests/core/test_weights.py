@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.config import ConfigError, DraftConfig
-from sglang_dflash.core.attention import torch_block_attention
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.attention.reference import torch_block_attention
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel, argmax_of_shards
 from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, load_state, read_tensors, save_model, tensor_shapes

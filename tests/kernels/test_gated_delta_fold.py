@@ -8,8 +8,8 @@ import pytest
 import torch
 from dflash_kernels import gated_delta_fold
 
-from sglang_dflash.config import ConfigError
-from sglang_dflash.core import gated_delta
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.recurrent import gated_delta
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # key heads, value heads, key dim, value dim, conv width, block

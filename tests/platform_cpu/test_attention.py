@@ -12,8 +12,8 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
 from sglang_dflash.platform_cpu import PLATFORM, activate, attention
-from sglang_dflash.platform_cpu.hooks import assign_req_to_token, murmur_hash32
 from sglang_dflash.platform_cpu.kv_pool import speculative_cache_locs
+from sglang_dflash.platform_cpu.torch_ops import assign_req_to_token, murmur_hash32
 
 GROUPS, SHARED, DIM = 2, 3, 8
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
-from sglang_dflash.core import gated_delta as gdn
-from sglang_dflash.platform_cpu import gdn_hooks as ours
-from sglang_dflash.platform_cpu.hooks import conv_cache_in_model_dtype, note_model_dtype, pin_memory
+from sglang_dflash.core.recurrent import gated_delta as gdn
+from sglang_dflash.platform_cpu import gdn_ops as ours
+from sglang_dflash.platform_cpu.torch_ops import conv_cache_in_model_dtype, note_model_dtype, pin_memory
 
 HEADS, VALUE_HEADS, K, V, WIDTH = 2, 4, 16, 24, 4
 CHANNELS = 2 * HEADS * K + VALUE_HEADS * V
@@ -378,7 +378,7 @@ def test_every_hook_finds_its_target_and_has_its_arguments() -> None:
     code = """
 import inspect, pkgutil
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_dflash.platform_cpu import gdn_hooks, hooks
+from sglang_dflash.platform_cpu import gdn_ops, torch_ops
 hooks.register_hooks()
 # Slow to import, and no server with a draft starts without these.
 for target in [t for t in HookRegistry._hooks if ".model_runner." in t or ".models.dflash." in t]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.config import Options
 from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.options import Options
 from sglang_dflash.serving import compat
 from sglang_dflash.serving.prompt import PromptTokens, missing_tails
 

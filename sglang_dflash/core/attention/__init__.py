@@ -1,0 +1,1 @@
+"""Attention of a drafted block over its context and itself."""

@@ -1,0 +1,1 @@
+"""DFlash over a Hugging Face Transformers target, without a server."""

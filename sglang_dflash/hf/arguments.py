@@ -1,0 +1,49 @@
+"""What `sglang-dflash generate` was asked for: every knob, its default and its check. Standard library only: `--help` reads it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.options import Options
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how it is to be continued.
+
+    `target`, `draft`: folders or hub names. `max_new_tokens`: tokens at most. `temperature`: 0 is greedy. `top_k`: 0 keeps all.
+    `seed`: None takes a new one. `dtype`: None is float32 on a CPU, bfloat16 elsewhere. `device`: None is the first GPU, if any.
+    """
+
+    target: str
+    draft: str
+    prompt: str
+    chat: bool = False
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    options: Options = field(default_factory=Options)
+    dtype: str | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("--prompt: empty; give at least one character to continue")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens: {self.max_new_tokens}; a positive number of tokens is required")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"--temperature: {self.temperature}; 0 (greedy) or a positive number is required")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p: {self.top_p}; a share above 0 and up to 1 is required")
+        if self.top_k < 0:
+            raise ConfigError(f"--top-k: {self.top_k} is negative; 0 keeps all tokens, or give how many to keep")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed: {self.seed}; a number from 0 to 2**63 - 1 is required")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype: {self.dtype!r}; choose one of {', '.join(DTYPES)}")

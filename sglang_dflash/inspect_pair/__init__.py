@@ -1,0 +1,1 @@
+"""Pre-flight: whether a pair can be served and what it costs, before any weight is loaded."""

@@ -1,0 +1,141 @@
+"""Which worker serves: ours, or SGLang's built-in one where we do not; and what nobody could serve is refused at the start."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.checkpoint.hub import draft_folder
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.options import Options
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, tensor_shapes
+from sglang_dflash.serving import arguments
+
+logger = logging.getLogger(__name__)
+
+
+def check_pair(server_args: Any) -> None:
+    """Hook before SGLang resolves its speculative settings, in the launching process.
+
+    Raises:
+        ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names field and value.
+    """
+    settings = resolving_view(server_args)
+    asked = (settings.speculative_algorithm or "").upper() == "DFLASH" and settings.speculative_draft_model_path is not None
+    if asked:
+        arguments.tell_of_retired_variables()
+    if not asked or arguments.wants_builtin(server_args):
+        return
+    folder = _folder(settings)
+    try:
+        config = DraftConfig.from_pretrained(folder)
+    except UnsupportedDraft:
+        return
+    options = arguments.options(server_args, settings)
+    options.resolve(config)
+    model = model_config_of(server_args)
+    target, recurrent = model.hf_text_config, mambaish_config(model) is not None
+    if recurrent and options.recompute_tail:
+        raise ConfigError(
+            f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has recurrent layers, whose state cannot "
+            "be taken back to an earlier token; leave it at 0"
+        )
+    if recurrent and settings.enable_streaming_session:
+        raise ConfigError(
+            "--enable-streaming-session: this target has recurrent layers; SGLang would begin a turn with their state after all that "
+            "the last verify step committed, which may be more than the turn before has said. Sessions without streaming are served"
+        )
+    config.check_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_hidden_layers)
+    if not dummy_weights(settings):
+        check_shapes(config, tensor_shapes(folder))
+    if unserved_setting(server_args, settings, folder) is None:
+        # The built-in worker may split the draft otherwise. Raises where heads or columns do not divide.
+        with torch.device("meta"):
+            DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def dummy_weights(settings: Any) -> bool:
+    """Whether --load-format, or that of the draft, says that weights are random and no file is read."""
+    return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
+
+
+def _folder(settings: Any) -> str:
+    """The local folder of the draft checkpoint. Raises ConfigError."""
+    return draft_folder(
+        "--speculative-draft-model-path",
+        settings.speculative_draft_model_path,
+        revision=settings.speculative_draft_model_revision,
+        weights=not dummy_weights(settings),
+    )
+
+
+def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
+    """Hook around SGLang's choice of the speculative worker's class, in the scheduler process."""
+    if not algorithm.is_dflash():
+        return original(algorithm, server_args)
+    if arguments.wants_builtin(server_args):
+        logger.info("DFLASH: SGLang's built-in worker, as asked for by --speculative-dflash-worker builtin")
+        return original(algorithm, server_args)
+    settings = resolving_view(server_args)
+    folder = _folder(settings)
+    builtin = functools.partial(original, algorithm, server_args)
+    reason = unserved_setting(server_args, settings, folder)
+    if reason is not None:
+        return _instead(reason, builtin)
+    load_draft = functools.partial(dummy_model if dummy_weights(settings) else load_model, folder)
+    return functools.partial(_build_worker, builtin, load_draft, arguments.options(server_args, settings))
+
+
+def _build_worker(builtin: Callable[[], Any], load_draft: Callable[..., DraftModel], options: Options, **kwargs: Any) -> Any:
+    """Stands where SGLang expects the worker's class: by now the target is loaded and can be looked at."""
+    from sglang_dflash.serving.worker import DFlashWorker
+
+    reason = unserved_target(kwargs["target_worker"].model_runner.model)
+    if reason is not None:
+        return _instead(reason, builtin)(**kwargs)
+    return DFlashWorker(load_draft=load_draft, options=options, **kwargs)
+
+
+def _instead(reason: str, builtin: Callable[[], Any]) -> Any:
+    logger.warning("DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason)
+    return builtin()
+
+
+def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None:
+    """The first draft feature, target layer type or server setting that our worker does not serve, or None."""
+    try:
+        DraftConfig.from_pretrained(folder)
+    except UnsupportedDraft as reason:
+        return str(reason)
+    unserved = {
+        "--attn-cp-size above 1": settings.attn_cp_size > 1,
+        "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
+        "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
+        "--speculative-use-block-verification": settings.speculative_use_block_verification,
+        "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
+        "--enable-unified-memory": settings.enable_unified_memory,
+    }
+    return next((name for name, present in unserved.items() if present), None)
+
+
+def unserved_target(model: Any) -> str | None:
+    """What of the loaded target the drafter could not borrow, or None: it needs the embedding and a dense lm_head."""
+    from sglang_dflash.serving import compat
+
+    lm_head = compat.unwrap_lora_layer(getattr(model, "lm_head", None))
+    weight = getattr(lm_head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        return f"the target's lm_head: {'missing' if weight is None else weight.dtype}, a dense 16- or 32-bit weight is needed"
+    if not hasattr(lm_head, "shard_indices"):
+        return f"the target's lm_head: {type(lm_head).__name__}, one of SGLang's vocabulary-parallel layers is needed"
+    return None

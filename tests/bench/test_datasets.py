@@ -1,0 +1,110 @@
+"""The prompts of `sglang-dflash bench`: embedded, of this Python's library, of files, and of the hub through a made-up client."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.bench import datasets
+from sglang_dflash.bench.compare import encoder
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.settings import Settings
+from sglang_dflash.checkpoint.errors import ConfigError
+
+
+def test_the_library_functions_are_of_modules_that_the_pairs_have_not_seen() -> None:
+    from launch.demo_training.data import HELD_OUT
+
+    assert {name.replace(".", "/") + ".py" for name in datasets.HELD_OUT} == set(HELD_OUT)
+    prompts = datasets.load("stdlib", 1000, model=None, cache=Path())
+    assert len(prompts) >= 32 and len(set(prompts)) == len(prompts)
+    assert all(prompt.turns[0].startswith(("def ", "async def ")) and not prompt.chat for prompt in prompts)
+
+
+def test_fewer_prompts_are_always_the_same_ones() -> None:
+    once = datasets.load("demo", 8, model="dense", cache=Path())
+    assert len(once) == 8 and once == datasets.load("demo", 8, model="dense", cache=Path())
+    assert len(datasets.load("demo", 10_000, model="hybrid", cache=Path())) == 30
+
+
+def test_a_file_holds_texts_and_chats(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"prompt": "a b"}\n\n{"turns": ["c", "d"]}\n')
+    assert datasets.from_file(file) == [Prompt(("a b",), False), Prompt(("c", "d"), True)]
+    for bad, message in [
+        ('{"prompt": ""}', "line 1"), ('{"turns": []}', "line 1"), ("[1]", "line 1"), ("{", "line 1 is not JSON"), ("", "holds no prompt"),
+    ]:  # fmt: skip
+        file.write_text(bad)
+        with pytest.raises(ConfigError, match=message):
+            datasets.from_file(file)
+    with pytest.raises(ConfigError, match="is no file"):
+        datasets.from_file(tmp_path / "none.jsonl")
+
+
+def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Tokenizer:
+        chat_template, name_or_path = "some", "fake"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
+            seen.append((messages, how))
+            return "chat"
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [len(text)]}
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Tokenizer())
+    chat = {"own": [Prompt(("one", "two"), True)]}
+    for thinking, expected in ((None, None), ("on", True), ("off", False)):
+        encode = encoder(Settings(target="t", draft="d", thinking=thinking), chat)
+        assert encode(chat["own"][0], ["said"]) == [4]
+        messages, how = seen[-1]
+        assert [m["content"] for m in messages] == ["one", "said", "two"] and how.get("enable_thinking") is expected
+
+
+ROWS = {
+    "gsm8k": {"question": "How many?"},
+    "math500": {"problem": "How many?"},
+    "humaneval": {"prompt": "How many?"},
+    "mbpp": {"prompt": "How many?", "test_list": ["assert f() == 3"]},
+    "mt-bench": {"prompt": ["How many?", "And now?"]},
+    "alpaca": {"instruction": "How many?", "input": ""},
+}
+
+
+@pytest.mark.parametrize("name", datasets.HUB)
+def test_hub_sets_are_fetched_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(repository: str, config: str | None, split: str) -> list[dict[str, Any]]:
+        asked.append((repository, config, split))
+        return [ROWS[name]]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    for _ in range(2):
+        (prompt,) = datasets.load(name, 5, model=None, cache=tmp_path / "cache")
+    assert len(asked) == 1 and asked[0][0].count("/") == 1
+    assert prompt.chat and "How many?" in prompt.turns[0] and len(prompt.turns) == (2 if name == "mt-bench" else 1)
+    assert json.loads((tmp_path / "cache" / f"{name}.jsonl").read_text())["turns"] == list(prompt.turns)
+
+
+def test_a_set_that_cannot_be_had_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"'gsm8k' is not cached .* library is not installed; install sglang-dflash\[bench\]"):
+        datasets.load("gsm8k", 1, model=None, cache=tmp_path)
+
+    def offline(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no network\nmore")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
+    with pytest.raises(ConfigError, match=r"openai/gsm8k could not be fetched \(no network\); give --dataset-file"):
+        datasets.load("gsm8k", 1, model=None, cache=tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="--dataset: 'nonesuch'; choose from demo, stdlib, gsm8k"):
+        datasets.load("nonesuch", 1, model=None, cache=tmp_path)

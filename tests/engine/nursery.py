@@ -1,0 +1,130 @@
+"""Servers as children of one process that has SGLang's modules imported: starting one takes seconds.
+
+A server started from the command line imports SGLang three times, once per process, and that is most of its start. Here it is forked,
+before anything has been configured; what runs afterwards is `python -m sglang.launch_server`'s own code. Servers as a user starts
+them, from the command line, are tested in test_5_as_installed.py.
+
+Protocol, one JSON value per line: `{"module", "args", "env", "log"}` is answered with a process id; a process id with its exit status,
+or null while it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from sglang_dflash.bench.server import Server
+
+IMPORTED = ("launch_server", "srt.entrypoints.http_server", "srt.managers.scheduler", "srt.managers.detokenizer_manager")
+
+
+def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
+    """In the forked child: be the process that `python -m module args` would be."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (sys.stdout.fileno(), sys.stderr.fileno()):
+        os.dup2(out, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    os.environ.clear()
+    os.environ.update(env)
+    multiprocessing.set_start_method("fork", force=True)
+    # SGLang asks for "spawn", which imports everything again.
+    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    for name in IMPORTED:
+        importlib.import_module(f"sglang.{name}")
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if isinstance(asked, int):
+            pid, status = os.waitpid(asked, os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                code = 1
+                try:
+                    serve(**asked)
+                    code = 0
+                except SystemExit as end:
+                    code = end.code if isinstance(end.code, int) else 1
+                finally:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(code)
+        print(json.dumps(answer), flush=True)
+
+
+class Nursery:
+    """The process itself, started on first use."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.engine.nursery"]
+        # torch reads it when it is imported; the platform would set the same, too late here.
+        env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)), **os.environ}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def ask(self, what: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+class Forked:
+    """A child of the nursery, with the part of `subprocess.Popen` that `Server` uses."""
+
+    def __init__(self, nursery: Nursery, **asked: Any) -> None:
+        self._nursery, self.returncode = nursery, None
+        self.pid = nursery.ask(asked)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._nursery.ask(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("server", timeout or 0)
+            time.sleep(0.05)
+        return code
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkedServer(Server):
+    """A `Server` whose process the nursery forks."""
+
+    def __init__(self, nursery: Nursery, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._nursery = nursery
+
+    def start(self) -> None:
+        args = ["--host", "127.0.0.1", "--port", str(self.port), *self.args]
+        self.process = Forked(self._nursery, module=self.module, args=args, env=self._env, log=str(self.log))  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Acceptance length: ours, SGLang's built-in worker's and the offline loop's are the same, for the drafter is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dflash.bench import load
+from sglang_dflash.core.weights import load_model
+from sglang_dflash.hf.generation import spec_generate
+from tests.engine import workload
+from tests.engine.conftest import PAIR, Running
+
+
+def test_as_the_offline_loop_over_transformers(answers: Any) -> None:
+    got = answers("dflash")["demo"]
+    target = AutoModelForCausalLM.from_pretrained(PAIR.target, dtype=torch.float32)
+    tokenizer, draft = AutoTokenizer.from_pretrained(PAIR.target), load_model(PAIR.draft, dtype=torch.float32)
+    tokens = steps = 0
+    for text, answer in zip(workload.prompts()["demo"], got, strict=True):
+        out = spec_generate(draft, target, tokenizer(text, return_tensors="pt").input_ids, workload.NEW_TOKENS)
+        assert out.tokens == answer["output_ids"]
+        tokens, steps = tokens + len(out.tokens) - 1, steps + len(out.committed)
+    assert workload.acceptance_length(got) == pytest.approx(tokens / steps, rel=0.01)
+
+
+def test_as_the_built_in_worker(answers: Any) -> None:
+    ours, builtin = answers("dflash"), answers("builtin")
+    workload.assert_same_outputs(ours, builtin)
+    for kind in ("demo", "long"):
+        assert workload.acceptance_length(ours[kind]) == pytest.approx(workload.acceptance_length(builtin[kind]), rel=0.01)
+
+
+def test_a_simulated_acceptance_needs_no_weights(running: Running) -> None:
+    """SGLang's variable for timing without weights: both checkpoints are config files alone, and so many tokens per step come out."""
+    server = running.get("simulated")
+    report = server.dflash()
+    assert report["simulated_acceptance"] == 3.5
+    answers = [server.generate("def f(", temperature=0, max_new_tokens=200, ignore_eos=True)["meta_info"] for _ in range(4)]
+    assert all(answer["completion_tokens"] == 200 for answer in answers)
+    assert 3.2 < server.dflash()["acceptance_length"] < 3.8
+    with pytest.raises(load.RequestFailed, match=r"simulates an acceptance of 3\.5; restart it without"):
+        load.endpoint(server.url)

@@ -1,0 +1,73 @@
+"""Sampled requests: with a seed the very tokens of plain decoding, without one its distribution."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dflash.core.acceptance import target_probabilities
+from tests.engine import workload
+from tests.engine.conftest import PAIR, Running
+
+# Without min-p: SGLang's own sampler asserts that a seeded request has none.
+SAMPLING = [
+    {"temperature": 0.8}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.95}, {"temperature": 0},
+]  # fmt: skip
+
+
+def seeded(running: Running, name: str) -> list[Any]:
+    server, jobs = running.get(name), []
+    for i, text in enumerate(workload.prompts()["demo"][:12] + workload.prompts()["short"][8:14]):
+        jobs.append((text, {**SAMPLING[i % len(SAMPLING)], "sampling_seed": 1000 + i, "max_new_tokens": 40, "ignore_eos": True}))
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(lambda job: server.generate(job[0], **job[1]), jobs))
+
+
+def test_seeded_samples_are_plain_decodings_tokens(running: Running) -> None:
+    """The accept rule keeps a draft iff it is what the target samples with that request's seed at that position."""
+    plain = seeded(running, "seeded-plain")
+    ours = seeded(running, "seeded")
+    workload.assert_same_outputs({"seeded": ours}, {"seeded": plain})
+    assert workload.acceptance_length(ours) > 1.3
+    assert len({tuple(a["output_ids"]) for a in ours}) == len(ours)
+
+
+LAWS = [{"temperature": 1.0, "top_k": 6}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.2, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("how", LAWS, ids=str)
+def test_unseeded_samples_follow_the_targets_law(running: Running, how: dict[str, Any]) -> None:
+    """Pairs of tokens after one prompt, 480 draws; the second and third token come out of a verify step."""
+    server, text = running.get("dflash"), "def get(self, block=True, timeout=None):\n    if "
+    draws = []
+    for _ in range(10):
+        answer = server.generate(text, **how, n=48, max_new_tokens=3, ignore_eos=True)
+        draws += [tuple(a["output_ids"][:2]) for a in answer]
+    target = AutoModelForCausalLM.from_pretrained(PAIR.target, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(PAIR.target)(text, return_tensors="pt").input_ids
+
+    def law(continued: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = target(torch.cat([ids, torch.tensor([continued], dtype=torch.long)], 1)).logits[0, -1]
+        return target_probabilities(logits, **how)
+
+    first = law([])
+    expected = {(a, b): float(first[a] * p) for a in first.nonzero()[:, 0].tolist() for b, p in enumerate(law([a]).tolist()) if p > 0}
+    assert set(draws) <= set(expected)
+    counts = Counter(draws)
+    often = {pair for pair, p in expected.items() if p * len(draws) >= 5}
+    observed = [counts[pair] for pair in often] + [sum(c for pair, c in counts.items() if pair not in often)]
+    wanted = [expected[pair] * len(draws) for pair in often]
+    wanted.append(len(draws) - sum(wanted))
+    if wanted[-1] < 1e-6:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert len(wanted) > 2, "the prompt leaves the target no choice: nothing would be tested"
+    # By accident once in 10,000 runs.
+    assert chisquare(observed, wanted).pvalue > 1e-4

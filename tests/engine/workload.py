@@ -1,0 +1,67 @@
+"""The prompts that every server configuration must answer alike, and how they are sent."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sglang_dflash.bench.server import Server
+from sglang_dflash.checkpoint.embedded import demo_pair
+
+NEW_TOKENS = 40
+# Requests whose logits depend on every token before, and one that does not.
+PENALTIES = [
+    {"frequency_penalty": 0.9}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.4}, {"min_new_tokens": 25, "ignore_eos": False}, {},
+]  # fmt: skip
+
+
+def prompts() -> dict[str, list[str]]:
+    """At least 60 prompts by what is special about them."""
+    wrap, lex = inspect.getsource(textwrap), inspect.getsource(shlex)
+    return {
+        # One to about 40 tokens.
+        "short": [wrap[i * 311 : i * 311 + 3 + 5 * i] for i in range(20)],
+        # 300 to 1,100 tokens: longer than the draft window and than one prefill chunk of the configurations that have them.
+        "long": [lex[i * 400 : i * 400 + 900 + 200 * i] for i in range(10)],
+        "demo": demo_pair("dense").prompts[:16],
+        # Three prefixes with five continuations each: all but the first of each find their prefix cached.
+        "shared prefix": [wrap[s : s + 1200] + f"\n    # {c}\n    def {c}" for s in (0, 2500, 5000) for c in ("a", "bc", "def", "g", "hi")],
+    }
+
+
+def run(server: Server) -> dict[str, list[dict[str, Any]]]:
+    """All answers: ragged batches of 8 for the short, long and demo prompts; one after another for the shared prefixes."""
+    answers = {}
+    for name, texts in prompts().items():
+        with ThreadPoolExecutor(1 if name == "shared prefix" else 8) as pool:
+            answers[name] = list(pool.map(lambda t: server.generate(t, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True), texts))
+    return answers
+
+
+def run_penalised(server: Server) -> list[dict[str, Any]]:
+    """One request after another: under overlap SGLang counts an output token a step late, and which one that is depends on
+    what else is being prefilled, in plain decoding too."""
+    send = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    texts = prompts()["demo"][:10]
+    return [server.generate(text, **{**send, **PENALTIES[i % len(PENALTIES)]}) for i, text in enumerate(texts)]
+
+
+def assert_same_outputs(got: dict[str, list[dict[str, Any]]], expected: dict[str, list[dict[str, Any]]]) -> None:
+    """Token ids, bitwise; the first differing position of every differing prompt is reported."""
+    differing = []
+    for name in expected:
+        for i, (a, b) in enumerate(zip(got[name], expected[name], strict=True)):
+            x, y = a["output_ids"], b["output_ids"]
+            if x != y:
+                at = next((j for j, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+                differing.append(f"{name}[{i}] from token {at} ({len(x)} and {len(y)} tokens)")
+    assert not differing, f"{len(differing)} prompts differ: {differing}"
+
+
+def acceptance_length(answers: list[dict[str, Any]]) -> float:
+    """Tokens per verify step over answers: all but each first token, which prefill gives."""
+    tokens = sum(a["meta_info"]["completion_tokens"] - 1 for a in answers)
+    return tokens / sum(a["meta_info"]["spec_verify_ct"] for a in answers)
