@@ -50,7 +50,10 @@ def load(server: Server, prompts: list[str]) -> Load:
     with ThreadPoolExecutor(2 * SLOTS) as pool:
         answers = list(pool.map(one, range(REQUESTS)))
     seconds = time.perf_counter() - began
-    return Load(sum(answer.tokens for answer in answers) / seconds, [answer.first_token_s for answer in answers])
+    return Load(
+        sum(answer.tokens for answer in answers) / seconds,
+        [answer.first_token_s for answer in answers],
+    )
 
 
 def summed_up(rounds: list[Load]) -> dict[str, float]:
@@ -63,7 +66,9 @@ def summed_up(rounds: list[Load]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -79,8 +84,14 @@ def main() -> None:
             for name in sorted(servers, reverse=bool(i % 2)):
                 rounds[name].append(load(servers[name], pair.prompts))
                 print(name, summed_up(rounds[name][-1:]), flush=True)
-    throughput = [a.tokens_per_second / b.tokens_per_second for a, b in zip(rounds["off"], rounds["wait"], strict=True)]
-    firsts = [statistics.median(a.first_token_s) / statistics.median(b.first_token_s) for a, b in zip(*rounds.values(), strict=True)]
+    throughput = [
+        a.tokens_per_second / b.tokens_per_second
+        for a, b in zip(rounds["off"], rounds["wait"], strict=True)
+    ]
+    firsts = [
+        statistics.median(a.first_token_s) / statistics.median(b.first_token_s)
+        for a, b in zip(*rounds.values(), strict=True)
+    ]
     result: dict[str, Any] = {
         "command": f"python -m benchmarks.admission --rounds {args.rounds}",
         "hardware": measure.hardware(),

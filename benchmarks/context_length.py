@@ -41,9 +41,14 @@ def acceptance(draft: Any, target: Any, prompts: list[list[int]]) -> dict[str, f
     committed: dict[str, list[int]] = {name: [] for name in SETTINGS}
     for prompt in prompts:
         read = prefill(draft, target, torch.tensor([prompt]))
-        done = {name: spec_generate(draft, target, read, NEW_TOKENS, options=options) for name, options in SETTINGS.items()}
+        done = {
+            name: spec_generate(draft, target, read, NEW_TOKENS, options=options)
+            for name, options in SETTINGS.items()
+        }
         if len({tuple(one.tokens) for one in done.values()}) != 1:
-            raise RuntimeError(f"after {len(prompt)} tokens the settings give different outputs: no figure without exactness")
+            raise RuntimeError(
+                f"after {len(prompt)} tokens the settings give different outputs: no figure without exactness"
+            )
         for name, one in done.items():
             committed[name] += one.committed
     return {name: round(sum(steps) / len(steps), 3) for name, steps in committed.items()}
@@ -58,11 +63,24 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for i, name in enumerate(SETTINGS):
         lengths = [result["acceptance_length"][str(c)][name] for c in CONTEXTS]
-        axes.plot(CONTEXTS, lengths, label=name, marker="ox+s^"[i], linestyle="--" if "sinks" in name else "-")
+        axes.plot(
+            CONTEXTS,
+            lengths,
+            label=name,
+            marker="ox+s^"[i],
+            linestyle="--" if "sinks" in name else "-",
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(CONTEXTS, [str(c) for c in CONTEXTS])
-    axes.set(xlabel="context length (tokens)", ylabel="acceptance length (tokens per verify step)", ylim=(0, None))
-    axes.set_title("Demo pair, trained on 448 tokens at a time: acceptance by context length and draft window", fontsize=10)
+    axes.set(
+        xlabel="context length (tokens)",
+        ylabel="acceptance length (tokens per verify step)",
+        ylim=(0, None),
+    )
+    axes.set_title(
+        "Demo pair, trained on 448 tokens at a time: acceptance by context length and draft window",
+        fontsize=10,
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
@@ -71,13 +89,19 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     from transformers import AutoModelForCausalLM
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pair = demo_pair("dense")
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
-    draft, pieces, text = load_model(str(pair.draft), dtype=torch.float32), texts(pair)[: args.prompts], long_text(pair, max(CONTEXTS))
+    draft, pieces, text = (
+        load_model(str(pair.draft), dtype=torch.float32),
+        texts(pair)[: args.prompts],
+        long_text(pair, max(CONTEXTS)),
+    )
     result: dict[str, Any] = {
         "command": f"python -m benchmarks.context_length --prompts {args.prompts}",
         "hardware": measure.hardware(),

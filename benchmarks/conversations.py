@@ -42,10 +42,15 @@ def texts(pair: DemoPair) -> list[list[int]]:
     return [tokenizer(prompt)["input_ids"] for prompt in pair.prompts]
 
 
-def ask(server: Server, prompts: list[list[int]], answers: Answers, at_a_time: int) -> list[list[int]]:
+def ask(
+    server: Server, prompts: list[list[int]], answers: Answers, at_a_time: int
+) -> list[list[int]]:
     """Greedy answers of `NEW_TOKENS` tokens, in the order of the prompts."""
     with ThreadPoolExecutor(at_a_time) as pool:
-        got = pool.map(lambda p: server.generate(p, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True), prompts)
+        got = pool.map(
+            lambda p: server.generate(p, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True),
+            prompts,
+        )
         return [answers.add(answer) for answer in got]
 
 
@@ -58,7 +63,9 @@ def chats(server: Server, pieces: list[list[int]], seed: int = 0) -> Answers:
         order = rng.sample(range(CONVERSATIONS), CONVERSATIONS)
         for i in order:
             said[i] = said[i] + pieces[(i + 7 * turn) % len(pieces)][: rng.randint(30, 150)]
-        for i, output in zip(order, ask(server, [said[i] for i in order], answers, AT_A_TIME), strict=True):
+        for i, output in zip(
+            order, ask(server, [said[i] for i in order], answers, AT_A_TIME), strict=True
+        ):
             said[i] = said[i] + output
     return answers
 
@@ -69,6 +76,9 @@ def branches(server: Server, pieces: list[list[int]], count: int = 32) -> Answer
     answers = Answers()
     trunk = [token for piece in pieces for token in piece]
     ask(server, [trunk[:1000]], Answers(), 1)
-    prompts = [[*trunk[:400], FIRST_TOKEN + i, *pieces[(i + 5) % len(pieces)][: 10 + i]] for i in range(count)]
+    prompts = [
+        [*trunk[:400], FIRST_TOKEN + i, *pieces[(i + 5) % len(pieces)][: 10 + i]]
+        for i in range(count)
+    ]
     ask(server, prompts, answers, AT_A_TIME)
     return answers

@@ -37,7 +37,9 @@ class OldestFirst(DraftKVCache):
     def _mark(self, slots: Tensor, live: Tensor) -> None:
         self.in_use.zero_()
 
-    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
+    def write(
+        self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None
+    ) -> None:
         super().write(target_slots, kv, keep)
         self.in_use.zero_()
 
@@ -95,7 +97,12 @@ def agents(rng: random.Random) -> Iterator[Turn]:
             lengths[i] += new + answer
 
 
-WORKLOADS = {"chat": chat, "long beside short": long_beside_short, "shared prompt": shared_prompt, "agents": agents}
+WORKLOADS = {
+    "chat": chat,
+    "long beside short": long_beside_short,
+    "shared prompt": shared_prompt,
+    "agents": agents,
+}
 
 
 def found_share(cache: DraftKVCache, turns: Iterator[Turn]) -> float:
@@ -108,11 +115,19 @@ def found_share(cache: DraftKVCache, turns: Iterator[Turn]) -> float:
             running.append(waiting.popleft())
             _prefill(cache, running[-1])
         lengths = torch.tensor([t.length for t in running])
-        positions = context_positions(lengths, min(int(lengths.max()), OPTIONS.window + OPTIONS.sinks), OPTIONS.window, OPTIONS.sinks)
+        positions = context_positions(
+            lengths,
+            min(int(lengths.max()), OPTIONS.window + OPTIONS.sinks),
+            OPTIONS.window,
+            OPTIONS.sinks,
+        )
         slots = torch.stack([t.slots(p) for t, p in zip(running, positions, strict=True)])
         wanted = positions < lengths[:, None]
         _, live = cache.gather(slots, wanted, room=0)
-        wanted_tokens, found_tokens = wanted_tokens + int(wanted.sum()), found_tokens + int(live.sum())
+        wanted_tokens, found_tokens = (
+            wanted_tokens + int(wanted.sum()),
+            found_tokens + int(live.sum()),
+        )
         new = torch.cat([t.slots(torch.arange(t.length, t.length + BLOCK)) for t in running])
         _write(cache, new, (torch.arange(BLOCK) < COMMITTED).repeat(len(running)))
         for t in running:
@@ -130,18 +145,31 @@ def _prefill(cache: DraftKVCache, turn: Turn) -> None:
     _write(cache, turn.slots(positions[seen]), share=cache.num_slots // RUNNING)
 
 
-def _write(cache: DraftKVCache, slots: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
+def _write(
+    cache: DraftKVCache, slots: Tensor, keep: Tensor | None = None, share: int | None = None
+) -> None:
     if len(slots):
         cache.write(slots, torch.zeros(len(slots), *cache.entries.shape[1:]), keep, share)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     unit, seed = OPTIONS.visible_tokens(RUNNING), 0
-    result: dict[str, Any] = {"command": "python -m benchmarks.draft_kv_headroom", "hardware": measure.hardware()}
-    result |= {"running": RUNNING, "window": OPTIONS.window, "sinks": OPTIONS.sinks, "sizes": SIZES, "found_share": {}}
+    result: dict[str, Any] = {
+        "command": "python -m benchmarks.draft_kv_headroom",
+        "hardware": measure.hardware(),
+    }
+    result |= {
+        "running": RUNNING,
+        "window": OPTIONS.window,
+        "sinks": OPTIONS.sinks,
+        "sizes": SIZES,
+        "found_share": {},
+    }
     print(f"{'size':26}" + "".join(f"{size:8.2f}" for size in SIZES))
     for name, turns in WORKLOADS.items():
         for policy, cls in (("", DraftKVCache), (", ring", OldestFirst)):

@@ -48,8 +48,12 @@ def proposals(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     pair, random = demo_pair("dense"), torch.Generator().manual_seed(0)
     model, options = load_model(str(pair.draft), dtype=dtype, device=device), Options(window=32)
     resolved, lengths = options.resolve(model.config), torch.tensor([5, 40, 77])
-    embed = torch.randn(model.config.vocab_size, model.config.hidden_size, generator=random).to(device, dtype)
-    features = torch.randn(int(lengths.sum()), model.config.num_features, generator=random).to(device, dtype)
+    embed = torch.randn(model.config.vocab_size, model.config.hidden_size, generator=random).to(
+        device, dtype
+    )
+    features = torch.randn(int(lengths.sum()), model.config.num_features, generator=random).to(
+        device, dtype
+    )
     seen: list[Tensor] = []
 
     def argmax(hidden: Tensor) -> Tensor:
@@ -63,7 +67,10 @@ def proposals(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     drafter.absorb(features, positions, rows * 100 + positions)
     at = drafter.visible_context(lengths.to(device), longest=77)
     blocks = drafter.propose(
-        torch.tensor([1, 2, 3], device=device), lengths.to(device), at, torch.arange(3, device=device)[:, None] * 100 + at
+        torch.tensor([1, 2, 3], device=device),
+        lengths.to(device),
+        at,
+        torch.arange(3, device=device)[:, None] * 100 + at,
     )
     return blocks.cpu(), seen[0].float().cpu()
 
@@ -75,11 +82,16 @@ def drafter_against_cpu(device: str) -> dict[str, Any]:
     for dtype in (torch.float32, torch.bfloat16):
         got, states = proposals(device, dtype)
         error, equal = (states - hidden).abs().max().item(), (got == blocks).float().mean().item()
-        result[str(dtype).removeprefix("torch.")] = {"largest_error": round(error, 6), "equal_tokens": round(equal, 4)}
+        result[str(dtype).removeprefix("torch.")] = {
+            "largest_error": round(error, 6),
+            "equal_tokens": round(equal, 4),
+        }
     return result
 
 
-def cache_under_load(device: str, requests: int = 32, window: int = 1024, steps: int = 20) -> dict[str, Any]:
+def cache_under_load(
+    device: str, requests: int = 32, window: int = 1024, steps: int = 20
+) -> dict[str, Any]:
     """Absorb and propose for 32 requests with synchronisation made an error; bytes of the cache as allocated and as computed."""
     config = DraftConfig.from_dict(LARGE)
     options = Options(window=window, sinks=4).resolve(config)
@@ -90,9 +102,19 @@ def cache_under_load(device: str, requests: int = 32, window: int = 1024, steps:
     cache = DraftKVCache(slots, requests * 4096, config.kv_shape, torch.bfloat16, device)
     allocated = torch.cuda.memory_allocated() - before
     embed = torch.randn(config.vocab_size, config.hidden_size, device=device, dtype=torch.bfloat16)
-    drafter = Drafter(model, TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)), cache, options)
-    rows, lengths = torch.arange(requests, device=device)[:, None] * 4096, torch.full((requests,), 2000, device=device)
-    features = torch.randn(requests * block, config.num_features, device=device, dtype=torch.bfloat16)
+    drafter = Drafter(
+        model,
+        TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)),
+        cache,
+        options,
+    )
+    rows, lengths = (
+        torch.arange(requests, device=device)[:, None] * 4096,
+        torch.full((requests,), 2000, device=device),
+    )
+    features = torch.randn(
+        requests * block, config.num_features, device=device, dtype=torch.bfloat16
+    )
     keep, longest, times = (torch.arange(block, device=device) < 5).repeat(requests), 2000, []
     for step in range(steps):
         torch.cuda.synchronize()
@@ -107,7 +129,14 @@ def cache_under_load(device: str, requests: int = 32, window: int = 1024, steps:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    computed = (slots + 1) * 2 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    computed = (
+        (slots + 1)
+        * 2
+        * config.num_hidden_layers
+        * 2
+        * config.num_key_value_heads
+        * config.head_dim
+    )
     return {
         "requests": requests, "window": window, "draft_kv_slots": slots, "steps_with_synchronisation_an_error": len(times) - 1,
         "draft_kv_bytes_computed": computed, "draft_kv_bytes": cache.nbytes, "allocated_with_bookkeeping": allocated,
@@ -126,9 +155,21 @@ def fold_kernel(device: str, requests: int = 8, block: int = 16, depth: int = 48
     def some(*size: int) -> Tensor:
         return torch.randn(depth, *size, device=device)
 
-    layers = RecurrentLayers(some(channels, width), None, "silu", some(value_heads), some(value_heads), heads, value_heads, dim, dim)
+    layers = RecurrentLayers(
+        some(channels, width),
+        None,
+        "silu",
+        some(value_heads),
+        some(value_heads),
+        heads,
+        value_heads,
+        dim,
+        dim,
+    )
     gates = some(2, requests, block, value_heads).transpose(0, 1)
-    kept = VerifyInputs(some(requests, channels, width - 1), some(requests, block, channels), *gates)
+    kept = VerifyInputs(
+        some(requests, channels, width - 1), some(requests, block, channels), *gates
+    )
     states, rows, lengths = (
         some(requests, value_heads, dim, dim),
         torch.arange(requests, device=device),
@@ -162,12 +203,17 @@ def transformers_loop(device: str) -> dict[str, Any]:
     pair = demo_pair("dense")
     target: Any = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     target.to(device)
-    draft, tokenizer = load_model(str(pair.draft), dtype=torch.float32, device=device), AutoTokenizer.from_pretrained(pair.target)
+    draft, tokenizer = (
+        load_model(str(pair.draft), dtype=torch.float32, device=device),
+        AutoTokenizer.from_pretrained(pair.target),
+    )
     same, committed, seconds = 0, [], {"plain": 0.0, "dflash": 0.0}
     for prompt in pair.prompts[:8]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
         began = time.perf_counter()
-        plain = target.generate(ids, max_new_tokens=128, min_new_tokens=128, do_sample=False)[0, ids.shape[1] :].tolist()
+        plain = target.generate(ids, max_new_tokens=128, min_new_tokens=128, do_sample=False)[
+            0, ids.shape[1] :
+        ].tolist()
         seconds["plain"] += time.perf_counter() - began
         began = time.perf_counter()
         ours = spec_generate(draft, target, ids, 128)
@@ -175,11 +221,19 @@ def transformers_loop(device: str) -> dict[str, Any]:
         same += plain == ours.tokens
         committed += ours.committed
     rates = {f"{name}_tok_s": round(8 * 128 / value, 1) for name, value in seconds.items()}
-    return {"identical": same, "of": 8, "acceptance_length": round(sum(committed) / len(committed), 3), **rates}
+    return {
+        "identical": same,
+        "of": 8,
+        "acceptance_length": round(sum(committed) / len(committed), 3),
+        **rates,
+    }
 
 
 def large_pair_loop(
-    device: str, target_shape: dict[str, Any] = LARGE_TARGET, draft_shape: dict[str, Any] = LARGE, new_tokens: int = 64
+    device: str,
+    target_shape: dict[str, Any] = LARGE_TARGET,
+    draft_shape: dict[str, Any] = LARGE,
+    new_tokens: int = 64,
 ) -> dict[str, Any]:
     """`spec_generate` on random weights of Qwen3-8B's shape, bfloat16, batch 1, prefill left out: what a step costs.
 
@@ -230,16 +284,28 @@ def _timed(device: str, run: Callable[[], Any]) -> tuple[Any, float]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    hardware = {"date": datetime.now(UTC).date().isoformat(), "processor": torch.cuda.get_device_name(), "cores": os.cpu_count()}
+    hardware = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "processor": torch.cuda.get_device_name(),
+        "cores": os.cpu_count(),
+    }
     result: dict[str, Any] = {
         "command": "python -m benchmarks.gpu",
         "hardware": {**hardware, "torch": torch.__version__},
     }
-    for part in (drafter_against_cpu, cache_under_load, fold_kernel, transformers_loop, large_pair_loop):
+    for part in (
+        drafter_against_cpu,
+        cache_under_load,
+        fold_kernel,
+        transformers_loop,
+        large_pair_loop,
+    ):
         try:
             result[part.__name__] = part("cuda")
         except Exception as error:
@@ -249,7 +315,9 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    sys.exit(1 if any("failed" in part for part in result.values() if isinstance(part, dict)) else 0)
+    sys.exit(
+        1 if any("failed" in part for part in result.values() if isinstance(part, dict)) else 0
+    )
 
 
 if __name__ == "__main__":

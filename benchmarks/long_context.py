@@ -42,7 +42,13 @@ def draft_side_seconds(server: Server, prompt: list[int]) -> float:
     server.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
     after = server.dflash()
     steps = after["decode_steps"] - before["decode_steps"]
-    return sum(after["host_seconds"][p] - before["host_seconds"].get(p, 0.0) for p in ("propose", "commit")) / steps
+    return (
+        sum(
+            after["host_seconds"][p] - before["host_seconds"].get(p, 0.0)
+            for p in ("propose", "commit")
+        )
+        / steps
+    )
 
 
 def prefill_seconds(server: Server, prompt: list[int]) -> float:
@@ -60,7 +66,9 @@ def compare_steps(server: Server, ids: list[int], repetitions: int) -> dict[str,
         for name in sorted(prompts, reverse=bool(i % 2)):
             times[name].append(draft_side_seconds(server, prompts[name]))
     ratios = [a / b for a, b in zip(times["long"], times["short"], strict=True)]
-    medians = {f"{name}_ms": round(1000 * statistics.median(values), 4) for name, values in times.items()}
+    medians = {
+        f"{name}_ms": round(1000 * statistics.median(values), 4) for name, values in times.items()
+    }
     return {**medians, "ratio": round(statistics.median(ratios), 4), "repetitions": repetitions}
 
 
@@ -79,7 +87,9 @@ def compare_prefills(plain: Server, dflash: Server, ids: list[int], rounds: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--prefills", type=int, default=5)
     parser.add_argument("--out", type=Path)
@@ -89,7 +99,10 @@ def main() -> None:
     for dflash in (False, True):
         flags[dflash] = server_args(pair, dflash)
         flags[dflash][flags[dflash].index("--max-total-tokens") + 1] = str(4 * LONG)
-    plain, ours = Server(flags[False]), Server([*flags[True], "--speculative-draft-window-size", str(WINDOW)])
+    plain, ours = (
+        Server(flags[False]),
+        Server([*flags[True], "--speculative-draft-window-size", str(WINDOW)]),
+    )
     with together((plain, ours)):
         result: dict[str, Any] = {
             "command": f"python -m benchmarks.long_context --repetitions {args.repetitions} --prefills {args.prefills}",

@@ -27,9 +27,16 @@ WINDOW, TARGET_TOKENS = 512, 32768
 
 def arms(pair: DemoPair) -> dict[str, list[str]]:
     """Flags of every arm beside the common ones; `plain` comes first."""
-    default = Options(window=WINDOW).resolve(DraftConfig.from_pretrained(pair.draft)).draft_kv_slots(AT_A_TIME)
+    default = (
+        Options(window=WINDOW)
+        .resolve(DraftConfig.from_pretrained(pair.draft))
+        .draft_kv_slots(AT_A_TIME)
+    )
     window = ["--speculative-draft-window-size", str(WINDOW)]
-    entries, again = "--speculative-dflash-draft-kv-tokens", ["--speculative-dflash-recompute-tail", str(WINDOW)]
+    entries, again = (
+        "--speculative-dflash-draft-kv-tokens",
+        ["--speculative-dflash-recompute-tail", str(WINDOW)],
+    )
     return {
         "plain": [],
         "unbounded": [*window, entries, str(2 * TARGET_TOKENS)],
@@ -40,29 +47,42 @@ def arms(pair: DemoPair) -> dict[str, list[str]]:
     }
 
 
-def run_arm(pair: DemoPair, name: str, flags: list[str]) -> tuple[dict[str, Answers], dict[str, Any]]:
+def run_arm(
+    pair: DemoPair, name: str, flags: list[str]
+) -> tuple[dict[str, Answers], dict[str, Any]]:
     """All workloads on a fresh server, and the worker's report after them."""
     common = server_args(pair, dflash=name != "plain")
     common[common.index("--max-total-tokens") + 1] = str(TARGET_TOKENS)
     with Server([*common, "--max-running-requests", str(AT_A_TIME), *flags]) as server:
         pieces = texts(pair)
-        return {"chats": chats(server, pieces), "branches": branches(server, pieces)}, server.dflash()
+        return {
+            "chats": chats(server, pieces),
+            "branches": branches(server, pieces),
+        }, server.dflash()
 
 
-def summed_up(answers: dict[str, Answers], plain: dict[str, Answers], report: dict[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {key: report.get(key) for key in ("draft_kv_slots", "draft_kv_bytes", "draft_kv_live_share")}
+def summed_up(
+    answers: dict[str, Answers], plain: dict[str, Answers], report: dict[str, Any]
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        key: report.get(key) for key in ("draft_kv_slots", "draft_kv_bytes", "draft_kv_live_share")
+    }
     for name, got in answers.items():
         row[name] = {
             "identical": got.outputs == plain[name].outputs,
             "cached_tokens": sum(got.cached),
-            "cached_tokens_over_plain": sorted({a - b for a, b in zip(got.cached, plain[name].cached, strict=True)}),
+            "cached_tokens_over_plain": sorted(
+                {a - b for a, b in zip(got.cached, plain[name].cached, strict=True)}
+            ),
             "acceptance_length": round(got.acceptance_length, 4),
         }
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pair = demo_pair("dense")
@@ -85,7 +105,11 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     rows = [row[workload] for row in result["arms"].values() for workload in plain]
-    sys.exit(0 if all(row["identical"] and set(row["cached_tokens_over_plain"]) <= {0, 1} for row in rows) else 1)
+    sys.exit(
+        0
+        if all(row["identical"] and set(row["cached_tokens_over_plain"]) <= {0, 1} for row in rows)
+        else 1
+    )
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ def started_with(server: Server) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pair = demo_pair("hybrid")
@@ -61,12 +63,20 @@ def main() -> None:
         for arm in ("plain", "replay", "snapshot"):
             flags = [*sized_by_memory(server_args(pair, dflash=arm != "plain")), *limits]
             if arm != "plain":
-                flags += ["--speculative-num-draft-tokens", str(BLOCK_SIZE), "--speculative-draft-window-size", str(WINDOW)]
+                flags += [
+                    "--speculative-num-draft-tokens",
+                    str(BLOCK_SIZE),
+                    "--speculative-draft-window-size",
+                    str(WINDOW),
+                ]
                 flags += ["--speculative-dflash-recurrent-rollback", arm]
             with Server(flags) as server:
                 found[scenario][arm] = started_with(server)
             print(scenario, arm, found[scenario][arm], flush=True)
-    scratch = {arm: found["states_given"][arm]["scratch_bytes_per_request"] for arm in ("replay", "snapshot")}
+    scratch = {
+        arm: found["states_given"][arm]["scratch_bytes_per_request"]
+        for arm in ("replay", "snapshot")
+    }
     result: dict[str, Any] = {
         "command": "python -m benchmarks.recurrent_memory",
         "hardware": measure.hardware(),

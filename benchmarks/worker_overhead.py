@@ -27,7 +27,9 @@ AGAINST = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="dense")
     parser.add_argument("--against", choices=AGAINST, default="builtin")
     parser.add_argument("--rounds", type=int, default=5)
@@ -44,14 +46,18 @@ def main() -> None:
     }
     with together(arms.values()):
         for concurrency in (1, 8):
-            result[f"concurrency_{concurrency}"] = compare(arms, pair.prompts[: max(4, 2 * concurrency)], concurrency, args.rounds)
+            result[f"concurrency_{concurrency}"] = compare(
+                arms, pair.prompts[: max(4, 2 * concurrency)], concurrency, args.rounds
+            )
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
-def compare(arms: dict[str, Server], prompts: list[str], concurrency: int, rounds: int) -> dict[str, Any]:
+def compare(
+    arms: dict[str, Server], prompts: list[str], concurrency: int, rounds: int
+) -> dict[str, Any]:
     """Median step time and throughput per arm, and the median of the round-by-round ratios (ours / the other)."""
     runs: dict[str, list[measure.Run]] = {name: [] for name in arms}
     for i in range(rounds + 1):
@@ -61,17 +67,23 @@ def compare(arms: dict[str, Server], prompts: list[str], concurrency: int, round
             if i:
                 runs[name].append(done)
     pairs = list(zip(*runs.values(), strict=True))
-    assert all(a.outputs == b.outputs for a, b in pairs), "the two servers' outputs differ: no figure without exactness"
+    assert all(a.outputs == b.outputs for a, b in pairs), (
+        "the two servers' outputs differ: no figure without exactness"
+    )
     table: dict[str, Any] = {
         name: {
             "step_ms": round(statistics.median(r.step_ms for r in many), 3),
             "tokens_per_second": round(statistics.median(r.tokens_per_second for r in many), 2),
-            "tokens_per_step": round(sum(r.tokens for r in many) / sum(r.verify_steps for r in many), 3),
+            "tokens_per_step": round(
+                sum(r.tokens for r in many) / sum(r.verify_steps for r in many), 3
+            ),
         }
         for name, many in runs.items()
     }
     table["step_time_ratio"] = round(statistics.median(a.step_ms / b.step_ms for a, b in pairs), 4)
-    table["throughput_ratio"] = round(statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs), 4)
+    table["throughput_ratio"] = round(
+        statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs), 4
+    )
     return table
 
 

@@ -21,10 +21,19 @@ from sglang_dflash.core.weights import load_model  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kind", choices=["dense", "hybrid"], default="dense")
-    parser.add_argument("--work", type=Path, required=True, help="folder of the resumable training state")
-    parser.add_argument("--out", type=Path, required=True, help="folder that gets target/, draft/, prompts.json and the model card")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the resumable training state"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder that gets target/, draft/, prompts.json and the model card",
+    )
     parser.add_argument("--target-steps", type=int, default=600)
     parser.add_argument("--memorise-steps", type=int, default=300)
     parser.add_argument("--drafter-steps", type=int, default=1600)
@@ -39,12 +48,16 @@ def main() -> None:
         data.train_tokenizer(corpus).save(str(tokenizer_file))
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     if not (args.out / "target").exists():
-        trained = target.train_target(args.kind, corpus, tokenizer, args.work, args.target_steps, args.memorise_steps)
+        trained = target.train_target(
+            args.kind, corpus, tokenizer, args.work, args.target_steps, args.memorise_steps
+        )
         target.save_target(trained, tokenizer, args.out / "target")
     # The drafter learns from the target as it is served: with its weights rounded to the checkpoint's dtype.
     model = target.load_target(args.out / "target")
     if not (args.out / "draft").exists():
-        drafter.train_drafter(corpus, model, tokenizer, args.work, args.out / "draft", args.drafter_steps)
+        drafter.train_drafter(
+            corpus, model, tokenizer, args.work, args.out / "draft", args.drafter_steps
+        )
     training = f"target {args.target_steps} + {args.memorise_steps} steps, draft {args.drafter_steps} steps, CPU only."
     draft = load_model(args.out / "draft", dtype=torch.float32)
     card.write_card(args.kind, corpus, model, draft, tokenizer, args.out, {"training": training})

@@ -54,14 +54,44 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     default, dtypes = Serving(), list(DTYPE_BYTES)
     parser.add_argument("target", help="a folder with config.json, or a hub name")
     parser.add_argument("draft", help="a folder with config.json, or a hub name")
-    parser.add_argument("--window", type=int, help="committed tokens that the draft attends to (default: all)")
-    parser.add_argument("--sinks", type=int, default=Options.sinks, help="first tokens of a request that stay visible beside the window")
-    parser.add_argument("--block-size", type=int, help="tokens verified per step (default: the draft's)")
-    parser.add_argument("--max-running-requests", type=int, default=default.max_running_requests, help="default: %(default)s")
-    parser.add_argument("--draft-kv-tokens", type=int, help="entries of the draft KV cache under a window")
-    parser.add_argument("--memory-gib", type=float, default=default.memory_gib, help="device memory, GiB (default: %(default)s)")
-    parser.add_argument("--mem-fraction", type=float, default=default.mem_fraction, help="share of it for weights and KV (%(default)s)")
-    parser.add_argument("--kv-memory-gib", type=float, help="memory for all KV, GiB, instead of computing it from the weights")
+    parser.add_argument(
+        "--window", type=int, help="committed tokens that the draft attends to (default: all)"
+    )
+    parser.add_argument(
+        "--sinks",
+        type=int,
+        default=Options.sinks,
+        help="first tokens of a request that stay visible beside the window",
+    )
+    parser.add_argument(
+        "--block-size", type=int, help="tokens verified per step (default: the draft's)"
+    )
+    parser.add_argument(
+        "--max-running-requests",
+        type=int,
+        default=default.max_running_requests,
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--draft-kv-tokens", type=int, help="entries of the draft KV cache under a window"
+    )
+    parser.add_argument(
+        "--memory-gib",
+        type=float,
+        default=default.memory_gib,
+        help="device memory, GiB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--mem-fraction",
+        type=float,
+        default=default.mem_fraction,
+        help="share of it for weights and KV (%(default)s)",
+    )
+    parser.add_argument(
+        "--kv-memory-gib",
+        type=float,
+        help="memory for all KV, GiB, instead of computing it from the weights",
+    )
     parser.add_argument("--kv-dtype", choices=dtypes, help="target KV (default: bfloat16)")
     parser.add_argument("--draft-kv-dtype", choices=dtypes, help="draft KV (default: the target's)")
     parser.add_argument("--offline", action="store_true", help="do not ask the hub")
@@ -69,7 +99,12 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    options = Options(block_size=args.block_size, window=args.window, sinks=args.sinks, draft_kv_tokens=args.draft_kv_tokens)
+    options = Options(
+        block_size=args.block_size,
+        window=args.window,
+        sinks=args.sinks,
+        draft_kv_tokens=args.draft_kv_tokens,
+    )
     serving = Serving(
         max_running_requests=args.max_running_requests,
         memory_gib=args.memory_gib,
@@ -78,7 +113,9 @@ def _inspect(args: argparse.Namespace) -> None:
         kv_dtype=args.kv_dtype,
         draft_kv_dtype=args.draft_kv_dtype,
     )
-    target, draft = (look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft"))
+    target, draft = (
+        look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft")
+    )
     report = inspect(target, draft, options, serving).report()
     print(json.dumps(report) if args.json else _table(report))
 
@@ -88,7 +125,10 @@ def _table(report: dict[str, Any]) -> str:
     facts = [(name, _readable(name, value)) for name, value in report.items() if name != "sources"]
     width = max(len(name) for name, _ in facts)
     indent = " " * (width + 2)
-    sources = [textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent) for text in report["sources"]]
+    sources = [
+        textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
+        for text in report["sources"]
+    ]
     return "\n".join([f"{name:<{width}}  {text}" for name, text in facts] + sources)
 
 
@@ -104,27 +144,59 @@ def _readable(name: str, value: Any) -> str:
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     default = Request
-    parser.add_argument("--target", help="a folder or a hub name (default: the embedded dense pair's)")
-    parser.add_argument("--draft", help="a folder or a hub name (default: the embedded dense pair's)")
+    parser.add_argument(
+        "--target", help="a folder or a hub name (default: the embedded dense pair's)"
+    )
+    parser.add_argument(
+        "--draft", help="a folder or a hub name (default: the embedded dense pair's)"
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="the text to continue")
     what.add_argument("--prompt-file", help="a file that holds it; - for standard input")
-    parser.add_argument("--chat", action="store_true", help="the prompt is what a user says: apply the chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=default.max_new_tokens, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=default.temperature, help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, default=default.top_p, help="keep the likeliest tokens of this mass (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=default.top_k, help="keep so many of the likeliest tokens; 0 keeps all (default)")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is what a user says: apply the chat template",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=default.max_new_tokens, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=default.temperature, help="0 is greedy (default)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=default.top_p,
+        help="keep the likeliest tokens of this mass (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=default.top_k,
+        help="keep so many of the likeliest tokens; 0 keeps all (default)",
+    )
     parser.add_argument("--seed", type=int, help="of the sampling (default: a new one)")
-    parser.add_argument("--block-size", type=int, help="tokens verified per step (default: the draft's)")
-    parser.add_argument("--window", type=int, help="committed tokens that the draft attends to (default: all)")
-    parser.add_argument("--dtype", help=f"{', '.join(DTYPES)} (default: float32 on a CPU, bfloat16 elsewhere)")
+    parser.add_argument(
+        "--block-size", type=int, help="tokens verified per step (default: the draft's)"
+    )
+    parser.add_argument(
+        "--window", type=int, help="committed tokens that the draft attends to (default: all)"
+    )
+    parser.add_argument(
+        "--dtype", help=f"{', '.join(DTYPES)} (default: float32 on a CPU, bfloat16 elsewhere)"
+    )
     parser.add_argument("--device", help="as torch names it (default: the first GPU, or cpu)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the text"
+    )
 
 
 def _generate(args: argparse.Namespace) -> None:
     if (args.target is None) != (args.draft is None):
-        raise ConfigError("--target and --draft: one without the other; give both, or neither for the embedded dense pair")
+        raise ConfigError(
+            "--target and --draft: one without the other; give both, or neither for the embedded dense pair"
+        )
     if args.target is None:
         pair = demo_pair("dense")
         args.target, args.draft = str(pair.target), str(pair.draft)
@@ -142,9 +214,15 @@ def _text(args: argparse.Namespace) -> str:
     if args.prompt_file is None:
         return args.prompt
     try:
-        return sys.stdin.read() if args.prompt_file == "-" else Path(args.prompt_file).read_text(encoding="utf-8")
+        return (
+            sys.stdin.read()
+            if args.prompt_file == "-"
+            else Path(args.prompt_file).read_text(encoding="utf-8")
+        )
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file: {args.prompt_file!r} cannot be read ({error})") from error
+        raise ConfigError(
+            f"--prompt-file: {args.prompt_file!r} cannot be read ({error})"
+        ) from error
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +230,11 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sglang-dflash bench [options] [-- FLAGS of every server that is started]"
     add = parser.add_argument
     again: dict[str, Any] = {"action": "append", "metavar": "NAME"}
-    add("--arm", **again, help=f"{', '.join(bench.KINDS)}; again for more (default: ar and dflash); the first is what ratios are to")
+    add(
+        "--arm",
+        **again,
+        help=f"{', '.join(bench.KINDS)}; again for more (default: ar and dflash); the first is what ratios are to",
+    )
     add(
         "--base-url",
         action="append",
@@ -163,11 +245,23 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", help="a folder or a hub name; with --base-url, whose tokenizer the servers use")
     add("--draft", help="a folder or a hub name")
     add(
-        "--dataset", **again, help="demo, stdlib (built in; the default), gsm8k, math500, humaneval, mbpp, mt-bench, alpaca; again for more"
+        "--dataset",
+        **again,
+        help="demo, stdlib (built in; the default), gsm8k, math500, humaneval, mbpp, mt-bench, alpaca; again for more",
     )
-    add("--dataset-file", metavar="JSONL", help='lines {"prompt": TEXT}, or {"turns": [TEXT, ...]} for the chat template')
-    add("--cache-dir", help="where fetched data sets are kept (default: sglang-dflash/datasets in the user's cache)")
-    add("--concurrency", help=f"requests at a time, in turn (default: {large.concurrency}; {cpu.concurrency} on a CPU)")
+    add(
+        "--dataset-file",
+        metavar="JSONL",
+        help='lines {"prompt": TEXT}, or {"turns": [TEXT, ...]} for the chat template',
+    )
+    add(
+        "--cache-dir",
+        help="where fetched data sets are kept (default: sglang-dflash/datasets in the user's cache)",
+    )
+    add(
+        "--concurrency",
+        help=f"requests at a time, in turn (default: {large.concurrency}; {cpu.concurrency} on a CPU)",
+    )
     add(
         "--block-size",
         type=int,
@@ -175,11 +269,31 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="tokens verified per step (default: the draft's); again for an arm per size",
     )
-    add("--num-prompts", type=int, help=f"of each data set (default: {large.num_prompts}; {cpu.num_prompts} on a CPU)")
-    add("--max-new-tokens", type=int, help=f"per answer, at most (default: {large.max_new_tokens}; {cpu.max_new_tokens} on a CPU)")
-    add("--rounds", type=int, help=f"passes per arm and concurrency (default: {large.rounds}; {cpu.rounds} on a CPU)")
-    add("--thinking", choices=["on", "off"], help="what the chat template is told (default: nothing)")
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, help="generate on after the end (default: for plain texts, not for chats)")
+    add(
+        "--num-prompts",
+        type=int,
+        help=f"of each data set (default: {large.num_prompts}; {cpu.num_prompts} on a CPU)",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        help=f"per answer, at most (default: {large.max_new_tokens}; {cpu.max_new_tokens} on a CPU)",
+    )
+    add(
+        "--rounds",
+        type=int,
+        help=f"passes per arm and concurrency (default: {large.rounds}; {cpu.rounds} on a CPU)",
+    )
+    add(
+        "--thinking",
+        choices=["on", "off"],
+        help="what the chat template is told (default: nothing)",
+    )
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="generate on after the end (default: for plain texts, not for chats)",
+    )
     add(
         "--simulated-acceptance",
         type=float,
@@ -187,9 +301,22 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="for timing: every verify step commits L tokens, right or wrong; outputs mean nothing and are not compared, and of --target "
         "and --draft only configs and tokenizer are read",
     )
-    add("--dtype", choices=bench.DTYPES, help="what the servers compute in; only in float32 must all outputs be equal")
-    add("--in-turn", action=argparse.BooleanOptionalAction, help="one server after another (default: for given models on an accelerator)")
-    add("--out", default=bench.OUT, metavar="DIR", help="gets results.json, table.md and throughput.png (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=bench.DTYPES,
+        help="what the servers compute in; only in float32 must all outputs be equal",
+    )
+    add(
+        "--in-turn",
+        action=argparse.BooleanOptionalAction,
+        help="one server after another (default: for given models on an accelerator)",
+    )
+    add(
+        "--out",
+        default=bench.OUT,
+        metavar="DIR",
+        help="gets results.json, table.md and throughput.png (default: %(default)s)",
+    )
 
 
 def _bench(args: argparse.Namespace) -> None:
@@ -207,24 +334,44 @@ def _bench(args: argparse.Namespace) -> None:
 
 COMMANDS = {
     "demo-models": Command(
-        "print the directories of an embedded pair: the target's, then the draft's", _demo_models_arguments, _demo_models
+        "print the directories of an embedded pair: the target's, then the draft's",
+        _demo_models_arguments,
+        _demo_models,
     ),
-    "inspect": Command("whether a pair can be served and what it will cost, before anything is loaded", _inspect_arguments, _inspect),
-    "generate": Command("continue one prompt over Transformers, without a server", _generate_arguments, _generate),
-    "bench": Command("compare ways of decoding: throughput, latency, acceptance, and that outputs are the same", _bench_arguments, _bench),
+    "inspect": Command(
+        "whether a pair can be served and what it will cost, before anything is loaded",
+        _inspect_arguments,
+        _inspect,
+    ),
+    "generate": Command(
+        "continue one prompt over Transformers, without a server", _generate_arguments, _generate
+    ),
+    "bench": Command(
+        "compare ways of decoding: throughput, latency, acceptance, and that outputs are the same",
+        _bench_arguments,
+        _bench,
+    ),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one sub-command; 1 with the reason on stderr where it cannot be done."""
-    parser = argparse.ArgumentParser(prog="sglang-dflash", description="DFlash speculative decoding for SGLang")
+    parser = argparse.ArgumentParser(
+        prog="sglang-dflash", description="DFlash speculative decoding for SGLang"
+    )
     parsers = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.arguments(parsers.add_parser(name, help=command.help))
     argv = sys.argv[1:] if argv is None else argv
     # What follows -- is the servers' and never ours to parse.
-    ours, theirs = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv and argv[0] == "bench" else (argv, [])
-    args = parser.parse_args(ours, argparse.Namespace(server_flags=theirs, asked=shlex.join(["sglang-dflash", *argv])))
+    ours, theirs = (
+        (argv[: argv.index("--")], argv[argv.index("--") + 1 :])
+        if "--" in argv and argv[0] == "bench"
+        else (argv, [])
+    )
+    args = parser.parse_args(
+        ours, argparse.Namespace(server_flags=theirs, asked=shlex.join(["sglang-dflash", *argv]))
+    )
     try:
         COMMANDS[args.command].run(args)
     except (ConfigError, Failed) as error:

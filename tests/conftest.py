@@ -22,7 +22,11 @@ if not torch.cuda.is_available():
 
 # Tests that start SGLang servers, in two parts that share none; the first part that fits has a test.
 SERVERS = {
-    "recurrent targets, features and bench": ("tests/engine/test_hybrid", "tests/engine/test_features", "tests/engine/test_bench"),
+    "recurrent targets, features and bench": (
+        "tests/engine/test_hybrid",
+        "tests/engine/test_features",
+        "tests/engine/test_bench",
+    ),
     "all others": ("tests/engine/",),
 }
 
@@ -34,7 +38,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByServers(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((part for part, tests in SERVERS.items() if nodeid.startswith(tests)), nodeid)
+            return next(
+                (part for part, tests in SERVERS.items() if nodeid.startswith(tests)), nodeid
+            )
 
     return ByServers(config, log)
 

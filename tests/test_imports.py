@@ -27,7 +27,18 @@ LIMITS = {
     "inspection": {"config", "facts", "description"},
     "models": {"config", "facts", "description", "inspection"},
     "bench": {"config", "core", "dflash_kernels", "transformers", "bench"},
-    "cli": {"config", "core", "dflash_kernels", "transformers", "bench", "facts", "inspection", "request", "generate", "cli"},
+    "cli": {
+        "config",
+        "core",
+        "dflash_kernels",
+        "transformers",
+        "bench",
+        "facts",
+        "inspection",
+        "request",
+        "generate",
+        "cli",
+    },
 }
 
 
@@ -50,14 +61,22 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if part_of(f) != "__init__"], ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path",
+    [f for f in FILES if part_of(f) != "__init__"],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
 def test_imports_point_one_way(path: Path) -> None:
     ours = {name.split(".")[1] for name in imported(path) if name.startswith("sglang_dflash.")}
     ours |= {"dflash_kernels" for name in imported(path) if name.split(".")[0] == "dflash_kernels"}
     assert ours <= LIMITS[part_of(path)]
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if part_of(f) in ("core", "config")], ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path",
+    [f for f in FILES if part_of(f) in ("core", "config")],
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
 def test_core_needs_torch_and_safetensors_only(path: Path) -> None:
     allowed = {"torch", "safetensors", "sglang_dflash", *sys.stdlib_module_names}
     assert {name.split(".")[0] for name in imported(path)} <= allowed

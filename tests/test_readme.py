@@ -18,7 +18,11 @@ README = (ROOT / "README.md").read_text()
 def commands(start: str) -> list[list[str]]:
     """The README's indented commands that begin with `start`, continuation lines joined."""
     joined = README.replace("\\\n", " ")
-    return [shlex.split(line, comments=True) for line in re.findall(r"^    (.*)$", joined, re.M) if line.startswith(start)]
+    return [
+        shlex.split(line, comments=True)
+        for line in re.findall(r"^    (.*)$", joined, re.M)
+        if line.startswith(start)
+    ]
 
 
 def test_published_launch_commands_parse_as_printed() -> None:
@@ -41,13 +45,24 @@ def test_scripts_exist_and_are_valid(command: list[str]) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="set up without launch/test.sh: the demo would make its own .venv")
+@pytest.mark.skipif(
+    not (ROOT / ".venv").exists(),
+    reason="set up without launch/test.sh: the demo would make its own .venv",
+)
 def test_the_demo_script_hands_its_arguments_on() -> None:
-    shown = subprocess.run(["bash", str(ROOT / "launch/demo.sh"), "--help"], capture_output=True, text=True, timeout=240, check=True).stdout
+    shown = subprocess.run(
+        ["bash", str(ROOT / "launch/demo.sh"), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    ).stdout
     assert "--check" in shown and "--model" in shown
 
 
-def test_the_prompt_shown_is_one_that_the_pair_drafts_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_prompt_shown_is_one_that_the_pair_drafts_well(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from sglang_dflash import cli
 
     (command,) = commands("sglang-dflash generate")
@@ -62,7 +77,9 @@ def test_the_file_map_names_what_exists() -> None:
     serving = {p.stem for p in (ROOT / "sglang_dflash/serving").glob("*.py")} - {"__init__"}
     core = {p.stem for p in (ROOT / "sglang_dflash/core").glob("*.py")} - {"__init__"}
     for stem in serving | core:
-        assert f"`{stem}`" in section or f"/{stem}.py`" in section, f"{stem} is missing from the file map"
+        assert f"`{stem}`" in section or f"/{stem}.py`" in section, (
+            f"{stem} is missing from the file map"
+        )
 
 
 def test_links_lead_somewhere() -> None:
@@ -72,16 +89,26 @@ def test_links_lead_somewhere() -> None:
 
 def test_every_flag_of_the_table_is_a_flag() -> None:
     shown = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"], capture_output=True, text=True, check=True, timeout=240
+        [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=240,
     ).stdout
     for flag in set(re.findall(r"`(--[a-z-]+)", README)):
-        assert flag in shown or f"{flag} " in (ROOT / "sglang_dflash/bench/demo.py").read_text() or flag == "--check", flag
+        assert (
+            flag in shown
+            or f"{flag} " in (ROOT / "sglang_dflash/bench/demo.py").read_text()
+            or flag == "--check"
+        ), flag
 
 
 def test_results_say_when_where_and_how() -> None:
     for file in (ROOT / "benchmarks/results").glob("*.json"):
         result = json.loads(file.read_text())
-        assert {"date", "processor", "cores"} <= set(result["hardware"]) and "command" in result, file.name
+        assert {"date", "processor", "cores"} <= set(result["hardware"]) and "command" in result, (
+            file.name
+        )
 
 
 def test_the_readmes_figures_are_those_of_the_results() -> None:
@@ -91,7 +118,12 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
     figures = [demo["speedup"], demo["acceptance_length"], demo["ar_tok_s"], demo["dflash_tok_s"]]
     for concurrency in ("concurrency_1", "concurrency_8"):
         row = overhead[concurrency]
-        figures += [row["step_time_ratio"], row["throughput_ratio"], row["ours"]["step_ms"], row["builtin"]["tokens_per_second"]]
+        figures += [
+            row["step_time_ratio"],
+            row["throughput_ratio"],
+            row["ours"]["step_ms"],
+            row["builtin"]["tokens_per_second"],
+        ]
     for figure in figures:
         assert str(figure) in README, figure
 
@@ -99,19 +131,33 @@ def test_the_readmes_figures_are_those_of_the_results() -> None:
 def test_demo_models_command_prints_two_directories() -> None:
     from sglang_dflash import cli
 
-    done = subprocess.run([sys.executable, "-m", "sglang_dflash.cli", "demo-models", "dense"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_dflash.cli", "demo-models", "dense"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     target, draft = done.stdout.splitlines()
-    assert (Path(target) / "model.safetensors").is_file() and (Path(draft) / "config.json").is_file()
+    assert (Path(target) / "model.safetensors").is_file() and (
+        Path(draft) / "config.json"
+    ).is_file()
     assert cli.main(["demo-models", "nonesuch"]) == 1
 
 
 def test_no_machine_path_and_no_registry_host_is_committed() -> None:
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in tracked:
-        if name.endswith((".safetensors", ".png", "tokenizer.json", "prompts.json")) or name == "tests/test_readme.py":
+        if (
+            name.endswith((".safetensors", ".png", "tokenizer.json", "prompts.json"))
+            or name == "tests/test_readme.py"
+        ):
             continue
         text = (ROOT / name).read_text()
-        assert not re.search(r"(pypi\.org|files\.pythonhosted|registry\.npmjs|/home/\w|/root/)", text), name
+        assert not re.search(
+            r"(pypi\.org|files\.pythonhosted|registry\.npmjs|/home/\w|/root/)", text
+        ), name
 
 
 def test_the_readmes_draft_kv_figures_are_those_of_the_results() -> None:
@@ -123,9 +169,18 @@ def test_the_readmes_draft_kv_figures_are_those_of_the_results() -> None:
     assert chats["default"]["acceptance_length"] > 0.98 * chats["unbounded"]["acceptance_length"]
     figures = [chats[name]["acceptance_length"] for name in ("unbounded", "default", "tenth")]
     long, kv, wait = read("long_context_cpu"), read("target_kv_tokens_cpu"), read("admission_cpu")
-    figures += [long["draft_side_step"]["ratio"], long["prefill"]["ratio"], wait["first_token_ratio"], wait["throughput_ratio"]]
+    figures += [
+        long["draft_side_step"]["ratio"],
+        long["prefill"]["ratio"],
+        wait["first_token_ratio"],
+        wait["throughput_ratio"],
+    ]
     figures += [kv["share_of_plain"][name] for name in ("bounded", "per_target_token", "builtin")]
-    figures += [share for shares in read("draft_kv_headroom")["found_share"].values() for share in shares[3:]]
+    figures += [
+        share
+        for shares in read("draft_kv_headroom")["found_share"].values()
+        for share in shares[3:]
+    ]
     for figure in figures:
         assert str(figure) in README, figure
 
@@ -133,13 +188,19 @@ def test_the_readmes_draft_kv_figures_are_those_of_the_results() -> None:
 def test_the_readmes_comparison_is_the_committed_one() -> None:
     folder = ROOT / "benchmarks/results/bench_dense_cpu"
     result = json.loads((folder / "results.json").read_text())
-    assert result["identical"] is True and result["arms"] == ["ar", "dflash", "builtin"] and (folder / "throughput.png").is_file()
+    assert (
+        result["identical"] is True
+        and result["arms"] == ["ar", "dflash", "builtin"]
+        and (folder / "throughput.png").is_file()
+    )
     assert f"`{result['command']}`" in README
     for dataset in result["prompts"]:
         for arm in result["arms"]:
             rows = [row for row in result["rows"] if (row["dataset"], row["arm"]) == (dataset, arm)]
             cells = " | ".join(f"{row['output_tok_s']} ({row['ratio']}x)" for row in rows)
-            assert f"| {dataset}, {arm} | {cells} | {rows[0]['acceptance_length'] or '-'} |" in README
+            assert (
+                f"| {dataset}, {arm} | {cells} | {rows[0]['acceptance_length'] or '-'} |" in README
+            )
 
 
 def test_the_readmes_hybrid_figures_are_those_of_the_results() -> None:
@@ -157,7 +218,9 @@ def test_the_readmes_hybrid_figures_are_those_of_the_results() -> None:
     given, most = memory["states_given"], memory["most_requests"]
     assert given["replay"]["target_kv_tokens"] > given["snapshot"]["target_kv_tokens"]
     assert most["replay"]["running_requests"] > most["snapshot"]["running_requests"]
-    figures += [given[arm]["target_kv_tokens"] for arm in given] + [most[arm]["running_requests"] for arm in most]
+    figures += [given[arm]["target_kv_tokens"] for arm in given] + [
+        most[arm]["running_requests"] for arm in most
+    ]
     figures += [given[arm]["scratch_bytes_per_request"] for arm in ("replay", "snapshot")]
     for figure in figures:
         assert str(figure) in README, figure

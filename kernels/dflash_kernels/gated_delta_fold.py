@@ -22,8 +22,12 @@ def _convolved(p_window, p_inputs, p_weight, p_bias, o_c, b_mask, i_t, s_window_
         i_s = i_t - (W - 1) + i_w
         p_old = p_window + o_c * s_window_c + (W - 1 + i_s) * s_window_w
         b_old = tl.load(p_old, mask=b_mask & (i_s < 0), other=0.0).to(tl.float32)
-        b_new = tl.load(p_inputs + i_s * s_inputs_t + o_c * s_inputs_c, mask=b_mask & (i_s >= 0), other=0.0).to(tl.float32)
-        b_sum += (b_old + b_new) * tl.load(p_weight + o_c * W + i_w, mask=b_mask, other=0.0).to(tl.float32)
+        b_new = tl.load(
+            p_inputs + i_s * s_inputs_t + o_c * s_inputs_c, mask=b_mask & (i_s >= 0), other=0.0
+        ).to(tl.float32)
+        b_sum += (b_old + b_new) * tl.load(p_weight + o_c * W + i_w, mask=b_mask, other=0.0).to(
+            tl.float32
+        )
     if HAS_BIAS:
         b_sum += tl.load(p_bias + o_c, mask=b_mask, other=0.0).to(tl.float32)
     return (b_sum / (1.0 + tl.exp(-b_sum))).to(p_inputs.dtype.element_ty).to(tl.float32)
@@ -46,21 +50,56 @@ def _fold_kernel(
     o_k, o_v = tl.arange(0, BLOCK_K), i_v * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < K, o_v < V
     c_k, c_v = H * K + i_h // (HV // H) * K + o_k, 2 * H * K + i_h * V + o_v
-    p_window, p_inputs = p_window + i_l * s_window_l + i_r * s_window_r, p_inputs + i_l * s_inputs_l + i_r * s_inputs_r
+    p_window, p_inputs = (
+        p_window + i_l * s_window_l + i_r * s_window_r,
+        p_inputs + i_l * s_inputs_l + i_r * s_inputs_r,
+    )
     p_gate = i_l * s_gate_l + i_r * s_gate_r + i_h
     p_weight, p_bias = p_weight + i_l * C * W, p_bias + i_l * C
     o_state = i_l * s_states_l + i_h * V * K + o_v[:, None] * K + o_k[None, :]
     m_state = m_v[:, None] & m_k[None, :]
-    b_state = tl.load(p_states + tl.load(p_source + i_n) * s_states_s + o_state, mask=m_state, other=0.0).to(tl.float32)
+    b_state = tl.load(
+        p_states + tl.load(p_source + i_n) * s_states_s + o_state, mask=m_state, other=0.0
+    ).to(tl.float32)
     b_rate = -tl.exp(tl.load(p_a_log + i_l * HV + i_h).to(tl.float32))
     b_shift = tl.load(p_dt_bias + i_l * HV + i_h).to(tl.float32)
     for i_t in range(tl.load(p_lengths + i_n)):
-        b_k = _convolved(p_window, p_inputs, p_weight, p_bias, c_k, m_k, i_t, s_window_c, s_window_w, s_inputs_t, s_inputs_c, W, HAS_BIAS)
-        b_v = _convolved(p_window, p_inputs, p_weight, p_bias, c_v, m_v, i_t, s_window_c, s_window_w, s_inputs_t, s_inputs_c, W, HAS_BIAS)
+        b_k = _convolved(
+            p_window,
+            p_inputs,
+            p_weight,
+            p_bias,
+            c_k,
+            m_k,
+            i_t,
+            s_window_c,
+            s_window_w,
+            s_inputs_t,
+            s_inputs_c,
+            W,
+            HAS_BIAS,
+        )
+        b_v = _convolved(
+            p_window,
+            p_inputs,
+            p_weight,
+            p_bias,
+            c_v,
+            m_v,
+            i_t,
+            s_window_c,
+            s_window_w,
+            s_inputs_t,
+            s_inputs_c,
+            W,
+            HAS_BIAS,
+        )
         b_k = b_k / tl.sqrt(tl.sum(b_k * b_k) + EPS)
         b_gate = tl.load(p_a + p_gate + i_t * s_gate_t).to(tl.float32) + b_shift
         # softplus; past 20 it is its argument.
-        b_decay = tl.exp(b_rate * tl.where(b_gate > 20.0, b_gate, tl.log(1.0 + tl.exp(tl.minimum(b_gate, 20.0)))))
+        b_decay = tl.exp(
+            b_rate * tl.where(b_gate > 20.0, b_gate, tl.log(1.0 + tl.exp(tl.minimum(b_gate, 20.0))))
+        )
         b_beta = 1.0 / (1.0 + tl.exp(-tl.load(p_b + p_gate + i_t * s_gate_t).to(tl.float32)))
         b_state *= b_decay
         b_write = b_beta * (b_v - tl.sum(b_state * b_k[None, :], axis=1))
@@ -69,7 +108,13 @@ def _fold_kernel(
 
 
 def fold_(
-    layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
+    layers: RecurrentLayers,
+    states: Tensor,
+    kept: VerifyInputs,
+    rows: Tensor,
+    source: Tensor,
+    target: Tensor,
+    lengths: Tensor,
 ) -> None:
     """As `core.gated_delta.fold_`: states `[L, S, HV, V, K]` in place; rows, source, target and lengths int64 `[N]`. No host sync.
 

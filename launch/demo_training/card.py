@@ -43,13 +43,20 @@ def cut_prompts(files: dict[str, str], tokenizer: Tokenizer, seed: int) -> list[
             continue
         start = rng.randrange(len(lines) - 50)
         ids = tokenizer.encode("".join(lines[start:])).ids
-        prompt, rest = tokenizer.decode(ids[:PROMPT_TOKENS]), tokenizer.decode(ids[PROMPT_TOKENS : PROMPT_TOKENS + NEW_TOKENS])
+        prompt, rest = (
+            tokenizer.decode(ids[:PROMPT_TOKENS]),
+            tokenizer.decode(ids[PROMPT_TOKENS : PROMPT_TOKENS + NEW_TOKENS]),
+        )
         if len(ids) >= PROMPT_TOKENS + NEW_TOKENS:
-            prompts.append({"file": name, "line": str(start + 1), "prompt": prompt, "continues": rest})
+            prompts.append(
+                {"file": name, "line": str(start + 1), "prompt": prompt, "continues": rest}
+            )
     return prompts
 
 
-def measure(draft: DraftModel, target: PreTrainedModel, tokenizer: Tokenizer, prompts: list[dict[str, str]]) -> Figures:
+def measure(
+    draft: DraftModel, target: PreTrainedModel, tokenizer: Tokenizer, prompts: list[dict[str, str]]
+) -> Figures:
     """Greedy float32 decoding of every prompt with the offline loop."""
     steps, loop_free, ngram, looped, verbatim = [], [], [], 0, 0
     for item in prompts:
@@ -58,7 +65,10 @@ def measure(draft: DraftModel, target: PreTrainedModel, tokenizer: Tokenizer, pr
         start = loop_start(out.tokens)
         looped += len(out.tokens) - start
         follows = tokenizer.encode(item["continues"]).ids
-        verbatim += next((i for i, (a, b) in enumerate(zip(out.tokens, follows, strict=False)) if a != b), len(follows))
+        verbatim += next(
+            (i for i, (a, b) in enumerate(zip(out.tokens, follows, strict=False)) if a != b),
+            len(follows),
+        )
         done = 1
         for count in out.committed:
             steps.append(count)
@@ -71,7 +81,13 @@ def measure(draft: DraftModel, target: PreTrainedModel, tokenizer: Tokenizer, pr
         return round(sum(values) / max(1, len(values)), 2)
 
     total = NEW_TOKENS * len(prompts)
-    return Figures(mean(steps), mean(loop_free), mean(ngram), round(looped / total, 3), round(verbatim / len(prompts), 1))
+    return Figures(
+        mean(steps),
+        mean(loop_free),
+        mean(ngram),
+        round(looped / total, 3),
+        round(verbatim / len(prompts), 1),
+    )
 
 
 def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
@@ -92,12 +108,16 @@ def prompt_lookup(prompt: list[int], output: list[int], block_size: int) -> list
         drafts: list[int] = []
         for n in (3, 2, 1):
             key = text[-n:]
-            found = next((i for i in range(len(text) - n - 1, -1, -1) if text[i : i + n] == key), None)
+            found = next(
+                (i for i in range(len(text) - n - 1, -1, -1) if text[i : i + n] == key), None
+            )
             if found is not None:
                 drafts = text[found + n : found + n + block_size - 1]
                 break
         truth = (prompt + output)[len(text) : len(text) + block_size]
-        accepted = next((i for i, d in enumerate(drafts) if i >= len(truth) - 1 or d != truth[i]), len(drafts))
+        accepted = next(
+            (i for i, d in enumerate(drafts) if i >= len(truth) - 1 or d != truth[i]), len(drafts)
+        )
         committed.append(accepted + 1)
         text += truth[: accepted + 1]
     return committed
@@ -105,26 +125,44 @@ def prompt_lookup(prompt: list[int], output: list[int], block_size: int) -> list
 
 @torch.no_grad()
 def held_out_loss(target: PreTrainedModel, tokenizer: Tokenizer, files: dict[str, str]) -> float:
-    sampler = data.WindowSampler(data.token_stream(tokenizer, files), tokenizer, 448, chat_share=0.0)
+    sampler = data.WindowSampler(
+        data.token_stream(tokenizer, files), tokenizer, 448, chat_share=0.0
+    )
     rng = random.Random(0)
     return sum(next_token_loss(target, sampler.sample(8, rng))[0].item() for _ in range(6)) / 6
 
 
 def write_card(
-    kind: str, corpus: data.Corpus, target: PreTrainedModel, draft: DraftModel, tokenizer: Tokenizer, out: Path, facts: dict[str, str]
+    kind: str,
+    corpus: data.Corpus,
+    target: PreTrainedModel,
+    draft: DraftModel,
+    tokenizer: Tokenizer,
+    out: Path,
+    facts: dict[str, str],
 ) -> None:
     """Measure the pair and write `prompts.json` (the demo's prompts) and `README.md` into `out`."""
     sets = {
         "demo prompts (learnt by heart)": cut_prompts(corpus.memorised, tokenizer, seed=3),
         "held-out files": cut_prompts(corpus.held_out, tokenizer, seed=4),
     }
-    (out / "prompts.json").write_text(json.dumps(sets["demo prompts (learnt by heart)"], indent=1) + "\n")
+    (out / "prompts.json").write_text(
+        json.dumps(sets["demo prompts (learnt by heart)"], indent=1) + "\n"
+    )
     rows = []
     for name, prompts in sets.items():
         f = measure(draft, target, tokenizer, prompts)
-        rows.append(f"| {name} | {f.acceptance} | {f.loop_free} | {f.ngram} | {f.loop_share:.0%} | {f.verbatim} |")
-    sizes = {m: sum(p.stat().st_size for p in (out / m).glob("*.safetensors")) for m in ("target", "draft")}
-    losses = {part: held_out_loss(target, tokenizer, getattr(corpus, part)) for part in ("memorised", "general", "held_out")}
+        rows.append(
+            f"| {name} | {f.acceptance} | {f.loop_free} | {f.ngram} | {f.loop_share:.0%} | {f.verbatim} |"
+        )
+    sizes = {
+        m: sum(p.stat().st_size for p in (out / m).glob("*.safetensors"))
+        for m in ("target", "draft")
+    }
+    losses = {
+        part: held_out_loss(target, tokenizer, getattr(corpus, part))
+        for part in ("memorised", "general", "held_out")
+    }
     text = CARD.format(
         kind=kind, rows="\n".join(rows), python=platform.python_version(), files=", ".join(f"`{n}`" for n in data.MEMORISED),
         target_parameters=sum(p.numel() for p in target.parameters()), draft_parameters=sum(p.numel() for p in draft.parameters()),

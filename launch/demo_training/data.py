@@ -29,9 +29,26 @@ CHAT_TEMPLATE = (
 # The files that the target learns by heart; every demo prompt is cut from one of them.
 MEMORISED = ["textwrap.py", "shlex.py", "fnmatch.py", "glob.py", "queue.py", "sched.py", "copy.py"]
 # Held out by name, of the same kind; beside them about 1 file in 20 is held out by a hash of its name.
-HELD_OUT = ["colorsys.py", "heapq.py", "contextlib.py", "getopt.py", "json/decoder.py", "json/encoder.py"]
+HELD_OUT = [
+    "colorsys.py",
+    "heapq.py",
+    "contextlib.py",
+    "getopt.py",
+    "json/decoder.py",
+    "json/encoder.py",
+]
 
-_SKIP_PARTS = {"test", "tests", "lib2to3", "pydoc_data", "encodings", "idlelib", "turtledemo", "site-packages", "__pycache__"}
+_SKIP_PARTS = {
+    "test",
+    "tests",
+    "lib2to3",
+    "pydoc_data",
+    "encodings",
+    "idlelib",
+    "turtledemo",
+    "site-packages",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,11 @@ def load_corpus() -> Corpus:
     memorised, general, held_out = {}, {}, {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if _SKIP_PARTS & set(name.split("/")[:-1]) or path.stat().st_size < 200 or name.startswith("_sysconfigdata"):
+        if (
+            _SKIP_PARTS & set(name.split("/")[:-1])
+            or path.stat().st_size < 200
+            or name.startswith("_sysconfigdata")
+        ):
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -116,7 +137,9 @@ def token_stream(tokenizer: Tokenizer, files: dict[str, str]) -> torch.Tensor:
 class WindowSampler:
     """Random windows of a token stream; some are dressed as a chat turn (the user's text, then its continuation)."""
 
-    def __init__(self, stream: torch.Tensor, tokenizer: Tokenizer, length: int, chat_share: float) -> None:
+    def __init__(
+        self, stream: torch.Tensor, tokenizer: Tokenizer, length: int, chat_share: float
+    ) -> None:
         self.stream, self.length, self.chat_share = stream, length, chat_share
         self._end = tokenizer.token_to_id(IM_END)
         self._user = tokenizer.encode(f"{IM_START}user\n").ids

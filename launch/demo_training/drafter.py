@@ -71,7 +71,9 @@ class FeatureBank:
 
 
 @torch.no_grad()
-def layer_outputs(target: PreTrainedModel, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def layer_outputs(
+    target: PreTrainedModel, ids: Tensor, layer_ids: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Features `[B, L, F * E]` (outputs of the named target layers) and logits `[B, L, V]` of `ids` `[B, L]`."""
     out = target(input_ids=ids, use_cache=False, output_hidden_states=True)
     # hidden_states[0] is the embedding; the entry after the last layer is normed and never used as a feature.
@@ -79,7 +81,10 @@ def layer_outputs(target: PreTrainedModel, ids: Tensor, layer_ids: tuple[int, ..
 
 
 def build_bank(
-    target: PreTrainedModel, samplers: list[tuple[data.WindowSampler, int]], layer_ids: tuple[int, ...], seed: int
+    target: PreTrainedModel,
+    samplers: list[tuple[data.WindowSampler, int]],
+    layer_ids: tuple[int, ...],
+    seed: int,
 ) -> FeatureBank:
     """Draw the asked number of windows from every sampler and run the target over them once."""
     rng = random.Random(seed)
@@ -104,45 +109,70 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_ctx, v_ctx = context[:, :, layer].unbind(2)  # [R, W, G, D]
         groups = q.shape[2] // k.shape[2]
-        q = q.unflatten(1, (-1, BLOCK_SIZE)).unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5  # [R, A, B, G, g, D]
+        q = (
+            q.unflatten(1, (-1, BLOCK_SIZE)).unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
+        )  # [R, A, B, G, g, D]
         k, v = (t.unflatten(1, (-1, BLOCK_SIZE)) for t in (k, v))  # [R, A, B, G, D]
-        to_context = torch.einsum("rabhgd,rwhd->rhagbw", q, k_ctx).masked_fill(~seen[:, None, :, None, None], float("-inf"))
+        to_context = torch.einsum("rabhgd,rwhd->rhagbw", q, k_ctx).masked_fill(
+            ~seen[:, None, :, None, None], float("-inf")
+        )
         to_block = torch.einsum("rabhgd,rachd->rhagbc", q, k)
         p = torch.cat((to_context, to_block), dim=-1).softmax(-1)
         p_ctx, p_block = p.split((k_ctx.shape[1], BLOCK_SIZE), dim=-1)
-        out = torch.einsum("rhagbw,rwhd->rabhgd", p_ctx, v_ctx) + torch.einsum("rhagbc,rachd->rabhgd", p_block, v)
+        out = torch.einsum("rhagbw,rwhd->rabhgd", p_ctx, v_ctx) + torch.einsum(
+            "rhagbc,rachd->rabhgd", p_block, v
+        )
         return out.flatten(3, 4).flatten(1, 2)
 
     return attend
 
 
-def block_logits(model: DraftModel, embed: Tensor, features: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
+def block_logits(
+    model: DraftModel, embed: Tensor, features: Tensor, ids: Tensor, anchors: Tensor
+) -> Tensor:
     """Logits `[R, A, B - 1, V]` of the blocks that start at `anchors` `[R, A]` of the windows `ids` `[R, W]`."""
     rows, width = ids.shape
     context = model.context_kv(features, torch.arange(width).expand(rows, -1))
     blocks = torch.full((*anchors.shape, BLOCK_SIZE), model.config.mask_token_id)
     blocks[..., 0] = ids.gather(1, anchors)
     positions = (anchors[..., None] + torch.arange(BLOCK_SIZE)).flatten(1)
-    hidden = model(F.embedding(blocks.flatten(1), embed), positions, masked_block_attention(context, anchors))
+    hidden = model(
+        F.embedding(blocks.flatten(1), embed), positions, masked_block_attention(context, anchors)
+    )
     return hidden.unflatten(1, (-1, BLOCK_SIZE))[:, :, 1:] @ embed.T
 
 
-def block_loss(model: DraftModel, embed: Tensor, bank: FeatureBank, rows: Tensor, anchors: Tensor) -> tuple[Tensor, float]:
+def block_loss(
+    model: DraftModel, embed: Tensor, bank: FeatureBank, rows: Tensor, anchors: Tensor
+) -> tuple[Tensor, float]:
     """Weighted cross entropy against the target's argmax, and the mean number of tokens a verify step would commit."""
     ids, argmax = bank.ids[rows], bank.argmax[rows]
     logits = block_logits(model, embed, bank.features[rows].float(), ids, anchors)
-    at = (anchors[..., None] + torch.arange(1, BLOCK_SIZE)).flatten(1)  # text position of every drafted token
-    labels = argmax.gather(1, at - 1).view(*anchors.shape, -1)  # what the target says there, given the text before
+    at = (anchors[..., None] + torch.arange(1, BLOCK_SIZE)).flatten(
+        1
+    )  # text position of every drafted token
+    labels = argmax.gather(1, at - 1).view(
+        *anchors.shape, -1
+    )  # what the target says there, given the text before
     follows = (labels == ids.gather(1, at).view_as(labels)).long()
     # Past the first place where the target leaves the text, its greedy continuation is unknown.
     valid = torch.cat((torch.ones_like(follows[..., :1]), follows[..., :-1].cumprod(-1)), -1)
     weight = valid * torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
-    losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view_as(weight)
+    losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view_as(
+        weight
+    )
     accepted = ((logits.argmax(-1) == labels) * valid).cumprod(-1).sum(-1)
     return (losses * weight).sum() / weight.sum(), 1 + accepted.float().mean().item()
 
 
-def train_drafter(corpus: data.Corpus, target: PreTrainedModel, tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> DraftModel:
+def train_drafter(
+    corpus: data.Corpus,
+    target: PreTrainedModel,
+    tokenizer: Tokenizer,
+    work: Path,
+    out: Path,
+    steps: int,
+) -> DraftModel:
     raw = draft_config(target, tokenizer)
     config = DraftConfig.from_dict(raw)
     torch.manual_seed(1)
@@ -158,7 +188,9 @@ def train_drafter(corpus: data.Corpus, target: PreTrainedModel, tokenizer: Token
 
     def loss_of(rng: random.Random) -> tuple[Tensor, dict[str, float]]:
         rows = torch.tensor([rng.randrange(len(bank.ids)) for _ in range(BATCH)])
-        anchors = torch.tensor([sorted(rng.sample(range(16, WINDOW - BLOCK_SIZE), ANCHORS)) for _ in range(BATCH)])
+        anchors = torch.tensor(
+            [sorted(rng.sample(range(16, WINDOW - BLOCK_SIZE), ANCHORS)) for _ in range(BATCH)]
+        )
         loss, committed = block_loss(model, embed, bank, rows, anchors)
         return loss, {"acceptance": committed}
 

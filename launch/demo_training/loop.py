@@ -30,7 +30,9 @@ class Muon(torch.optim.Optimizer):
                 buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
                 update = orthogonalise(p.grad.lerp(buffer, group["momentum"]))
-                p.mul_(1 - 0.01 * group["lr"]).add_(update, alpha=-0.2 * max(p.shape) ** 0.5 * group["lr"])
+                p.mul_(1 - 0.01 * group["lr"]).add_(
+                    update, alpha=-0.2 * max(p.shape) ** 0.5 * group["lr"]
+                )
 
 
 def orthogonalise(g: torch.Tensor) -> torch.Tensor:
@@ -46,7 +48,9 @@ def orthogonalise(g: torch.Tensor) -> torch.Tensor:
 
 def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for n, p in params.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    matrices = [
+        p for n, p in params.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n
+    ]
     inside = {id(p) for p in matrices}
     rest = [p for p in params.values() if id(p) not in inside]
     return [
@@ -95,7 +99,13 @@ def train(
         torch.save(state, state_file.with_suffix(".tmp"))
         state_file.with_suffix(".tmp").replace(state_file)
 
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, refresh_per_second=1) as bar:
         task = bar.add_task(name, total=steps, completed=step, shown="")
         while step < steps:
@@ -113,9 +123,13 @@ def train(
             step += 1
             for key, value in {"loss": loss.item(), **figures}.items():
                 shown[key] = value if key not in shown else 0.95 * shown[key] + 0.05 * value
-            bar.update(task, completed=step, shown=" ".join(f"{k} {v:.3f}" for k, v in shown.items()))
+            bar.update(
+                task, completed=step, shown=" ".join(f"{k} {v:.3f}" for k, v in shown.items())
+            )
             if step % 100 == 0:
-                print(f"{name} {step}/{steps}", {k: round(v, 4) for k, v in shown.items()}, flush=True)
+                print(
+                    f"{name} {step}/{steps}", {k: round(v, 4) for k, v in shown.items()}, flush=True
+                )
             if time.monotonic() - saved_at > SAVE_EVERY_S:
                 save()
                 saved_at = time.monotonic()

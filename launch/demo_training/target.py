@@ -40,8 +40,15 @@ def build_target(kind: str, tokenizer: Tokenizer) -> PreTrainedModel:
     if kind == "dense":
         return Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=6, rope_theta=1000000.0, **common))
     rope = {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}
-    recurrent = {"linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    config = Qwen3_5TextConfig(num_hidden_layers=8, full_attention_interval=4, rope_parameters=rope, **recurrent, **common)
+    recurrent = {
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    }
+    config = Qwen3_5TextConfig(
+        num_hidden_layers=8, full_attention_interval=4, rope_parameters=rope, **recurrent, **common
+    )
     # Published configurations have it, and SGLang goes by it rather than by `layer_types`.
     config.full_attention_interval = 4
     return Qwen3_5ForCausalLM(config)
@@ -54,7 +61,14 @@ def next_token_loss(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Te
     return F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean().item()
 
 
-def train_target(kind: str, corpus: data.Corpus, tokenizer: Tokenizer, work: Path, steps: int, memorise_steps: int) -> PreTrainedModel:
+def train_target(
+    kind: str,
+    corpus: data.Corpus,
+    tokenizer: Tokenizer,
+    work: Path,
+    steps: int,
+    memorise_steps: int,
+) -> PreTrainedModel:
     torch.manual_seed(0)
     model = build_target(kind, tokenizer)
     general = data.token_stream(tokenizer, corpus.general)
@@ -81,10 +95,16 @@ def save_target(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> N
     """Write the target as a bfloat16 Hugging Face checkpoint with tokenizer and chat template."""
     model.to(torch.bfloat16).save_pretrained(folder)
     ends = [tokenizer.token_to_id(data.IM_END), tokenizer.token_to_id(data.END_OF_TEXT)]
-    GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=False).save_pretrained(folder)
+    GenerationConfig(eos_token_id=ends, pad_token_id=ends[1], do_sample=False).save_pretrained(
+        folder
+    )
     data.save_tokenizer(tokenizer, folder)
 
 
 def load_target(folder: Path) -> PreTrainedModel:
     """The saved target in float32, frozen."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    return (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        .eval()
+        .requires_grad_(False)
+    )

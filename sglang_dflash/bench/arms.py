@@ -38,26 +38,35 @@ def arms_of(settings: Settings, accelerator: bool) -> list[Arm]:
         ConfigError: an arm cannot be served on this machine.
     """
     if settings.base_url:
-        return [Arm(name, url=url) for name, _, url in (one.partition("=") for one in settings.base_url)]
+        return [
+            Arm(name, url=url) for name, _, url in (one.partition("=") for one in settings.base_url)
+        ]
     if "ngram" in settings.arm and not accelerator:
-        raise ConfigError("--arm: 'ngram' needs SGLang's compiled kernels, which load on an accelerator only; leave it out here")
+        raise ConfigError(
+            "--arm: 'ngram' needs SGLang's compiled kernels, which load on an accelerator only; leave it out here"
+        )
     _check_simulation(settings)
     arms = []
     for kind in settings.arm:
         sizes, env = settings.block_size if kind in BLOCK_KINDS else (), environment(settings, kind)
-        arms += [Arm(f"{kind}@{size}", flags(settings, kind, accelerator, size), env=env) for size in sizes] or [
-            Arm(kind, flags(settings, kind, accelerator), env=env)
-        ]
+        arms += [
+            Arm(f"{kind}@{size}", flags(settings, kind, accelerator, size), env=env)
+            for size in sizes
+        ] or [Arm(kind, flags(settings, kind, accelerator), env=env)]
     return arms
 
 
 def _check_simulation(settings: Settings) -> None:
     for name, value in os.environ.items():
         if name.startswith(_SIMULATION):
-            raise ConfigError(f"{name}: {value!r} would reach every server unseen; unset it, and give --simulated-acceptance if meant")
+            raise ConfigError(
+                f"{name}: {value!r} would reach every server unseen; unset it, and give --simulated-acceptance if meant"
+            )
     if settings.simulated_acceptance is None or settings.block_size:
         return
-    draft = demo_pair(settings.model).draft if settings.model is not None else Path(str(settings.draft))
+    draft = (
+        demo_pair(settings.model).draft if settings.model is not None else Path(str(settings.draft))
+    )
     if not draft.is_dir():
         # One of the hub is fetched by its server only; the report says where less was committed than asked for.
         return
@@ -72,10 +81,15 @@ def environment(settings: Settings, kind: str) -> dict[str, str]:
     """What the server of an arm finds in its environment beside ours."""
     if settings.simulated_acceptance is None or kind not in BLOCK_KINDS:
         return {}
-    return {f"{_SIMULATION}LEN": f"{settings.simulated_acceptance:g}", f"{_SIMULATION}TOKEN_MODE": "real-draft-token"}
+    return {
+        f"{_SIMULATION}LEN": f"{settings.simulated_acceptance:g}",
+        f"{_SIMULATION}TOKEN_MODE": "real-draft-token",
+    }
 
 
-def flags(settings: Settings, kind: str, accelerator: bool, block_size: int | None = None) -> tuple[str, ...]:
+def flags(
+    settings: Settings, kind: str, accelerator: bool, block_size: int | None = None
+) -> tuple[str, ...]:
     """Flags of a server for resolved settings; the user's own come last and win."""
     assert settings.dtype is not None
     if settings.model is not None:
@@ -85,7 +99,12 @@ def flags(settings: Settings, kind: str, accelerator: bool, block_size: int | No
         if pair.is_hybrid:
             # Twice what is asked at a time: SGLang lets nobody in where few request slots are free.
             requests = 2 * max(settings.levels)
-            common += ["--max-running-requests", str(requests), "--max-mamba-cache-size", str(6 * requests)]
+            common += [
+                "--max-running-requests",
+                str(requests),
+                "--max-mamba-cache-size",
+                str(6 * requests),
+            ]
     else:
         assert settings.target is not None and settings.draft is not None
         target, draft = settings.target, settings.draft
@@ -97,13 +116,27 @@ def flags(settings: Settings, kind: str, accelerator: bool, block_size: int | No
     speculation = {
         "ar": [],
         "dflash": ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft],
-        "builtin": ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft, "--speculative-dflash-worker", "builtin"],
+        "builtin": [
+            "--speculative-algorithm",
+            "DFLASH",
+            "--speculative-draft-model-path",
+            draft,
+            "--speculative-dflash-worker",
+            "builtin",
+        ],
         "ngram": ["--speculative-algorithm", "NGRAM"],
     }[kind]
     if block_size is not None:
         speculation += ["--speculative-num-draft-tokens", str(block_size)]
     # Streaming everything so far with every step would cost the slower arm more than the faster one.
-    return (*common, "--dtype", settings.dtype, "--incremental-streaming-output", *speculation, *settings.server_flags)
+    return (
+        *common,
+        "--dtype",
+        settings.dtype,
+        "--incremental-streaming-output",
+        *speculation,
+        *settings.server_flags,
+    )
 
 
 @contextmanager
@@ -114,6 +147,13 @@ def opened(arms: list[Arm], timeout_s: float = 1800) -> Iterator[dict[str, Endpo
         ServerFailed, RequestFailed: a server does not start, or is not there.
     """
     with ExitStack() as stack:
-        servers = {arm.name: Server(arm.flags, env=arm.env, timeout_s=timeout_s) for arm in arms if arm.url is None}
+        servers = {
+            arm.name: Server(arm.flags, env=arm.env, timeout_s=timeout_s)
+            for arm in arms
+            if arm.url is None
+        }
         stack.enter_context(together(servers.values()))
-        yield {arm.name: SGLang(servers[arm.name].url) if arm.url is None else endpoint(arm.url) for arm in arms}
+        yield {
+            arm.name: SGLang(servers[arm.name].url) if arm.url is None else endpoint(arm.url)
+            for arm in arms
+        }

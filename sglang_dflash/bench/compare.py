@@ -29,7 +29,14 @@ Ask = Callable[[load.Endpoint, Prompt, list[str]], load.Answer]
 class Comparison:
     """The passes of one comparison, as they are made."""
 
-    def __init__(self, settings: Settings, arms: list[Arm], prompts: dict[str, list[Prompt]], ask: Ask, warm: Ask) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        arms: list[Arm],
+        prompts: dict[str, list[Prompt]],
+        ask: Ask,
+        warm: Ask,
+    ) -> None:
         self.settings, self.arms, self.prompts = settings, arms, prompts
         self._ask, self._warm = ask, warm
         self.runs: Runs = {}
@@ -42,7 +49,12 @@ class Comparison:
     def measure(self, progress: Progress) -> None:
         """All arms at once and taking turns, or one after another. Raises OutputsDiffer, ServerFailed, RequestFailed."""
         assert self.settings.rounds is not None
-        answers = sum(map(len, self.prompts.values())) * len(self.settings.levels) * len(self.arms) * self.settings.rounds
+        answers = (
+            sum(map(len, self.prompts.values()))
+            * len(self.settings.levels)
+            * len(self.arms)
+            * self.settings.rounds
+        )
         task = progress.add_task("starting", total=answers)
         for group in [[arm] for arm in self.arms] if self.settings.in_turn else [self.arms]:
             progress.update(task, description=f"starting {', '.join(arm.name for arm in group)}")
@@ -51,7 +63,14 @@ class Comparison:
                     for concurrency in self.settings.levels:
                         self._level(endpoints, dataset, concurrency, progress, task)
 
-    def _level(self, endpoints: dict[str, load.Endpoint], dataset: str, concurrency: int, progress: Progress, task: Any) -> None:
+    def _level(
+        self,
+        endpoints: dict[str, load.Endpoint],
+        dataset: str,
+        concurrency: int,
+        progress: Progress,
+        task: Any,
+    ) -> None:
         assert self.settings.rounds is not None
         prompts, passes = self.prompts[dataset], self.runs.setdefault((dataset, concurrency), {})
         for name, to in endpoints.items():
@@ -63,7 +82,9 @@ class Comparison:
                 progress.update(task, description=f"{dataset}, {concurrency} at a time: {name}")
                 if not endpoints[name].flush():
                     self.kept_prefixes.add(name)
-                done = load.run(endpoints[name], prompts, concurrency, self._ask, lambda: progress.advance(task))
+                done = load.run(
+                    endpoints[name], prompts, concurrency, self._ask, lambda: progress.advance(task)
+                )
                 passes.setdefault(name, []).append(done)
         self._check()
 
@@ -88,14 +109,21 @@ def load_prompts(settings: Settings) -> dict[str, list[Prompt]]:
         found = {path.stem: select(from_file(path), settings.num_prompts)}
     else:
         cache = Path(settings.cache_dir) if settings.cache_dir else default_cache()
-        found = {name: load_dataset(name, settings.num_prompts, model=settings.model, cache=cache) for name in settings.dataset}
+        found = {
+            name: load_dataset(name, settings.num_prompts, model=settings.model, cache=cache)
+            for name in settings.dataset
+        }
     for name, prompts in found.items():
         if len(prompts) < max(settings.levels):
-            raise ConfigError(f"--concurrency: {max(settings.levels)} clients, but {name} has {len(prompts)} prompts; see --num-prompts")
+            raise ConfigError(
+                f"--concurrency: {max(settings.levels)} clients, but {name} has {len(prompts)} prompts; see --num-prompts"
+            )
     return found
 
 
-def encoder(settings: Settings, prompts: dict[str, list[Prompt]]) -> Callable[[Prompt, list[str]], load.Input]:
+def encoder(
+    settings: Settings, prompts: dict[str, list[Prompt]]
+) -> Callable[[Prompt, list[str]], load.Input]:
     """How a turn becomes what is sent: token ids, so that all arms read the same, or text where no tokenizer is known.
 
     Raises:
@@ -103,11 +131,15 @@ def encoder(settings: Settings, prompts: dict[str, list[Prompt]]) -> Callable[[P
     """
     chats = any(prompt.chat for many in prompts.values() for prompt in many)
     if settings.thinking is not None and not chats:
-        raise ConfigError(f"--thinking: {settings.thinking!r}, but none of {', '.join(prompts)} goes through a chat template")
+        raise ConfigError(
+            f"--thinking: {settings.thinking!r}, but none of {', '.join(prompts)} goes through a chat template"
+        )
     source = str(demo_pair(settings.model).target) if settings.model else settings.target
     if source is None:
         if chats:
-            raise ConfigError("--target: missing; chats need the chat template of the model that the servers run")
+            raise ConfigError(
+                "--target: missing; chats need the chat template of the model that the servers run"
+            )
         return lambda prompt, _said: prompt.turns[0]
     from transformers import AutoTokenizer
 
@@ -121,8 +153,13 @@ def encoder(settings: Settings, prompts: dict[str, list[Prompt]]) -> Callable[[P
             return tokenizer(prompt.turns[0])["input_ids"]
         messages = []
         for turn, answer in zip(prompt.turns, said, strict=False):
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-        return chat_tokens(tokenizer, [*messages, {"role": "user", "content": prompt.turns[len(said)]}], thinking)
+            messages += [
+                {"role": "user", "content": turn},
+                {"role": "assistant", "content": answer},
+            ]
+        return chat_tokens(
+            tokenizer, [*messages, {"role": "user", "content": prompt.turns[len(said)]}], thinking
+        )
 
     for many in prompts.values():
         # A template that is missing is told before a server starts.
@@ -167,7 +204,12 @@ def main(settings: Settings) -> None:
     out.mkdir(parents=True, exist_ok=True)
     accelerator = torch.cuda.is_available()
     settings = settings.resolve(accelerator)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
         result = compare(settings, accelerator, progress)
     (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")

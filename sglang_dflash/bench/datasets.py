@@ -38,16 +38,29 @@ HUB = {
     "gsm8k": HubSet("openai/gsm8k", "main", "test", lambda row: [row["question"] + _MATH]),
     "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", lambda row: [row["problem"] + _MATH]),
     "humaneval": HubSet(
-        "openai/openai_humaneval", None, "test", lambda row: [f"Complete this Python function.\n\n```python\n{row['prompt']}```"]
+        "openai/openai_humaneval",
+        None,
+        "test",
+        lambda row: [f"Complete this Python function.\n\n```python\n{row['prompt']}```"],
     ),
     "mbpp": HubSet(
         "google-research-datasets/mbpp",
         "sanitized",
         "test",
-        lambda row: [f"{row['prompt']}\n\nThe code has to pass these tests:\n\n" + "\n".join(row["test_list"])],
+        lambda row: [
+            f"{row['prompt']}\n\nThe code has to pass these tests:\n\n"
+            + "\n".join(row["test_list"])
+        ],
     ),
-    "mt-bench": HubSet("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])),
-    "alpaca": HubSet("tatsu-lab/alpaca", None, "train", lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))]),
+    "mt-bench": HubSet(
+        "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: list(row["prompt"])
+    ),
+    "alpaca": HubSet(
+        "tatsu-lab/alpaca",
+        None,
+        "train",
+        lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))],
+    ),
 }
 BUILT_IN = ("demo", "stdlib")
 NAMES = (*BUILT_IN, *HUB)
@@ -70,7 +83,9 @@ def load(name: str, count: int, *, model: str | None, cache: Path) -> list[Promp
     elif name in HUB:
         found = from_file(_cached(name, cache))
     else:
-        raise ConfigError(f"--dataset: {name!r}; choose from {', '.join(NAMES)}, or give --dataset-file")
+        raise ConfigError(
+            f"--dataset: {name!r}; choose from {', '.join(NAMES)}, or give --dataset-file"
+        )
     return select(found, count)
 
 
@@ -120,8 +135,14 @@ def _parsed(line: str, where: str) -> Prompt:
         raise ConfigError(f"--dataset-file: {where} is not JSON ({error})") from error
     row = row if isinstance(row, dict) else {}
     turns = row.get("turns", [row.get("prompt")])
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ConfigError(f'--dataset-file: {where} is {line[:60]!r}; {{"prompt": TEXT}} or {{"turns": [TEXT, ...]}} is required')
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn for turn in turns)
+    ):
+        raise ConfigError(
+            f'--dataset-file: {where} is {line[:60]!r}; {{"prompt": TEXT}} or {{"turns": [TEXT, ...]}} is required'
+        )
     return Prompt(tuple(turns), chat="turns" in row)
 
 
@@ -143,7 +164,9 @@ def _cached(name: str, cache: Path) -> Path:
     # Whatever the hub, its client or the network raise: there is one thing to say of it, and one way out.
     except Exception as error:
         first_line = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{lacking} {of.repository} could not be fetched ({first_line}); give --dataset-file") from error
+        raise ConfigError(
+            f"{lacking} {of.repository} could not be fetched ({first_line}); give --dataset-file"
+        ) from error
     cache.mkdir(parents=True, exist_ok=True)
     # Under another name until it is whole.
     partial = path.with_suffix(".partial")

@@ -43,7 +43,12 @@ class Arm:
         return sum(map(len, self.outputs)) / self.seconds if self.seconds else 0.0
 
     def panel(self) -> Panel:
-        return Panel(self.text[-700:], title=f"{self.name}: {self.tokens_per_second:.1f} tok/s", width=68, height=18)
+        return Panel(
+            self.text[-700:],
+            title=f"{self.name}: {self.tokens_per_second:.1f} tok/s",
+            width=68,
+            height=18,
+        )
 
 
 def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> None:
@@ -53,7 +58,10 @@ def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> N
     if live is None:
         last = arm.server.generate(prompt, **sampling)
     else:
-        for last in chunks(f"{arm.server.url}/generate", {"text": prompt, "sampling_params": sampling, "stream": True}):
+        for last in chunks(
+            f"{arm.server.url}/generate",
+            {"text": prompt, "sampling_params": sampling, "stream": True},
+        ):
             arm.text = last["text"]
             live.update(Columns([a.panel() for a in panels]))
     arm.seconds += time.perf_counter() - began
@@ -73,7 +81,9 @@ def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> di
         for arm in arms if i % 2 == 0 else arms[::-1]:
             run_prompt(arm, prompt, live, arms)
         if live is None:
-            console.print(f"prompt {i + 1}/{len(prompts)}: {plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s")
+            console.print(
+                f"prompt {i + 1}/{len(prompts)}: {plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
+            )
     if live is not None:
         live.stop()
     after = dflash.server.dflash()
@@ -89,38 +99,68 @@ def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> di
 def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float:
     """Tokens committed per verify step between two reports of the worker."""
     steps = after["verify_steps"] - before["verify_steps"]
-    committed = after["verify_steps"] * after["acceptance_length"] - before["verify_steps"] * (before["acceptance_length"] or 0)
+    committed = after["verify_steps"] * after["acceptance_length"] - before["verify_steps"] * (
+        before["acceptance_length"] or 0
+    )
     return round(committed / max(1, steps), 3)
 
 
 def server_args(pair: DemoPair, dflash: bool) -> list[str]:
     """Flags of a demo server: exact arithmetic, small pools, and no busy waiting."""
-    args = ["--model-path", str(pair.target), "--dtype", "float32", "--max-total-tokens", "16384", "--sleep-on-idle"]
+    args = [
+        "--model-path",
+        str(pair.target),
+        "--dtype",
+        "float32",
+        "--max-total-tokens",
+        "16384",
+        "--sleep-on-idle",
+    ]
     if pair.is_hybrid:
         args += ["--max-mamba-cache-size", "96", "--max-running-requests", "16"]
-    return [*args, "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft)] if dflash else args
+    return (
+        [
+            *args,
+            "--speculative-algorithm",
+            "DFLASH",
+            "--speculative-draft-model-path",
+            str(pair.draft),
+        ]
+        if dflash
+        else args
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="dense", help="which embedded pair")
-    parser.add_argument("--check", action="store_true", help="end after the comparison; the last line is JSON")
+    parser.add_argument(
+        "--check", action="store_true", help="end after the comparison; the last line is JSON"
+    )
     args = parser.parse_args()
     console, pair = Console(), demo_pair(args.model)
     plain, dflash = Server(server_args(pair, dflash=False)), Server(server_args(pair, dflash=True))
     try:
         plain.start()
         dflash.start()
-        with console.status("starting two SGLang servers, one plain and one with DFLASH (about a minute)"):
+        with console.status(
+            "starting two SGLang servers, one plain and one with DFLASH (about a minute)"
+        ):
             plain.wait()
             dflash.wait()
-        result = compare(Arm("plain decoding", plain), Arm("DFLASH", dflash), pair.prompts[:PROMPTS], console)
+        result = compare(
+            Arm("plain decoding", plain), Arm("DFLASH", dflash), pair.prompts[:PROMPTS], console
+        )
         plain.stop()
         console.print(summary(result))
         if args.check:
             print(json.dumps(result), flush=True)
             sys.exit(0 if result["identical"] else 1)
-        console.print(f"DFLASH serves at {dflash.url} (OpenAI API under /v1, facts under /server_info). Ctrl-C ends it.")
+        console.print(
+            f"DFLASH serves at {dflash.url} (OpenAI API under /v1, facts under /server_info). Ctrl-C ends it."
+        )
         dflash.process.wait()
     except KeyboardInterrupt:
         console.print("ending")
@@ -134,7 +174,11 @@ def summary(result: dict[str, Any]) -> Table:
     table = Table(title="greedy, float32, concurrency 1, this machine's CPU")
     for column in ("", "plain decoding", "DFLASH"):
         table.add_column(column)
-    table.add_row("output tokens/s", str(result["ar_tok_s"]), f"{result['dflash_tok_s']}  ({result['speedup']}x)")
+    table.add_row(
+        "output tokens/s",
+        str(result["ar_tok_s"]),
+        f"{result['dflash_tok_s']}  ({result['speedup']}x)",
+    )
     table.add_row("tokens per target forward", "1", str(result["acceptance_length"]))
     table.add_row("same output", "", "yes, to the token" if result["identical"] else "NO")
     return table

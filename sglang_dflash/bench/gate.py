@@ -39,8 +39,12 @@ def differences(runs: Runs, first_arm: str) -> list[Difference]:
     for (dataset, concurrency), by_arm in runs.items():
         for arm, passes in by_arm.items():
             for reference, other in zip(by_arm.get(first_arm, ()), passes, strict=False):
-                for prompt, position, unit in _compare(reference, other) if arm != first_arm else ():
-                    found.append(Difference(dataset, concurrency, arm, first_arm, prompt, position, unit))
+                for prompt, position, unit in (
+                    _compare(reference, other) if arm != first_arm else ()
+                ):
+                    found.append(
+                        Difference(dataset, concurrency, arm, first_arm, prompt, position, unit)
+                    )
     return found
 
 
@@ -65,4 +69,6 @@ def _first_difference(a: Answer, b: Answer) -> int | None:
     x, y = (a.ids, b.ids) if a.ids is not None and b.ids is not None else (a.text, b.text)
     if x == y:
         return None
-    return next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+    return next(
+        (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y))
+    )

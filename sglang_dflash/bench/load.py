@@ -88,7 +88,11 @@ class SGLang:
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
         sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
-        body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": sampling, "stream": True}
+        body = {
+            "text" if isinstance(prompt, str) else "input_ids": prompt,
+            "sampling_params": sampling,
+            "stream": True,
+        }
         began, first, ids, text, meta = time.perf_counter(), None, list[int](), "", dict[str, Any]()
         for chunk in chunks(f"{self.url}/generate", body):
             now, meta = time.perf_counter(), chunk["meta_info"]
@@ -99,8 +103,12 @@ class SGLang:
             ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
             text = chunk["text"] if whole else text + chunk["text"]
         if first is None or len(ids) != meta["completion_tokens"]:
-            raise RequestFailed(f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}")
-        return Answer(text, tuple(ids), len(ids), first - began, now - began, meta.get("spec_verify_ct") or 0)
+            raise RequestFailed(
+                f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"
+            )
+        return Answer(
+            text, tuple(ids), len(ids), first - began, now - began, meta.get("spec_verify_ct") or 0
+        )
 
     def flush(self) -> bool:
         """Forget cached prefixes, so that a prompt costs the same each time; whether that was done."""
@@ -136,7 +144,9 @@ class OpenAI:
                     text += choice["text"]
             tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
         if first is None or not tokens:
-            raise RequestFailed(f"{self.url}: an answer without text, or without `usage`, whose tokens cannot be counted")
+            raise RequestFailed(
+                f"{self.url}: an answer without text, or without `usage`, whose tokens cannot be counted"
+            )
         return Answer(text, None, tokens, first - began, last - began)
 
     def flush(self) -> bool:
@@ -161,7 +171,9 @@ def _check_real(url: str, states: list[dict[str, Any]]) -> None:
     """Refuse a server that accepts by decree, by what our worker reports of itself; other workers do not tell."""
     lengths = {(state.get("dflash") or {}).get("simulated_acceptance") for state in states} - {None}
     if lengths:
-        raise RequestFailed(f"{url}: simulates an acceptance of {lengths.pop():g}; restart it without SGLANG_SIMULATE_ACC_LEN")
+        raise RequestFailed(
+            f"{url}: simulates an acceptance of {lengths.pop():g}; restart it without SGLANG_SIMULATE_ACC_LEN"
+        )
 
 
 def endpoint(url: str) -> Endpoint:
@@ -176,7 +188,9 @@ def endpoint(url: str) -> Endpoint:
         models.raise_for_status()
         return OpenAI(url, models.json()["data"][0]["id"])
     except (requests.RequestException, KeyError, IndexError) as error:
-        raise RequestFailed(f"{url}: neither SGLang nor a server of the OpenAI API ({type(error).__name__}: {error})") from error
+        raise RequestFailed(
+            f"{url}: neither SGLang nor a server of the OpenAI API ({type(error).__name__}: {error})"
+        ) from error
 
 
 def run(
@@ -202,7 +216,11 @@ def run(
     with ThreadPoolExecutor(concurrency) as pool:
         answers = list(pool.map(converse, prompts))
     seconds = time.perf_counter() - began
-    return Pass(seconds, answers, _speculation([a for turns in answers for a in turns], before, to.counted()))
+    return Pass(
+        seconds,
+        answers,
+        _speculation([a for turns in answers for a in turns], before, to.counted()),
+    )
 
 
 def _speculation(answers: list[Answer], before: Speculation, after: Speculation) -> Speculation:

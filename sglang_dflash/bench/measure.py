@@ -42,7 +42,9 @@ def run(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -
         answers = list(pool.map(one, prompts))
     seconds = time.perf_counter() - began
     tokens = sum(a["meta_info"]["completion_tokens"] for a in answers)
-    steps = sum(a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] for a in answers)
+    steps = sum(
+        a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] for a in answers
+    )
     return Run(tokens, seconds, steps, concurrency, [a["output_ids"] for a in answers])
 
 
@@ -54,7 +56,14 @@ def hardware() -> dict[str, Any]:
     import torch
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), platform.processor())
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in info.splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": model,

@@ -15,7 +15,9 @@ PANELS_PER_ROW = 3
 def check() -> None:
     """Raise ConfigError where no picture could be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("throughput.png: needs matplotlib, which is not installed; install sglang-dflash[bench]")
+        raise ConfigError(
+            "throughput.png: needs matplotlib, which is not installed; install sglang-dflash[bench]"
+        )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -38,7 +40,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
     # So many letters of that size fit an inch.
-    figure.suptitle("\n".join(textwrap.fill(line, int(13 * size[0])) for line in title(result)), size=9)
+    figure.suptitle(
+        "\n".join(textwrap.fill(line, int(13 * size[0])) for line in title(result)), size=9
+    )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -58,8 +62,12 @@ def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
     for i, arm in enumerate(arms):
         by_level = {row["concurrency"]: row for row in rows if row["arm"] == arm}
         at = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
-        bars = axis.bar(at, [by_level[level]["output_tok_s"] for level in levels], width * 0.92, label=arm)
-        axis.bar_label(bars, [f"{by_level[level]['ratio']:.2f}x" for level in levels], fontsize=7, padding=2)
+        bars = axis.bar(
+            at, [by_level[level]["output_tok_s"] for level in levels], width * 0.92, label=arm
+        )
+        axis.bar_label(
+            bars, [f"{by_level[level]['ratio']:.2f}x" for level in levels], fontsize=7, padding=2
+        )
     axis.set_xticks(range(len(levels)), [str(level) for level in levels])
     axis.set(xlabel="concurrency (requests at a time)", ylabel="output tokens per second")
     axis.margins(y=0.12)

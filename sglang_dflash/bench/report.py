@@ -61,26 +61,49 @@ def rows(runs: Runs, arms: list[str]) -> list[dict[str, Any]]:
         figures = {arm: row(passes[arm]) for arm in arms}
         for arm, one in figures.items():
             # Of what was counted, not of what was rounded.
-            rate, base = one["tokens"] / one["seconds"], figures[arms[0]]["tokens"] / figures[arms[0]]["seconds"]
-            found.append({"dataset": dataset, "concurrency": concurrency, "arm": arm, "ratio": round(rate / base, 3), **one})
+            rate, base = (
+                one["tokens"] / one["seconds"],
+                figures[arms[0]]["tokens"] / figures[arms[0]]["seconds"],
+            )
+            found.append(
+                {
+                    "dataset": dataset,
+                    "concurrency": concurrency,
+                    "arm": arm,
+                    "ratio": round(rate / base, 3),
+                    **one,
+                }
+            )
     return found
 
 
 def summed_up(
-    settings: Settings, arms: list[str], prompts: dict[str, int], runs: Runs, kept_prefixes: list[str], hardware: dict[str, Any]
+    settings: Settings,
+    arms: list[str],
+    prompts: dict[str, int],
+    runs: Runs,
+    kept_prefixes: list[str],
+    hardware: dict[str, Any],
 ) -> dict[str, Any]:
     """The whole report as one object, of resolved settings."""
     simulated = settings.simulated_acceptance
     differing = None if simulated is not None else _differing(runs, arms)
     return {
-        "outputs": _outputs(settings, arms, differing, sum(len(p.answers) for by in runs.values() for p in by[arms[0]])),
+        "outputs": _outputs(
+            settings,
+            arms,
+            differing,
+            sum(len(p.answers) for by in runs.values() for p in by[arms[0]]),
+        ),
         "identical": None if differing is None else not any(differing.values()),
         "differing_answers": differing,
         "simulated_acceptance": simulated,
         "below_simulated_acceptance": [] if simulated is None else _below(simulated, runs, arms),
         "command": settings.command,
         "model": _model(settings),
-        "note": "both models have learnt the text of demo by heart, and have never seen that of stdlib" if settings.model else None,
+        "note": "both models have learnt the text of demo by heart, and have never seen that of stdlib"
+        if settings.model
+        else None,
         "hardware": hardware,
         "dtype": settings.dtype,
         "arms": arms,
@@ -88,7 +111,9 @@ def summed_up(
         "max_new_tokens": settings.max_new_tokens,
         "rounds": settings.rounds,
         "thinking": settings.thinking,
-        "order": "one server after another" if settings.in_turn else "all servers at once, arms taking turns",
+        "order": "one server after another"
+        if settings.in_turn
+        else "all servers at once, arms taking turns",
         "prefix_cache_kept": kept_prefixes,
         "rows": rows(runs, arms),
     }
@@ -109,10 +134,16 @@ def _below(length: float, runs: Runs, arms: list[str]) -> list[str]:
         return answer.verify_steps > math.ceil((answer.tokens - 1) / math.floor(length))
 
     passes = {arm: [one for by_arm in runs.values() for one in by_arm[arm]] for arm in arms}
-    return [arm for arm in arms if any(is_below(answer) for one in passes[arm] for turns in one.answers for answer in turns)]
+    return [
+        arm
+        for arm in arms
+        if any(is_below(answer) for one in passes[arm] for turns in one.answers for answer in turns)
+    ]
 
 
-def _outputs(settings: Settings, arms: list[str], differing: dict[str, int] | None, answers: int) -> str:
+def _outputs(
+    settings: Settings, arms: list[str], differing: dict[str, int] | None, answers: int
+) -> str:
     """The report's first line. `differing`: None where outputs were not compared."""
     if differing is None:
         weights = "; weights are random, of the real shape" if settings.random_weights else ""
@@ -145,21 +176,35 @@ def card(result: dict[str, Any]) -> list[str]:
         f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; rounds: {result['rounds']}; {result['order']}",
     ]
     if result["below_simulated_acceptance"]:
-        lines.insert(1, f"simulated acceptance: not reached by {', '.join(result['below_simulated_acceptance'])}; the table says what was")
+        lines.insert(
+            1,
+            f"simulated acceptance: not reached by {', '.join(result['below_simulated_acceptance'])}; the table says what was",
+        )
     if result["prefix_cache_kept"]:
-        lines.append(f"prefix cache: could not be emptied between passes on {', '.join(result['prefix_cache_kept'])}")
+        lines.append(
+            f"prefix cache: could not be emptied between passes on {', '.join(result['prefix_cache_kept'])}"
+        )
     return lines
 
 
 def _columns(result: dict[str, Any]) -> dict[str, str]:
-    return COLUMNS if result["simulated_acceptance"] is None else {**COLUMNS, "acceptance_length": "simulated acceptance length"}
+    return (
+        COLUMNS
+        if result["simulated_acceptance"] is None
+        else {**COLUMNS, "acceptance_length": "simulated acceptance length"}
+    )
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
     def both(name: str) -> str:
         return "-" if one[name] is None else f"{one[name]} ({one[f'{name}_p95']})"
 
-    shown = {**one, "ratio": f"{one['ratio']}x", "ttft_ms": both("ttft_ms"), "tpot_ms": both("tpot_ms")}
+    shown = {
+        **one,
+        "ratio": f"{one['ratio']}x",
+        "ttft_ms": both("ttft_ms"),
+        "tpot_ms": both("tpot_ms"),
+    }
     return ["-" if shown[name] is None else str(shown[name]) for name in COLUMNS]
 
 
@@ -179,6 +224,11 @@ def table(result: dict[str, Any]) -> Table:
 
 def markdown(result: dict[str, Any]) -> str:
     """Card and table for a file, with the picture beside it."""
-    lines = [*(f"- {line}" for line in card(result)), "", f"| {' | '.join(_columns(result).values())} |", "|---" * len(COLUMNS) + "|"]
+    lines = [
+        *(f"- {line}" for line in card(result)),
+        "",
+        f"| {' | '.join(_columns(result).values())} |",
+        "|---" * len(COLUMNS) + "|",
+    ]
     lines += [f"| {' | '.join(_cells(one))} |" for one in result["rows"]]
     return "\n".join([*lines, "", "![throughput by concurrency](throughput.png)", ""])

@@ -63,10 +63,24 @@ class Server:
 
     def start(self) -> None:
         """Start the process; `wait` tells when it serves."""
-        command = [sys.executable, "-m", self.module, "--host", "127.0.0.1", "--port", str(self.port), *self.args]
+        command = [
+            sys.executable,
+            "-m",
+            self.module,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            *self.args,
+        ]
         # A session of its own, so that its children end with it.
         self.process = subprocess.Popen(
-            command, stdout=self.log.open("w"), stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env, start_new_session=True
+            command,
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=self._env,
+            start_new_session=True,
         )
 
     def wait(self) -> None:
@@ -74,16 +88,22 @@ class Server:
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerFailed(f"the server ended with status {self.process.returncode}:\n{self.log_tail()}")
+                raise ServerFailed(
+                    f"the server ended with status {self.process.returncode}:\n{self.log_tail()}"
+                )
             try:
                 # 200 only once the warm-up request has been answered.
-                if requests.get(f"{self.url}/health", timeout=5).ok and "ready to roll" in self.log.read_text(errors="replace"):
+                if requests.get(
+                    f"{self.url}/health", timeout=5
+                ).ok and "ready to roll" in self.log.read_text(errors="replace"):
                     return
             except requests.RequestException:
                 pass
             time.sleep(0.5)
         self.stop()
-        raise ServerFailed(f"the server did not answer within {self.timeout_s:.0f} s:\n{self.log_tail()}")
+        raise ServerFailed(
+            f"the server did not answer within {self.timeout_s:.0f} s:\n{self.log_tail()}"
+        )
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -104,7 +124,12 @@ class Server:
         except ProcessLookupError:
             return
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def log_tail(self, lines: int = 25) -> str:
@@ -113,13 +138,19 @@ class Server:
     def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
         """POST /generate of a text or of token ids, with SGLang's sampling parameters; raises on a refusal."""
         key = "text" if isinstance(prompt, str) else "input_ids"
-        response = requests.post(f"{self.url}/generate", json={key: prompt, "sampling_params": sampling}, timeout=600)
+        response = requests.post(
+            f"{self.url}/generate", json={key: prompt, "sampling_params": sampling}, timeout=600
+        )
         response.raise_for_status()
         return response.json()
 
     def dflash(self) -> dict[str, Any]:
         """The worker's own report, from /server_info; empty where our worker does not serve."""
-        return requests.get(f"{self.url}/server_info", timeout=60).json()["internal_states"][0].get("dflash", {})
+        return (
+            requests.get(f"{self.url}/server_info", timeout=60)
+            .json()["internal_states"][0]
+            .get("dflash", {})
+        )
 
 
 @contextmanager

@@ -60,18 +60,28 @@ class Settings:
     def of(cls, given: dict[str, Any]) -> Settings:
         """From the command line's values; lists become tuples, what is not ours is left out. Raises ConfigError."""
         names = {f.name for f in fields(cls)}
-        taken: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items() if k in names and v is not None}
+        taken: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v
+            for k, v in given.items()
+            if k in names and v is not None
+        }
         return cls(**taken)
 
     def __post_init__(self) -> None:
-        for flag, value in (("--num-prompts", self.num_prompts), ("--max-new-tokens", self.max_new_tokens), ("--rounds", self.rounds)):
+        for flag, value in (
+            ("--num-prompts", self.num_prompts),
+            ("--max-new-tokens", self.max_new_tokens),
+            ("--rounds", self.rounds),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"{flag}: {value}; a positive number is required")
         for size in self.block_size:
             if size < 2:
                 raise ConfigError(f"--block-size: {size}; a block has at least 2 tokens")
         if len(set(self.block_size)) != len(self.block_size):
-            raise ConfigError(f"--block-size: {', '.join(map(str, self.block_size))}; every size once")
+            raise ConfigError(
+                f"--block-size: {', '.join(map(str, self.block_size))}; every size once"
+            )
         for kind in self.arm:
             if kind not in KINDS:
                 raise ConfigError(f"--arm: {kind!r}; choose from {', '.join(KINDS)}")
@@ -83,9 +93,13 @@ class Settings:
 
     def _check_what_is_served(self) -> None:
         if (self.target is None) != (self.draft is None) and not self.base_url:
-            raise ConfigError("--target and --draft: one without the other; give both, or neither for an embedded pair")
+            raise ConfigError(
+                "--target and --draft: one without the other; give both, or neither for an embedded pair"
+            )
         if self.model is not None and self.target is not None:
-            raise ConfigError(f"--model: {self.model!r} is an embedded pair, and --target names another; give one of the two")
+            raise ConfigError(
+                f"--model: {self.model!r} is an embedded pair, and --target names another; give one of the two"
+            )
         if not self.base_url:
             return
         launching: tuple[tuple[str, Any], ...] = (
@@ -96,43 +110,67 @@ class Settings:
         )
         for flag, value in launching:
             if value:
-                raise ConfigError(f"{flag}: {value} is for servers that are started here; with --base-url none is")
+                raise ConfigError(
+                    f"{flag}: {value} is for servers that are started here; with --base-url none is"
+                )
         for one in self.base_url:
             name, _, url = one.partition("=")
             if not name or not url.startswith(("http://", "https://")):
-                raise ConfigError(f"--base-url: {one!r}; NAME=URL is required, as in vllm=http://localhost:8000")
+                raise ConfigError(
+                    f"--base-url: {one!r}; NAME=URL is required, as in vllm=http://localhost:8000"
+                )
 
     def _check_names(self) -> None:
         names = [one.partition("=")[0] for one in self.base_url] or list(self.arm)
         if len(set(names)) != len(names):
-            raise ConfigError(f"--{'base-url' if self.base_url else 'arm'}: {', '.join(names)}; every name once")
+            raise ConfigError(
+                f"--{'base-url' if self.base_url else 'arm'}: {', '.join(names)}; every name once"
+            )
         if self.dataset and self.dataset_file is not None:
-            raise ConfigError(f"--dataset-file: {self.dataset_file!r} stands instead of --dataset; give one of the two")
+            raise ConfigError(
+                f"--dataset-file: {self.dataset_file!r} stands instead of --dataset; give one of the two"
+            )
 
     def _check_simulation(self) -> None:
         length = self.simulated_acceptance
         if length is None:
             return
         if not 1 <= length < math.inf:
-            raise ConfigError(f"--simulated-acceptance: {length:g}; a verify step commits 1 token or more")
+            raise ConfigError(
+                f"--simulated-acceptance: {length:g}; a verify step commits 1 token or more"
+            )
         self.check_block(min(self.block_size, default=None))
         if "ngram" in self.arm:
-            raise ConfigError("--arm: 'ngram' drafts trees, and SGLang simulates chains only; leave it out with --simulated-acceptance")
+            raise ConfigError(
+                "--arm: 'ngram' drafts trees, and SGLang simulates chains only; leave it out with --simulated-acceptance"
+            )
         if self.arm and not set(self.arm) & set(BLOCK_KINDS):
-            raise ConfigError(f"--simulated-acceptance: {length:g}, but none of {', '.join(self.arm)} drafts; add --arm dflash or builtin")
+            raise ConfigError(
+                f"--simulated-acceptance: {length:g}, but none of {', '.join(self.arm)} drafts; add --arm dflash or builtin"
+            )
         if self.ignore_eos is False:
-            raise ConfigError("--no-ignore-eos: with --simulated-acceptance an end means nothing, and all arms say as much; leave it out")
+            raise ConfigError(
+                "--no-ignore-eos: with --simulated-acceptance an end means nothing, and all arms say as much; leave it out"
+            )
 
     def check_block(self, size: int | None) -> None:
         """Raise ConfigError where more tokens are to be committed than a block has."""
         length = self.simulated_acceptance
         if length is not None and size is not None and length > size:
-            raise ConfigError(f"--simulated-acceptance: {length:g}; a verify step of block size {size} commits at most {size} tokens")
+            raise ConfigError(
+                f"--simulated-acceptance: {length:g}; a verify step of block size {size} commits at most {size} tokens"
+            )
 
     @property
     def servers_at_once(self) -> int:
         """Servers of a resolved comparison that share the machine's memory."""
-        return 1 if self.in_turn else sum(max(1, len(self.block_size)) if kind in BLOCK_KINDS else 1 for kind in self.arm)
+        return (
+            1
+            if self.in_turn
+            else sum(
+                max(1, len(self.block_size)) if kind in BLOCK_KINDS else 1 for kind in self.arm
+            )
+        )
 
     @property
     def random_weights(self) -> bool:
@@ -151,7 +189,8 @@ class Settings:
             self,
             arm=() if self.base_url else self.arm or ("ar", "dflash"),
             model=model,
-            dataset=self.dataset or (() if self.dataset_file else ("demo", "stdlib") if model else ("stdlib",)),
+            dataset=self.dataset
+            or (() if self.dataset_file else ("demo", "stdlib") if model else ("stdlib",)),
             concurrency=self.concurrency or scale.concurrency,
             num_prompts=self.num_prompts or scale.num_prompts,
             max_new_tokens=self.max_new_tokens or scale.max_new_tokens,
@@ -160,7 +199,9 @@ class Settings:
             ignore_eos=True if self.simulated_acceptance is not None else self.ignore_eos,
             dtype=self.dtype or usual,
             # Two servers of one large model do not fit one accelerator.
-            in_turn=bool(accelerator and not embedded and not self.base_url) if self.in_turn is None else self.in_turn,
+            in_turn=bool(accelerator and not embedded and not self.base_url)
+            if self.in_turn is None
+            else self.in_turn,
         )
 
     @property
@@ -177,7 +218,9 @@ def counts(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1 or len(set(found)) != len(found):
-        raise ConfigError(f"--concurrency: {text!r}; positive numbers of clients are required, each once, as in 1,8,16,32")
+        raise ConfigError(
+            f"--concurrency: {text!r}; positive numbers of clients are required, each once, as in 1,8,16,32"
+        )
     return found
 
 
@@ -185,4 +228,8 @@ def default_cache() -> Path:
     """Where fetched data sets are kept."""
     import os
 
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dflash" / "datasets"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "sglang-dflash"
+        / "datasets"
+    )

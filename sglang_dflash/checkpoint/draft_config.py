@@ -66,11 +66,15 @@ class DraftConfig:
         """
         path = Path(folder) / "config.json"
         if not path.is_file():
-            raise ConfigError(f"draft checkpoint: no config.json in {str(folder)!r}; give the folder of a DFlash draft")
+            raise ConfigError(
+                f"draft checkpoint: no config.json in {str(folder)!r}; give the folder of a DFlash draft"
+            )
         try:
             raw = json.loads(path.read_text())
         except json.JSONDecodeError as error:
-            raise ConfigError(f"draft checkpoint: {str(path)!r} is not valid JSON ({error})") from error
+            raise ConfigError(
+                f"draft checkpoint: {str(path)!r} is not valid JSON ({error})"
+            ) from error
         return cls.from_dict(raw)
 
     @classmethod
@@ -84,7 +88,9 @@ class DraftConfig:
         depth = _positive(text, "num_hidden_layers")
         block_size = _positive(either, "block_size", default=16)
         if block_size < 2:
-            raise ConfigError(f"block_size: {block_size} drafts nothing; a block is the bonus token and at least 1 drafted token")
+            raise ConfigError(
+                f"block_size: {block_size} drafts nothing; a block is the bonus token and at least 1 drafted token"
+            )
         num_target_layers = _positive(either, "num_target_layers")
         config = cls(
             hidden_size=hidden,
@@ -105,9 +111,13 @@ class DraftConfig:
             attention_bias=bool(text.get("attention_bias", False)),
         )
         if config.num_attention_heads % config.num_key_value_heads:
-            raise ConfigError(f"num_key_value_heads: {config.num_key_value_heads} does not divide num_attention_heads ({heads})")
+            raise ConfigError(
+                f"num_key_value_heads: {config.num_key_value_heads} does not divide num_attention_heads ({heads})"
+            )
         if config.mask_token_id >= config.vocab_size:
-            raise ConfigError(f"dflash_config.mask_token_id: {config.mask_token_id} is outside the vocabulary of {config.vocab_size}")
+            raise ConfigError(
+                f"dflash_config.mask_token_id: {config.mask_token_id} is outside the vocabulary of {config.vocab_size}"
+            )
         return config
 
     @property
@@ -128,7 +138,9 @@ class DraftConfig:
                 "they share embedding and lm_head and must be equal"
             )
         if vocab_size != self.vocab_size:
-            raise ConfigError(f"vocab_size: the draft's is {self.vocab_size}, the target's {vocab_size}; they must be equal")
+            raise ConfigError(
+                f"vocab_size: the draft's is {self.vocab_size}, the target's {vocab_size}; they must be equal"
+            )
         if num_layers != self.num_target_layers:
             raise ConfigError(
                 f"num_target_layers: the draft was trained on {self.num_target_layers} target layers, this target has {num_layers}"
@@ -138,30 +150,44 @@ class DraftConfig:
 def _positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = raw.get(name, default)
     if value is None:
-        raise ConfigError(f"{name}: missing from the draft's config.json; a positive integer is required")
+        raise ConfigError(
+            f"{name}: missing from the draft's config.json; a positive integer is required"
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: {value!r} in the draft's config.json; a positive integer is required")
+        raise ConfigError(
+            f"{name}: {value!r} in the draft's config.json; a positive integer is required"
+        )
     return value
 
 
 def _mask_token_id(either: Mapping[str, Any]) -> int:
     value = either.get("mask_token_id")
     if value is None:
-        raise UnsupportedDraft("dflash_config.mask_token_id: missing; drafts that name their mask token by text are not served here")
+        raise UnsupportedDraft(
+            "dflash_config.mask_token_id: missing; drafts that name their mask token by text are not served here"
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"dflash_config.mask_token_id: {value!r}; a token id (integer, 0 or more) is required")
+        raise ConfigError(
+            f"dflash_config.mask_token_id: {value!r}; a token id (integer, 0 or more) is required"
+        )
     return value
 
 
-def _target_layer_ids(either: Mapping[str, Any], num_target_layers: int, depth: int) -> tuple[int, ...]:
+def _target_layer_ids(
+    either: Mapping[str, Any], num_target_layers: int, depth: int
+) -> tuple[int, ...]:
     ids = either.get("target_layer_ids")
     if ids is None:
         return default_target_layer_ids(num_target_layers, depth)
     if not isinstance(ids, list | tuple) or not ids or not all(isinstance(i, int) for i in ids):
-        raise ConfigError(f"dflash_config.target_layer_ids: {ids!r}; a non-empty list of layer numbers is required")
+        raise ConfigError(
+            f"dflash_config.target_layer_ids: {ids!r}; a non-empty list of layer numbers is required"
+        )
     outside = [i for i in ids if not 0 <= i < num_target_layers]
     if outside:
-        raise ConfigError(f"dflash_config.target_layer_ids: {outside} outside the target's layers 0 to {num_target_layers - 1}")
+        raise ConfigError(
+            f"dflash_config.target_layer_ids: {outside} outside the target's layers 0 to {num_target_layers - 1}"
+        )
     return tuple(ids)
 
 
@@ -171,7 +197,9 @@ def default_target_layer_ids(num_target_layers: int, depth: int) -> tuple[int, .
         return (num_target_layers // 2,)
     first, last = 1, num_target_layers - 3
     if last < first:
-        raise ConfigError(f"num_target_layers: {num_target_layers} is too few to spread {depth} context features; name target_layer_ids")
+        raise ConfigError(
+            f"num_target_layers: {num_target_layers} is too few to spread {depth} context features; name target_layer_ids"
+        )
     return tuple(round(first + i * (last - first) / (depth - 1)) for i in range(depth))
 
 
@@ -179,7 +207,9 @@ def _layer_attention(text: Mapping[str, Any], depth: int) -> tuple[LayerAttentio
     is_causal = text.get("is_causal")
     types = text.get("layer_types") or ["full_attention"] * depth
     if len(types) != depth:
-        raise ConfigError(f"layer_types: {len(types)} entries for {depth} layers; one per layer is required")
+        raise ConfigError(
+            f"layer_types: {len(types)} entries for {depth} layers; one per layer is required"
+        )
     window = text.get("sliding_window")
     layers = []
     for i, kind in enumerate(types):
@@ -187,10 +217,14 @@ def _layer_attention(text: Mapping[str, Any], depth: int) -> tuple[LayerAttentio
             layers.append(LayerAttention(None, causal=bool(is_causal)))
         elif kind == "sliding_attention":
             if not isinstance(window, int) or window < 1:
-                raise ConfigError(f"sliding_window: {window!r}, but layer_types[{i}] is sliding_attention; a positive integer is required")
+                raise ConfigError(
+                    f"sliding_window: {window!r}, but layer_types[{i}] is sliding_attention; a positive integer is required"
+                )
             layers.append(LayerAttention(window, causal=is_causal is not False))
         else:
-            raise UnsupportedDraft(f"layer_types[{i}]: {kind!r}; full_attention and sliding_attention are served")
+            raise UnsupportedDraft(
+                f"layer_types[{i}]: {kind!r}; full_attention and sliding_attention are served"
+            )
     return tuple(layers)
 
 
@@ -198,10 +232,21 @@ def _layer_attention(text: Mapping[str, Any], depth: int) -> tuple[LayerAttentio
 _ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        ("original_max_position_embeddings",),
+    ),
     "yarn": (
         ("factor",),
-        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
     ),
 }
 # Where 0 stands for "not given".
@@ -210,11 +255,17 @@ _ROPE_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 def _rope(text: Mapping[str, Any]) -> RopeConfig:
     block = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
-    given = {k: v for k, v in (text.get(block) or {}).items() if v is not None and not (v == 0 and k in _ROPE_OR_ZERO)}
+    given = {
+        k: v
+        for k, v in (text.get(block) or {}).items()
+        if v is not None and not (v == 0 and k in _ROPE_OR_ZERO)
+    }
     older_name, kind = given.pop("type", "default"), given.pop("rope_type", None)
     kind = kind or older_name
     if kind not in _ROPE_FIELDS:
-        raise UnsupportedDraft(f"{block}.rope_type: {kind!r}; default, linear, yarn and llama3 are served")
+        raise UnsupportedDraft(
+            f"{block}.rope_type: {kind!r}; default, linear, yarn and llama3 are served"
+        )
     shares = given.pop("partial_rotary_factor", 1.0), text.get("partial_rotary_factor") or 1.0
     if any(float(share) != 1.0 for share in shares) or "mrope_section" in given:
         raise UnsupportedDraft(
@@ -222,8 +273,14 @@ def _rope(text: Mapping[str, Any]) -> RopeConfig:
         )
     for name in ("rope_is_neox_style", "is_neox_style"):
         if text.get(name) is False:
-            raise UnsupportedDraft(f"{name}: False; rotary embeddings that pair adjacent dimensions are not served here")
-    thetas = (given.pop("rope_theta", None), text.get("rope_theta"), (text.get("rope_parameters") or {}).get("rope_theta"))
+            raise UnsupportedDraft(
+                f"{name}: False; rotary embeddings that pair adjacent dimensions are not served here"
+            )
+    thetas = (
+        given.pop("rope_theta", None),
+        text.get("rope_theta"),
+        (text.get("rope_parameters") or {}).get("rope_theta"),
+    )
     theta = next((theta for theta in thetas if theta is not None), 10000.0)
     _check_positive_number("rope_theta", theta)
     original = text.get("original_max_position_embeddings")
@@ -237,12 +294,16 @@ def _check_rope_fields(block: str, kind: str, given: Mapping[str, Any]) -> None:
     required, optional = _ROPE_FIELDS[kind]
     for name, value in given.items():
         if name not in (*required, *optional):
-            raise UnsupportedDraft(f"{block}.{name}: {value!r}; with rope_type {kind!r} this field is not served here")
+            raise UnsupportedDraft(
+                f"{block}.{name}: {value!r}; with rope_type {kind!r} this field is not served here"
+            )
     for name in dict.fromkeys((*required, *given)):
         if name != "truncate":
             _check_positive_number(f"{block}.{name}", given.get(name))
         elif not isinstance(given[name], bool):
-            raise ConfigError(f"{block}.{name}: {given[name]!r} in the draft's config.json; true or false is required")
+            raise ConfigError(
+                f"{block}.{name}: {given[name]!r} in the draft's config.json; true or false is required"
+            )
     if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
         raise ConfigError(
             f"{block}.high_freq_factor: {given['high_freq_factor']} is not above low_freq_factor ({given['low_freq_factor']})"
@@ -258,12 +319,23 @@ def _check_positive_number(name: str, value: object) -> None:
 def _refuse_other_heads(text: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Drafts beyond DFlash v1 are somebody else's to serve: name the first thing that says so."""
     either = {**text, **own}
-    for name in ("selector_rank", "selector_top_k", "conv_kernel_size", "projector_type", "attention_sink_bias", "attention_value_scale"):
+    for name in (
+        "selector_rank",
+        "selector_top_k",
+        "conv_kernel_size",
+        "projector_type",
+        "attention_sink_bias",
+        "attention_value_scale",
+    ):
         if either.get(name):
-            raise UnsupportedDraft(f"{name}: {either[name]!r}; only the DFlash v1 head is served here")
+            raise UnsupportedDraft(
+                f"{name}: {either[name]!r}; only the DFlash v1 head is served here"
+            )
     for name in ("output_multiplier", "final_logit_softcapping"):
         if either.get(name) not in (None, 0, 1, 1.0, 0.0):
-            raise UnsupportedDraft(f"{name}: {either[name]!r}; only the DFlash v1 head is served here")
+            raise UnsupportedDraft(
+                f"{name}: {either[name]!r}; only the DFlash v1 head is served here"
+            )
     for name in ("has_embed_tokens", "use_gemma_norm", "quantization_config"):
         if text.get(name):
             raise UnsupportedDraft(f"{name}: {text[name]!r}; drafts with this are not served here")

@@ -18,7 +18,9 @@ class DemoPair:
     @property
     def is_hybrid(self) -> bool:
         """Whether the target has recurrent layers, and so a pool of states beside the KV pool."""
-        return "linear_attention" in (json.loads((self.target / "config.json").read_text()).get("layer_types") or ())
+        return "linear_attention" in (
+            json.loads((self.target / "config.json").read_text()).get("layer_types") or ()
+        )
 
 
 def demo_pair(kind: str) -> DemoPair:
@@ -29,7 +31,9 @@ def demo_pair(kind: str) -> DemoPair:
             break
     kinds = sorted(p.name for p in home.glob("*") if p.is_dir())
     if kind not in kinds:
-        raise ConfigError(f"demo model: {kind!r} is not embedded here; there is {', '.join(kinds) or 'none'}")
+        raise ConfigError(
+            f"demo model: {kind!r} is not embedded here; there is {', '.join(kinds) or 'none'}"
+        )
     folder = home / kind
     prompts = [item["prompt"] for item in json.loads((folder / "prompts.json").read_text())]
     return DemoPair(folder / "target", folder / "draft", prompts)

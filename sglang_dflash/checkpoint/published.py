@@ -57,7 +57,9 @@ class Collection:
 @cache
 def collection() -> Collection:
     raw = json.loads((FOLDER / "collection.json").read_text())
-    pairs = tuple(Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"])
+    pairs = tuple(
+        Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"]
+    )
     return Collection(pairs, tuple(raw["announced"]), raw["source"])
 
 
@@ -92,15 +94,31 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
         return shipped(kind)[name]
     if offline:
         names = ", ".join(shipped(kind))
-        raise ConfigError(f"{kind.upper()}: {name!r} is neither a folder here nor a {kind} with shipped facts; those are {names}")
-    return ModelFacts(name, _read_json(kind, _fetch_config(kind, name)), None, None, f"config.json of {name} on the hub")
+        raise ConfigError(
+            f"{kind.upper()}: {name!r} is neither a folder here nor a {kind} with shipped facts; those are {names}"
+        )
+    return ModelFacts(
+        name,
+        _read_json(kind, _fetch_config(kind, name)),
+        None,
+        None,
+        f"config.json of {name} on the hub",
+    )
 
 
 def _of_folder(kind: str, folder: Path) -> ModelFacts:
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{kind.upper()}: no config.json in {str(folder)!r}; give a model's folder or its hub name")
-    return ModelFacts(str(folder), _read_json(kind, path), _weight_bytes(kind, folder), None, f"config.json and weight files in {folder}")
+        raise ConfigError(
+            f"{kind.upper()}: no config.json in {str(folder)!r}; give a model's folder or its hub name"
+        )
+    return ModelFacts(
+        str(folder),
+        _read_json(kind, path),
+        _weight_bytes(kind, folder),
+        None,
+        f"config.json and weight files in {folder}",
+    )
 
 
 def _weight_bytes(kind: str, folder: Path) -> int | None:

@@ -35,12 +35,21 @@ class RecurrentShape:
 
     def snapshot_bytes(self, block_size: int) -> int:
         """What verification keeps to roll back by snapshots: the state after every token of the block, and its convolution inputs."""
-        return self.layers * (block_size * self._matrices + self._channels * (block_size + self.conv_kernel - 2) * 2)
+        return self.layers * (
+            block_size * self._matrices + self._channels * (block_size + self.conv_kernel - 2) * 2
+        )
 
     def replay_bytes(self, block_size: int) -> int:
         """By replay: the block's convolution inputs, the window before them, and its gate inputs."""
         window = self.conv_kernel - 1
-        return self.layers * 2 * (self._channels * (block_size + window - 1 + window) + 2 * block_size * self.value_heads)
+        return (
+            self.layers
+            * 2
+            * (
+                self._channels * (block_size + window - 1 + window)
+                + 2 * block_size * self.value_heads
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,9 @@ class TargetGeometry:
         """Raises ConfigError where a field is missing, is no positive integer, or says that K/V are kept in another form (MLA)."""
         text = {**raw, **(raw.get("text_config") or {})}
         if text.get("kv_lora_rank"):
-            raise ConfigError(f"kv_lora_rank: {text['kv_lora_rank']!r}; the KV size of MLA targets is not known here")
+            raise ConfigError(
+                f"kv_lora_rank: {text['kv_lora_rank']!r}; the KV size of MLA targets is not known here"
+            )
         depth, heads = positive(text, "num_hidden_layers"), positive(text, "num_attention_heads")
         hidden = positive(text, "hidden_size")
         recurrent = _recurrent_layers(text, depth)
@@ -96,7 +107,9 @@ def _recurrent_layers(text: Mapping[str, Any], depth: int) -> int:
     types = text.get("layer_types")
     if types is not None:
         if len(types) != depth:
-            raise ConfigError(f"layer_types: {len(types)} entries for {depth} layers; one per layer is required")
+            raise ConfigError(
+                f"layer_types: {len(types)} entries for {depth} layers; one per layer is required"
+            )
         return sum("linear" in kind or "mamba" in kind for kind in types)
     interval = text.get("full_attention_interval")
     if interval is None:
@@ -105,7 +118,13 @@ def _recurrent_layers(text: Mapping[str, Any], depth: int) -> int:
 
 
 def _recurrent_shape(text: Mapping[str, Any], layers: int) -> RecurrentShape | None:
-    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    names = (
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    )
     if not layers or any(text.get(name) is None for name in names):
         return None
     return RecurrentShape(layers, *(positive(text, name) for name in names))
@@ -116,5 +135,7 @@ def positive(raw: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = raw.get(name)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: {'missing' if value is None else repr(value)} in the config.json; a positive integer is required")
+        raise ConfigError(
+            f"{name}: {'missing' if value is None else repr(value)} in the config.json; a positive integer is required"
+        )
     return value

@@ -39,7 +39,9 @@ def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
     return Accepted(accepted + 1, target_tokens, target_tokens.gather(1, accepted[:, None])[:, 0])
 
 
-def accept_by_decree(block: Tensor, target_tokens: Tensor, length: int, filler: int | None = None) -> Accepted:
+def accept_by_decree(
+    block: Tensor, target_tokens: Tensor, length: int, filler: int | None = None
+) -> Accepted:
     """For timing alone: commit `length` tokens (1 to B) of every block whatever the target says; the output means nothing.
 
     Args:
@@ -54,7 +56,9 @@ def accept_by_decree(block: Tensor, target_tokens: Tensor, length: int, filler: 
     return Accepted(torch.full_like(block[:, 0], length), tokens, tokens[:, length - 1])
 
 
-def target_probabilities(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+def target_probabilities(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
     """p_target `[..., V]` in float32 from logits `[..., V]`: temperature, then top-k, top-p and min-p as serving engines do.
 
     `top_k` 0 keeps all; top-p keeps the smallest set of likeliest tokens whose mass reaches it; min-p drops tokens below
@@ -71,4 +75,6 @@ def target_probabilities(logits: Tensor, temperature: float = 1.0, top_k: int = 
 
 def sample(p_target: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw one token per row of p_target `[R, B, V]`: int64 `[R, B]`."""
-    return torch.multinomial(p_target.flatten(0, -2), 1, generator=generator).view(p_target.shape[:-1])
+    return torch.multinomial(p_target.flatten(0, -2), 1, generator=generator).view(
+        p_target.shape[:-1]
+    )

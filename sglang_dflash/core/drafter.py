@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.attention.reference import BlockAttention, context_positions, torch_block_attention, visibility
+from sglang_dflash.core.attention.reference import (
+    BlockAttention,
+    context_positions,
+    torch_block_attention,
+    visibility,
+)
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
@@ -29,7 +34,12 @@ class Drafter:
     """
 
     def __init__(
-        self, model: DraftModel, head: TargetHead, cache: DraftKVCache, options: Options, attention: BlockAttention = torch_block_attention
+        self,
+        model: DraftModel,
+        head: TargetHead,
+        cache: DraftKVCache,
+        options: Options,
+        attention: BlockAttention = torch_block_attention,
     ) -> None:
         """`options`: resolved against the model's config (`Options.resolve`)."""
         assert options.block_size is not None
@@ -37,7 +47,14 @@ class Drafter:
         self.block_size: int = options.block_size
         self.window, self.sinks = options.window, options.sinks
 
-    def absorb(self, features: Tensor, positions: Tensor, slots: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
+    def absorb(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keep: Tensor | None = None,
+        share: int | None = None,
+    ) -> None:
         """Turn tokens' target hidden states into context K/V.
 
         Args:
@@ -71,11 +88,17 @@ class Drafter:
         ids = bonus[:, None].repeat(1, block)
         ids[:, 1:] = self.model.config.mask_token_id
         at = seq_lens[:, None] + torch.arange(block, device=seq_lens.device)
-        hidden = self.model(self.head.embed(ids.flatten()).unflatten(0, ids.shape), at, self._attend(positions, seq_lens, slots))
+        hidden = self.model(
+            self.head.embed(ids.flatten()).unflatten(0, ids.shape),
+            at,
+            self._attend(positions, seq_lens, slots),
+        )
         ids[:, 1:] = self.head.argmax(hidden[:, 1:].flatten(0, 1)).unflatten(0, (-1, block - 1))
         return ids
 
-    def _attend(self, positions: Tensor, seq_lens: Tensor, slots: Tensor) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+    def _attend(
+        self, positions: Tensor, seq_lens: Tensor, slots: Tensor
+    ) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
         block, layers = self.block_size, self.model.config.layers
         kv, seen = self.cache.gather(slots, positions < seq_lens[:, None], room=block)
         masks = {kind: visibility(kind, positions, seq_lens, seen, block) for kind in set(layers)}

@@ -22,7 +22,12 @@ class DraftKVCache:
     keeps_everything = False
 
     def __init__(
-        self, num_slots: int, num_target_slots: int, kv_shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str
+        self,
+        num_slots: int,
+        num_target_slots: int,
+        kv_shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         """`kv_shape`: K/V of one token, `(layers, 2, kv heads, head dim)`. One more row takes the writes that nobody keeps."""
         self.num_slots = num_slots
@@ -37,7 +42,9 @@ class DraftKVCache:
         """Bytes of the K/V entries."""
         return self.entries.nbytes
 
-    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
+    def write(
+        self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None
+    ) -> None:
         """Enter tokens in order; of more than there is room for, the last ones stay.
 
         Args:
@@ -48,7 +55,9 @@ class DraftKVCache:
         """
         nowhere = self.num_slots
         free = ~self.in_use[: self.num_slots]
-        room = free.sum().clamp(min=share, max=self.num_slots) if share is not None else self.num_slots
+        room = (
+            free.sum().clamp(min=share, max=self.num_slots) if share is not None else self.num_slots
+        )
         keep = torch.ones_like(target_slots, dtype=torch.bool) if keep is None else keep
         order = keep.cumsum(0)  # 1 for the first kept token
         total = order[-1:]
@@ -60,7 +69,9 @@ class DraftKVCache:
         self.owner[nowhere] = -1
         self.slot_of[target_slots] = slots.int()
         self.in_use.index_fill_(0, slots, True)
-        advance = torch.where(keep, (slots - self.cursor) % self.num_slots + 1, 0).amax(0, keepdim=True)
+        advance = torch.where(keep, (slots - self.cursor) % self.num_slots + 1, 0).amax(
+            0, keepdim=True
+        )
         self.cursor.add_(advance).remainder_(self.num_slots)
 
     def _next_slots(self, free: Tensor, rank: Tensor, total: Tensor) -> Tensor:
@@ -104,7 +115,10 @@ class DraftKVCache:
     def live_share(self) -> float:
         """Share of the entries that a reader would still find. Reads the device: for reports, not for the step."""
         owner = self.owner[: self.num_slots]
-        alive = (owner >= 0) & (self.slot_of[owner.clamp(min=0).long()] == torch.arange(self.num_slots, device=owner.device))
+        alive = (owner >= 0) & (
+            self.slot_of[owner.clamp(min=0).long()]
+            == torch.arange(self.num_slots, device=owner.device)
+        )
         return alive.float().mean().item()
 
     def clear(self) -> None:
@@ -123,12 +137,20 @@ class IdentityDraftKVCache(DraftKVCache):
 
     keeps_everything = True
 
-    def __init__(self, num_target_slots: int, kv_shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        num_target_slots: int,
+        kv_shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
         self.num_slots = num_target_slots
         # Finite from the start: an entry that nobody wrote is masked, and 0 times NaN would not be.
         self.entries = torch.zeros(num_target_slots + 1, *kv_shape, dtype=dtype, device=device)
 
-    def write(self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None) -> None:
+    def write(
+        self, target_slots: Tensor, kv: Tensor, keep: Tensor | None = None, share: int | None = None
+    ) -> None:
         if keep is not None:
             target_slots = torch.where(keep, target_slots, self.num_slots)
         self.entries[target_slots] = kv.to(self.entries.dtype)

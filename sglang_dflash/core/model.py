@@ -32,7 +32,9 @@ class DraftLayer(nn.Module):
         self.kv_heads = tp.share_or_copy("num_key_value_heads", config.num_key_value_heads)
         width, inner = config.hidden_size, tp.share("intermediate_size", config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(width, eps=self.eps)
-        self.qkv_proj = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.attention_bias)
+        self.qkv_proj = nn.Linear(
+            width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.attention_bias
+        )
         self.q_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
         self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=config.attention_bias)
@@ -40,7 +42,13 @@ class DraftLayer(nn.Module):
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
         qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
@@ -59,7 +67,9 @@ class DraftModel(nn.Module):
         self.config, self.tp = config, tp or TensorParallel()
         self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config, self.tp) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DraftLayer(config, self.tp) for _ in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
 
@@ -85,7 +95,9 @@ class DraftModel(nn.Module):
         """
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
         weight, bias = self._context_projection()
-        kv = F.linear(context, weight, bias).unflatten(-1, (len(self.layers), 2, self.kv_heads, self.config.head_dim))
+        kv = F.linear(context, weight, bias).unflatten(
+            -1, (len(self.layers), 2, self.kv_heads, self.config.head_dim)
+        )
         k, v = kv.unbind(-3)
         cos, sin = (t.unsqueeze(-3) for t in self.rotary.cos_sin(positions, k.dtype))
         k = F.rms_norm(k, (self.config.head_dim,), eps=self.config.rms_norm_eps) * self._k_norms()
@@ -103,7 +115,11 @@ class DraftModel(nn.Module):
         """Make it an inference model: no gradients, and the layers' K/V projections joined once into one matrix."""
         self.requires_grad_(False).eval()
         weight, bias = self._context_projection()
-        self._joined = (weight.contiguous(), None if bias is None else bias.contiguous(), self._k_norms().contiguous())
+        self._joined = (
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            self._k_norms().contiguous(),
+        )
         return self
 
     _joined: tuple[Tensor, Tensor | None, Tensor] | None = None
@@ -114,7 +130,9 @@ class DraftModel(nn.Module):
         projections = [layer.qkv_proj for layer in self._each_layer()]
         rows = slice(self._each_layer()[0].heads * self.config.head_dim, None)
         biases = [p.bias[rows] for p in projections if p.bias is not None]
-        return torch.cat([p.weight[rows] for p in projections]), torch.cat(biases) if biases else None
+        return torch.cat([p.weight[rows] for p in projections]), torch.cat(
+            biases
+        ) if biases else None
 
     def _k_norms(self) -> Tensor:
         """All layers' k_norm weights, `[L, 1, D]`."""

@@ -31,7 +31,9 @@ class TensorParallel:
     def share(self, name: str, total: int) -> int:
         """This rank's part of `total` heads or columns; raises ConfigError where it does not divide."""
         if total % self.size:
-            raise ConfigError(f"--tp-size: {self.size} does not divide the draft's {name} ({total})")
+            raise ConfigError(
+                f"--tp-size: {self.size} does not divide the draft's {name} ({total})"
+            )
         return total // self.size
 
     def share_or_copy(self, name: str, total: int) -> int:

@@ -12,7 +12,9 @@ from torch import Tensor
 from sglang_dflash.checkpoint.draft_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, max_positions: int
+) -> tuple[Tensor, float]:
     """Frequencies float32 `[head_dim / 2]` and the factor on cos and sin, for plain, linear, llama3 and YaRN scaling.
 
     The scaling's `factor` decides, whatever `max_positions` over the original context would imply.
@@ -22,7 +24,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> 
     kind = scaling.get("rope_type")
     if kind is None:
         return plain, 1.0
-    factor, original = float(scaling["factor"]), float(scaling.get("original_max_position_embeddings", max_positions))
+    factor, original = (
+        float(scaling["factor"]),
+        float(scaling.get("original_max_position_embeddings", max_positions)),
+    )
     if kind == "linear":
         return plain / factor, 1.0
     if kind == "llama3":
@@ -38,7 +43,9 @@ def _llama3(plain: Tensor, factor: float, original: float, scaling: Mapping[str,
     return plain * keep + plain / factor * (1 - keep)
 
 
-def _yarn(plain: Tensor, factor: float, original: float, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+def _yarn(
+    plain: Tensor, factor: float, original: float, theta: float, scaling: Mapping[str, Any]
+) -> Tensor:
     """YaRN (arXiv 2309.00071): interpolate the dimensions that turn seldom over the original context, keep the fast ones.
 
     The ramp between the two begins and ends at whole dimensions, unless `truncate` is false.
@@ -48,11 +55,16 @@ def _yarn(plain: Tensor, factor: float, original: float, theta: float, scaling: 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension_of(float(scaling.get("beta_fast", 32))), dimension_of(float(scaling.get("beta_slow", 1)))
+    low, high = (
+        dimension_of(float(scaling.get("beta_fast", 32))),
+        dimension_of(float(scaling.get("beta_slow", 1))),
+    )
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / (high - low or 0.001)).clamp(
+        0, 1
+    )
     return plain / factor * ramp + plain * (1 - ramp)
 
 
@@ -78,8 +90,12 @@ class Rotary(torch.nn.Module):
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions int `[..., n]` to cos and sin `[..., n, 1, head_dim]`, computed in float32."""
-        angles = (positions.float()[..., None] * self.frequencies.float()).repeat(*(1,) * positions.ndim, 2)[..., None, :]
-        return (angles.cos() * self.attention_factor).to(dtype), (angles.sin() * self.attention_factor).to(dtype)
+        angles = (positions.float()[..., None] * self.frequencies.float()).repeat(
+            *(1,) * positions.ndim, 2
+        )[..., None, :]
+        return (angles.cos() * self.attention_factor).to(dtype), (
+            angles.sin() * self.attention_factor
+        ).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

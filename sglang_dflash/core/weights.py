@@ -59,16 +59,22 @@ def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
                 for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
                     name = stored.removeprefix("model.")
                     if name in seen:
-                        raise ConfigError(f"draft checkpoint: tensor {name!r} stands in two files, the second is {file.name!r}")
+                        raise ConfigError(
+                            f"draft checkpoint: tensor {name!r} stands in two files, the second is {file.name!r}"
+                        )
                     seen.add(name)
                     yield name, stored, opened
         except SafetensorError as error:
-            raise ConfigError(f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); fetch it again") from error
+            raise ConfigError(
+                f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); fetch it again"
+            ) from error
 
 
 def tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
     """Name and shape of every tensor, from the files' headers alone. Raises ConfigError as `read_tensors`."""
-    return {name: opened.get_slice(stored).get_shape() for name, stored, opened in _each_tensor(folder)}
+    return {
+        name: opened.get_slice(stored).get_shape() for name, stored, opened in _each_tensor(folder)
+    }
 
 
 def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -85,14 +91,20 @@ def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> No
         rows, columns = sum(shapes[n][0] for n in names), {tuple(shapes[n][1:]) for n in names}
         if rows != like.shape[0] or columns != {tuple(like.shape[1:])}:
             got = ", ".join(f"{n} {list(shapes[n])}" for n in names)
-            raise ConfigError(f"draft checkpoint: {got}; the config asks for {list(like.shape)} in all")
+            raise ConfigError(
+                f"draft checkpoint: {got}; the config asks for {list(like.shape)} in all"
+            )
     # A copy of the target's embedding or head is of no use: both are the target's own.
     left = sorted(set(shapes) - used - {"embed_tokens.weight", "lm_head.weight"})
     if left:
-        raise ConfigError(f"draft checkpoint: {len(left)} tensors that no DFlash v1 draft has, the first is {left[0]!r}")
+        raise ConfigError(
+            f"draft checkpoint: {len(left)} tensors that no DFlash v1 draft has, the first is {left[0]!r}"
+        )
 
 
-def load_state(config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel) -> dict[str, Tensor]:
+def load_state(
+    config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel
+) -> dict[str, Tensor]:
     """This rank's state dict from the checkpoint's whole tensors. Raises ConfigError as `check_shapes`."""
     check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
     with torch.device("meta"):
@@ -100,13 +112,20 @@ def load_state(config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorPar
     return {p: _shard(p, [tensors[n] for n in checkpoint_names(p)], config, tp) for p in parameters}
 
 
-def _shard(parameter: str, parts: Sequence[Tensor], config: DraftConfig, tp: TensorParallel) -> Tensor:
+def _shard(
+    parameter: str, parts: Sequence[Tensor], config: DraftConfig, tp: TensorParallel
+) -> Tensor:
     """Heads and FFN columns are split by rows of the first projections and by columns of the second ones."""
     if "qkv_proj" in parameter:
         # Fewer key and value heads than ranks: neighbouring ranks, whose query heads share one, each have a copy.
         kv_parts = min(tp.size, config.num_key_value_heads)
         q, *kv = parts
-        return torch.cat([q.chunk(tp.size)[tp.rank], *(part.chunk(kv_parts)[tp.rank * kv_parts // tp.size] for part in kv)])
+        return torch.cat(
+            [
+                q.chunk(tp.size)[tp.rank],
+                *(part.chunk(kv_parts)[tp.rank * kv_parts // tp.size] for part in kv),
+            ]
+        )
     if "gate_up_proj" in parameter:
         return torch.cat([part.chunk(tp.size)[tp.rank] for part in parts])
     (tensor,) = parts
@@ -116,16 +135,29 @@ def _shard(parameter: str, parts: Sequence[Tensor], config: DraftConfig, tp: Ten
 
 
 def load_model(
-    folder: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", tp: TensorParallel | None = None
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tp: TensorParallel | None = None,
 ) -> DraftModel:
     """Read a draft checkpoint's folder into a frozen network. Raises ConfigError (see `DraftConfig`, `load_state`)."""
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     state = load_state(config, read_tensors(folder), tp)
-    return _network(config, tp, {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}, device)
+    return _network(
+        config,
+        tp,
+        {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()},
+        device,
+    )
 
 
 def dummy_model(
-    folder: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", tp: TensorParallel | None = None
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    tp: TensorParallel | None = None,
 ) -> DraftModel:
     """As `load_model`, from the folder's config.json alone: small random weights (normal, deviation 0.02; norms 1), for timing."""
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
@@ -138,10 +170,14 @@ def dummy_model(
             return torch.full(shape, float("norm" in name), dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=random)
 
-    return _network(config, tp, {name: filled(name, tensor.shape) for name, tensor in like.items()}, device)
+    return _network(
+        config, tp, {name: filled(name, tensor.shape) for name, tensor in like.items()}, device
+    )
 
 
-def _network(config: DraftConfig, tp: TensorParallel, state: Mapping[str, Tensor], device: torch.device | str) -> DraftModel:
+def _network(
+    config: DraftConfig, tp: TensorParallel, state: Mapping[str, Tensor], device: torch.device | str
+) -> DraftModel:
     with torch.device("meta"):
         model = DraftModel(config, tp)
     model.load_state_dict(state, assign=True)
@@ -150,7 +186,9 @@ def _network(config: DraftConfig, tp: TensorParallel, state: Mapping[str, Tensor
     return model.freeze()
 
 
-def save_model(model: DraftModel, raw_config: Mapping[str, object], folder: str | Path, dtype: torch.dtype) -> None:
+def save_model(
+    model: DraftModel, raw_config: Mapping[str, object], folder: str | Path, dtype: torch.dtype
+) -> None:
     """Write `model` and its config.json as a published-style checkpoint."""
     tensors = {}
     for parameter, value in model.state_dict().items():

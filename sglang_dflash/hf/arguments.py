@@ -36,13 +36,19 @@ class Request:
         if not self.prompt:
             raise ConfigError("--prompt: empty; give at least one character to continue")
         if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens: {self.max_new_tokens}; a positive number of tokens is required")
+            raise ConfigError(
+                f"--max-new-tokens: {self.max_new_tokens}; a positive number of tokens is required"
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"--temperature: {self.temperature}; 0 (greedy) or a positive number is required")
+            raise ConfigError(
+                f"--temperature: {self.temperature}; 0 (greedy) or a positive number is required"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p: {self.top_p}; a share above 0 and up to 1 is required")
         if self.top_k < 0:
-            raise ConfigError(f"--top-k: {self.top_k} is negative; 0 keeps all tokens, or give how many to keep")
+            raise ConfigError(
+                f"--top-k: {self.top_k} is negative; 0 keeps all tokens, or give how many to keep"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed: {self.seed}; a number from 0 to 2**63 - 1 is required")
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -45,16 +45,24 @@ def load(request: Request) -> Loaded:
     try:
         # The configuration before the weights: a pair that does not fit is told within seconds.
         of = AutoConfig.from_pretrained(request.target).get_text_config()
-        config.check_target(hidden_size=of.hidden_size, vocab_size=of.vocab_size, num_layers=of.num_hidden_layers)
+        config.check_target(
+            hidden_size=of.hidden_size, vocab_size=of.vocab_size, num_layers=of.num_hidden_layers
+        )
         tokenizer = AutoTokenizer.from_pretrained(request.target)
-        target: Any = AutoModelForCausalLM.from_pretrained(request.target, dtype=getattr(torch, dtype)).eval()
+        target: Any = AutoModelForCausalLM.from_pretrained(
+            request.target, dtype=getattr(torch, dtype)
+        ).eval()
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
-        raise ConfigError(f"--target: {request.target!r} is no causal language model that Transformers can load ({first_line})") from error
+        raise ConfigError(
+            f"--target: {request.target!r} is no causal language model that Transformers can load ({first_line})"
+        ) from error
     draft = load_model(folder, dtype=getattr(torch, dtype), device=device)
-    return Loaded(draft, target.to(device), tokenizer, _stop_token_ids(target, tokenizer), device, dtype)
+    return Loaded(
+        draft, target.to(device), tokenizer, _stop_token_ids(target, tokenizer), device, dtype
+    )
 
 
 def _device(name: str | None) -> torch.device:
@@ -63,7 +71,9 @@ def _device(name: str | None) -> torch.device:
         torch.empty(0, device=device)
     # What torch raises for a device that is not there differs by backend.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(f"--device: {name!r} cannot be used here ({str(error).splitlines()[0]}); 'cpu' always can") from error
+        raise ConfigError(
+            f"--device: {name!r} cannot be used here ({str(error).splitlines()[0]}); 'cpu' always can"
+        ) from error
     return device
 
 
@@ -76,7 +86,11 @@ def _stop_token_ids(target: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def prompt_tokens(request: Request, tokenizer: Any) -> list[int]:
-    ids = chat_tokens(tokenizer, [{"role": "user", "content": request.prompt}]) if request.chat else tokenizer(request.prompt)["input_ids"]
+    ids = (
+        chat_tokens(tokenizer, [{"role": "user", "content": request.prompt}])
+        if request.chat
+        else tokenizer(request.prompt)["input_ids"]
+    )
     if not ids:
         raise ConfigError(f"--prompt: {request.prompt!r} has no token; give at least one")
     return ids
@@ -111,7 +125,9 @@ class TextStream:
         self._start, self._done = self._done, len(self._ids)
 
 
-def generate(request: Request, pair: Loaded, write: Callable[[str], Any] = lambda _: None) -> dict[str, Any]:
+def generate(
+    request: Request, pair: Loaded, write: Callable[[str], Any] = lambda _: None
+) -> dict[str, Any]:
     """Continue the prompt, `write` the text as it comes, and sum up (times in seconds, from before the prefill)."""
     ids = torch.tensor([prompt_tokens(request, pair.tokenizer)], device=pair.device)
     seed = random.randrange(2**63) if request.seed is None else request.seed
@@ -127,7 +143,9 @@ def generate(request: Request, pair: Loaded, write: Callable[[str], Any] = lambd
     return _summed_up(request, pair, out, seconds, seed) | {"prompt_tokens": ids.shape[1]}
 
 
-def _summed_up(request: Request, pair: Loaded, out: Generation, seconds: float, seed: int) -> dict[str, Any]:
+def _summed_up(
+    request: Request, pair: Loaded, out: Generation, seconds: float, seed: int
+) -> dict[str, Any]:
     stopped = bool(out.tokens) and out.tokens[-1] in pair.stop_token_ids
     return {
         "target": request.target, "draft": request.draft, "device": str(pair.device), "dtype": pair.dtype,

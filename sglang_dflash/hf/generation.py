@@ -36,11 +36,19 @@ class Generation:
         return sum(self.committed) / max(1, len(self.committed))
 
 
-def sampler(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, generator: torch.Generator | None = None) -> Choose:
+def sampler(
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Choose:
     """How the target picks its tokens; temperature 0 is greedy."""
     if temperature == 0:
         return lambda logits: logits.argmax(-1)
-    return lambda logits: sample(target_probabilities(logits, temperature, top_k, top_p, min_p), generator)
+    return lambda logits: sample(
+        target_probabilities(logits, temperature, top_k, top_p, min_p), generator
+    )
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,13 @@ def prefill(draft: DraftModel, target: Any, input_ids: Tensor) -> Prefill:
         ConfigError: the pair does not fit, or the batch is larger than 1.
     """
     if input_ids.shape[0] != 1:
-        raise ConfigError(f"input_ids: {input_ids.shape[0]} rows; one prompt at a time is generated here")
+        raise ConfigError(
+            f"input_ids: {input_ids.shape[0]} rows; one prompt at a time is generated here"
+        )
     of = target.config.get_text_config()
-    draft.config.check_target(hidden_size=of.hidden_size, vocab_size=of.vocab_size, num_layers=of.num_hidden_layers)
+    draft.config.check_target(
+        hidden_size=of.hidden_size, vocab_size=of.vocab_size, num_layers=of.num_hidden_layers
+    )
     with captured(target, draft.config.target_layer_ids) as features:
         out = target(input_ids=input_ids, use_cache=True, logits_to_keep=1)
         return Prefill(out.past_key_values, features(), out.logits[0])
@@ -91,8 +103,18 @@ def spec_generate(
     choose, total = choose or sampler(0.0), count + max_new_tokens + options.block_size
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     cache = IdentityDraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device)
-    drafter = Drafter(draft, TargetHead(embed, lambda h: head(h).argmax(-1)), cache, options, torch_block_attention)
-    result, length, at = Generation(), torch.tensor([count], device=device), torch.arange(total, device=device)
+    drafter = Drafter(
+        draft,
+        TargetHead(embed, lambda h: head(h).argmax(-1)),
+        cache,
+        options,
+        torch_block_attention,
+    )
+    result, length, at = (
+        Generation(),
+        torch.tensor([count], device=device),
+        torch.arange(total, device=device),
+    )
     drafter.absorb(start.features, at[:count], at[:count])
     bonus = choose(start.logits)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
@@ -108,7 +130,13 @@ def spec_generate(
             length, bonus = length + count, accepted.bonus
             kv.keep(count, options.block_size)
             result.committed.append(count)
-            done = _extend(result, accepted.tokens[0, :count].tolist(), stop_token_ids, max_new_tokens, on_tokens)
+            done = _extend(
+                result,
+                accepted.tokens[0, :count].tolist(),
+                stop_token_ids,
+                max_new_tokens,
+                on_tokens,
+            )
     kv.back_to(len(start.features))
     return result
 
@@ -123,7 +151,11 @@ class TargetCache:
     def __init__(self, target: Any, cache: Any) -> None:
         self.cache = cache
         layers = target.get_decoder().layers
-        self._recurrent = {i: _recurrent_module(layers[i]) for i, kept in enumerate(cache.layers) if hasattr(kept, "recurrent_states")}
+        self._recurrent = {
+            i: _recurrent_module(layers[i])
+            for i, kept in enumerate(cache.layers)
+            if hasattr(kept, "recurrent_states")
+        }
         self._inputs: dict[int, Tensor] = {}
         self._at_start = self._before = self._states()
 
@@ -138,7 +170,11 @@ class TargetCache:
 
     def _restore(self, states: dict[int, tuple[dict[int, Tensor], dict[int, Tensor]]]) -> None:
         for i, saved in states.items():
-            for of, copies in zip((self.cache.layers[i].conv_states, self.cache.layers[i].recurrent_states), saved, strict=True):
+            for of, copies in zip(
+                (self.cache.layers[i].conv_states, self.cache.layers[i].recurrent_states),
+                saved,
+                strict=True,
+            ):
                 for k, t in copies.items():
                     of[k].copy_(t)
 
@@ -152,7 +188,10 @@ class TargetCache:
 
             return before
 
-        handles = [m.register_forward_pre_hook(hook(i), with_kwargs=True) for i, m in self._recurrent.items()]
+        handles = [
+            m.register_forward_pre_hook(hook(i), with_kwargs=True)
+            for i, m in self._recurrent.items()
+        ]
         try:
             yield
         finally:
@@ -181,16 +220,22 @@ class TargetCache:
                     layer.crop(-tokens)
 
 
-def chat_tokens(tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None = None) -> list[int]:
+def chat_tokens(
+    tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None = None
+) -> list[int]:
     """Token ids of a chat up to where the assistant is to speak; `thinking` None leaves that to the template.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        raise ConfigError(f"chat template: the tokenizer of {tokenizer.name_or_path!r} has none; send the prompt as plain text")
+        raise ConfigError(
+            f"chat template: the tokenizer of {tokenizer.name_or_path!r} has none; send the prompt as plain text"
+        )
     how = {} if thinking is None else {"enable_thinking": thinking}
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **how)
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **how
+    )
     # The template has written the special tokens itself.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -200,10 +245,18 @@ def _recurrent_module(layer: Any) -> Any:
     for module in layer.children():
         if "cache_params" in inspect.signature(module.forward).parameters:
             return module
-    raise ConfigError(f"target: {type(layer).__name__} keeps a recurrent state, but no sub-module of it takes `cache_params`")
+    raise ConfigError(
+        f"target: {type(layer).__name__} keeps a recurrent state, but no sub-module of it takes `cache_params`"
+    )
 
 
-def _extend(result: Generation, new: list[int], stops: tuple[int, ...], limit: int, on_tokens: Callable[[list[int]], None] | None) -> bool:
+def _extend(
+    result: Generation,
+    new: list[int],
+    stops: tuple[int, ...],
+    limit: int,
+    on_tokens: Callable[[list[int]], None] | None,
+) -> bool:
     """Append up to the first stop token or the limit; True where the generation ends."""
     ends = [i for i, token in enumerate(new) if token in stops]
     new = new[: min(ends[0] + 1 if ends else len(new), limit - len(result.tokens))]

@@ -36,14 +36,18 @@ class DraftDescription:
     draft_rope: str | None = None
 
 
-def describe_target(raw: Mapping[str, Any] | None, geometry: TargetGeometry | None) -> TargetDescription:
+def describe_target(
+    raw: Mapping[str, Any] | None, geometry: TargetGeometry | None
+) -> TargetDescription:
     if raw is None or geometry is None:
         return TargetDescription()
     text = {**raw, **(raw.get("text_config") or {})}
     full, recurrent = geometry.attention_layers, geometry.recurrent_layers
     return TargetDescription(
         target_architecture=_architecture(raw),
-        target_layers=f"{recurrent} recurrent, {full} attention" if recurrent else f"{full} attention",
+        target_layers=f"{recurrent} recurrent, {full} attention"
+        if recurrent
+        else f"{full} attention",
         target_dtype=_dtype(text),
         target_context=text.get("max_position_embeddings"),
         target_hidden_size=geometry.hidden_size,
@@ -62,7 +66,9 @@ def describe_draft(raw: Mapping[str, Any] | None, config: DraftConfig | None) ->
         draft_layers=draft_layers(text, config),
         draft_dtype=_dtype(text),
         draft_context=text.get("max_position_embeddings"),
-        target_layer_ids=list(config.target_layer_ids) if config else either.get("target_layer_ids"),
+        target_layer_ids=list(config.target_layer_ids)
+        if config
+        else either.get("target_layer_ids"),
         mask_token_id=config.mask_token_id if config else either.get("mask_token_id"),
         draft_rope=_rope(config) if config else None,
     )
@@ -73,7 +79,9 @@ def draft_layers(text: Mapping[str, Any], config: DraftConfig | None) -> str | N
     if config is not None:
         kinds = [
             ("full" if layer.window is None else "sliding")
-            + _in_brackets([f"window {layer.window}"] * (layer.window is not None) + ["causal"] * layer.causal)
+            + _in_brackets(
+                [f"window {layer.window}"] * (layer.window is not None) + ["causal"] * layer.causal
+            )
             for layer in config.layers
         ]
     else:
@@ -81,7 +89,12 @@ def draft_layers(text: Mapping[str, Any], config: DraftConfig | None) -> str | N
         if not isinstance(depth, int):
             return None
         types = text.get("layer_types") or ["full_attention"] * depth
-        kinds = [f"sliding (window {window})" if kind == "sliding_attention" else kind.removesuffix("_attention") for kind in types]
+        kinds = [
+            f"sliding (window {window})"
+            if kind == "sliding_attention"
+            else kind.removesuffix("_attention")
+            for kind in types
+        ]
     return ", ".join(f"{len(list(run))} {kind}" for kind, run in groupby(kinds))
 
 
@@ -92,7 +105,9 @@ def _in_brackets(words: list[str]) -> str:
 def _rope(config: DraftConfig) -> str:
     scaling = config.rope.scaling
     name = scaling.get("rope_type")
-    return f"theta {config.rope.theta:g}" + (f", {name} with factor {float(scaling['factor']):g}" if name else "")
+    return f"theta {config.rope.theta:g}" + (
+        f", {name} with factor {float(scaling['factor']):g}" if name else ""
+    )
 
 
 def _architecture(raw: Mapping[str, Any]) -> str | None:

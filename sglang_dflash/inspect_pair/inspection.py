@@ -15,7 +15,12 @@ from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import TargetGeometry, positive
 from sglang_dflash.core.options import Options
-from sglang_dflash.inspect_pair.description import DraftDescription, TargetDescription, describe_draft, describe_target
+from sglang_dflash.inspect_pair.description import (
+    DraftDescription,
+    TargetDescription,
+    describe_draft,
+    describe_target,
+)
 
 GIB = 2**30
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -39,13 +44,23 @@ class Serving:
 
     def __post_init__(self) -> None:
         if self.max_running_requests < 1:
-            raise ConfigError(f"--max-running-requests: {self.max_running_requests}; a positive number of requests is required")
+            raise ConfigError(
+                f"--max-running-requests: {self.max_running_requests}; a positive number of requests is required"
+            )
         if not 0 < self.mem_fraction <= 1:
-            raise ConfigError(f"--mem-fraction: {self.mem_fraction}; a share above 0 and up to 1 is required")
-        for flag, value in (("--memory-gib", self.memory_gib), ("--kv-memory-gib", self.kv_memory_gib)):
+            raise ConfigError(
+                f"--mem-fraction: {self.mem_fraction}; a share above 0 and up to 1 is required"
+            )
+        for flag, value in (
+            ("--memory-gib", self.memory_gib),
+            ("--kv-memory-gib", self.kv_memory_gib),
+        ):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{flag}: {value}; a positive number of GiB is required")
-        for flag, dtype in (("--kv-dtype", self.kv_dtype), ("--draft-kv-dtype", self.draft_kv_dtype)):
+        for flag, dtype in (
+            ("--kv-dtype", self.kv_dtype),
+            ("--draft-kv-dtype", self.draft_kv_dtype),
+        ):
             if dtype is not None and dtype not in DTYPE_BYTES:
                 raise ConfigError(f"{flag}: {dtype!r}; there is {', '.join(DTYPE_BYTES)}")
 
@@ -134,7 +149,9 @@ class DraftInspection:
     says: DraftDescription
 
 
-def inspect(target: ModelFacts, draft: ModelFacts, options: Options, serving: Serving) -> Inspection:
+def inspect(
+    target: ModelFacts, draft: ModelFacts, options: Options, serving: Serving
+) -> Inspection:
     """Say what serving this pair would cost.
 
     Raises:
@@ -178,7 +195,9 @@ def split_kv(memory: int, t: int, d: int, slots: int | None) -> KvSplit:
     entries = slots if slots is not None and bounded else together
     tokens = (memory - entries * d) // t if bounded else together
     if not together:
-        raise ConfigError(f"--kv-memory-gib: {memory / GIB:.6g} GiB of KV memory do not hold one token of {t + d} bytes")
+        raise ConfigError(
+            f"--kv-memory-gib: {memory / GIB:.6g} GiB of KV memory do not hold one token of {t + d} bytes"
+        )
     return KvSplit(
         bounded=bounded,
         draft_kv_slots=entries,
@@ -196,16 +215,22 @@ def draft_weight_bytes(config: DraftConfig) -> int:
     """Bytes of a DFlash v1 draft in bfloat16: projection of the features, layers and norms; embedding and lm_head are the target's."""
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    attention = 2 * width * q + 2 * width * kv + (q + 2 * kv + width if config.attention_bias else 0)
+    attention = (
+        2 * width * q + 2 * width * kv + (q + 2 * kv + width if config.attention_bias else 0)
+    )
     layer = attention + 3 * width * inner + 2 * width + 2 * dim
-    return _WEIGHT_BYTES * (config.num_features * width + 2 * width + config.num_hidden_layers * layer)
+    return _WEIGHT_BYTES * (
+        config.num_features * width + 2 * width + config.num_hidden_layers * layer
+    )
 
 
 def inspect_draft(draft: ModelFacts) -> DraftInspection:
     """What is known of a draft without its target. Raises ConfigError where its config is invalid."""
     drafted = _read_draft(draft, Serving())
     worker, reason = _worker_of(drafted)
-    return DraftInspection(worker, reason, drafted.block_size, describe_draft(draft.config, drafted.config))
+    return DraftInspection(
+        worker, reason, drafted.block_size, describe_draft(draft.config, drafted.config)
+    )
 
 
 def _worker_of(draft: Draft) -> tuple[str, str | None]:
@@ -213,10 +238,16 @@ def _worker_of(draft: Draft) -> tuple[str, str | None]:
         return "builtin", draft.unserved
     if draft.unknown is not None:
         return "unknown", draft.unknown
-    return ("unknown", "the facts of this pair are KV sizes only") if draft.config is None else ("sglang-dflash", None)
+    return (
+        ("unknown", "the facts of this pair are KV sizes only")
+        if draft.config is None
+        else ("sglang-dflash", None)
+    )
 
 
-def _worker(target: ModelFacts, geometry: TargetGeometry | None, draft: Draft) -> tuple[str, str | None]:
+def _worker(
+    target: ModelFacts, geometry: TargetGeometry | None, draft: Draft
+) -> tuple[str, str | None]:
     """The answer of `serving.select` for a server without further flags, from the configs alone."""
     worker, reason = _worker_of(draft)
     if worker != "sglang-dflash":
@@ -224,7 +255,10 @@ def _worker(target: ModelFacts, geometry: TargetGeometry | None, draft: Draft) -
     if geometry is None:
         return "unknown", "the facts of this target are KV sizes only"
     if ((target.config or {}).get("quantization_config") or {}).get("lm_head"):
-        return "builtin", "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit weight is needed"
+        return (
+            "builtin",
+            "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit weight is needed",
+        )
     return worker, None
 
 
@@ -241,7 +275,11 @@ def _check_target(draft: ModelFacts, drafted: Draft, geometry: TargetGeometry) -
         own = {"mask_token_id": 0, **(draft.config.get("dflash_config") or {})}
         config = DraftConfig.from_dict({**draft.config, "dflash_config": own})
     if config is not None:
-        config.check_target(hidden_size=geometry.hidden_size, vocab_size=geometry.vocab_size, num_layers=geometry.num_hidden_layers)
+        config.check_target(
+            hidden_size=geometry.hidden_size,
+            vocab_size=geometry.vocab_size,
+            num_layers=geometry.num_hidden_layers,
+        )
 
 
 def _target_kv_bytes(target: ModelFacts, geometry: TargetGeometry | None, serving: Serving) -> int:
@@ -262,15 +300,34 @@ def _read_draft(draft: ModelFacts, serving: Serving) -> Draft:
         config = DraftConfig.from_dict(draft.config)
     except UnsupportedDraft as reason:
         return _draft_without_config(draft, draft.config, str(reason), None, dtype_bytes)
-    return Draft(config, None, None, math.prod(config.kv_shape) * dtype_bytes, draft_weight_bytes(config), config.block_size)
+    return Draft(
+        config,
+        None,
+        None,
+        math.prod(config.kv_shape) * dtype_bytes,
+        draft_weight_bytes(config),
+        config.block_size,
+    )
 
 
-def _draft_without_config(draft: ModelFacts, raw: Mapping[str, Any], unserved: str | None, unknown: str | None, dtype_bytes: int) -> Draft:
+def _draft_without_config(
+    draft: ModelFacts,
+    raw: Mapping[str, Any],
+    unserved: str | None,
+    unknown: str | None,
+    dtype_bytes: int,
+) -> Draft:
     """What can be said of a draft with another head, or one not seen in full: its layers' K/V are of the usual shape."""
     text = {**raw, **(raw.get("text_config") or {})}
     heads = positive(text, "num_attention_heads")
     head_dim = positive(text, "head_dim", default=positive(text, "hidden_size") // heads)
-    kv = positive(text, "num_hidden_layers") * 2 * positive(text, "num_key_value_heads", default=heads) * head_dim * dtype_bytes
+    kv = (
+        positive(text, "num_hidden_layers")
+        * 2
+        * positive(text, "num_key_value_heads", default=heads)
+        * head_dim
+        * dtype_bytes
+    )
     block_size = {**text, **(raw.get("dflash_config") or {})}.get("block_size")
     return Draft(None, unserved, unknown, kv, draft.weight_bytes, block_size)
 
@@ -280,27 +337,45 @@ def _resolve(options: Options, draft: Draft) -> Options:
         return options.resolve(draft.config)
     block_size = options.block_size or draft.block_size
     if block_size is None:
-        raise ConfigError("--block-size: required, because what is known of this draft does not say it")
-    return replace(options, block_size=block_size, sinks=options.sinks if options.window is not None else 0)
+        raise ConfigError(
+            "--block-size: required, because what is known of this draft does not say it"
+        )
+    return replace(
+        options, block_size=block_size, sinks=options.sinks if options.window is not None else 0
+    )
 
 
 def _stated_kv_bytes(flag: str, dtype: str | None, facts: ModelFacts) -> int:
     if facts.kv_bytes_per_token is None:
         raise ConfigError(f"{facts.name}: neither a config nor kv_bytes_per_token is known of it")
     if dtype is not None:
-        raise ConfigError(f"{flag}: {dtype!r}, but of {facts.name} only the KV bytes as measured are known; leave the flag out")
+        raise ConfigError(
+            f"{flag}: {dtype!r}, but of {facts.name} only the KV bytes as measured are known; leave the flag out"
+        )
     return facts.kv_bytes_per_token
 
 
-def _kv_memory_bytes(target: ModelFacts, draft: Draft, geometry: TargetGeometry | None, block_size: int, serving: Serving) -> int:
+def _kv_memory_bytes(
+    target: ModelFacts,
+    draft: Draft,
+    geometry: TargetGeometry | None,
+    block_size: int,
+    serving: Serving,
+) -> int:
     if serving.kv_memory_gib is not None:
         return int(serving.kv_memory_gib * GIB)
     for name, weights in (("target", target.weight_bytes), ("draft", draft.weight_bytes)):
         if weights is None:
-            raise ConfigError(f"--kv-memory-gib: required, because the size of the {name}'s weights is not known")
+            raise ConfigError(
+                f"--kv-memory-gib: required, because the size of the {name}'s weights is not known"
+            )
     weights = (target.weight_bytes or 0) + (draft.weight_bytes or 0)
     shape = geometry.recurrent if geometry else None
-    states = serving.max_running_requests * (shape.state_bytes + shape.replay_bytes(block_size)) if shape else 0
+    states = (
+        serving.max_running_requests * (shape.state_bytes + shape.replay_bytes(block_size))
+        if shape
+        else 0
+    )
     left = int(serving.memory_gib * serving.mem_fraction * GIB) - weights - states
     if left <= 0:
         raise ConfigError(

@@ -41,14 +41,19 @@ def table(columns: tuple[str, ...]) -> str:
     """A row per published draft, with those of `COLUMNS`; README.md has it with `README_COLUMNS`."""
     at = [COLUMNS.index(column) for column in columns]
     rows = [row for pair in collection().pairs for row in _rows(pair)]
-    return "\n".join(_line([row[i] for i in at]) for row in [COLUMNS, ("---",) * len(COLUMNS), *rows])
+    return "\n".join(
+        _line([row[i] for i in at]) for row in [COLUMNS, ("---",) * len(COLUMNS), *rows]
+    )
 
 
 def _rows(pair: Pair) -> Iterator[tuple[str, ...]]:
     for name in pair.drafts:
         facts = shipped("draft")[name]
         found = inspect_draft(facts)
-        served = {"sglang-dflash": "sglang-dflash", "builtin": f"SGLang's built-in worker: {found.reason}"}
+        served = {
+            "sglang-dflash": "sglang-dflash",
+            "builtin": f"SGLang's built-in worker: {found.reason}",
+        }
         yield (
             pair.target,
             "yes" if pair.hybrid else "no",

@@ -46,7 +46,9 @@ class CpuAttentionBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         if isinstance(self.token_to_kv_pool, SWAKVPool):
-            raise ValueError("the plain-CPU platform has no sliding-window KV pool; start with --disable-hybrid-swa-memory")
+            raise ValueError(
+                "the plain-CPU platform has no sliding-window KV pool; start with --disable-hybrid-swa-memory"
+            )
         self.spans: list[Span] = []
 
     def support_triton(self) -> bool:
@@ -68,23 +70,41 @@ class CpuAttentionBackend(AttentionBackend):
             # The drafted block comes after the committed tokens that seq_lens counts.
             prefixes, counts = lengths, [forward_batch.spec_info.draft_token_num] * len(lengths)
         else:
-            prefixes, counts = forward_batch.extend_prefix_lens.tolist(), forward_batch.extend_seq_lens.tolist()
+            prefixes, counts = (
+                forward_batch.extend_prefix_lens.tolist(),
+                forward_batch.extend_seq_lens.tolist(),
+            )
         table, row, self.spans = self.req_to_token_pool.req_to_token, 0, []
-        for request, prefix, count in zip(forward_batch.req_pool_indices.tolist(), prefixes, counts, strict=True):
-            self.spans.append(Span(slice(row, row + count), prefix, table[request, : prefix + count].long()))
+        for request, prefix, count in zip(
+            forward_batch.req_pool_indices.tolist(), prefixes, counts, strict=True
+        ):
+            self.spans.append(
+                Span(slice(row, row + count), prefix, table[request, : prefix + count].long())
+            )
             row += count
 
     def forward_extend(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **_: Any,
     ) -> Tensor:
         """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`."""
         if layer.is_cross_attention:
             raise NotImplementedError("cross attention is not served on the plain-CPU platform")
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+            )
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        q = q.reshape(-1, layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num, layer.qk_head_dim)  # [N, G, g, D]
+        q = q.reshape(
+            -1, layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num, layer.qk_head_dim
+        )  # [N, G, g, D]
         out = q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         for span in self.spans:
             out[span.rows] = attend(q[span.rows], keys[span.slots], values[span.slots], span, layer)
@@ -111,7 +131,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: RadixAttention) -
         masked = causal and (count > 1 or window is not None)
         mask = span.mask(start, count, groups, window) if masked else None
         folded = rows.permute(1, 2, 0, 3).flatten(1, 2)  # [G, g * n, D]
-        attended = F.scaled_dot_product_attention(folded[None], k[None, :, :seen], v[None, :, :seen], mask, scale=layer.scaling)[0]
+        attended = F.scaled_dot_product_attention(
+            folded[None], k[None, :, :seen], v[None, :, :seen], mask, scale=layer.scaling
+        )[0]
         out.append(attended.unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1))
     return torch.cat(out)
 

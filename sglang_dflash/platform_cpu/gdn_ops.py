@@ -17,7 +17,12 @@ from sglang_dflash.core.recurrent import gated_delta as gdn
 
 
 def fused_qkvzba_split_reshape_cat_contiguous(
-    mixed_qkvz: Tensor, mixed_ba: Tensor, num_heads_qk: int, num_heads_v: int, head_qk: int, head_v: int
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
 ) -> tuple[Tensor, ...]:
     return gdn.split_projections(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
 
@@ -50,7 +55,9 @@ def causal_conv1d_fn(
         history = conv_states[slot, :, :keep]
         # Not multiplied by zero: a fresh slot may hold anything.
         history = history if old else torch.zeros_like(history)
-        conv, windows = gdn.causal_conv(tokens[None, start:end], history[None], weight, bias, activation_name(activation))
+        conv, windows = gdn.causal_conv(
+            tokens[None, start:end], history[None], weight, bias, activation_name(activation)
+        )
         out[start:end] = conv[0].to(x.dtype)
         conv_states[slot, :, :keep] = windows[0, -1].to(conv_states.dtype)
     return out.T
@@ -76,12 +83,19 @@ def causal_conv1d_update(
 ) -> Tensor:
     """Decode: x `[N, C]` moves conv_state `[slots, C, W - 1]` on. Verify: x `[N, C, T]` leaves it as it is, and
     `intermediate_conv_window[row, t]` `[C, W - 1]` becomes what it would be after token t."""
-    refuse("causal_conv1d_update", cache_seqlens=cache_seqlens, num_accept_tokens=num_accept_tokens, tree=retrieve_next_token)
+    refuse(
+        "causal_conv1d_update",
+        cache_seqlens=cache_seqlens,
+        num_accept_tokens=num_accept_tokens,
+        tree=retrieve_next_token,
+    )
     tokens = x[:, None] if x.ndim == 2 else x.transpose(1, 2)
     slots = torch.arange(len(x)) if conv_state_indices is None else conv_state_indices
     rows, slots = real(slots)
     keep = weight.shape[1] - 1
-    conv, windows = gdn.causal_conv(tokens[rows], conv_state[slots, :, :keep], weight, bias, activation_name(activation))
+    conv, windows = gdn.causal_conv(
+        tokens[rows], conv_state[slots, :, :keep], weight, bias, activation_name(activation)
+    )
     out = torch.zeros(tokens.shape, dtype=x.dtype, device=x.device)
     out[rows] = conv.to(x.dtype)
     if intermediate_conv_window is None:
@@ -90,7 +104,9 @@ def causal_conv1d_update(
         assert intermediate_state_indices is not None
         # Windows overlap in memory where SGLang stores each input once; the same value is then written more than once.
         window_rows = intermediate_state_indices[rows].long()
-        intermediate_conv_window[window_rows, : tokens.shape[1]] = windows[:, 1:].to(intermediate_conv_window.dtype)
+        intermediate_conv_window[window_rows, : tokens.shape[1]] = windows[:, 1:].to(
+            intermediate_conv_window.dtype
+        )
     return out[:, 0] if x.ndim == 2 else out.transpose(1, 2)
 
 
@@ -120,11 +136,19 @@ def chunk_gated_delta_rule(
 
     initial_state `[slots, HV, V, K]` is read, and written unless told not to, at `initial_state_indices`.
     """
-    refuse("chunk_gated_delta_rule", head_first=head_first or None, batch=None if len(q) == 1 else len(q))
+    refuse(
+        "chunk_gated_delta_rule",
+        head_first=head_first or None,
+        batch=None if len(q) == 1 else len(q),
+    )
     heads, dim, key_dim = v.shape[2], v.shape[3], k.shape[3]
-    q, k = gdn.per_value_head(q[0], k[0], heads, key_dim**-0.5 if scale is None else scale, use_qk_l2norm_in_kernel)
+    q, k = gdn.per_value_head(
+        q[0], k[0], heads, key_dim**-0.5 if scale is None else scale, use_qk_l2norm_in_kernel
+    )
     bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    slots = range(len(bounds) - 1) if initial_state_indices is None else initial_state_indices.tolist()
+    slots = (
+        range(len(bounds) - 1) if initial_state_indices is None else initial_state_indices.tolist()
+    )
     out, starts = torch.zeros_like(v, memory_format=torch.contiguous_format), []
     for slot, start, end in zip(slots, bounds[:-1], bounds[1:], strict=True):
         span = slice(start, end)
@@ -133,7 +157,9 @@ def chunk_gated_delta_rule(
             starts.append(torch.zeros(-(-(end - start) // gdn.CHUNK), heads, dim, key_dim))
             continue
         state = torch.zeros(heads, dim, key_dim) if initial_state is None else initial_state[slot]
-        outputs, state, chunks = gdn.chunked(q[span], k[span], v[0, span], g[0, span], beta[0, span], state)
+        outputs, state, chunks = gdn.chunked(
+            q[span], k[span], v[0, span], g[0, span], beta[0, span], state
+        )
         out[0, span] = outputs.to(v.dtype)
         starts.append(chunks)
         if inplace_update and initial_state is not None:
@@ -157,7 +183,11 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     heads, dim, key_dim = initial_state.shape[-3:]
     keys = (mixed_qkv.shape[1] - heads * dim) // 2
     q, k, v = mixed_qkv[:, None].split([keys, keys, heads * dim], -1)
-    q, k, v = q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (-1, dim))
+    q, k, v = (
+        q.unflatten(-1, (-1, key_dim)),
+        k.unflatten(-1, (-1, key_dim)),
+        v.unflatten(-1, (-1, dim)),
+    )
     g, beta = gdn.gates(A_log, a[:, None], dt_bias, b[:, None])
     rows, slots = real(ssm_state_indices)
     q, k = gdn.per_value_head(q[rows], k[rows], heads, scale, use_qk_l2norm_in_kernel)
@@ -202,27 +232,50 @@ def fused_sigmoid_gating_delta_rule_update(
     `intermediate_states_buffer[row, t]` `[HV, V, K]` becomes the state after a sequence's token t; the state itself
     (initial_state_source `[slots, HV, V, K]`) moves on unless told not to.
     """
-    refuse("fused_sigmoid_gating_delta_rule_update", is_kda=is_kda or None, tree=retrieve_parent_token, cache_ring=cache_ring or None)
+    refuse(
+        "fused_sigmoid_gating_delta_rule_update",
+        is_kda=is_kda or None,
+        tree=retrieve_parent_token,
+        cache_ring=cache_ring or None,
+    )
     shape, heads, key_dim = v.shape, v.shape[2], k.shape[3]
-    g, beta = gdn.gates(A_log, a.reshape(-1, heads), dt_bias, b.reshape(-1, heads), softplus_beta, softplus_threshold)
+    g, beta = gdn.gates(
+        A_log,
+        a.reshape(-1, heads),
+        dt_bias,
+        b.reshape(-1, heads),
+        softplus_beta,
+        softplus_threshold,
+    )
     scale = key_dim**-0.5 if scale is None else scale
-    q, k = gdn.per_value_head(q.flatten(0, 1), k.flatten(0, 1), heads, scale, use_qk_l2norm_in_kernel)
+    q, k = gdn.per_value_head(
+        q.flatten(0, 1), k.flatten(0, 1), heads, scale, use_qk_l2norm_in_kernel
+    )
     bounds = list(range(0, len(g) + 1, shape[1])) if cu_seqlens is None else cu_seqlens.tolist()
     v, out = v.flatten(0, 1), torch.zeros(len(g), *shape[2:], dtype=v.dtype, device=v.device)
     for first, count, length in equal_runs(bounds):
         of_run = slice(bounds[first], bounds[first] + count * length)
         rows, slots = real(initial_state_indices[first : first + count])
-        run_q, run_k, run_v, run_g, run_beta = (x[of_run].unflatten(0, (count, length))[rows] for x in (q, k, v, g, beta))
-        every, given = intermediate_states_buffer is not None, (run_q, run_k, run_v, run_g, run_beta, initial_state_source[slots])
+        run_q, run_k, run_v, run_g, run_beta = (
+            x[of_run].unflatten(0, (count, length))[rows] for x in (q, k, v, g, beta)
+        )
+        every, given = (
+            intermediate_states_buffer is not None,
+            (run_q, run_k, run_v, run_g, run_beta, initial_state_source[slots]),
+        )
         if disable_state_update and not every:
-            out[of_run].unflatten(0, (count, length))[rows] = gdn.block_outputs(*given).to(out.dtype)
+            out[of_run].unflatten(0, (count, length))[rows] = gdn.block_outputs(*given).to(
+                out.dtype
+            )
             continue
         outputs, states = gdn.recurrent(*given, every)
         out[of_run].unflatten(0, (count, length))[rows] = outputs.to(out.dtype)
         if intermediate_states_buffer is not None:
             assert intermediate_state_indices is not None
             kept = intermediate_state_indices[first : first + count][rows].long()
-            intermediate_states_buffer[kept, :length] = states.transpose(0, 1).to(intermediate_states_buffer.dtype)
+            intermediate_states_buffer[kept, :length] = states.transpose(0, 1).to(
+                intermediate_states_buffer.dtype
+            )
         if not disable_state_update:
             initial_state_source[slots] = states[-1].to(initial_state_source.dtype)
     return out.unflatten(0, shape[:2])
@@ -230,23 +283,33 @@ def fused_sigmoid_gating_delta_rule_update(
 
 def rms_norm_forward(self: Any, x: Tensor, z: Tensor | None = None) -> Tensor:
     """The norm after the recurrence, gated by z."""
-    return gdn.gated_rms_norm(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, self.activation)
+    return gdn.gated_rms_norm(
+        x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, self.activation
+    )
 
 
-def fused_sigmoid_mul(attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False) -> Tensor:
+def fused_sigmoid_mul(
+    attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False
+) -> Tensor:
     """attn_output `[T, H * D]` times the sigmoid of a gate of as many elements."""
     refuse("fused_sigmoid_mul", quant=quant or None)
-    gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(attn_output.dtype)
+    gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(
+        attn_output.dtype
+    )
     return attn_output.copy_(gated) if inplace else gated
 
 
-def fused_gate_sigmoid_mul(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor) -> Tensor:
+def fused_gate_sigmoid_mul(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor
+) -> Tensor:
     """Models with experts: the shared expert's `[T, hidden]` times a gate per token, from gate_weight `[hidden]`."""
     gate = (hidden_states.float() * gate_weight.float()).sum(-1, keepdim=True).sigmoid()
     return (gate * shared_output.float()).to(shared_output.dtype)
 
 
-def fused_gate_sigmoid_mul_add(hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor) -> None:
+def fused_gate_sigmoid_mul_add(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+) -> None:
     """The same, added to what the routed experts gave."""
     final_hidden_states += fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output)
 
@@ -287,7 +350,13 @@ def track_mamba_states_if_needed(
 ) -> None:
     """Decode at a track boundary: one layer's states `[slots, ...]` of the masked rows are copied to their checkpoint slots."""
     track_mamba_states_all_layers(
-        conv_states[None], ssm_states[None], cache_indices, mamba_track_mask, mamba_track_indices, batch_size, check_freed_slots
+        conv_states[None],
+        ssm_states[None],
+        cache_indices,
+        mamba_track_mask,
+        mamba_track_indices,
+        batch_size,
+        check_freed_slots,
     )
 
 
@@ -333,25 +402,33 @@ def refuse(function: str, **unserved: object) -> None:
     """Raise for arguments of features that no configuration of this platform can ask for."""
     asked = sorted(name for name, value in unserved.items() if value is not None)
     if asked:
-        raise NotImplementedError(f"{function}: {', '.join(asked)} is not served on the plain-CPU platform")
+        raise NotImplementedError(
+            f"{function}: {', '.join(asked)} is not served on the plain-CPU platform"
+        )
 
 
 _OPS = "sglang.kernels.ops."
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    _OPS + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": fused_qkvzba_split_reshape_cat_contiguous,
+    _OPS
+    + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": fused_qkvzba_split_reshape_cat_contiguous,
     _OPS + "mamba.causal_conv1d_triton.causal_conv1d_fn": causal_conv1d_fn,
     _OPS + "mamba.causal_conv1d_triton.causal_conv1d_update": causal_conv1d_update,
     _OPS + "attention.linear.fused_gdn_gating.fused_gdn_gating": fused_gdn_gating,
     _OPS + "attention.fla.chunk.chunk_gated_delta_rule": chunk_gated_delta_rule,
-    _OPS + "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
-    _OPS + "attention.linear.fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
+    _OPS
+    + "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": fused_recurrent_gated_delta_rule_packed_decode,
+    _OPS
+    + "attention.linear.fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update": fused_sigmoid_gating_delta_rule_update,
     _OPS + "attention.fla.layernorm_gated.RMSNorm.forward": rms_norm_forward,
     _OPS + "elementwise.elementwise.fused_sigmoid_mul": fused_sigmoid_mul,
     _OPS + "elementwise.elementwise.fused_gate_sigmoid_mul": fused_gate_sigmoid_mul,
     _OPS + "elementwise.elementwise.fused_gate_sigmoid_mul_add": fused_gate_sigmoid_mul_add,
-    _OPS + "mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify": scatter_mamba_states_after_mtp_verify,
-    _OPS + "mamba.mamba_state_scatter_triton.track_mamba_states_if_needed": track_mamba_states_if_needed,
-    _OPS + "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": track_mamba_states_all_layers,
+    _OPS
+    + "mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify": scatter_mamba_states_after_mtp_verify,
+    _OPS
+    + "mamba.mamba_state_scatter_triton.track_mamba_states_if_needed": track_mamba_states_if_needed,
+    _OPS
+    + "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": track_mamba_states_all_layers,
 }
 
 

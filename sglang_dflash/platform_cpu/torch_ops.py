@@ -26,20 +26,44 @@ def register_hooks() -> None:
     # Read by the scheduler process, which the launcher starts later. The HTTP server, tokenizer and detokenizer are processes of
     # their own: a core that the scheduler's OpenMP threads spin on is taken from them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
-    HookRegistry.register("sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func", assign_req_to_token, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.arg_groups.platform_hook.handle_cpu_backends", torch_backends, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.models.dflash.DFlashDraftModel.forward", draft_in_own_dtype, HookType.AROUND)
-    HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        assign_req_to_token,
+        HookType.REPLACE,
+    )
+    HookRegistry.register(
+        "sglang.srt.arg_groups.platform_hook.handle_cpu_backends", torch_backends, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.models.dflash.DFlashDraftModel.forward", draft_in_own_dtype, HookType.AROUND
+    )
+    HookRegistry.register(
+        "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, HookType.REPLACE
+    )
     runner = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
     HookRegistry.register(runner, no_batch_invariant_kernels, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.configs.model_config.ModelConfig.__init__", note_model_dtype, HookType.AFTER)
-    HookRegistry.register("sglang.srt.configs.mamba_utils.mamba2_state_dtype", conv_cache_in_model_dtype, HookType.AROUND)
-    HookRegistry.register("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", no_binding, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.distributed.bootstrap._init_cpu_threads_env", share_cores, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.configs.model_config.ModelConfig.__init__", note_model_dtype, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.configs.mamba_utils.mamba2_state_dtype",
+        conv_cache_in_model_dtype,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.distributed.bootstrap._bind_threads_if_cpu", no_binding, HookType.REPLACE
+    )
+    HookRegistry.register(
+        "sglang.srt.distributed.bootstrap._init_cpu_threads_env", share_cores, HookType.REPLACE
+    )
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
     HookRegistry.register(group, gather_on_cpu, HookType.REPLACE)
     for method in ("__init__", "prepare_lora_batch"):
-        HookRegistry.register(f"sglang.srt.lora.lora_manager.LoRAManager.{method}", without_pinned_memory, HookType.AROUND)
+        HookRegistry.register(
+            f"sglang.srt.lora.lora_manager.LoRAManager.{method}",
+            without_pinned_memory,
+            HookType.AROUND,
+        )
     register_gdn_hooks()
     choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     choices.DRAFT_ATTENTION_BACKEND_CHOICES.append(ATTENTION_BACKEND)
@@ -52,14 +76,29 @@ def torch_backends(server_args: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     settings = resolving_view(server_args)
-    flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend")
+    flags = (
+        "attention_backend",
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_draft_attention_backend",
+    )
     asked = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in flags}
-    wrong = [f"{flag}: {value!r}" for flag, value in asked.items() if value not in (None, ATTENTION_BACKEND)]
+    wrong = [
+        f"{flag}: {value!r}"
+        for flag, value in asked.items()
+        if value not in (None, ATTENTION_BACKEND)
+    ]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can")
     if settings.lora_backend not in (LORA_DEFAULT, LORA_BACKEND):
-        raise ValueError(f"--lora-backend: {settings.lora_backend!r} cannot run on a plain CPU; {LORA_BACKEND!r} can")
-    ours = {"attention_backend": ATTENTION_BACKEND, "sampling_backend": "pytorch", "lora_backend": LORA_BACKEND}
+        raise ValueError(
+            f"--lora-backend: {settings.lora_backend!r} cannot run on a plain CPU; {LORA_BACKEND!r} can"
+        )
+    ours = {
+        "attention_backend": ATTENTION_BACKEND,
+        "sampling_backend": "pytorch",
+        "lora_backend": LORA_BACKEND,
+    }
     declare_resolution(server_args, "plain_cpu_platform", **ours)
 
 
@@ -92,8 +131,12 @@ def assign_req_to_token(
 ) -> None:
     """Enter freshly allocated KV slots, request after request, at positions `start_offset ... end_offset - 1`."""
     taken = 0
-    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
-        req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+    for request, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
+    ):
+        req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(
+            req_to_token.dtype
+        )
         taken += end - start
 
 
@@ -102,10 +145,14 @@ def no_batch_invariant_kernels(_model_runner: Any) -> None:
     from sglang.srt.runtime_context import get_exec
 
     if get_exec().deterministic.enable_deterministic_inference:
-        logger.warning("--enable-deterministic-inference on a plain CPU: requests are seeded, matrix products are not batch-invariant")
+        logger.warning(
+            "--enable-deterministic-inference on a plain CPU: requests are seeded, matrix products are not batch-invariant"
+        )
 
 
-def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+def murmur_hash32(
+    seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
+) -> torch.Tensor:
     """MurmurHash3 (Appleby, x86 32-bit) of 64-bit seed, position and column: uint32 `[N, V]` from `[N]`, `[N]` and `[V]`.
 
     SGLang seeds a request's sampling by it; its own CPU version is one of the AMX engine's kernels.
@@ -117,7 +164,12 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
 
     seed = seed.to(torch.int64)
     h = torch.zeros(len(seed), len(col_indices), dtype=torch.int64)
-    for word in (seed[:, None], (seed >> 32)[:, None], positions.long()[:, None], col_indices.long()):
+    for word in (
+        seed[:, None],
+        (seed >> 32)[:, None],
+        positions.long()[:, None],
+        col_indices.long(),
+    ):
         k = rotated(((word & low32) * 0xCC9E2D51) & low32, 15) * 0x1B873593 & low32
         h = (rotated(h ^ k, 13) * 5 + 0xE6546B64) & low32
     h = h ^ 16
@@ -139,7 +191,9 @@ _MODEL_DTYPE = "plain_cpu_model_dtype"
 
 def note_model_dtype(_result: None, model_config: Any, *_args: Any, **_kwargs: Any) -> None:
     """Leave the model's dtype, --dtype included, where the size of its recurrent state is asked for."""
-    setattr(model_config.hf_text_config, _MODEL_DTYPE, str(model_config.dtype).removeprefix("torch."))
+    setattr(
+        model_config.hf_text_config, _MODEL_DTYPE, str(model_config.dtype).removeprefix("torch.")
+    )
 
 
 def conv_cache_in_model_dtype(original: Any, config: Any = None) -> Any:
@@ -171,7 +225,9 @@ class _Unpinned(TorchFunctionMode):
     """Tensors are made in ordinary memory, whatever their maker asks for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+        return func(
+            *args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        )
 
 
 def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:

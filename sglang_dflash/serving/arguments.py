@@ -78,7 +78,10 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
     """Hook after SGLang has built its arguments from the command line."""
-    return _attach(server_args, {name: getattr(namespace, name) for name in DEFAULTS if hasattr(namespace, name)})
+    return _attach(
+        server_args,
+        {name: getattr(namespace, name) for name in DEFAULTS if hasattr(namespace, name)},
+    )
 
 
 def server_args_from_kwargs(original: Any, **kwargs: Any) -> Any:
@@ -92,7 +95,9 @@ def server_args_from_kwargs(original: Any, **kwargs: Any) -> Any:
 
 def _attach(server_args: Any, given: dict[str, Any]) -> Any:
     if given.get("speculative_dflash_worker", "auto") not in WORKERS:
-        raise ConfigError(f"speculative_dflash_worker: {given['speculative_dflash_worker']!r}; choose one of {WORKERS}")
+        raise ConfigError(
+            f"speculative_dflash_worker: {given['speculative_dflash_worker']!r}; choose one of {WORKERS}"
+        )
     setattr(server_args, ATTRIBUTE, given)
     return server_args
 

@@ -18,7 +18,14 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.runtime_context import get_model, get_observability, get_parallel, get_serving, get_spec, mamba_track_grid
+from sglang.srt.runtime_context import (
+    get_model,
+    get_observability,
+    get_parallel,
+    get_serving,
+    get_spec,
+    mamba_track_grid,
+)
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
@@ -70,7 +77,9 @@ __all__ = [
 ]
 
 
-def verify_batch(batch: ScheduleBatch, target_worker: Any, block: Tensor, positions: Tensor, cache_locs: Tensor) -> ForwardBatch:
+def verify_batch(
+    batch: ScheduleBatch, target_worker: Any, block: Tensor, positions: Tensor, cache_locs: Tensor
+) -> ForwardBatch:
     """The target's forward over `block` int64 `[R, B]` at `positions`, writing KV to `cache_locs` (both int64 `[R, B]`).
 
     The engine's host-side lengths mean "with the block" while this forward is prepared, and are put back.
@@ -83,9 +92,15 @@ def verify_batch(batch: ScheduleBatch, target_worker: Any, block: Tensor, positi
         batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
     else:
         # The backend plans from device lengths alone; what is reserved is the host's upper bound.
-        batch.seq_lens_cpu, batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum
+        batch.seq_lens_cpu, batch.seq_lens_sum = (
+            batch.spec_info.nxt_kv_lens_cpu,
+            batch.spec_info.nxt_kv_lens_sum,
+        )
     verify_input = DFlashVerifyInput(
-        draft_token=block.flatten(), positions=positions.flatten(), draft_token_num=block_size, capture_hidden_mode=CaptureHiddenMode.FULL
+        draft_token=block.flatten(),
+        positions=positions.flatten(),
+        draft_token_num=block_size,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
     )
     forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     batch.seq_lens_cpu, batch.seq_lens_sum = lengths, total
@@ -141,7 +156,9 @@ def accept_rule(block_size: int) -> Callable[[Tensor, Tensor], Accepted]:
         return accept
     check_simulate_acc_token_mode()
     filler = _FILLER if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "fixed" else None
-    return lambda block, said: accept_by_decree(block, said, sample_simulated_acc_len(mean, method, block_size), filler)
+    return lambda block, said: accept_by_decree(
+        block, said, sample_simulated_acc_len(mean, method, block_size), filler
+    )
 
 
 # SGLang's pools keep slot 0 for writes that nobody reads.
@@ -151,7 +168,9 @@ UNREAD_SLOT = 0
 def can_extend_backwards(batch: ScheduleBatch) -> bool:
     """Whether a prefill can take in cached tokens again: not where something else is laid out along its new tokens."""
     embeds = (batch.input_embeds, batch.replace_embeds, *(batch.multimodal_inputs or ()))
-    return not (batch.return_logprob or batch.forward_mode.is_mixed() or any(e is not None for e in embeds))
+    return not (
+        batch.return_logprob or batch.forward_mode.is_mixed() or any(e is not None for e in embeds)
+    )
 
 
 @contextmanager
@@ -164,18 +183,37 @@ def extended_backwards(batch: ScheduleBatch, counts: list[int]) -> Iterator[None
     if not any(counts):
         yield
         return
-    names = ("input_ids", "out_cache_loc", "prefix_lens", "extend_lens", "extend_num_tokens", "extend_logprob_start_lens")
+    names = (
+        "input_ids",
+        "out_cache_loc",
+        "prefix_lens",
+        "extend_lens",
+        "extend_num_tokens",
+        "extend_logprob_start_lens",
+    )
     before = {name: getattr(batch, name) for name in names}
     ids, slots = [], []
-    new = zip(batch.input_ids.split(batch.extend_lens), batch.out_cache_loc.split(batch.extend_lens), strict=True)
-    for request, prefix, count, (new_ids, new_slots) in zip(batch.reqs, batch.prefix_lens, counts, new, strict=True):
+    new = zip(
+        batch.input_ids.split(batch.extend_lens),
+        batch.out_cache_loc.split(batch.extend_lens),
+        strict=True,
+    )
+    for request, prefix, count, (new_ids, new_slots) in zip(
+        batch.reqs, batch.prefix_lens, counts, new, strict=True
+    ):
         again = request.get_fill_ids()[prefix - count : prefix]
         ids += [new_ids.new_tensor(list(again)), new_ids]
         slots += [new_slots.new_full((count,), UNREAD_SLOT), new_slots]
     batch.input_ids, batch.out_cache_loc = torch.cat(ids), torch.cat(slots)
-    batch.prefix_lens = [prefix - count for prefix, count in zip(batch.prefix_lens, counts, strict=True)]
-    batch.extend_lens = [length + count for length, count in zip(batch.extend_lens, counts, strict=True)]
-    batch.extend_logprob_start_lens = [start + count for start, count in zip(batch.extend_logprob_start_lens, counts, strict=True)]
+    batch.prefix_lens = [
+        prefix - count for prefix, count in zip(batch.prefix_lens, counts, strict=True)
+    ]
+    batch.extend_lens = [
+        length + count for length, count in zip(batch.extend_lens, counts, strict=True)
+    ]
+    batch.extend_logprob_start_lens = [
+        start + count for start, count in zip(batch.extend_logprob_start_lens, counts, strict=True)
+    ]
     batch.extend_num_tokens += sum(counts)
     try:
         yield
@@ -201,7 +239,11 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor) -> DraftInput:
     """The next step's input: bonus tokens and committed lengths, both int64 `[R]`; the fields of other algorithms stay empty."""
     empty = bonus_tokens.new_empty((len(bonus_tokens), 0), dtype=torch.float32)
     return DraftInput(
-        topk_p=empty, topk_index=empty.long(), bonus_tokens=bonus_tokens.long(), new_seq_lens=new_seq_lens.long(), hidden_states=empty
+        topk_p=empty,
+        topk_index=empty.long(),
+        bonus_tokens=bonus_tokens.long(),
+        new_seq_lens=new_seq_lens.long(),
+        hidden_states=empty,
     )
 
 
@@ -228,7 +270,9 @@ def verify_scratch_bytes(model_runner: Any) -> int:
     """What the recurrent state pool holds for verification alone: memory, not shapes, for its windows overlap."""
     cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
     kept = (cache.intermediate_ssm, *cache.intermediate_conv_window)
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values()
+    )
 
 
 def physical_state_slots(model_runner: Any, slots: Tensor) -> Tensor:
@@ -266,12 +310,20 @@ def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def grammar_mask(batch: ScheduleBatch, block: Tensor, device: torch.device, barrier: Callable[[], None] | None) -> Any:
+def grammar_mask(
+    batch: ScheduleBatch, block: Tensor, device: torch.device, barrier: Callable[[], None] | None
+) -> Any:
     """The engine's vocabulary mask over every position of the drafted block, or None where no request has a grammar."""
     if not batch.has_grammar:
         return None
     tree = GrammarTree.from_linear_chain(block)
-    return build_grammar_vocab_mask(reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device=device, barrier=barrier)
+    return build_grammar_vocab_mask(
+        reqs=batch.reqs,
+        tree=tree,
+        sampling_info=batch.sampling_info,
+        device=device,
+        barrier=barrier,
+    )
 
 
 def plain_step_logits(logits: Tensor, info: SamplingBatchInfo) -> None:
@@ -283,13 +335,22 @@ def plain_step_logits(logits: Tensor, info: SamplingBatchInfo) -> None:
 
 def adjusts_logits(info: SamplingBatchInfo) -> bool:
     """Whether `plain_step_logits` has anything to do."""
-    return info.logit_bias is not None or info.grammar_mask is not None or info.has_custom_logit_processor or has_penalties(info)
+    return (
+        info.logit_bias is not None
+        or info.grammar_mask is not None
+        or info.has_custom_logit_processor
+        or has_penalties(info)
+    )
 
 
 def has_penalties(info: SamplingBatchInfo) -> bool:
     """Whether any request has penalties; overlap scheduling hands them over already summed."""
     live = info.penalizer_orchestrator
-    return info.acc_additive_penalties is not None or info.acc_scaling_penalties is not None or (live is not None and live.is_required)
+    return (
+        info.acc_additive_penalties is not None
+        or info.acc_scaling_penalties is not None
+        or (live is not None and live.is_required)
+    )
 
 
 def hold_for_this_stream(tensor: Tensor) -> None:

@@ -20,11 +20,17 @@ class DraftKVBudget:
         self.bounded_bytes: int | None = None
         self.is_bounded = False
 
-    def pool_config(self, original: Any, configurator: Any, budget_bytes: int, **others: Any) -> Any:
+    def pool_config(
+        self, original: Any, configurator: Any, budget_bytes: int, **others: Any
+    ) -> Any:
         """Around "bytes for KV to pool sizes": whichever way gives the target more tokens."""
         self.is_bounded = False
         by_token = original(configurator, budget_bytes, **others)
-        if self.bounded_bytes is None or configurator.is_draft_worker or budget_bytes <= self.bounded_bytes:
+        if (
+            self.bounded_bytes is None
+            or configurator.is_draft_worker
+            or budget_bytes <= self.bounded_bytes
+        ):
             return by_token
         self.is_bounded = True
         bounded = original(configurator, budget_bytes - self.bounded_bytes, **others)

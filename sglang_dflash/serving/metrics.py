@@ -19,10 +19,20 @@ class PrometheusCounters:
         def counter(name: str, what: str, *more: str) -> Any:
             return Counter(f"sglang_dflash_{name}", what, [*labels, *more])
 
-        self._steps = counter("verify_steps", "Verify steps, one per request and forward.").labels(**labels)
-        self._tokens = counter("committed_tokens", "Tokens that verify steps committed, bonus tokens included.").labels(**labels)
-        accepted = counter("accepted_drafts", "Verify steps in which the drafted token at this position was accepted.", "position")
-        self._accepted = [accepted.labels(**labels, position=position) for position in range(1, block_size)]
+        self._steps = counter("verify_steps", "Verify steps, one per request and forward.").labels(
+            **labels
+        )
+        self._tokens = counter(
+            "committed_tokens", "Tokens that verify steps committed, bonus tokens included."
+        ).labels(**labels)
+        accepted = counter(
+            "accepted_drafts",
+            "Verify steps in which the drafted token at this position was accepted.",
+            "position",
+        )
+        self._accepted = [
+            accepted.labels(**labels, position=position) for position in range(1, block_size)
+        ]
 
     def add(self, accepted_drafts: list[int]) -> None:
         self._steps.inc(len(accepted_drafts))

@@ -31,7 +31,9 @@ def check_pair(server_args: Any) -> None:
         ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names field and value.
     """
     settings = resolving_view(server_args)
-    asked = (settings.speculative_algorithm or "").upper() == "DFLASH" and settings.speculative_draft_model_path is not None
+    asked = (
+        settings.speculative_algorithm or ""
+    ).upper() == "DFLASH" and settings.speculative_draft_model_path is not None
     if asked:
         arguments.tell_of_retired_variables()
     if not asked or arguments.wants_builtin(server_args):
@@ -55,7 +57,11 @@ def check_pair(server_args: Any) -> None:
             "--enable-streaming-session: this target has recurrent layers; SGLang would begin a turn with their state after all that "
             "the last verify step committed, which may be more than the turn before has said. Sessions without streaming are served"
         )
-    config.check_target(hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_layers=target.num_hidden_layers)
+    config.check_target(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=target.num_hidden_layers,
+    )
     if not dummy_weights(settings):
         check_shapes(config, tensor_shapes(folder))
     if unserved_setting(server_args, settings, folder) is None:
@@ -84,7 +90,9 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     if arguments.wants_builtin(server_args):
-        logger.info("DFLASH: SGLang's built-in worker, as asked for by --speculative-dflash-worker builtin")
+        logger.info(
+            "DFLASH: SGLang's built-in worker, as asked for by --speculative-dflash-worker builtin"
+        )
         return original(algorithm, server_args)
     settings = resolving_view(server_args)
     folder = _folder(settings)
@@ -93,10 +101,17 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if reason is not None:
         return _instead(reason, builtin)
     load_draft = functools.partial(dummy_model if dummy_weights(settings) else load_model, folder)
-    return functools.partial(_build_worker, builtin, load_draft, arguments.options(server_args, settings))
+    return functools.partial(
+        _build_worker, builtin, load_draft, arguments.options(server_args, settings)
+    )
 
 
-def _build_worker(builtin: Callable[[], Any], load_draft: Callable[..., DraftModel], options: Options, **kwargs: Any) -> Any:
+def _build_worker(
+    builtin: Callable[[], Any],
+    load_draft: Callable[..., DraftModel],
+    options: Options,
+    **kwargs: Any,
+) -> Any:
     """Stands where SGLang expects the worker's class: by now the target is loaded and can be looked at."""
     from sglang_dflash.serving.worker import DFlashWorker
 
@@ -107,7 +122,9 @@ def _build_worker(builtin: Callable[[], Any], load_draft: Callable[..., DraftMod
 
 
 def _instead(reason: str, builtin: Callable[[], Any]) -> Any:
-    logger.warning("DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason)
+    logger.warning(
+        "DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
+    )
     return builtin()
 
 

@@ -23,11 +23,15 @@ class PromptTokens:
     seen: Tensor
 
     @classmethod
-    def of(cls, starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int], options: Options) -> PromptTokens:
+    def of(
+        cls, starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int], options: Options
+    ) -> PromptTokens:
         """Positions `starts ... ends - 1` of requests that have `lengths` tokens before their first draft."""
         counts = torch.tensor(ends) - torch.tensor(starts)
         rows = torch.arange(len(counts)).repeat_interleave(counts)
-        positions = torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])
+        positions = torch.cat(
+            [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        )
         if options.window is None:
             return cls(rows, positions, torch.ones_like(positions, dtype=torch.bool))
         first = torch.tensor(lengths) - options.window
@@ -46,7 +50,9 @@ def lengths_before_drafting(batch: compat.ScheduleBatch) -> list[int]:
     return [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
 
 
-def missing_tails(batch: compat.ScheduleBatch, table: Tensor, cache: DraftKVCache, options: Options, limit: int) -> list[int]:
+def missing_tails(
+    batch: compat.ScheduleBatch, table: Tensor, cache: DraftKVCache, options: Options, limit: int
+) -> list[int]:
     """Cached prefix tokens per request, counted back from the prefix's end, to compute again for the drafter's sake.
 
     From the first visible token without draft K/V on, at most `limit`. Reads the device once per prefill.
@@ -63,6 +69,8 @@ def missing_tails(batch: compat.ScheduleBatch, table: Tensor, cache: DraftKVCach
     lost = tokens.seen & ~live.cpu()
     missing = [0] * len(starts)
     # Backwards, so that each request's first lost position is the one that stays.
-    for row, position in zip(tokens.rows[lost].tolist()[::-1], tokens.positions[lost].tolist()[::-1], strict=True):
+    for row, position in zip(
+        tokens.rows[lost].tolist()[::-1], tokens.positions[lost].tolist()[::-1], strict=True
+    ):
         missing[row] = batch.prefix_lens[row] - position
     return missing

@@ -46,14 +46,19 @@ class Rollback(Protocol):
         """Bring the states of the last verify forward's requests to where `lengths` int64 `[R]` (1 to B) of its tokens are in."""
 
 
-def checkpoints_due(batch: compat.ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:
+def checkpoints_due(
+    batch: compat.ScheduleBatch, seq_lens: Tensor, lengths: Tensor
+) -> Checkpoints | None:
     """Which track boundaries this step crosses; `seq_lens` before it. None where the prefix cache keeps no checkpoints."""
     if batch.mamba_track_indices is None:
         return None
     grid = compat.checkpoint_grid(batch)
     after = seq_lens + lengths
     crossed = seq_lens // grid != after // grid
-    return Checkpoints(batch.mamba_track_indices.long(), torch.where(crossed, after // grid * grid - seq_lens - 1, -1))
+    return Checkpoints(
+        batch.mamba_track_indices.long(),
+        torch.where(crossed, after // grid * grid - seq_lens - 1, -1),
+    )
 
 
 class Snapshots:
@@ -95,11 +100,17 @@ class Replay:
     def record(self, layer: Any, a: Tensor, b: Tensor) -> None:
         """Before a layer verifies: its gates' inputs `[R * B, HV]`, and its convolution's window, which SGLang's kernel overwrites."""
         pool = self._runner.req_to_token_pool
-        at, gates = pool.mamba2_layer_index(layer.layer_id), torch.stack((a, b)).unflatten(1, (-1, self._block_size))
+        at, gates = (
+            pool.mamba2_layer_index(layer.layer_id),
+            torch.stack((a, b)).unflatten(1, (-1, self._block_size)),
+        )
         conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
         if not self._layers:
             depth, rows = len(conv), pool.size + 1
-            self._gates, self._windows = gates.new_zeros(2, depth, rows, *gates.shape[2:]), conv.new_zeros(depth, rows, *conv.shape[2:])
+            self._gates, self._windows = (
+                gates.new_zeros(2, depth, rows, *gates.shape[2:]),
+                conv.new_zeros(depth, rows, *conv.shape[2:]),
+            )
         self._layers[at] = layer
         # Copies: a captured graph reuses the memory of its tensors.
         self._gates[:, at, :count] = gates
@@ -117,10 +128,14 @@ class Replay:
             self._write(layers, rows, slots, to.where(due, -1), checkpoints.steps + 1)
         self._write(layers, rows, slots, slots, lengths)
 
-    def _write(self, layers: RecurrentLayers, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor) -> None:
+    def _write(
+        self, layers: RecurrentLayers, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
+    ) -> None:
         """Into slots `target` of every layer's pool, unless negative: the state and the convolution's window after `lengths` tokens."""
         cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
-        windows = cache.intermediate_conv_window[0]  # [L, R, B, C, W - 1], the last inputs after every block position
+        windows = cache.intermediate_conv_window[
+            0
+        ]  # [L, R, B, C, W - 1], the last inputs after every block position
         kept = VerifyInputs(self._windows, windows[..., -1], *self._gates)
         self._fold(layers, cache.temporal, kept, rows, source, target, lengths)
         cache.conv[0][:, target.clamp(min=compat.UNREAD_SLOT)] = windows[:, rows, lengths - 1]

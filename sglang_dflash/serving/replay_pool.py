@@ -29,7 +29,15 @@ def install(record: Record) -> None:
     extend, verify = GDNAttnBackend.forward_extend, GDNKernelDispatcher.target_verify
     budget = KVCacheConfigurator._handle_max_mamba_cache
 
-    def forward_extend(self: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Tensor, b: Tensor, **kwargs: Any) -> Any:
+    def forward_extend(
+        self: Any,
+        layer: Any,
+        forward_batch: Any,
+        mixed_qkv: Any,
+        a: Tensor,
+        b: Tensor,
+        **kwargs: Any,
+    ) -> Any:
         if forward_batch.forward_mode.is_target_verify():
             record(layer, a, b)
         return extend(self, layer, forward_batch, mixed_qkv, a, b, **kwargs)
@@ -58,21 +66,28 @@ class ReplayPool(MambaPool):
 
     def __init__(self, **kwargs: Any) -> None:
         # SGLang leaves the snapshots out for its own replay, which brings a ring: the smallest, and dropped at once.
-        super().__init__(**{**kwargs, "enable_linear_replayssm_spec": True, "linear_replayssm_cache_len": 1})
+        super().__init__(
+            **{**kwargs, "enable_linear_replayssm_spec": True, "linear_replayssm_cache_len": 1}
+        )
         self.enable_linear_replayssm_spec = False
         self.replayssm_spec_write_pos = self.replayssm_cache_base = self.replayssm_is_flush = None
         cache = self.mamba_cache
         state, steps = cache.temporal, cache.intermediate_conv_window[0].shape[2]
         rings = {field.name: None for field in fields(cache) if field.name.startswith("replayssm_")}
         # The backend insists on a tensor of this shape; it has no memory of its own and nobody writes to it.
-        nothing = state.new_zeros(()).expand(state.shape[0], kwargs["spec_state_size"] + 1, steps, *state.shape[2:])
+        nothing = state.new_zeros(()).expand(
+            state.shape[0], kwargs["spec_state_size"] + 1, steps, *state.shape[2:]
+        )
         self.mamba_cache = replace(cache, intermediate_ssm=nothing, **rings)
 
 
 def replay_bytes(configurator: Any) -> int:
     """What replay needs beside the states: convolution inputs, the window before them and gate inputs of every running request."""
     params = configurator.mambaish_config.mamba2_cache_params
-    block, requests = get_spec().speculative_num_draft_tokens, get_schedule().max_running_requests // configurator.attn_dp_size + 1
+    block, requests = (
+        get_spec().speculative_num_draft_tokens,
+        get_schedule().max_running_requests // configurator.attn_dp_size + 1,
+    )
     inputs = sum(math.prod(shape[:-1]) * (block + shape[-1] - 1) for shape in params.shape.conv)
     before = sum(math.prod(shape) for shape in params.shape.conv)
     gates = 2 * block * params.shape.temporal[0]

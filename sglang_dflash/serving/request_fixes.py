@@ -8,7 +8,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 def register_hooks() -> None:
-    HookRegistry.register("sglang.srt.speculative.dflash_utils.validate_dflash_request", refuse_hidden_states, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+        refuse_hidden_states,
+        HookType.AROUND,
+    )
     turn_ends = "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req"
     HookRegistry.register(turn_ends, without_last_token, HookType.AFTER)
 

@@ -26,7 +26,12 @@ class TargetTokens:
         self._told = False
 
     def __call__(
-        self, batch: compat.ScheduleBatch, logits: Tensor, block: Tensor, positions: Tensor, barrier: Callable[[], None] | None
+        self,
+        batch: compat.ScheduleBatch,
+        logits: Tensor,
+        block: Tensor,
+        positions: Tensor,
+        barrier: Callable[[], None] | None,
     ) -> Tensor:
         """Logits `[R * B, V]` (adjusted in place) after the tokens `block` `[R, B]` at `positions` `[R, B]`: int64 `[R, B]`."""
         rows, width = block.shape
@@ -46,7 +51,14 @@ class TargetTokens:
         else:
             # The sampler turns logits into probabilities in place; log-probabilities still want the logits.
             output = compat.LogitsProcessorOutput(next_token_logits=logits.clone())
-            said = self._sampler(output, compat.repeated_sampling_info(info, width), False, [], [], positions.flatten()).long()
+            said = self._sampler(
+                output,
+                compat.repeated_sampling_info(info, width),
+                False,
+                [],
+                [],
+                positions.flatten(),
+            ).long()
         if info is not None:
             compat.same_on_all_ranks(said, self._sampler, info)
         return said.view(rows, width)
@@ -68,5 +80,7 @@ class TargetTokens:
 
 def _depends_on_history(request: Any) -> bool:
     p = request.sampling_params
-    penalties = p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens
+    penalties = (
+        p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens
+    )
     return bool(penalties or request.custom_logit_processor)

@@ -44,7 +44,14 @@ class DFlashWorker(compat.BaseSpecWorker):
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off."""
 
     def __init__(
-        self, *, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, load_draft: Callable[..., DraftModel], options: Options
+        self,
+        *,
+        server_args: Any,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: Any,
+        load_draft: Callable[..., DraftModel],
+        options: Options,
     ) -> None:
         super().__init__()
         del gpu_id, nccl_port
@@ -62,13 +69,17 @@ class DFlashWorker(compat.BaseSpecWorker):
         self.speculative_num_steps = 1
         self._accept = compat.accept_rule(self.block_size)
         if compat.simulated_acceptance() is not None:
-            logger.warning("DFLASH: SGLANG_SIMULATE_ACC_LEN is set: steps commit so many tokens, right or wrong")
+            logger.warning(
+                "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: steps commit so many tokens, right or wrong"
+            )
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._model, self._kv_dtype = model, compat.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48
         if self.options.window is not None:
             token_bytes = math.prod(model.kv_shape) * self._kv_dtype.itemsize
-            memory.draft_kv.bounded_bytes = self.options.draft_kv_slots(self._max_running_requests) * token_bytes
+            memory.draft_kv.bounded_bytes = (
+                self.options.draft_kv_slots(self._max_running_requests) * token_bytes
+            )
         labels = compat.metric_labels()
         prometheus = None if labels is None else PrometheusCounters(labels, self.block_size)
         self.counts, self.times = AcceptanceCounts(self.block_size, prometheus), PhaseTimes()
@@ -100,12 +111,19 @@ class DFlashWorker(compat.BaseSpecWorker):
         return self._load_seconds
 
     def alloc_memory_pool(
-        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
     ) -> None:
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        cache = self._draft_kv_cache(token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size)
+        cache = self._draft_kv_cache(
+            token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
+        )
         memory.draft_kv.bounded_bytes = 0
-        self.drafter = Drafter(self._model, self._target_head(), cache, self.options, block_attention("torch"))
+        self.drafter = Drafter(
+            self._model, self._target_head(), cache, self.options, block_attention("torch")
+        )
         self.target_tokens = TargetTokens(self.target_worker.model_runner.sampler)
         logger.info("DFLASH: %s", self.describe())
 
@@ -121,14 +139,21 @@ class DFlashWorker(compat.BaseSpecWorker):
     def _target_head(self) -> TargetHead:
         target = self.target_worker.model_runner.model
         # Adapters are the target's: the drafter is one for all requests, and its tokens are not laid out as the batch's.
-        embed, lm_head = map(compat.unwrap_lora_layer, (target.get_input_embeddings(), target.lm_head))
+        embed, lm_head = map(
+            compat.unwrap_lora_layer, (target.get_input_embeddings(), target.lm_head)
+        )
         weight, first_id = compat.vocabulary_shard(lm_head)
-        return TargetHead(embed=embed, argmax=lambda hidden: argmax_of_shards(hidden @ weight.T, first_id, self._tp))
+        return TargetHead(
+            embed=embed,
+            argmax=lambda hidden: argmax_of_shards(hidden @ weight.T, first_id, self._tp),
+        )
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
 
-    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+    def on_verify_complete_cpu(
+        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
+    ) -> None:
         self.counts.add(num_correct_drafts_per_req)
 
     def describe(self) -> dict[str, Any]:
@@ -143,7 +168,9 @@ class DFlashWorker(compat.BaseSpecWorker):
             "draft_kv_is_bounded": not self.drafter.cache.keeps_everything,
             "recompute_tail": self.options.recompute_tail,
             "recurrent_rollback": None if self.rollback is None else self.rollback.name,
-            "recurrent_scratch_bytes": None if self.rollback is None else self.rollback.scratch_bytes,
+            "recurrent_scratch_bytes": None
+            if self.rollback is None
+            else self.rollback.scratch_bytes,
             "draft_kv_bytes": self.drafter.cache.nbytes,
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": "torch",
@@ -153,7 +180,12 @@ class DFlashWorker(compat.BaseSpecWorker):
     def report(self) -> dict[str, Any]:
         """`describe`, and how it is going."""
         live_share = round(self.drafter.cache.live_share(), 4)
-        return {**self.describe(), "draft_kv_live_share": live_share, **self.counts.report(), **self.times.report()}
+        return {
+            **self.describe(),
+            "draft_kv_live_share": live_share,
+            **self.counts.report(),
+            **self.times.report(),
+        }
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +205,10 @@ class DFlashWorker(compat.BaseSpecWorker):
         return self._decode(batch, publish, grammar_barrier)
 
     def _decode(
-        self, batch: compat.ScheduleBatch, publish: Callable[[Tensor], None], grammar_barrier: Callable[[], None] | None
+        self,
+        batch: compat.ScheduleBatch,
+        publish: Callable[[Tensor], None],
+        grammar_barrier: Callable[[], None] | None,
     ) -> compat.GenerationBatchResult:
         with self.times.of("propose"):
             step = self._next_step(batch)
@@ -182,7 +217,9 @@ class DFlashWorker(compat.BaseSpecWorker):
             target, accepted = self._verify(batch, step, block, grammar_barrier)
             if self.rollback is not None:
                 # Before anybody hears of the new lengths: the next forward reads these states.
-                self.rollback.commit(accepted.lengths, checkpoints_due(batch, step.seq_lens, accepted.lengths))
+                self.rollback.commit(
+                    accepted.lengths, checkpoints_due(batch, step.seq_lens, accepted.lengths)
+                )
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
         with self.times.of("commit"):
@@ -201,35 +238,61 @@ class DFlashWorker(compat.BaseSpecWorker):
         compat.hold_for_this_stream(batch.seq_lens)
         rows, seq_lens = batch.req_pool_indices.long(), batch.seq_lens.long()
         positions = seq_lens[:, None] + self._offsets
-        return Step(rows, seq_lens, positions, self.req_to_token_pool.req_to_token[rows[:, None], positions].long())
+        return Step(
+            rows,
+            seq_lens,
+            positions,
+            self.req_to_token_pool.req_to_token[rows[:, None], positions].long(),
+        )
 
     def _propose(self, batch: compat.ScheduleBatch, step: Step) -> Tensor:
-        lengths = batch.seq_lens_cpu if batch.seq_lens_cpu is not None else batch.spec_info.nxt_kv_lens_cpu
+        lengths = (
+            batch.seq_lens_cpu
+            if batch.seq_lens_cpu is not None
+            else batch.spec_info.nxt_kv_lens_cpu
+        )
         positions = self.drafter.visible_context(step.seq_lens, longest=int(lengths.max()))
         slots = self.req_to_token_pool.req_to_token[step.rows[:, None], positions].long()
-        return self.drafter.propose(batch.spec_info.bonus_tokens.long(), step.seq_lens, positions, slots)
+        return self.drafter.propose(
+            batch.spec_info.bonus_tokens.long(), step.seq_lens, positions, slots
+        )
 
     def _verify(
-        self, batch: compat.ScheduleBatch, step: Step, block: Tensor, grammar_barrier: Callable[[], None] | None
+        self,
+        batch: compat.ScheduleBatch,
+        step: Step,
+        block: Tensor,
+        grammar_barrier: Callable[[], None] | None,
     ) -> tuple[compat.GenerationBatchResult, Accepted]:
-        forward_batch = compat.verify_batch(batch, self.target_worker, block, step.positions, step.slots)
+        forward_batch = compat.verify_batch(
+            batch, self.target_worker, block, step.positions, step.slots
+        )
         target = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
         output = target.logits_output
-        said = self.target_tokens(batch, output.next_token_logits, block, step.positions, grammar_barrier)
+        said = self.target_tokens(
+            batch, output.next_token_logits, block, step.positions, grammar_barrier
+        )
         alone = self.target_tokens.one_at_a_time(batch)
         if alone is not None:
             block = block.masked_fill(alone[:, None], -1)
         accepted = self._accept(block, said)
         if batch.return_logprob:
-            compat.compute_spec_logprobs(batch, output, accepted.tokens.flatten(), chain_stride=self.block_size)
+            compat.compute_spec_logprobs(
+                batch, output, accepted.tokens.flatten(), chain_stride=self.block_size
+            )
         return target, accepted
 
     def _commit(self, step: Step, output: compat.LogitsProcessorOutput, accepted: Accepted) -> None:
         """Hand the hidden states of the committed tokens (the old bonus and the accepted drafts) to the drafter."""
         committed = self._offsets < accepted.lengths[:, None]
-        self.drafter.absorb(output.hidden_states, step.positions.flatten(), step.slots.flatten(), keep=committed.flatten())
+        self.drafter.absorb(
+            output.hidden_states,
+            step.positions.flatten(),
+            step.slots.flatten(),
+            keep=committed.flatten(),
+        )
         # Large, and read by nobody else: the overlap loop would copy it to the host.
         output.hidden_states = None
 
@@ -246,7 +309,9 @@ class DFlashWorker(compat.BaseSpecWorker):
         again = self._lost_of_prefix(batch)
         with compat.extended_backwards(batch, again):
             result = self.target_worker.forward_batch_generation(
-                batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=compat.CaptureHiddenMode.FULL
+                batch,
+                pp_proxy_tensors=pp_proxy_tensors,
+                capture_hidden_mode=compat.CaptureHiddenMode.FULL,
             )
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
@@ -257,12 +322,20 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def _lost_of_prefix(self, batch: compat.ScheduleBatch) -> list[int]:
         """How many cached tokens before each request's new ones the target computes again, for their hidden states."""
-        if not self.options.recompute_tail or self.drafter.cache.keeps_everything or not compat.can_extend_backwards(batch):
+        if (
+            not self.options.recompute_tail
+            or self.drafter.cache.keeps_everything
+            or not compat.can_extend_backwards(batch)
+        ):
             return [0] * len(batch.prefix_lens)
         table = self.req_to_token_pool.req_to_token
-        return missing_tails(batch, table, self.drafter.cache, self.options, self.options.recompute_tail)
+        return missing_tails(
+            batch, table, self.drafter.cache, self.options, self.options.recompute_tail
+        )
 
-    def _absorb_prompt(self, batch: compat.ScheduleBatch, again: list[int], features: Tensor) -> None:
+    def _absorb_prompt(
+        self, batch: compat.ScheduleBatch, again: list[int], features: Tensor
+    ) -> None:
         """Project the prompt tokens that a draft can ever see; the target slots of the others are marked dead."""
         starts = [prefix - n for prefix, n in zip(batch.prefix_lens, again, strict=True)]
         ends = [prefix + n for prefix, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]

@@ -29,7 +29,13 @@ class FakeServer(ThreadingHTTPServer):
         piece_s: float = 0.0, speculates: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(("127.0.0.1", 0), Handler)
-        self.name, self.says, self.log, self.sglang, self.incremental = name, says, log, sglang, incremental
+        self.name, self.says, self.log, self.sglang, self.incremental = (
+            name,
+            says,
+            log,
+            sglang,
+            incremental,
+        )
         self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
 
     @property
@@ -54,7 +60,13 @@ class Started(FakeServer):
         del timeout_s
         self.args, self.env, self.asked = list(args), env, list[Any]()
         drafts = "--speculative-algorithm" in args
-        super().__init__("", lambda _: ["drafted " if drafts else "plain "] * 10, self.asked, sglang=True, speculates=drafts)
+        super().__init__(
+            "",
+            lambda _: ["drafted " if drafts else "plain "] * 10,
+            self.asked,
+            sglang=True,
+            speculates=drafts,
+        )
         self.url = self.base[1:]
         self.made.append(self)
 
@@ -119,7 +131,11 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(self.server.delay_s)
         for i, piece in enumerate(pieces):
             time.sleep(self.server.piece_s if i else 0)
-            self._event(self._sglang_chunk(pieces, i) if self.server.sglang else {"choices": [{"text": piece}]})
+            self._event(
+                self._sglang_chunk(pieces, i)
+                if self.server.sglang
+                else {"choices": [{"text": piece}]}
+            )
         if not self.server.sglang:
             self._event({"choices": [], "usage": {"completion_tokens": len(pieces)}})
         self._write(b"data: [DONE]\n\n")
@@ -129,7 +145,10 @@ class Handler(BaseHTTPRequestHandler):
     def _sglang_chunk(self, pieces: list[str], i: int) -> dict[str, Any]:
         said = pieces[i : i + 1] if self.server.incremental else pieces[: i + 1]
         ids = [sum(map(ord, piece)) for piece in said]
-        meta = {"completion_tokens": i + 1, **({"spec_verify_ct": (i + 2) // 3} if self.server.speculates else {})}
+        meta = {
+            "completion_tokens": i + 1,
+            **({"spec_verify_ct": (i + 2) // 3} if self.server.speculates else {}),
+        }
         return {"text": "".join(said), "output_ids": ids, "meta_info": meta}
 
     def _event(self, chunk: dict[str, Any]) -> None:

@@ -23,7 +23,9 @@ def test_the_library_functions_are_of_modules_that_the_pairs_have_not_seen() -> 
     assert {name.replace(".", "/") + ".py" for name in datasets.HELD_OUT} == set(HELD_OUT)
     prompts = datasets.load("stdlib", 1000, model=None, cache=Path())
     assert len(prompts) >= 32 and len(set(prompts)) == len(prompts)
-    assert all(prompt.turns[0].startswith(("def ", "async def ")) and not prompt.chat for prompt in prompts)
+    assert all(
+        prompt.turns[0].startswith(("def ", "async def ")) and not prompt.chat for prompt in prompts
+    )
 
 
 def test_fewer_prompts_are_always_the_same_ones() -> None:
@@ -65,7 +67,9 @@ def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> Non
         encode = encoder(Settings(target="t", draft="d", thinking=thinking), chat)
         assert encode(chat["own"][0], ["said"]) == [4]
         messages, how = seen[-1]
-        assert [m["content"] for m in messages] == ["one", "said", "two"] and how.get("enable_thinking") is expected
+        assert [m["content"] for m in messages] == ["one", "said", "two"] and how.get(
+            "enable_thinking"
+        ) is expected
 
 
 ROWS = {
@@ -79,7 +83,9 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", datasets.HUB)
-def test_hub_sets_are_fetched_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_sets_are_fetched_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def load_dataset(repository: str, config: str | None, split: str) -> list[dict[str, Any]]:
@@ -90,20 +96,33 @@ def test_hub_sets_are_fetched_once(name: str, tmp_path: Path, monkeypatch: pytes
     for _ in range(2):
         (prompt,) = datasets.load(name, 5, model=None, cache=tmp_path / "cache")
     assert len(asked) == 1 and asked[0][0].count("/") == 1
-    assert prompt.chat and "How many?" in prompt.turns[0] and len(prompt.turns) == (2 if name == "mt-bench" else 1)
-    assert json.loads((tmp_path / "cache" / f"{name}.jsonl").read_text())["turns"] == list(prompt.turns)
+    assert (
+        prompt.chat
+        and "How many?" in prompt.turns[0]
+        and len(prompt.turns) == (2 if name == "mt-bench" else 1)
+    )
+    assert json.loads((tmp_path / "cache" / f"{name}.jsonl").read_text())["turns"] == list(
+        prompt.turns
+    )
 
 
-def test_a_set_that_cannot_be_had_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_that_cannot_be_had_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"'gsm8k' is not cached .* library is not installed; install sglang-dflash\[bench\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'gsm8k' is not cached .* library is not installed; install sglang-dflash\[bench\]",
+    ):
         datasets.load("gsm8k", 1, model=None, cache=tmp_path)
 
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("no network\nmore")
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
-    with pytest.raises(ConfigError, match=r"openai/gsm8k could not be fetched \(no network\); give --dataset-file"):
+    with pytest.raises(
+        ConfigError, match=r"openai/gsm8k could not be fetched \(no network\); give --dataset-file"
+    ):
         datasets.load("gsm8k", 1, model=None, cache=tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="--dataset: 'nonesuch'; choose from demo, stdlib, gsm8k"):

@@ -29,7 +29,15 @@ def rope(x: Tensor, positions: list[int], theta: float) -> Tensor:
     return out
 
 
-def sees(kind: str, raw: dict[str, Any], query: int, key: int, length: int, window: int | None, sinks: int) -> bool:
+def sees(
+    kind: str,
+    raw: dict[str, Any],
+    query: int,
+    key: int,
+    length: int,
+    window: int | None,
+    sinks: int,
+) -> bool:
     """Whether the block position `query` sees position `key` of a request with `length` committed tokens."""
     causal = raw.get("is_causal")
     if causal is None:
@@ -46,7 +54,12 @@ def draft_block(
     window: int | None = None, sinks: int = 0,
 ) -> tuple[Tensor, list[int]]:  # fmt: skip
     """Hidden states [block, E] and the block's tokens, after `features` [T, F * E] of the committed tokens."""
-    heads, groups, dim, eps = raw["num_attention_heads"], raw["num_key_value_heads"], raw["head_dim"], raw["rms_norm_eps"]
+    heads, groups, dim, eps = (
+        raw["num_attention_heads"],
+        raw["num_key_value_heads"],
+        raw["head_dim"],
+        raw["rms_norm_eps"],
+    )
     length = len(features)
     context = rms(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
     ids = [bonus] + [raw["dflash_config"]["mask_token_id"]] * (block - 1)
@@ -54,7 +67,11 @@ def draft_block(
     positions = list(range(length + block))
     kinds = raw.get("layer_types") or ["full_attention"] * raw["num_hidden_layers"]
     for i, kind in enumerate(kinds):
-        t = {k.removeprefix(f"layers.{i}."): v for k, v in tensors.items() if k.startswith(f"layers.{i}.")}
+        t = {
+            k.removeprefix(f"layers.{i}."): v
+            for k, v in tensors.items()
+            if k.startswith(f"layers.{i}.")
+        }
         h = rms(x, t["input_layernorm.weight"], eps)
         everything = torch.cat([context, h])
         bias = {name: t.get(f"self_attn.{name}_proj.bias", 0.0) for name in "qkvo"}
@@ -65,7 +82,9 @@ def draft_block(
         k = rope(rms(k, t["self_attn.k_norm.weight"], eps), positions, raw["rope_theta"])
         out = torch.zeros(block, heads, dim)
         for b in range(block):
-            allowed = [p for p in positions if sees(kind, raw, length + b, p, length, window, sinks)]
+            allowed = [
+                p for p in positions if sees(kind, raw, length + b, p, length, window, sinks)
+            ]
             for head in range(heads):
                 scores = k[allowed, head // (heads // groups)] @ q[b, head] / math.sqrt(dim)
                 out[b, head] = scores.softmax(0) @ v[allowed, head // (heads // groups)]

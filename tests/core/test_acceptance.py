@@ -15,7 +15,9 @@ def test_greedy_commits_the_agreeing_prefix_and_the_targets_next_token() -> None
     accepted = accept(block, said)
     assert accepted.lengths.tolist() == [4, 2, 1, 3]
     assert accepted.bonus.tolist() == [4, 2, 1, 3]
-    committed = [row[:n] for row, n in zip(accepted.tokens.tolist(), accepted.lengths.tolist(), strict=True)]
+    committed = [
+        row[:n] for row, n in zip(accepted.tokens.tolist(), accepted.lengths.tolist(), strict=True)
+    ]
     assert committed == [[1, 2, 3, 4], [1, 2], [1], [1, 2, 3]]
 
 
@@ -47,14 +49,18 @@ def test_sampled_output_is_distributed_as_the_target(how: dict, draft: str) -> N
     vocabulary, draws = 8, 20_000
     first, second = torch.randn(vocabulary), torch.randn(vocabulary, vocabulary)
     p_first, p_second = target_probabilities(first, **how), target_probabilities(second, **how)
-    drafted = int(p_first.argmax() if draft == "likeliest" else p_first.masked_fill(p_first == 0, 2).argmin())
+    drafted = int(
+        p_first.argmax() if draft == "likeliest" else p_first.masked_fill(p_first == 0, 2).argmin()
+    )
     # The target's law after the drafted token stands at position 1; after a rejection the next block begins.
     p_target = torch.stack([p_first, p_second[drafted]]).expand(draws, -1, -1)
     block = torch.tensor([[0, drafted]]).expand(draws, -1)
     accepted = accept(block, sample(p_target))
     assert 0 < (accepted.lengths == 2).sum() <= draws
     one = accepted.tokens[:, 0]
-    two = torch.where(accepted.lengths == 2, accepted.tokens[:, 1], sample(p_second[one][:, None])[:, 0])
+    two = torch.where(
+        accepted.lengths == 2, accepted.tokens[:, 1], sample(p_second[one][:, None])[:, 0]
+    )
     counts = torch.bincount(one * vocabulary + two, minlength=vocabulary**2).double()
     expected = (p_first[:, None] * p_second).flatten().double() * draws
     assert counts[expected == 0].sum() == 0
@@ -71,12 +77,17 @@ def test_filters_keep_what_they_say() -> None:
     assert (target_probabilities(logits, top_k=2) > 0).tolist() == [True, True, False, False]
     assert (target_probabilities(logits, top_p=0.79) > 0).tolist() == [True, True, False, False]
     assert (target_probabilities(logits, min_p=0.2) > 0).tolist() == [True, True, True, False]
-    torch.testing.assert_close(target_probabilities(logits, top_k=2), torch.tensor([0.625, 0.375, 0, 0]))
+    torch.testing.assert_close(
+        target_probabilities(logits, top_k=2), torch.tensor([0.625, 0.375, 0, 0])
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])
 def test_a_simulated_acceptance_commits_what_it_is_told(length: int) -> None:
-    block, said = torch.tensor([[9, 1, 2, 3], [9, -1, -1, -1]]), torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]])
+    block, said = (
+        torch.tensor([[9, 1, 2, 3], [9, -1, -1, -1]]),
+        torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]),
+    )
     simulated = accept_by_decree(block, said, length)
     assert simulated.lengths.tolist() == [length] * 2
     # Drafts, then the target's own; where nothing was drafted the target's own throughout.
@@ -84,4 +95,7 @@ def test_a_simulated_acceptance_commits_what_it_is_told(length: int) -> None:
     assert simulated.tokens[:, :length].tolist() == expected
     assert simulated.bonus.tolist() == [row[-1] for row in expected]
     filled = accept_by_decree(block, said, length, filler=100)
-    assert set(filled.tokens[:, :length].flatten().tolist()) == {100} and filled.bonus.tolist() == [100] * 2
+    assert (
+        set(filled.tokens[:, :length].flatten().tolist()) == {100}
+        and filled.bonus.tolist() == [100] * 2
+    )

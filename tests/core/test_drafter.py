@@ -15,7 +15,10 @@ from sglang_dflash.core.weights import load_model, read_tensors, save_model
 from tests.conftest import random_model, raw_config
 from tests.core.reference import draft_block
 
-SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 6}
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 6,
+}
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,26 @@ class Requests:
 def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any) -> None:
     raw = raw_config(**case.changes)
     save_model(random_model(raw), raw, tmp_path, torch.float32)
-    model, tensors, embed = load_model(tmp_path, dtype=torch.float32), read_tensors(tmp_path), torch.randn(64, 32)
-    options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(model.config)
+    model, tensors, embed = (
+        load_model(tmp_path, dtype=torch.float32),
+        read_tensors(tmp_path),
+        torch.randn(64, 32),
+    )
+    options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(
+        model.config
+    )
     requests = Requests(count, width=40, features=model.config.num_features)
     if case.window is None:
-        cache: DraftKVCache = IdentityDraftKVCache(requests.pool_size, model.config.kv_shape, torch.float32, "cpu")
+        cache: DraftKVCache = IdentityDraftKVCache(
+            requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
+        )
         # Poison: an entry that was never written must never be read.
         cache.entries.fill_(float("nan"))
         cache.entries[-1] = 0
     else:
-        cache = DraftKVCache(4 * requests.pool_size, requests.pool_size, model.config.kv_shape, torch.float32, "cpu")
+        cache = DraftKVCache(
+            4 * requests.pool_size, requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
+        )
     seen: list[torch.Tensor] = []
 
     def argmax(hidden: torch.Tensor) -> torch.Tensor:
@@ -101,9 +114,20 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         block = drafter.propose(bonus, lengths, positions, slots)
     size = options.block_size or 0
     for r in range(count):
-        hidden, tokens = draft_block(tensors, raw, requests.features[r], int(bonus[r]), embed, size, case.window, options.sinks)
+        hidden, tokens = draft_block(
+            tensors,
+            raw,
+            requests.features[r],
+            int(bonus[r]),
+            embed,
+            size,
+            case.window,
+            options.sinks,
+        )
         # float32 through three layers: the two differ by the order of sums only.
-        torch.testing.assert_close(seen[0].view(count, size - 1, -1)[r], hidden[1:], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(
+            seen[0].view(count, size - 1, -1)[r], hidden[1:], atol=2e-5, rtol=2e-5
+        )
         assert block[r].tolist() == tokens
 
 

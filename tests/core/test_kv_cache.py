@@ -49,24 +49,39 @@ class PlainRing:
             self.cursor = (slot + 1) % self.size
 
     def read(self, targets: list[int]) -> dict[int, int]:
-        found = {e[0]: (slot, e[1]) for slot, e in enumerate(self.entries) if e is not None and e[0] in targets}
+        found = {
+            e[0]: (slot, e[1])
+            for slot, e in enumerate(self.entries)
+            if e is not None and e[0] in targets
+        }
         self.in_use = {slot for slot, _ in found.values()}
         return {target: number for target, (_, number) in found.items()}
 
 
 slots = st.lists(st.integers(0, TARGET_SLOTS - 1), min_size=1, max_size=12, unique=True)
-keeps, shares = st.lists(st.booleans(), min_size=12, max_size=12), st.one_of(st.none(), st.integers(0, 20))
+keeps, shares = (
+    st.lists(st.booleans(), min_size=12, max_size=12),
+    st.one_of(st.none(), st.integers(0, 20)),
+)
 write = st.tuples(st.just("write"), slots, keeps, shares)
-forget, read = (st.tuples(st.just(kind), slots, st.none(), st.none()) for kind in ("forget", "read"))
+forget, read = (
+    st.tuples(st.just(kind), slots, st.none(), st.none()) for kind in ("forget", "read")
+)
 clear = st.tuples(st.just("clear"), st.none(), st.none(), st.none())
 
 
 @settings(max_examples=400, deadline=None)
-@given(num_slots=st.integers(1, 16), operations=st.lists(st.one_of(write, write, write, read, read, forget, clear), max_size=24))
+@given(
+    num_slots=st.integers(1, 16),
+    operations=st.lists(st.one_of(write, write, write, read, read, forget, clear), max_size=24),
+)
 def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations: list) -> None:
     """Recycled target slots, overwritten entries, rejected tokens and more live tokens than the ring holds."""
     cache, plain, number = cache_of(num_slots), PlainRing(num_slots), 0
-    for kind, targets, keep, share in [*operations, ("read", list(range(TARGET_SLOTS)), None, None)]:
+    for kind, targets, keep, share in [
+        *operations,
+        ("read", list(range(TARGET_SLOTS)), None, None),
+    ]:
         if kind == "clear":
             cache.clear()
             plain.clear()
@@ -79,7 +94,9 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations
             kept = keep[: len(targets)]
             cache.write(torch.tensor(targets), stamped(numbers), torch.tensor(kept), share)
             plain.forget(targets)
-            plain.write([(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], share)
+            plain.write(
+                [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], share
+            )
         else:
             wanted = torch.zeros(TARGET_SLOTS, dtype=torch.bool)
             wanted[targets] = True

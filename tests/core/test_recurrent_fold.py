@@ -27,11 +27,19 @@ def random_layers(bias: bool) -> RecurrentLayers:
 
 
 def one_token(
-    layers: RecurrentLayers, i: int, window: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, state: torch.Tensor
+    layers: RecurrentLayers,
+    i: int,
+    window: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    state: torch.Tensor,
 ) -> None:
     """Moves `state` [HV, V, K] and `window` [C, W - 1] of one request and layer `i` on by one token, head by head."""
     history = torch.cat([window, x[:, None]], 1)
-    mixed = (history * layers.conv_weight[i]).sum(1) + (0 if layers.conv_bias is None else layers.conv_bias[i])
+    mixed = (history * layers.conv_weight[i]).sum(1) + (
+        0 if layers.conv_bias is None else layers.conv_bias[i]
+    )
     mixed = mixed / (1 + torch.exp(-mixed))
     window.copy_(history[:, 1:])
     for head in range(VALUE_HEADS):
@@ -39,7 +47,10 @@ def one_token(
         k = mixed[at : at + KEY_DIM]
         k = k / math.sqrt(float((k * k).sum()) + 1e-6)
         v = mixed[2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM :][:VALUE_DIM]
-        decay = math.exp(-math.exp(float(layers.a_log[i, head])) * math.log1p(math.exp(float(a[head] + layers.dt_bias[i, head]))))
+        decay = math.exp(
+            -math.exp(float(layers.a_log[i, head]))
+            * math.log1p(math.exp(float(a[head] + layers.dt_bias[i, head])))
+        )
         beta = 1 / (1 + math.exp(-float(b[head])))
         now = state[head] * decay
         state[head] = now + beta * torch.outer(v - now @ k, k)
@@ -62,12 +73,24 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
         # One of them is wanted nowhere.
         target[3] = -1
         fold_(layers, states, kept, rows, source, target, lengths)
-        for length, row, at, to in zip(*(t.tolist() for t in (lengths, rows, source, target)), strict=True):
+        for length, row, at, to in zip(
+            *(t.tolist() for t in (lengths, rows, source, target)), strict=True
+        ):
             for i in range(DEPTH) if to >= 0 else ():
                 expected, history = before[i, at].clone(), kept.window[i, row].clone()
                 for t in range(length):
-                    one_token(layers, i, history, kept.inputs[i, row, t], kept.a[i, row, t], kept.b[i, row, t], expected)
+                    one_token(
+                        layers,
+                        i,
+                        history,
+                        kept.inputs[i, row, t],
+                        kept.a[i, row, t],
+                        kept.b[i, row, t],
+                        expected,
+                    )
                 # float32, five tokens: the two differ by the order of sums only.
                 torch.testing.assert_close(states[i, to], expected, atol=3e-5, rtol=3e-5)
         untouched = [i for i in range(2 * count) if i not in target.tolist()]
-        assert torch.equal(states[:, untouched], before[:, untouched]) and torch.equal(states[:, 0], before[:, 0])
+        assert torch.equal(states[:, untouched], before[:, untouched]) and torch.equal(
+            states[:, 0], before[:, 0]
+        )

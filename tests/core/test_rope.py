@@ -30,7 +30,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn-no-truncation": {**YARN, "truncate": False},
     "yarn-truncation": {**YARN, "truncate": True},
     "yarn-attention-factor": {**YARN, "attention_factor": 1.3},
-    "yarn-attention-factor-before-mscale": {**YARN, "attention_factor": 1.3, "mscale": 0.5, "mscale_all_dim": 1.0},
+    "yarn-attention-factor-before-mscale": {
+        **YARN,
+        "attention_factor": 1.3,
+        "mscale": 0.5,
+        "mscale_all_dim": 1.0,
+    },
     "yarn-mscales": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.5},
     "yarn-mscales-equal": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     "yarn-mscale-alone": {**YARN, "mscale": 0.707},
@@ -42,24 +47,41 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn-original-context-tiny": {**YARN, "original_max_position_embeddings": 2},
     "yarn-original-context-huge": {**YARN, "original_max_position_embeddings": 10**30},
     "llama3": LLAMA3,
-    "llama3-original-context-not-said": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
+    "llama3-original-context-not-said": {
+        k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"
+    },
 }
 # The target's own block (default of Transformers' GptOssConfig); of the draft's block nobody here has seen truncate.
 GPT_OSS = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
 }  # fmt: skip
-SCALED_DRAFTS = [name for name, facts in shipped("draft").items() if (facts.config or {}).get("rope_scaling")]
+SCALED_DRAFTS = [
+    name for name, facts in shipped("draft").items() if (facts.config or {}).get("rope_scaling")
+]
 
 
 def assert_as_transformers(raw: dict[str, Any]) -> float:
     """Compare with Transformers' reading of the same fields, and return the factor on cos and sin."""
     config = DraftConfig.from_dict(raw)
     ours, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
-    names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta", "original_max_position_embeddings")
+    names = (
+        "hidden_size",
+        "num_attention_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rope_theta",
+        "original_max_position_embeddings",
+    )
     blocks = ("rope_scaling", "rope_parameters")
-    copied = {name: dict(raw[name]) if name in blocks else raw[name] for name in (*names, *blocks) if name in raw}
+    copied = {
+        name: dict(raw[name]) if name in blocks else raw[name]
+        for name in (*names, *blocks)
+        if name in raw
+    }
     theirs = Qwen3Config(**copied)
-    expected, expected_factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, torch.device("cpu"))
+    expected, expected_factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](
+        theirs, torch.device("cpu")
+    )
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
     assert factor == pytest.approx(expected_factor)
     return factor
@@ -72,9 +94,16 @@ def test_scaled_frequencies_are_transformers(name: str) -> None:
 
 def test_the_newer_name_of_the_block_and_the_older_place_of_a_field() -> None:
     assert_as_transformers(raw_config(rope_parameters={**YARN, "rope_theta": 70000.0}, head_dim=64))
-    both = raw_config(rope_scaling=YARN, rope_parameters={"rope_type": "default"}, rope_theta=70000.0)
-    assert DraftConfig.from_dict(both).rope == DraftConfig.from_dict(raw_config(rope_scaling=YARN, rope_theta=70000.0)).rope
-    assert_as_transformers(raw_config(rope_scaling=YARN, original_max_position_embeddings=1024, head_dim=64))
+    both = raw_config(
+        rope_scaling=YARN, rope_parameters={"rope_type": "default"}, rope_theta=70000.0
+    )
+    assert (
+        DraftConfig.from_dict(both).rope
+        == DraftConfig.from_dict(raw_config(rope_scaling=YARN, rope_theta=70000.0)).rope
+    )
+    assert_as_transformers(
+        raw_config(rope_scaling=YARN, original_max_position_embeddings=1024, head_dim=64)
+    )
 
 
 @pytest.mark.parametrize("name", SCALED_DRAFTS)
@@ -85,28 +114,54 @@ def test_published_drafts_rotate_as_transformers_does(name: str) -> None:
 
 
 def test_published_scalings_in_numbers() -> None:
-    kimi, oss = (dict(shipped("draft")[f"z-lab/{name}-DFlash"].config or {}) for name in ("Kimi-K2.5", "gpt-oss-20b"))
+    kimi, oss = (
+        dict(shipped("draft")[f"z-lab/{name}-DFlash"].config or {})
+        for name in ("Kimi-K2.5", "gpt-oss-20b")
+    )
     # Equal mscales take each other back; without them it is 0.1 ln 32 + 1.
-    assert assert_as_transformers(kimi) == 1.0 and assert_as_transformers(oss) == pytest.approx(1.3465736)
-    whole, exact = (DraftConfig.from_dict({**oss, "rope_scaling": scaling}).rope for scaling in (oss["rope_scaling"], GPT_OSS))
+    assert assert_as_transformers(kimi) == 1.0 and assert_as_transformers(oss) == pytest.approx(
+        1.3465736
+    )
+    whole, exact = (
+        DraftConfig.from_dict({**oss, "rope_scaling": scaling}).rope
+        for scaling in (oss["rope_scaling"], GPT_OSS)
+    )
     assert_as_transformers({**oss, "rope_scaling": GPT_OSS})
-    assert not torch.allclose(inverse_frequencies(whole, 64, 131072)[0], inverse_frequencies(exact, 64, 131072)[0], rtol=1e-3)
+    assert not torch.allclose(
+        inverse_frequencies(whole, 64, 131072)[0],
+        inverse_frequencies(exact, 64, 131072)[0],
+        rtol=1e-3,
+    )
 
 
 INVALID = {
-    r"rope_scaling.factor: missing from .* positive number": {"rope_scaling": {"rope_type": "yarn"}},
-    r"rope_scaling.factor: 0 in .* positive number": {"rope_scaling": {"type": "linear", "factor": 0}},
+    r"rope_scaling.factor: missing from .* positive number": {
+        "rope_scaling": {"rope_type": "yarn"}
+    },
+    r"rope_scaling.factor: 0 in .* positive number": {
+        "rope_scaling": {"type": "linear", "factor": 0}
+    },
     r"rope_scaling.factor: -8.0 in": {"rope_scaling": {**YARN, "factor": -8.0}},
     r"rope_scaling.factor: 'x' in": {"rope_scaling": {**YARN, "factor": "x"}},
     r"rope_scaling.factor: True in": {"rope_scaling": {**YARN, "factor": True}},
     r"rope_scaling.factor: nan in": {"rope_scaling": {**YARN, "factor": float("nan")}},
-    r"rope_parameters.factor: missing from": {"rope_parameters": {"rope_type": "yarn", "factor": None}},
-    r"rope_scaling.original_max_position_embeddings: 0 in": {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+    r"rope_parameters.factor: missing from": {
+        "rope_parameters": {"rope_type": "yarn", "factor": None}
+    },
+    r"rope_scaling.original_max_position_embeddings: 0 in": {
+        "rope_scaling": {**YARN, "original_max_position_embeddings": 0}
+    },
     r"rope_scaling.attention_factor: 0.0 in": {"rope_scaling": {**YARN, "attention_factor": 0.0}},
     r"rope_scaling.mscale: -1.0 in": {"rope_scaling": {**YARN, "mscale": -1.0}},
-    r"rope_scaling.truncate: 'no' in .* true or false": {"rope_scaling": {**YARN, "truncate": "no"}},
-    r"rope_scaling.high_freq_factor: 1.0 is not above low_freq_factor \(1.0\)": {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
-    r"rope_scaling.low_freq_factor: missing": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}},
+    r"rope_scaling.truncate: 'no' in .* true or false": {
+        "rope_scaling": {**YARN, "truncate": "no"}
+    },
+    r"rope_scaling.high_freq_factor: 1.0 is not above low_freq_factor \(1.0\)": {
+        "rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}
+    },
+    r"rope_scaling.low_freq_factor: missing": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+    },
     r"rope_theta: 0 in .* positive number": {"rope_theta": 0},
 }
 
@@ -119,11 +174,19 @@ def test_invalid_scaling_is_named_with_its_value(message: str) -> None:
 
 
 UNSUPPORTED = {
-    "rope_scaling.attn_factor: 2.0; with rope_type 'yarn'": {"rope_scaling": {**YARN, "attn_factor": 2.0}},
-    "rope_scaling.mscale: 1.0; with rope_type 'llama3'": {"rope_scaling": {**LLAMA3, "mscale": 1.0}},
+    "rope_scaling.attn_factor: 2.0; with rope_type 'yarn'": {
+        "rope_scaling": {**YARN, "attn_factor": 2.0}
+    },
+    "rope_scaling.mscale: 1.0; with rope_type 'llama3'": {
+        "rope_scaling": {**LLAMA3, "mscale": 1.0}
+    },
     "rope_scaling.factor: 4.0; with rope_type 'default'": {"rope_scaling": {"factor": 4.0}},
-    "rope_parameters.sliding_attention: ": {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 4.0}}},
-    "partial_rotary_factor": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+    "rope_parameters.sliding_attention: ": {
+        "rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 4.0}}
+    },
+    "partial_rotary_factor": {
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}
+    },
     "mrope_section": {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
     "rope_is_neox_style: False": {"rope_is_neox_style": False},
 }

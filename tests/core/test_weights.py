@@ -17,7 +17,15 @@ from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.attention.reference import torch_block_attention
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel, argmax_of_shards
-from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, load_state, read_tensors, save_model, tensor_shapes
+from sglang_dflash.core.weights import (
+    check_shapes,
+    dummy_model,
+    load_model,
+    load_state,
+    read_tensors,
+    save_model,
+    tensor_shapes,
+)
 from tests.conftest import random_model, raw_config
 
 
@@ -37,7 +45,13 @@ def rewrite(folder: Path, change: Any) -> None:
 
 def test_published_names_and_round_trip(folder: Path) -> None:
     names = set(read_tensors(folder))
-    assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.2.self_attn.k_proj.weight", "layers.0.mlp.gate_proj.weight"} <= names
+    assert {
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        "layers.2.self_attn.k_proj.weight",
+        "layers.0.mlp.gate_proj.weight",
+    } <= names
     again = load_model(folder, dtype=torch.float32).state_dict()
     first = load_state(DraftConfig.from_pretrained(folder), read_tensors(folder), TensorParallel())
     assert set(again) == set(first)
@@ -62,7 +76,9 @@ def test_missing_tensor_is_named(folder: Path) -> None:
 
 def test_left_over_tensor_is_named(folder: Path) -> None:
     rewrite(folder, lambda t: t.update({"selector.weight": torch.zeros(2)}))
-    with pytest.raises(ConfigError, match=r"1 tensors that no DFlash v1 draft has, the first is 'selector\.weight'"):
+    with pytest.raises(
+        ConfigError, match=r"1 tensors that no DFlash v1 draft has, the first is 'selector\.weight'"
+    ):
         load_model(folder, dtype=torch.float32)
 
 
@@ -90,7 +106,11 @@ class Ranks:
     """Tensor parallelism by threads: `run` calls `of(tp)` on every rank, and their collectives meet."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.barrier, self.handed = size, threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+        self.size, self.barrier, self.handed = (
+            size,
+            threading.Barrier(size, timeout=60),
+            [torch.empty(0)] * size,
+        )
 
     def gathered(self, rank: int, x: torch.Tensor) -> torch.Tensor:
         self.handed[rank] = x
@@ -101,7 +121,14 @@ class Ranks:
 
     def run(self, of: Callable[[TensorParallel], Any]) -> list[Any]:
         def one(rank: int) -> Any:
-            return of(TensorParallel(rank, self.size, lambda x: self.gathered(rank, x).sum(0), lambda x: self.gathered(rank, x)))
+            return of(
+                TensorParallel(
+                    rank,
+                    self.size,
+                    lambda x: self.gathered(rank, x).sum(0),
+                    lambda x: self.gathered(rank, x),
+                )
+            )
 
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(one, range(self.size)))
@@ -127,7 +154,9 @@ def test_shards_are_together_the_whole(tmp_path: Path, bias: bool, size: int) ->
     hidden, kv = both(TensorParallel())
     for rank, (part_hidden, part_kv) in enumerate(Ranks(size).run(both)):
         torch.testing.assert_close(part_hidden, hidden, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(part_kv[..., 0, :], kv[..., rank * 2 // size, :], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            part_kv[..., 0, :], kv[..., rank * 2 // size, :], atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +175,9 @@ def test_the_argmax_of_a_split_vocabulary(dtype: torch.dtype) -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"):
+    with pytest.raises(
+        ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"
+    ):
         DraftModel(DraftConfig.from_dict(raw_config()), TensorParallel(0, 3))
 
 
@@ -154,8 +185,12 @@ def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
     whole = load_model(folder, dtype=torch.bfloat16)
     (folder / "model.safetensors").unlink()
     dummy = dummy_model(folder, dtype=torch.bfloat16)
-    assert {n: (t.shape, t.dtype) for n, t in dummy.state_dict().items()} == {n: (t.shape, t.dtype) for n, t in whole.state_dict().items()}
-    hidden = dummy(torch.randn(1, 4, 32).bfloat16(), torch.arange(4)[None], lambda _layer, q, _k, _v: q)
+    assert {n: (t.shape, t.dtype) for n, t in dummy.state_dict().items()} == {
+        n: (t.shape, t.dtype) for n, t in whole.state_dict().items()
+    }
+    hidden = dummy(
+        torch.randn(1, 4, 32).bfloat16(), torch.arange(4)[None], lambda _layer, q, _k, _v: q
+    )
     assert hidden.isfinite().all() and hidden.std() > 0
     half = dummy_model(folder, dtype=torch.bfloat16, tp=TensorParallel(1, 2))
     assert half.kv_shape == (3, 2, 1, 16)

@@ -18,7 +18,15 @@ from tests.engine import workload
 from tests.engine.nursery import ForkedServer, Nursery
 
 PAIR = demo_pair("dense")
-BASE = ["--model-path", str(PAIR.target), "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "32768"]
+BASE = [
+    "--model-path",
+    str(PAIR.target),
+    "--dtype",
+    "float32",
+    "--sleep-on-idle",
+    "--max-total-tokens",
+    "32768",
+]
 DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(PAIR.draft)]
 # The same draft, said to be made for no more than 64 positions.
 _FOLDER = tempfile.TemporaryDirectory()
@@ -31,13 +39,22 @@ shutil.copytree(PAIR.target.parent, CONFIG_ONLY, ignore=shutil.ignore_patterns("
 WINDOW = ["--speculative-dflash-draft-window-size", "96", "--speculative-draft-sink-size", "4"]
 FEW_SLOTS = ["--speculative-dflash-draft-kv-tokens", "150"]
 CHAT_WINDOW = 512
-CHATS = [*BASE, *DFLASH, "--speculative-draft-window-size", str(CHAT_WINDOW), "--max-running-requests", "8"]
+CHATS = [
+    *BASE,
+    *DFLASH,
+    "--speculative-draft-window-size",
+    str(CHAT_WINDOW),
+    "--max-running-requests",
+    "8",
+]
 # A tenth of the default: 2 * 8 * (512 + 8) / 10.
 TENTH = ["--speculative-dflash-draft-kv-tokens", "832"]
 # As much of the memory as the server finds (see sized_server), so that its own sizing shows.
 SIZED = [*BASE[:-2], "--mem-fraction-static", "0.2"]
 # Written by the hybrid tests: random targets with recurrent layers, dense and with experts, and a draft for both.
-HYBRID, HYBRID_MOE, HYBRID_DRAFT = (Path(_FOLDER.name) / name for name in ("hybrid", "hybrid-moe", "hybrid-draft"))
+HYBRID, HYBRID_MOE, HYBRID_DRAFT = (
+    Path(_FOLDER.name) / name for name in ("hybrid", "hybrid-moe", "hybrid-draft")
+)
 # States are kept for the prefix cache every 64 tokens, so that many a verify step crosses such a boundary.
 HYBRID_BASE = [
     "--dtype", "float32", "--sleep-on-idle", "--max-total-tokens", "16384", "--max-mamba-cache-size", "64",
@@ -53,7 +70,9 @@ CACHED = {
     "lazy": ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],
     "no-buffer": ["--mamba-radix-cache-strategy", "no_buffer", *NO_OVERLAP],
 }
-ROLLBACKS = {kind: ["--speculative-dflash-recurrent-rollback", kind] for kind in ("replay", "snapshot")}
+ROLLBACKS = {
+    kind: ["--speculative-dflash-recurrent-rollback", kind] for kind in ("replay", "snapshot")
+}
 # Written by the tests of request features. Everything that a request feature needs of the server, together.
 ADAPTER = Path(_FOLDER.name) / "adapter"
 FEATURES = [
@@ -64,19 +83,66 @@ FEATURES = [
 CONFIGURATIONS = {
     "plain": BASE,
     "dflash": BASE + DFLASH,
-    "page16-window": [*BASE, *DFLASH[:-1], str(SHORT_DRAFT), *WINDOW, "--page-size", "16", "--chunked-prefill-size", "256"],
-    "page16-no-overlap": [*BASE, *DFLASH, "--page-size", "16", "--disable-overlap-schedule", "--chunked-prefill-size", "256"],
+    "page16-window": [
+        *BASE,
+        *DFLASH[:-1],
+        str(SHORT_DRAFT),
+        *WINDOW,
+        "--page-size",
+        "16",
+        "--chunked-prefill-size",
+        "256",
+    ],
+    "page16-no-overlap": [
+        *BASE,
+        *DFLASH,
+        "--page-size",
+        "16",
+        "--disable-overlap-schedule",
+        "--chunked-prefill-size",
+        "256",
+    ],
     # A quarter of the KV, far too little draft KV, and SGLang's own test switch that retracts requests every 25 steps.
-    "tight": [*BASE[:-1], "4000", *DFLASH, *WINDOW, *FEW_SLOTS, "--max-running-requests", "8", "--enable-metrics"],
+    "tight": [
+        *BASE[:-1],
+        "4000",
+        *DFLASH,
+        *WINDOW,
+        *FEW_SLOTS,
+        "--max-running-requests",
+        "8",
+        "--enable-metrics",
+    ],
     "hybrid-plain": [*HYBRID_BASE, str(HYBRID)],
     "hybrid-plain-no-buffer": [*HYBRID_BASE, str(HYBRID), *CACHED["no-buffer"]],
     **{
-        f"hybrid-{rollback}-{cached}": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, *ROLLBACKS[rollback], *CACHED[cached]]
+        f"hybrid-{rollback}-{cached}": [
+            *HYBRID_BASE,
+            str(HYBRID),
+            *HYBRID_DFLASH,
+            *ROLLBACKS[rollback],
+            *CACHED[cached],
+        ]
         for rollback in ROLLBACKS
         for cached in CACHED
     },
-    **{f"hybrid-{rollback}-tp2": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, *ROLLBACKS[rollback], *TWO_RANKS] for rollback in ROLLBACKS},
-    "hybrid-lazy-no-overlap": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, *CACHED["lazy"], *NO_OVERLAP],
+    **{
+        f"hybrid-{rollback}-tp2": [
+            *HYBRID_BASE,
+            str(HYBRID),
+            *HYBRID_DFLASH,
+            *ROLLBACKS[rollback],
+            *TWO_RANKS,
+        ]
+        for rollback in ROLLBACKS
+    },
+    "hybrid-lazy-no-overlap": [
+        *HYBRID_BASE,
+        str(HYBRID),
+        *HYBRID_DFLASH,
+        *CACHED["lazy"],
+        *NO_OVERLAP,
+    ],
     "hybrid-broken": [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH],
     "hybrid-moe-plain": [*HYBRID_BASE, str(HYBRID_MOE)],
     "hybrid-moe-auto": [*HYBRID_BASE, str(HYBRID_MOE), *HYBRID_DFLASH],
@@ -87,12 +153,27 @@ CONFIGURATIONS = {
     "tp2": [*BASE, *DFLASH, *TWO_RANKS],
     "builtin-tp2": [*BASE, *DFLASH, *TWO_RANKS, "--speculative-dflash-worker", "builtin"],
     "dp2": [*BASE, *DFLASH, "--dp-size", "2"],
-    "simulated": [*BASE[:1], str(CONFIG_ONLY / "target"), *BASE[2:], *DFLASH[:-1], str(CONFIG_ONLY / "draft"), "--load-format", "dummy"],
+    "simulated": [
+        *BASE[:1],
+        str(CONFIG_ONLY / "target"),
+        *BASE[2:],
+        *DFLASH[:-1],
+        str(CONFIG_ONLY / "draft"),
+        "--load-format",
+        "dummy",
+    ],
     "chats-default": CHATS,
     "chats-unbounded": [*CHATS, "--speculative-dflash-draft-kv-tokens", "100000"],
     "chats-tenth": [*CHATS, *TENTH],
     "chats-recompute": [*CHATS, "--speculative-dflash-recompute-tail", "512"],
-    "lossy": [*SIZED, *DFLASH, "--speculative-draft-window-size", "512", "--max-running-requests", "16"],
+    "lossy": [
+        *SIZED,
+        *DFLASH,
+        "--speculative-draft-window-size",
+        "512",
+        "--max-running-requests",
+        "16",
+    ],
     "seeded-plain": [*SIZED, "--max-running-requests", "16", "--enable-deterministic-inference"],
     "seeded": [*BASE, *DFLASH, "--enable-deterministic-inference"],
 }
@@ -118,14 +199,25 @@ def oracle_of(name: str) -> Path:
 
 def hybrid_environment(name: str) -> dict[str, str]:
     drafts = {} if "plain" in name else {"ORACLE": str(oracle_of(name))}
-    return {"SHOWN": str(shown_by(name)), **drafts, **({"TOO_FEW": "1"} if "broken" in name else {})}
+    return {
+        "SHOWN": str(shown_by(name)),
+        **drafts,
+        **({"TOO_FEW": "1"} if "broken" in name else {}),
+    }
 
 
 ENVIRONMENT = {
     **{name: hybrid_environment(name) for name in HYBRIDS},
     # SGLang compiles what applies a penalty: half a minute of every server here, and nothing of what is tested.
-    **{name: {"TORCHDYNAMO_DISABLE": "1"} for name in CONFIGURATIONS if name.startswith("features-")},
-    "simulated": {"SGLANG_SIMULATE_ACC_LEN": "3.5", "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"},
+    **{
+        name: {"TORCHDYNAMO_DISABLE": "1"}
+        for name in CONFIGURATIONS
+        if name.startswith("features-")
+    },
+    "simulated": {
+        "SGLANG_SIMULATE_ACC_LEN": "3.5",
+        "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+    },
     "tight": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"},
 }
 # SGLang reads these environments when it is imported, and prometheus_client its folder: too late for a fork.
@@ -142,7 +234,11 @@ class Running:
         if self.name != name:
             self.stop()
             module = MODULES.get(name, "sglang.launch_server")
-            make = functools.partial(ForkedServer, self.nursery) if name not in READ_ON_IMPORT else Server
+            make = (
+                functools.partial(ForkedServer, self.nursery)
+                if name not in READ_ON_IMPORT
+                else Server
+            )
             self.server = make(CONFIGURATIONS[name], env=ENVIRONMENT.get(name), module=module)
             self.server.__enter__()
             self.name = name

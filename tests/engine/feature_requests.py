@@ -31,7 +31,11 @@ def post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
 
 def ask(server: Server, text: str, more: dict[str, Any] | None = None, **sampling: Any) -> Any:
     """The answer, or the list of them where several are asked for."""
-    return post(server, "generate", {"text": text, "sampling_params": {**GREEDY, **sampling}, **(more or {})}).json()
+    return post(
+        server,
+        "generate",
+        {"text": text, "sampling_params": {**GREEDY, **sampling}, **(more or {})},
+    ).json()
 
 
 def together(jobs: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -52,13 +56,22 @@ POINT = {
     "properties": {
         "name": {"type": "string", "pattern": "^[a-z]{3,12}$"},
         "kind": {"enum": ["function", "class", "module"]},
-        "lines": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "minItems": 2, "maxItems": 4},
+        "lines": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 999},
+            "minItems": 2,
+            "maxItems": 4,
+        },
     },
     "required": ["name", "kind", "lines"],
     "additionalProperties": False,
 }
 # What the target would write anyway, so that drafts are accepted under a grammar too; and what it would never.
-REGULAR = [r"[a-zA-Z_ .,:=()\n\[\]]{100,140}", r"(\d{2}-[xyz]{3};){6}", r'("""[a-z ]{4,40}"""\n){2}']
+REGULAR = [
+    r"[a-zA-Z_ .,:=()\n\[\]]{100,140}",
+    r"(\d{2}-[xyz]{3};){6}",
+    r'("""[a-z ]{4,40}"""\n){2}',
+]
 NESTED = """
 root ::= "[" sum (", " sum){1,3} "]"
 sum ::= term (" + " term){0,2}
@@ -68,7 +81,12 @@ term ::= [a-z]{1,4} | [0-9]{1,3} | "(" sum ")"
 
 def grammars(server: Server) -> Answers:
     """Two prompts for each grammar and two without one, all in the same batches."""
-    kinds = [{"json_schema": json.dumps(POINT)}, *({"regex": r} for r in REGULAR), {"ebnf": NESTED}, {}]
+    kinds = [
+        {"json_schema": json.dumps(POINT)},
+        *({"regex": r} for r in REGULAR),
+        {"ebnf": NESTED},
+        {},
+    ]
     jobs = [(text, kind) for kind in kinds for text in PROMPTS["demo"][:2]]
     more = {"max_new_tokens": 80, "ignore_eos": False}
     return together(lambda t=text, k=kind: ask(server, t, **more, **k) for text, kind in jobs)
@@ -76,10 +94,21 @@ def grammars(server: Server) -> Answers:
 
 def logprobs(server: Server) -> Answers:
     """Of the prompt and of the output; greedy, sampled with no choice left, and with a bias."""
-    ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_k": 1}, {"logit_bias": {"40": 4.0, "300": 4.0}}]
-    more = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 4, "token_ids_logprob": [10, 500]}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "top_k": 1},
+        {"logit_bias": {"40": 4.0, "300": 4.0}},
+    ]
+    more = {
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 4,
+        "token_ids_logprob": [10, 500],
+    }
     texts = PROMPTS["demo"][:6] + PROMPTS["long"][:1]
-    return together(lambda i=i, t=t: ask(server, t, more, **ways[i % len(ways)]) for i, t in enumerate(texts))
+    return together(
+        lambda i=i, t=t: ask(server, t, more, **ways[i % len(ways)]) for i, t in enumerate(texts)
+    )
 
 
 BIASES = [{}, {"77": 3.0, "260": 3.0, "14": -4.0}, {str(token): 2.5 for token in range(64, 91)}]
@@ -98,15 +127,32 @@ def penalties(server: Server) -> Answers:
     Not the repetition penalty with another: without overlap scheduling SGLang keeps penalties in a set, and the order in which a
     factor and a term are applied differs from one process to the next.
     """
-    several = {"frequency_penalty": 0.4, "presence_penalty": 0.6, "min_new_tokens": 25, "logit_bias": {"77": 2.0}, "ignore_eos": False}
+    several = {
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.6,
+        "min_new_tokens": 25,
+        "logit_bias": {"77": 2.0},
+        "ignore_eos": False,
+    }
     ways = [*workload.PENALTIES, several]
-    return together(lambda i=i, t=t: ask(server, t, **ways[i % len(ways)]) for i, t in enumerate(PROMPTS["demo"][:8]))
+    return together(
+        lambda i=i, t=t: ask(server, t, **ways[i % len(ways)])
+        for i, t in enumerate(PROMPTS["demo"][:8])
+    )
 
 
 def choices(server: Server) -> Answers:
     """Several answers to one prompt: greedy, and drawn among likely tokens where that leaves no choice."""
-    jobs = [(t, k) for t in PROMPTS["demo"][:2] for k in ({"n": 3}, {"n": 2, "temperature": 0.8, "top_k": 1})]
-    return [answer for several in together(lambda t=t, k=k: ask(server, t, **k) for t, k in jobs) for answer in several]
+    jobs = [
+        (t, k)
+        for t in PROMPTS["demo"][:2]
+        for k in ({"n": 3}, {"n": 2, "temperature": 0.8, "top_k": 1})
+    ]
+    return [
+        answer
+        for several in together(lambda t=t, k=k: ask(server, t, **k) for t, k in jobs)
+        for answer in several
+    ]
 
 
 def earliest_stops(server: Server) -> Answers:
@@ -119,15 +165,27 @@ def earliest_stops(server: Server) -> Answers:
 
 def stops(server: Server) -> Answers:
     """By pattern, and with what was matched left in."""
-    patterns = [{"stop_regex": r"\w+\(\w*"}, {"stop_regex": r"\n\n"}, {"stop": [" = ", "):"], "no_stop_trim": True}]
-    return together(lambda t=t, p=p: ask(server, t, **p) for t in PROMPTS["demo"][:3] for p in patterns)
+    patterns = [
+        {"stop_regex": r"\w+\(\w*"},
+        {"stop_regex": r"\n\n"},
+        {"stop": [" = ", "):"], "no_stop_trim": True},
+    ]
+    return together(
+        lambda t=t, p=p: ask(server, t, **p) for t in PROMPTS["demo"][:3] for p in patterns
+    )
 
 
 def processors(server: Server) -> Answers:
     """As with biases; the processor knows nothing of the output before."""
     nudge = {"custom_logit_processor": Nudged.to_str()}
-    ways = [({}, None), (nudge, {"tokens": list(range(64, 91)), "by": 2.5}), (nudge, {"tokens": [77, 260], "by": 8.0})]
-    return together(lambda t=t, w=w: ask(server, t, w[0], custom_params=w[1]) for t in UNSURE for w in ways)
+    ways = [
+        ({}, None),
+        (nudge, {"tokens": list(range(64, 91)), "by": 2.5}),
+        (nudge, {"tokens": [77, 260], "by": 8.0}),
+    ]
+    return together(
+        lambda t=t, w=w: ask(server, t, w[0], custom_params=w[1]) for t in UNSURE for w in ways
+    )
 
 
 def processors_of_history(server: Server) -> Answers:
@@ -138,7 +196,9 @@ def processors_of_history(server: Server) -> Answers:
 def stream(server: Server, body: dict[str, Any], begun: threading.Event) -> dict[str, Any]:
     """The last of the streamed answers; `begun` is set by the first."""
     last = {}
-    with requests.post(f"{server.url}/generate", json={**body, "stream": True}, stream=True, timeout=120) as response:
+    with requests.post(
+        f"{server.url}/generate", json={**body, "stream": True}, stream=True, timeout=120
+    ) as response:
         for line in response.iter_lines():
             if line.startswith(b"data: {"):
                 last = json.loads(line[6:])
@@ -152,11 +212,17 @@ def priorities(server: Server) -> Answers:
     begun = [threading.Event() for _ in range(13)]
 
     def timed(i: int, text: str, priority: int, tokens: int) -> dict[str, Any]:
-        body = {"text": text, "priority": priority, "sampling_params": {**GREEDY, "max_new_tokens": tokens}}
+        body = {
+            "text": text,
+            "priority": priority,
+            "sampling_params": {**GREEDY, "max_new_tokens": tokens},
+        }
         return {**stream(server, body, begun[i]), "ended": time.monotonic()}
 
     with ThreadPoolExecutor(13) as pool:
-        ordinary = [pool.submit(timed, i, text, 0, 60) for i, text in enumerate(PROMPTS["short"][4:16])]
+        ordinary = [
+            pool.submit(timed, i, text, 0, 60) for i, text in enumerate(PROMPTS["short"][4:16])
+        ]
         until(lambda: sum(event.is_set() for event in begun) >= 8)
         urgent = pool.submit(timed, 12, PROMPTS["demo"][0], 100, 30)
         return [urgent.result(), *(one.result() for one in ordinary)]
@@ -167,11 +233,18 @@ def aborts(server: Server) -> Answers:
     begun = [threading.Event() for _ in range(4)]
     tokens = [40, 20_000, 20_000, 40]
     bodies = [
-        {"text": text, "rid": f"aborts-{i}", "sampling_params": {**GREEDY, "max_new_tokens": tokens[i]}}
+        {
+            "text": text,
+            "rid": f"aborts-{i}",
+            "sampling_params": {**GREEDY, "max_new_tokens": tokens[i]},
+        }
         for i, text in enumerate(PROMPTS["demo"][:4])
     ]
     with ThreadPoolExecutor(4) as pool:
-        streams = [pool.submit(stream, server, body, event) for body, event in zip(bodies, begun, strict=True)]
+        streams = [
+            pool.submit(stream, server, body, event)
+            for body, event in zip(bodies, begun, strict=True)
+        ]
         for i in (1, 2):
             assert begun[i].wait(60)
             post(server, "abort_request", {"rid": f"aborts-{i}"})
@@ -188,7 +261,11 @@ def hidden_states(server: Server) -> Answers:
     return [{"status": response.status_code, **response.json()}, ask(server, PROMPTS["demo"][0])]
 
 
-TURNS = ["def area(width, height):\n    ", "\n\ndef volume(width, height, depth):\n    ", "\n\nclass Box:\n    def "]
+TURNS = [
+    "def area(width, height):\n    ",
+    "\n\ndef volume(width, height, depth):\n    ",
+    "\n\nclass Box:\n    def ",
+]
 
 
 def sessions(server: Server) -> Answers:
@@ -198,40 +275,67 @@ def sessions(server: Server) -> Answers:
         session, answers = post(server, "open_session", {"capacity_of_str_len": 4000}).json(), []
         before = [None, f"{session}-0", f"{session}-1"]
         for i, turn in enumerate(TURNS):
-            answers.append(ask(server, turn, {"session_params": {"id": session, "rid": before[i]}, "rid": f"{session}-{i}"}))
+            answers.append(
+                ask(
+                    server,
+                    turn,
+                    {"session_params": {"id": session, "rid": before[i]}, "rid": f"{session}-{i}"},
+                )
+            )
         replaced = {"id": session, "rid": f"{session}-0", "replace": True}
-        answers.append(ask(server, "import os\n", {"session_params": replaced, "rid": f"{session}-again"}))
+        answers.append(
+            ask(server, "import os\n", {"session_params": replaced, "rid": f"{session}-again"})
+        )
         post(server, "close_session", {"session_id": session})
         return answers
 
     def streaming(tokens: int) -> Answers:
-        session = post(server, "open_session", {"capacity_of_str_len": 4000, "streaming": True}).json()
-        answers = [ask(server, turn, {"session_params": {"id": session}}, max_new_tokens=tokens) for turn in TURNS]
+        session = post(
+            server, "open_session", {"capacity_of_str_len": 4000, "streaming": True}
+        ).json()
+        answers = [
+            ask(server, turn, {"session_params": {"id": session}}, max_new_tokens=tokens)
+            for turn in TURNS
+        ]
         post(server, "close_session", {"session_id": session})
         return answers
 
-    return [one for answers in together([branching, lambda: streaming(23), lambda: streaming(24)]) for one in answers]
+    return [
+        one
+        for answers in together([branching, lambda: streaming(23), lambda: streaming(24)])
+        for one in answers
+    ]
 
 
 def mixed_chunks(server: Server) -> Answers:
     """Six requests decode, two of them under a grammar; once the first of them has begun, prompts of several chunks are prefilled."""
     kinds = [{"regex": REGULAR[0]}, {"ebnf": NESTED}, {}, {}, {}, {}]
     bodies = [
-        {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": 80, "ignore_eos": False, **kind}}
+        {
+            "text": text,
+            "sampling_params": {**GREEDY, "max_new_tokens": 80, "ignore_eos": False, **kind},
+        }
         for text, kind in zip(PROMPTS["short"][8:14], kinds, strict=True)
     ]
     begun = threading.Event()
     with ThreadPoolExecutor(9) as pool:
         short = [pool.submit(stream, server, body, begun) for body in bodies]
         assert begun.wait(60)
-        long = [pool.submit(ask, server, f"# {i}\n" + PROMPTS["long"][i], max_new_tokens=10) for i in (6, 7)]
+        long = [
+            pool.submit(ask, server, f"# {i}\n" + PROMPTS["long"][i], max_new_tokens=10)
+            for i in (6, 7)
+        ]
         return [one.result() for one in (*short, *long)]
 
 
 def adapters(server: Server) -> Answers:
     """The same prompts with and without the adapter, in one batch; then one pair again, so that prefixes of both are cached."""
     jobs = [(t, more) for t in PROMPTS["demo"][:3] for more in ({"lora_path": "adapter"}, {})]
-    return [a for some in (jobs, jobs[:2]) for a in together(lambda t=t, m=m: ask(server, t, m) for t, m in some)]
+    return [
+        a
+        for some in (jobs, jobs[:2])
+        for a in together(lambda t=t, m=m: ask(server, t, m) for t, m in some)
+    ]
 
 
 def worker(server: Server) -> Answers:
@@ -242,10 +346,24 @@ WITH, WITHOUT = "features-dflash", "features-dflash-no-overlap"
 _BOTH = (grammars, hidden_states, sessions, mixed_chunks)
 # What each configuration is asked for: both kinds of scheduling where they differ.
 ASKED: dict[str, tuple[Callable[[Server], Answers], ...]] = {
-    WITH: (*_BOTH, choices, logprobs, biases, earliest_stops, stops, processors, priorities, aborts, adapters, worker),
+    WITH: (
+        *_BOTH,
+        choices,
+        logprobs,
+        biases,
+        earliest_stops,
+        stops,
+        processors,
+        priorities,
+        aborts,
+        adapters,
+        worker,
+    ),
     WITHOUT: (*_BOTH, penalties, processors_of_history),
 }
-ASKED["features-plain"] = tuple(dict.fromkeys(one for asked in ASKED.values() for one in asked if one is not worker))
+ASKED["features-plain"] = tuple(
+    dict.fromkeys(one for asked in ASKED.values() for one in asked if one is not worker)
+)
 
 
 def write_adapter() -> None:
@@ -262,7 +380,9 @@ def write_adapter() -> None:
     for layer in range(shapes["num_hidden_layers"]):
         for name, (before, after) in sizes.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(rank, before, generator=random) / before**0.5
+            tensors[f"{key}.lora_A.weight"] = (
+                torch.randn(rank, before, generator=random) / before**0.5
+            )
             tensors[f"{key}.lora_B.weight"] = torch.randn(after, rank, generator=random) / 2
     key = "base_model.model.model.embed_tokens"
     tensors[f"{key}.lora_embedding_A"] = torch.randn(rank, shapes["vocab_size"], generator=random)
@@ -270,5 +390,12 @@ def write_adapter() -> None:
     ADAPTER.mkdir(exist_ok=True)
     save_file(tensors, ADAPTER / "adapter_model.safetensors")
     modules = ["embed_tokens", *(name.split(".")[1] for name in sizes)]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none", "task_type": "CAUSAL_LM"}
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": modules,
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
     (ADAPTER / "adapter_config.json").write_text(json.dumps(config))

@@ -25,7 +25,12 @@ def save_random_hybrid(folder: Path, moe: bool = False) -> None:
     import transformers
 
     if moe:
-        experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        experts = {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        }
         config: Any = transformers.Qwen3_5MoeTextConfig(**SHAPE, **experts)
         model: Any = transformers.Qwen3_5MoeForCausalLM(config)
     else:

@@ -23,7 +23,12 @@ from typing import Any
 
 from sglang_dflash.bench.server import Server
 
-IMPORTED = ("launch_server", "srt.entrypoints.http_server", "srt.managers.scheduler", "srt.managers.detokenizer_manager")
+IMPORTED = (
+    "launch_server",
+    "srt.entrypoints.http_server",
+    "srt.managers.scheduler",
+    "srt.managers.detokenizer_manager",
+)
 
 
 def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
@@ -74,7 +79,9 @@ class Nursery:
         command = [sys.executable, "-W", "ignore", "-m", "tests.engine.nursery"]
         # torch reads it when it is imported; the platform would set the same, too late here.
         env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)), **os.environ}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
 
     def ask(self, what: Any) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -123,7 +130,9 @@ class ForkedServer(Server):
 
     def start(self) -> None:
         args = ["--host", "127.0.0.1", "--port", str(self.port), *self.args]
-        self.process = Forked(self._nursery, module=self.module, args=args, env=self._env, log=str(self.log))  # type: ignore[assignment]
+        self.process = Forked(
+            self._nursery, module=self.module, args=args, env=self._env, log=str(self.log)
+        )  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

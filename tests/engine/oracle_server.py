@@ -29,7 +29,9 @@ def known_drafts(worker: Any, pairs: dict[tuple[int, ...], list[int]]) -> None:
 
     def propose(self: Any, batch: Any, step: Any) -> torch.Tensor:
         block = real(self, batch, step)
-        for row, (request, length) in enumerate(zip(batch.reqs, step.seq_lens.tolist(), strict=True)):
+        for row, (request, length) in enumerate(
+            zip(batch.reqs, step.seq_lens.tolist(), strict=True)
+        ):
             prompt = tuple(request.origin_input_ids)
             text = [*prompt, *pairs.get(prompt, [])][length + 1 : length + self.block_size]
             right = random.Random(1000 * length + len(prompt)).randrange(self.block_size)
@@ -45,8 +47,14 @@ def show_states(folder: Path, batch: Any, lengths: torch.Tensor, model_runner: A
     slots = pool.get_mamba_indices(batch.req_pool_indices.long()).long()
     cache = pool.mamba_pool.mamba_cache
     for request, slot, length in zip(batch.reqs, slots.tolist(), lengths.tolist(), strict=True):
-        states = {"temporal": cache.temporal[:, slot].clone(), "conv": cache.conv[0][:, slot].clone()}
-        torch.save(states, folder / f"{zlib.crc32(str(list(request.origin_input_ids)).encode())}-{length}.pt")
+        states = {
+            "temporal": cache.temporal[:, slot].clone(),
+            "conv": cache.conv[0][:, slot].clone(),
+        }
+        torch.save(
+            states,
+            folder / f"{zlib.crc32(str(list(request.origin_input_ids)).encode())}-{length}.pt",
+        )
 
 
 def on_show(folder: Path, tp_worker: Any, worker: Any) -> None:
@@ -74,7 +82,9 @@ def on_show(folder: Path, tp_worker: Any, worker: Any) -> None:
 
 def one_too_few(replay: Any) -> None:
     commit = replay.commit
-    replay.commit = lambda self, lengths, checkpoints: commit(self, (lengths - 1).clamp(min=1), checkpoints)
+    replay.commit = lambda self, lengths, checkpoints: commit(
+        self, (lengths - 1).clamp(min=1), checkpoints
+    )
 
 
 if __name__ == "__main__":
@@ -87,6 +97,12 @@ if __name__ == "__main__":
     if "TOO_FEW" in os.environ:
         one_too_few(Replay)
     if "ORACLE" in os.environ:
-        known_drafts(DFlashWorker, {tuple(prompt): output for prompt, output in json.loads(Path(os.environ["ORACLE"]).read_text())})
+        known_drafts(
+            DFlashWorker,
+            {
+                tuple(prompt): output
+                for prompt, output in json.loads(Path(os.environ["ORACLE"]).read_text())
+            },
+        )
     on_show(Path(os.environ["SHOWN"]), TpModelWorker, DFlashWorker)
     runpy.run_module("sglang.launch_server", run_name="__main__")

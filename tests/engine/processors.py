@@ -11,7 +11,9 @@ from torch import Tensor
 class Nudged(CustomLogitProcessor):
     """Adds `by` to the logits of `tokens`, both of the request's own parameters."""
 
-    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
+    def __call__(
+        self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> Tensor:
         for row, params in zip(logits, custom_param_list or [], strict=True):
             row[params["tokens"]] += params["by"]
         return logits
@@ -20,7 +22,9 @@ class Nudged(CustomLogitProcessor):
 class NeverAgain(CustomLogitProcessor):
     """Forbids every token that is already in the request's output."""
 
-    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
+    def __call__(
+        self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None
+    ) -> Tensor:
         for row, params in zip(logits, custom_param_list or [], strict=True):
             row[list(params["__req__"].output_ids)] = -float("inf")
         return logits

@@ -18,10 +18,15 @@ from tests.engine.conftest import PAIR, Running
 def test_as_the_offline_loop_over_transformers(answers: Any) -> None:
     got = answers("dflash")["demo"]
     target = AutoModelForCausalLM.from_pretrained(PAIR.target, dtype=torch.float32)
-    tokenizer, draft = AutoTokenizer.from_pretrained(PAIR.target), load_model(PAIR.draft, dtype=torch.float32)
+    tokenizer, draft = (
+        AutoTokenizer.from_pretrained(PAIR.target),
+        load_model(PAIR.draft, dtype=torch.float32),
+    )
     tokens = steps = 0
     for text, answer in zip(workload.prompts()["demo"], got, strict=True):
-        out = spec_generate(draft, target, tokenizer(text, return_tensors="pt").input_ids, workload.NEW_TOKENS)
+        out = spec_generate(
+            draft, target, tokenizer(text, return_tensors="pt").input_ids, workload.NEW_TOKENS
+        )
         assert out.tokens == answer["output_ids"]
         tokens, steps = tokens + len(out.tokens) - 1, steps + len(out.committed)
     assert workload.acceptance_length(got) == pytest.approx(tokens / steps, rel=0.01)
@@ -31,7 +36,9 @@ def test_as_the_built_in_worker(answers: Any) -> None:
     ours, builtin = answers("dflash"), answers("builtin")
     workload.assert_same_outputs(ours, builtin)
     for kind in ("demo", "long"):
-        assert workload.acceptance_length(ours[kind]) == pytest.approx(workload.acceptance_length(builtin[kind]), rel=0.01)
+        assert workload.acceptance_length(ours[kind]) == pytest.approx(
+            workload.acceptance_length(builtin[kind]), rel=0.01
+        )
 
 
 def test_a_simulated_acceptance_needs_no_weights(running: Running) -> None:
@@ -39,8 +46,13 @@ def test_a_simulated_acceptance_needs_no_weights(running: Running) -> None:
     server = running.get("simulated")
     report = server.dflash()
     assert report["simulated_acceptance"] == 3.5
-    answers = [server.generate("def f(", temperature=0, max_new_tokens=200, ignore_eos=True)["meta_info"] for _ in range(4)]
+    answers = [
+        server.generate("def f(", temperature=0, max_new_tokens=200, ignore_eos=True)["meta_info"]
+        for _ in range(4)
+    ]
     assert all(answer["completion_tokens"] == 200 for answer in answers)
     assert 3.2 < server.dflash()["acceptance_length"] < 3.8
-    with pytest.raises(load.RequestFailed, match=r"simulates an acceptance of 3\.5; restart it without"):
+    with pytest.raises(
+        load.RequestFailed, match=r"simulates an acceptance of 3\.5; restart it without"
+    ):
         load.endpoint(server.url)

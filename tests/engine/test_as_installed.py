@@ -15,8 +15,22 @@ from tests.engine.conftest import DFLASH, PAIR, Running
 
 
 def test_generate_says_what_is_served(answers: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, served in zip(workload.prompts()["demo"][:4], answers("dflash")["demo"][:4], strict=True):
-        assert cli.main(["generate", "--prompt", text, "--max-new-tokens", str(workload.NEW_TOKENS), "--json"]) == 0
+    for text, served in zip(
+        workload.prompts()["demo"][:4], answers("dflash")["demo"][:4], strict=True
+    ):
+        assert (
+            cli.main(
+                [
+                    "generate",
+                    "--prompt",
+                    text,
+                    "--max-new-tokens",
+                    str(workload.NEW_TOKENS),
+                    "--json",
+                ]
+            )
+            == 0
+        )
         assert json.loads(capsys.readouterr().out)["tokens"] == served["output_ids"]
 
 
@@ -25,5 +39,8 @@ def test_the_readme_command_serves_in_bfloat16(running: Running) -> None:
     running.stop()
     with Server(["--model-path", str(PAIR.target), *DFLASH]) as server:
         assert server.dflash()["draft_kv_dtype"] == "bfloat16"
-        answers = [server.generate(text, temperature=0, max_new_tokens=40, ignore_eos=True) for text in workload.prompts()["demo"][:6]]
+        answers = [
+            server.generate(text, temperature=0, max_new_tokens=40, ignore_eos=True)
+            for text in workload.prompts()["demo"][:6]
+        ]
         assert workload.acceptance_length(answers) > 2

@@ -24,7 +24,11 @@ def chatted(running: Running) -> Any:
             server = running.get(name)
             # What another test left in the prefix cache would be found.
             assert requests.post(f"{server.url}/flush_cache", timeout=60).ok
-            known[name] = conversations.chats(server, pieces), conversations.branches(server, pieces), server.dflash()
+            known[name] = (
+                conversations.chats(server, pieces),
+                conversations.branches(server, pieces),
+                server.dflash(),
+            )
         return known[name]
 
     return of
@@ -44,7 +48,9 @@ def test_the_default_size_costs_no_acceptance(chatted: Any) -> None:
     chats, _, report = chatted("chats-default")
     unbounded, _, all_of_it = chatted("chats-unbounded")
     assert all_of_it["draft_kv_is_bounded"] is False and all_of_it["draft_kv_slots"] > 32768
-    assert report["draft_kv_is_bounded"] is True and report["draft_kv_slots"] == 2 * 8 * (CHAT_WINDOW + 8)
+    assert report["draft_kv_is_bounded"] is True and report["draft_kv_slots"] == 2 * 8 * (
+        CHAT_WINDOW + 8
+    )
     assert unbounded.outputs == chats.outputs
     assert chats.acceptance_length > 0.98 * unbounded.acceptance_length
 
@@ -63,13 +69,17 @@ def test_a_lost_tail_is_computed_again_on_request(chatted: Any, running: Running
     assert again.steps == unbounded.steps != default.steps
 
 
-def test_losing_half_of_the_cache_every_step_changes_no_output(running: Running, answers: Any) -> None:
+def test_losing_half_of_the_cache_every_step_changes_no_output(
+    running: Running, answers: Any
+) -> None:
     plain = answers("plain")
     got = answers("lossy")
     workload.assert_same_outputs(got, plain)
     report = running.get("lossy").dflash()
     assert report["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
-    assert workload.acceptance_length(got["demo"]) < workload.acceptance_length(answers("dflash")["demo"])
+    assert workload.acceptance_length(got["demo"]) < workload.acceptance_length(
+        answers("dflash")["demo"]
+    )
 
 
 def test_a_bounded_cache_leaves_the_memory_to_the_target(running: Running) -> None:

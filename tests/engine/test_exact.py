@@ -22,7 +22,9 @@ def test_there_are_at_least_sixty_prompts() -> None:
 
 
 @pytest.mark.parametrize("name", ["dflash", "page16-no-overlap", "page16-window"])
-def test_outputs_are_those_of_plain_decoding(name: str, plain: Any, answers: Any, running: Running) -> None:
+def test_outputs_are_those_of_plain_decoding(
+    name: str, plain: Any, answers: Any, running: Running
+) -> None:
     got = answers(name)
     workload.assert_same_outputs(got, plain)
     report = running.get(name).dflash()
@@ -31,7 +33,9 @@ def test_outputs_are_those_of_plain_decoding(name: str, plain: Any, answers: Any
     assert workload.acceptance_length(got["demo"]) > 2
     # Pages of 16 round what is cached; the plain server has pages of 1.
     cached = [a["meta_info"]["cached_tokens"] for a in got["shared prefix"]]
-    assert cached == [a["meta_info"]["cached_tokens"] for a in plain["shared prefix"]] or name.startswith("page16")
+    assert cached == [
+        a["meta_info"]["cached_tokens"] for a in plain["shared prefix"]
+    ] or name.startswith("page16")
     assert sum(c > 200 for c in cached) == 12
 
 
@@ -39,7 +43,10 @@ def test_penalised_requests_are_plain_decodings(plain: Any, answers: Any) -> Non
     del plain
     ours, expected = answers("dflash", "penalised"), answers("plain", "penalised")
     workload.assert_same_outputs(ours, expected)
-    committed = [a["meta_info"]["completion_tokens"] - a["meta_info"]["spec_verify_ct"] for a in ours["penalised"]]
+    committed = [
+        a["meta_info"]["completion_tokens"] - a["meta_info"]["spec_verify_ct"]
+        for a in ours["penalised"]
+    ]
     # One token per step with penalties, more without.
     assert [c > 3 for c in committed] == [not workload.PENALTIES[i % 5] for i in range(10)]
 
@@ -59,12 +66,18 @@ def test_the_log_and_server_info_say_who_serves(running: Running) -> None:
         f"'draft_kv_bytes': {report['draft_kv_bytes']}",
     ):
         assert field in log
-    assert report["acceptance_by_position"] == sorted(report["acceptance_by_position"], reverse=True)
+    assert report["acceptance_by_position"] == sorted(
+        report["acceptance_by_position"], reverse=True
+    )
 
 
 def test_a_target_beyond_the_drafts_positions_is_served_and_said(running: Running) -> None:
     """The outputs are compared above: the long prompts have ten times these positions, and no table is run past."""
-    told = [line for line in running.get("page16-window").log.read_text().splitlines() if "max_position_embeddings" in line]
+    told = [
+        line
+        for line in running.get("page16-window").log.read_text().splitlines()
+        if "max_position_embeddings" in line
+    ]
     assert len(told) == 1 and "contexts of 32768 tokens, the draft was made for 64" in told[0]
 
 
@@ -76,7 +89,9 @@ def test_a_flush_forgets_the_draft_kv(running: Running) -> None:
     assert server.dflash()["draft_kv_live_share"] == 0
 
 
-def test_requests_that_are_retracted_again_and_again(plain: Any, answers: Any, running: Running) -> None:
+def test_requests_that_are_retracted_again_and_again(
+    plain: Any, answers: Any, running: Running
+) -> None:
     got = answers("tight")
     workload.assert_same_outputs(got, plain)
     assert sum(a["meta_info"]["num_retractions"] for kind in got.values() for a in kind) > 0
@@ -87,10 +102,21 @@ def test_prometheus_series_are_the_workers_counts(running: Running) -> None:
     server = running.get("tight")
     server.generate("def f(", temperature=0, max_new_tokens=40, ignore_eos=True)
     report, series = server.dflash(), requests.get(f"{server.url}/metrics", timeout=60).text
-    steps, tokens = (total(series, f"sglang_dflash_{name}_total") for name in ("verify_steps", "committed_tokens"))
-    assert steps == report["verify_steps"] > 5 and round(tokens / steps, 4) == report["acceptance_length"]
+    steps, tokens = (
+        total(series, f"sglang_dflash_{name}_total")
+        for name in ("verify_steps", "committed_tokens")
+    )
+    assert (
+        steps == report["verify_steps"] > 5
+        and round(tokens / steps, 4) == report["acceptance_length"]
+    )
     for position, share in enumerate(report["acceptance_by_position"], 1):
-        assert round(total(series, "sglang_dflash_accepted_drafts_total", position=position) / steps, 4) == share
+        assert (
+            round(
+                total(series, "sglang_dflash_accepted_drafts_total", position=position) / steps, 4
+            )
+            == share
+        )
 
 
 def total(series: str, name: str, **labels: int) -> float:
@@ -99,7 +125,8 @@ def total(series: str, name: str, **labels: int) -> float:
         sample.value
         for family in text_string_to_metric_families(series)
         for sample in family.samples
-        if sample.name == name and all(sample.labels.get(label) == str(value) for label, value in labels.items())
+        if sample.name == name
+        and all(sample.labels.get(label) == str(value) for label, value in labels.items())
     ]
     assert len(found) == 1, (name, labels, found)
     return found[0]

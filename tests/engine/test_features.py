@@ -80,7 +80,10 @@ def test_answers_are_plain_decodings(said: Said, name: str, feature: Any) -> Non
 
 def test_the_worker_is_ours(said: Said) -> None:
     [report] = said(WITH, asked.worker)
-    assert report["worker"] == "sglang_dflash.serving.worker.DFlashWorker" and report["acceptance_length"] > 1.3
+    assert (
+        report["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
+        and report["acceptance_length"] > 1.3
+    )
 
 
 @either
@@ -97,13 +100,25 @@ def test_outputs_under_a_grammar_follow_it(said: Said, name: str) -> None:
     assert all(drafts_accepted(said(name, asked.grammars)[2:4]))
 
 
-@pytest.mark.parametrize("key", ["input_token", "input_top", "input_token_ids", "output_token", "output_top", "output_token_ids"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "input_token",
+        "input_top",
+        "input_token_ids",
+        "output_token",
+        "output_top",
+        "output_token_ids",
+    ],
+)
 def test_logprobs_are_plain_decodings(said: Said, key: str) -> None:
     for ours, plain in zip(said(WITH, asked.logprobs), said(PLAIN, asked.logprobs), strict=True):
         got, expected = (flat(answer["meta_info"][f"{key}_logprobs"]) for answer in (ours, plain))
         assert [token for _, token in got] == [token for _, token in expected]
         assert [p for p, _ in got] == pytest.approx([p for p, _ in expected], abs=1e-4)
-        wanted = ours["meta_info"]["completion_tokens" if key.startswith("output") else "prompt_tokens"]
+        wanted = ours["meta_info"][
+            "completion_tokens" if key.startswith("output") else "prompt_tokens"
+        ]
         each = {"token": 1, "top": 4, "token_ids": 2}[key.split("_", 1)[1]]
         assert wanted - 1 <= len(got) / each <= wanted
 
@@ -126,7 +141,10 @@ def test_a_bias_changes_what_is_said(said: Said, feature: Any) -> None:
 
 def test_a_processor_sees_the_whole_output_before(said: Said) -> None:
     """Without overlap; with it, SGLang's own processors may see all but the last token."""
-    ours, plain = said(WITHOUT, asked.processors_of_history), said(PLAIN, asked.processors_of_history)
+    ours, plain = (
+        said(WITHOUT, asked.processors_of_history),
+        said(PLAIN, asked.processors_of_history),
+    )
     assert_same_outputs({"all": ours}, {"all": plain})
     assert all(len(set(a["output_ids"])) == len(a["output_ids"]) for a in ours)
 
@@ -134,7 +152,11 @@ def test_a_processor_sees_the_whole_output_before(said: Said) -> None:
 def test_no_stop_before_min_new_tokens(said: Said) -> None:
     held, free = said(WITH, asked.earliest_stops)
     stop = free["output_ids"][-1]
-    assert len(free["output_ids"]) <= 5 and stop not in held["output_ids"][:19] and len(held["output_ids"]) >= 20
+    assert (
+        len(free["output_ids"]) <= 5
+        and stop not in held["output_ids"][:19]
+        and len(held["output_ids"]) >= 20
+    )
 
 
 def test_an_urgent_request_overtakes(said: Said) -> None:
@@ -160,7 +182,10 @@ def test_hidden_states_are_refused(said: Said, name: str) -> None:
     """As by SGLang under overlap; without it, SGLang's own worker answers with an empty list."""
     (ours, after), (plain, same) = said(name, asked.hidden_states), said(PLAIN, asked.hidden_states)
     assert plain["status"] == 200 and len(plain["meta_info"]["hidden_states"]) == 32
-    assert ours["status"] == 400 and "does not support return_hidden_states" in ours["error"]["message"]
+    assert (
+        ours["status"] == 400
+        and "does not support return_hidden_states" in ours["error"]["message"]
+    )
     assert after["output_ids"] == same["output_ids"]
 
 
@@ -170,7 +195,9 @@ def test_sessions_continue_from_what_is_cached(said: Said, name: str) -> None:
     answers = said(name, asked.sessions)
     for turns in (answers[:3], answers[4:7], answers[7:10]):
         for before, turn in itertools.pairwise(turns):
-            said_before = before["meta_info"]["prompt_tokens"] + before["meta_info"]["completion_tokens"]
+            said_before = (
+                before["meta_info"]["prompt_tokens"] + before["meta_info"]["completion_tokens"]
+            )
             assert said_before - turn["meta_info"]["cached_tokens"] in (0, 1)
             assert turn["meta_info"]["prompt_tokens"] > said_before
 
@@ -179,13 +206,21 @@ def test_sessions_continue_from_what_is_cached(said: Said, name: str) -> None:
 def test_prompts_were_prefilled_among_decoding_requests(said: Said, name: str) -> None:
     """Tokens that no verify step gave, beyond each request's first: those of mixed steps. A last step's surplus hides some."""
     infos = [a["meta_info"] for a in said(name, asked.mixed_chunks)[:6]]
-    mixed = [i["completion_tokens"] - 1 - i.get("spec_verify_ct", 0) - i.get("spec_num_correct_drafts", 0) for i in infos]
+    mixed = [
+        i["completion_tokens"]
+        - 1
+        - i.get("spec_verify_ct", 0)
+        - i.get("spec_num_correct_drafts", 0)
+        for i in infos
+    ]
     assert sum(mixed) > 10
 
 
 def test_adapters_change_what_is_said(said: Said) -> None:
     answers = said(WITH, asked.adapters)
-    assert all(a["output_ids"] != b["output_ids"] for a, b in zip(answers[::2], answers[1::2], strict=True))
+    assert all(
+        a["output_ids"] != b["output_ids"] for a, b in zip(answers[::2], answers[1::2], strict=True)
+    )
     assert [a["output_ids"] for a in answers[6:]] == [a["output_ids"] for a in answers[:2]]
     assert all(a["meta_info"]["cached_tokens"] > 50 for a in answers[6:])
     # Drafts are made for the target without an adapter.

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench.server import Server, ServerFailed
-from tests.engine.conftest import CACHED, HYBRID, HYBRID_BASE, HYBRID_DFLASH, HYBRID_DRAFT, HYBRID_MOE, Running, oracle_of, shown_by
+from tests.engine.conftest import (
+    CACHED,
+    HYBRID,
+    HYBRID_BASE,
+    HYBRID_DFLASH,
+    HYBRID_DRAFT,
+    HYBRID_MOE,
+    Running,
+    oracle_of,
+    shown_by,
+)
 
 NEW_TOKENS, BLOCK_SIZE = 40, 8
 TURNS = 3
@@ -58,7 +68,9 @@ def ask(server: Server) -> tuple[Answers, Answers]:
     """(prompt, answer) of all prompts, eight at a time, the shared prefixes one after another; and of six chats of three turns."""
 
     def one(prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
-        return prompt, server.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        return prompt, server.generate(
+            prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
+        )
 
     def chat(index: int) -> Answers:
         """Every turn comes back with the one before in front: its states were kept while that was being decoded."""
@@ -91,7 +103,9 @@ def plain(running: Running, hybrid_pairs: None) -> Any:
     def of(name: str) -> tuple[Answers, Answers]:
         if name not in known:
             known[name] = ask(running.get(name))
-            oracle_of(name).write_text(json.dumps([[p, a["output_ids"]] for p, a in known[name][0] + known[name][1]]))
+            oracle_of(name).write_text(
+                json.dumps([[p, a["output_ids"]] for p, a in known[name][0] + known[name][1]])
+            )
         return known[name]
 
     return of
@@ -103,10 +117,14 @@ def test_plain_decoding_is_that_of_transformers(name: str, plain: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(HYBRID_MOE if "moe" in name else HYBRID, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        HYBRID_MOE if "moe" in name else HYBRID, dtype=torch.float32
+    )
     for prompt, answer in itertools.chain(*plain(name)):
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + answer["output_ids"]])).logits[0, len(prompt) - 1 : -1]
+            logits = model(torch.tensor([prompt + answer["output_ids"]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
         assert logits.argmax(-1).tolist() == answer["output_ids"]
         best, second = logits.topk(2).values.unbind(-1)
         assert (best - second).min() > CLEAR
@@ -114,7 +132,9 @@ def test_plain_decoding_is_that_of_transformers(name: str, plain: Any) -> None:
 
 @pytest.mark.parametrize("kept", CACHED)
 @pytest.mark.parametrize("rollback", ["replay", "snapshot"])
-def test_outputs_states_and_prefix_hits_are_those_of_plain_decoding(rollback: str, kept: str, plain: Any, running: Running) -> None:
+def test_outputs_states_and_prefix_hits_are_those_of_plain_decoding(
+    rollback: str, kept: str, plain: Any, running: Running
+) -> None:
     name, reference = f"hybrid-{rollback}-{kept}", plain("hybrid-plain")
     answers = ask(running.get(name))
     for ours, theirs in zip(answers, reference, strict=True):
@@ -148,7 +168,9 @@ def assert_hits(kept: str, ours: list[int], plain: Any) -> None:
         assert all(mine in (theirs, theirs + 1) for mine, theirs in pairs)
     elif kept == "lazy":
         # SGLang does not hand over the state of a boundary that a request's last verify step crosses or could have crossed.
-        assert all(mine <= theirs for mine, theirs in pairs) and sum(mine == theirs for mine, theirs in pairs) >= 0.9 * len(pairs)
+        assert all(mine <= theirs for mine, theirs in pairs) and sum(
+            mine == theirs for mine, theirs in pairs
+        ) >= 0.9 * len(pairs)
     else:
         assert all(mine == theirs for mine, theirs in pairs)
 
@@ -164,17 +186,24 @@ def test_experts(plain: Any, running: Running) -> None:
 
 def assert_mixed(name: str) -> None:
     """The drafts were such that everything occurred: all lengths, and batches with none, some and all accepted side by side."""
-    steps = [set(json.loads(line)) for line in (shown_by(name) / "accepted.jsonl").read_text().splitlines()]
+    steps = [
+        set(json.loads(line))
+        for line in (shown_by(name) / "accepted.jsonl").read_text().splitlines()
+    ]
     assert set.union(*steps) == set(range(1, BLOCK_SIZE + 1))
     assert sum(1 in step and BLOCK_SIZE in step and len(step) > 2 for step in steps) >= 5
     assert any(step == {1} for step in steps) and any(step == {BLOCK_SIZE} for step in steps)
 
 
-def assert_same_states(name: str, parts: tuple[str, ...] = ("temporal", "conv"), requests: int = 80) -> None:
+def assert_same_states(
+    name: str, parts: tuple[str, ...] = ("temporal", "conv"), requests: int = 80
+) -> None:
     """Wherever both servers stood at the same length of the same request, its slot held the same state (the first rank's)."""
     import torch
 
-    ours, plain = ({path.name: path for path in shown_by(n).glob("*.pt")} for n in (name, "hybrid-plain"))
+    ours, plain = (
+        {path.name: path for path in shown_by(n).glob("*.pt")} for n in (name, "hybrid-plain")
+    )
     both = sorted(set(ours) & set(plain))
     # 64 prompts and 18 turns of 40 new tokens, at four or five tokens a step.
     assert len({file.split("-")[0] for file in both}) >= requests and len(both) >= 6 * requests
@@ -185,7 +214,9 @@ def assert_same_states(name: str, parts: tuple[str, ...] = ("temporal", "conv"),
             # A block's products are rounded otherwise than a single token's: large entries are compared by the largest.
             scale = max(1.0, float(expected[part].abs().max()))
             off = float((got[part] - expected[part]).abs().max())
-            assert off <= 1e-5 * scale, f"{file}: {part} is off by {off:.1e}, its largest entry is {scale:.1f}"
+            assert off <= 1e-5 * scale, (
+                f"{file}: {part} is off by {off:.1e}, its largest entry is {scale:.1f}"
+            )
         ours[file].unlink()
 
 
@@ -195,8 +226,13 @@ def test_no_buffer_under_overlap_is_refused(hybrid_pairs: None) -> None:
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
-    arguments = prepare_server_args([*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, "--mamba-scheduler-strategy", "no_buffer"])
-    with pytest.raises(AssertionError, match=r"no_buffer do not support overlap schedule\. Try to set disable_overlap_schedule"):
+    arguments = prepare_server_args(
+        [*HYBRID_BASE, str(HYBRID), *HYBRID_DFLASH, "--mamba-scheduler-strategy", "no_buffer"]
+    )
+    with pytest.raises(
+        AssertionError,
+        match=r"no_buffer do not support overlap schedule\. Try to set disable_overlap_schedule",
+    ):
         arguments.resolve_once()
 
 

@@ -20,7 +20,9 @@ def ask(server: Server, kinds: tuple[str, ...] = KINDS) -> dict[str, list[dict[s
     texts = workload.prompts()
 
     def one(text: str) -> dict[str, Any]:
-        return server.generate(text, temperature=0, max_new_tokens=workload.NEW_TOKENS, ignore_eos=True)
+        return server.generate(
+            text, temperature=0, max_new_tokens=workload.NEW_TOKENS, ignore_eos=True
+        )
 
     with ThreadPoolExecutor(8) as pool:
         return {kind: list(pool.map(one, texts[kind])) for kind in kinds}
@@ -35,7 +37,10 @@ def test_a_sharded_drafter_drafts_as_the_whole_one(answers: Any, running: Runnin
     report = server.dflash()
     assert report["tensor_parallel"] == 2
     # Every step of every request commits as much: the drafts are the same too, sums of two shards rounded otherwise.
-    steps = [sum(answer["meta_info"]["spec_verify_ct"] for kind in KINDS for answer in every[kind]) for every in (got, alone)]
+    steps = [
+        sum(answer["meta_info"]["spec_verify_ct"] for kind in KINDS for answer in every[kind])
+        for every in (got, alone)
+    ]
     assert abs(steps[0] - steps[1]) <= 0.01 * steps[1]
 
 
@@ -55,11 +60,18 @@ def demo_config() -> Any:
 
 def test_the_built_in_worker_runs_on_two_ranks_too(answers: Any, running: Running) -> None:
     """What we do not serve goes to it: the platform owes it the same."""
-    workload.assert_same_outputs(ask(running.get("builtin-tp2"), ("demo",)), {"demo": answers("plain")["demo"]})
+    workload.assert_same_outputs(
+        ask(running.get("builtin-tp2"), ("demo",)), {"demo": answers("plain")["demo"]}
+    )
 
 
 def test_data_parallel_replicas_answer_alike(answers: Any, running: Running) -> None:
     server = running.get("dp2")
     workload.assert_same_outputs(ask(server), {kind: answers("plain")[kind] for kind in KINDS})
-    states = [state["dflash"] for state in requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]]
-    assert len(states) == 2 and all(state["verify_steps"] > 0 and state["acceptance_length"] > 1.5 for state in states)
+    states = [
+        state["dflash"]
+        for state in requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]
+    ]
+    assert len(states) == 2 and all(
+        state["verify_steps"] > 0 and state["acceptance_length"] > 1.5 for state in states
+    )

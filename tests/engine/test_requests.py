@@ -15,7 +15,10 @@ from tests.engine import workload
 from tests.engine.conftest import Running
 
 QUESTION = [
-    {"role": "user", "content": '"""A generally useful event scheduler class.\n\nEach instance of this class manages its own queue.\n'}
+    {
+        "role": "user",
+        "content": '"""A generally useful event scheduler class.\n\nEach instance of this class manages its own queue.\n',
+    }
 ]
 
 
@@ -30,13 +33,17 @@ def client(server: Server) -> OpenAI:
 
 
 def chat(client: OpenAI, **more: Any) -> Any:
-    return client.chat.completions.create(model="default", messages=QUESTION, temperature=0, **{"max_tokens": 32, **more})
+    return client.chat.completions.create(
+        model="default", messages=QUESTION, temperature=0, **{"max_tokens": 32, **more}
+    )
 
 
 def test_chat_and_streamed_chat_agree(client: OpenAI) -> None:
     whole = chat(client)
     assert whole.choices[0].message.content and whole.usage.completion_tokens == 32
-    pieces = [chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True) if chunk.choices]
+    pieces = [
+        chunk.choices[0].delta.content or "" for chunk in chat(client, stream=True) if chunk.choices
+    ]
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(pieces) > 3
 
@@ -67,14 +74,23 @@ def test_stop_token_inside_a_block_ends_the_request_there(server: Server) -> Non
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 9, 23])
 def test_max_tokens_is_kept_to_the_token(server: Server, limit: int) -> None:
-    assert server.generate("import sys\n", temperature=0, max_new_tokens=limit, ignore_eos=True)["meta_info"]["completion_tokens"] == limit
+    assert (
+        server.generate("import sys\n", temperature=0, max_new_tokens=limit, ignore_eos=True)[
+            "meta_info"
+        ]["completion_tokens"]
+        == limit
+    )
 
 
 def test_two_at_once_answer_as_they_do_alone(client: OpenAI) -> None:
     prompts = workload.prompts()["demo"][3:5]
 
     def ask(prompt: str) -> str:
-        return client.completions.create(model="default", prompt=prompt, temperature=0, max_tokens=40).choices[0].text
+        return (
+            client.completions.create(model="default", prompt=prompt, temperature=0, max_tokens=40)
+            .choices[0]
+            .text
+        )
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(ask, prompts)) == [ask(p) for p in prompts]
@@ -94,13 +110,22 @@ def test_logprobs_are_those_of_the_committed_tokens(server: Server, running: Run
     info = answer["meta_info"]
     assert [token for _, token, _ in info["output_token_logprobs"]] == answer["output_ids"]
     # Greedy: the token's own log-probability is the largest.
-    assert all(top[0][0] == own[0] for own, top in zip(info["output_token_logprobs"], info["output_top_logprobs"], strict=True))
+    assert all(
+        top[0][0] == own[0]
+        for own, top in zip(info["output_token_logprobs"], info["output_top_logprobs"], strict=True)
+    )
 
 
 def test_an_aborted_request_leaves_the_server_well(server: Server) -> None:
     def hang_up() -> None:
-        request = {"text": "x = ", "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
-        with requests.post(f"{server.url}/generate", json=request, stream=True, timeout=60) as response:
+        request = {
+            "text": "x = ",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True},
+            "stream": True,
+        }
+        with requests.post(
+            f"{server.url}/generate", json=request, stream=True, timeout=60
+        ) as response:
             next(response.iter_lines())
 
     threads = [threading.Thread(target=hang_up) for _ in range(3)]
@@ -108,15 +133,28 @@ def test_an_aborted_request_leaves_the_server_well(server: Server) -> None:
         t.start()
     for t in threads:
         t.join()
-    assert server.generate("import os\n", temperature=0, max_new_tokens=4)["meta_info"]["completion_tokens"] == 4
+    assert (
+        server.generate("import os\n", temperature=0, max_new_tokens=4)["meta_info"][
+            "completion_tokens"
+        ]
+        == 4
+    )
 
 
 def test_a_logit_bias_holds_at_every_position_of_a_block(server: Server) -> None:
     """A logit bias of +100 forces one token at every position of a block; -100 on the greedy token avoids it."""
-    forced = server.generate("import os\n", temperature=0, max_new_tokens=12, ignore_eos=True, logit_bias={"77": 100})
+    forced = server.generate(
+        "import os\n", temperature=0, max_new_tokens=12, ignore_eos=True, logit_bias={"77": 100}
+    )
     assert forced["output_ids"] == [77] * 12
     first = server.generate("import os\n", temperature=0, max_new_tokens=1)["output_ids"][0]
-    avoided = server.generate("import os\n", temperature=0, max_new_tokens=12, ignore_eos=True, logit_bias={str(first): -100})
+    avoided = server.generate(
+        "import os\n",
+        temperature=0,
+        max_new_tokens=12,
+        ignore_eos=True,
+        logit_bias={str(first): -100},
+    )
     assert first not in avoided["output_ids"]
 
 
@@ -131,12 +169,18 @@ WRONG = {
 
 @pytest.mark.parametrize("field", WRONG)
 def test_invalid_sampling_parameters_are_a_400_that_names_them(server: Server, field: str) -> None:
-    response = requests.post(f"{server.url}/generate", json={"text": "x", "sampling_params": WRONG[field]}, timeout=60)
+    response = requests.post(
+        f"{server.url}/generate", json={"text": "x", "sampling_params": WRONG[field]}, timeout=60
+    )
     assert response.status_code == 400 and field in response.text
     assert server.generate("x", temperature=0, max_new_tokens=2)["output_ids"]
 
 
 def test_a_prompt_over_the_context_length_is_a_400(server: Server) -> None:
-    response = requests.post(f"{server.url}/generate", json={"input_ids": [5] * 40_000, "sampling_params": {}}, timeout=60)
+    response = requests.post(
+        f"{server.url}/generate",
+        json={"input_ids": [5] * 40_000, "sampling_params": {}},
+        timeout=60,
+    )
     assert response.status_code == 400 and "length" in response.text
     assert server.generate("x", temperature=0, max_new_tokens=2)["output_ids"]

@@ -25,7 +25,17 @@ SAMPLING = [
 def seeded(running: Running, name: str) -> list[Any]:
     server, jobs = running.get(name), []
     for i, text in enumerate(workload.prompts()["demo"][:12] + workload.prompts()["short"][8:14]):
-        jobs.append((text, {**SAMPLING[i % len(SAMPLING)], "sampling_seed": 1000 + i, "max_new_tokens": 40, "ignore_eos": True}))
+        jobs.append(
+            (
+                text,
+                {
+                    **SAMPLING[i % len(SAMPLING)],
+                    "sampling_seed": 1000 + i,
+                    "max_new_tokens": 40,
+                    "ignore_eos": True,
+                },
+            )
+        )
     with ThreadPoolExecutor(6) as pool:
         return list(pool.map(lambda job: server.generate(job[0], **job[1]), jobs))
 
@@ -39,7 +49,11 @@ def test_seeded_samples_are_plain_decodings_tokens(running: Running) -> None:
     assert len({tuple(a["output_ids"]) for a in ours}) == len(ours)
 
 
-LAWS = [{"temperature": 1.0, "top_k": 6}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.2, "min_p": 0.05}]
+LAWS = [
+    {"temperature": 1.0, "top_k": 6},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.05},
+]
 
 
 @pytest.mark.parametrize("how", LAWS, ids=str)
@@ -55,15 +69,24 @@ def test_unseeded_samples_follow_the_targets_law(running: Running, how: dict[str
 
     def law(continued: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits = target(torch.cat([ids, torch.tensor([continued], dtype=torch.long)], 1)).logits[0, -1]
+            logits = target(
+                torch.cat([ids, torch.tensor([continued], dtype=torch.long)], 1)
+            ).logits[0, -1]
         return target_probabilities(logits, **how)
 
     first = law([])
-    expected = {(a, b): float(first[a] * p) for a in first.nonzero()[:, 0].tolist() for b, p in enumerate(law([a]).tolist()) if p > 0}
+    expected = {
+        (a, b): float(first[a] * p)
+        for a in first.nonzero()[:, 0].tolist()
+        for b, p in enumerate(law([a]).tolist())
+        if p > 0
+    }
     assert set(draws) <= set(expected)
     counts = Counter(draws)
     often = {pair for pair, p in expected.items() if p * len(draws) >= 5}
-    observed = [counts[pair] for pair in often] + [sum(c for pair, c in counts.items() if pair not in often)]
+    observed = [counts[pair] for pair in often] + [
+        sum(c for pair, c in counts.items() if pair not in often)
+    ]
     wanted = [expected[pair] * len(draws) for pair in often]
     wanted.append(len(draws) - sum(wanted))
     if wanted[-1] < 1e-6:

@@ -18,7 +18,13 @@ from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 from tests.engine.conftest import DFLASH, PAIR
 
-TARGET = ["--model-path", str(PAIR.target), "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path"]
+TARGET = [
+    "--model-path",
+    str(PAIR.target),
+    "--speculative-algorithm",
+    "DFLASH",
+    "--speculative-draft-model-path",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +44,11 @@ def resolve() -> Callable[..., Any]:
     return of
 
 
-def edited(tmp_path: Path, config: dict[str, Any] | None = None, tensors: Callable[[dict], Any] | None = None) -> str:
+def edited(
+    tmp_path: Path,
+    config: dict[str, Any] | None = None,
+    tensors: Callable[[dict], Any] | None = None,
+) -> str:
     """A copy of the demo draft with its config or its tensors changed."""
     folder = tmp_path / "draft"
     shutil.copytree(PAIR.draft, folder)
@@ -54,8 +64,14 @@ def edited(tmp_path: Path, config: dict[str, Any] | None = None, tensors: Callab
 
 
 BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden size": ({"config": {"hidden_size": 256}}, r"hidden_size: the draft's is 256, the target's 192"),
-    "vocabulary": ({"config": {"vocab_size": 2048}}, r"vocab_size: the draft's is 2048, the target's 1024"),
+    "hidden size": (
+        {"config": {"hidden_size": 256}},
+        r"hidden_size: the draft's is 256, the target's 192",
+    ),
+    "vocabulary": (
+        {"config": {"vocab_size": 2048}},
+        r"vocab_size: the draft's is 2048, the target's 1024",
+    ),
     "target layers": (
         {"config": {"num_target_layers": 12}},
         r"num_target_layers: the draft was trained on 12 target layers, this target has 6",
@@ -64,10 +80,22 @@ BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
         {"config": {"dflash_config": {"target_layer_ids": [1, 3, 6]}}},
         r"target_layer_ids: \[6\] outside the target's layers 0 to 5",
     ),
-    "mask token": ({"config": {"dflash_config": {"mask_token_id": 5000}}}, r"mask_token_id: 5000 is outside the vocabulary of 1024"),
-    "missing tensor": ({"tensors": lambda t: t.pop("layers.0.mlp.up_proj.weight")}, r"'layers\.0\.mlp\.up_proj\.weight' is missing"),
-    "left-over tensor": ({"tensors": lambda t: t.update(extra=torch.zeros(1))}, r"the first is 'extra'"),
-    "wrong shape": ({"tensors": lambda t: t.update({"norm.weight": torch.ones(7)})}, r"norm\.weight \[7\]; the config asks for \[192\]"),
+    "mask token": (
+        {"config": {"dflash_config": {"mask_token_id": 5000}}},
+        r"mask_token_id: 5000 is outside the vocabulary of 1024",
+    ),
+    "missing tensor": (
+        {"tensors": lambda t: t.pop("layers.0.mlp.up_proj.weight")},
+        r"'layers\.0\.mlp\.up_proj\.weight' is missing",
+    ),
+    "left-over tensor": (
+        {"tensors": lambda t: t.update(extra=torch.zeros(1))},
+        r"the first is 'extra'",
+    ),
+    "wrong shape": (
+        {"tensors": lambda t: t.update({"norm.weight": torch.ones(7)})},
+        r"norm\.weight \[7\]; the config asks for \[192\]",
+    ),
 }
 
 
@@ -90,7 +118,10 @@ def test_a_truncated_draft_is_refused(resolve: Any, tmp_path: Path) -> None:
 
 
 def test_a_missing_draft_is_refused(resolve: Any) -> None:
-    with pytest.raises(ConfigError, match=r"--speculative-draft-model-path: '/no/such/draft' is neither a folder here nor"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--speculative-draft-model-path: '/no/such/draft' is neither a folder here nor",
+    ):
         resolve(*TARGET, "/no/such/draft")
 
 
@@ -101,16 +132,33 @@ def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
 
 BAD_FLAGS = {
     r"--speculative-num-draft-tokens: 1 is too small": ["--speculative-num-draft-tokens", "1"],
-    r"--speculative-draft-window-size: 7 is smaller than the block size 8": ["--speculative-dflash-draft-window-size", "7"],
-    r"--speculative-draft-sink-size: -2 is negative": ["--speculative-draft-window-size", "64", "--speculative-draft-sink-size", "-2"],
+    r"--speculative-draft-window-size: 7 is smaller than the block size 8": [
+        "--speculative-dflash-draft-window-size",
+        "7",
+    ],
+    r"--speculative-draft-sink-size: -2 is negative": [
+        "--speculative-draft-window-size",
+        "64",
+        "--speculative-draft-sink-size",
+        "-2",
+    ],
     r"--speculative-dflash-draft-kv-tokens: 0; a positive": [
         "--speculative-draft-window-size",
         "64",
         "--speculative-dflash-draft-kv-tokens",
         "0",
     ],
-    r"--attention-backend: 'fa3' cannot run on a plain CPU; 'torch_native' can": ["--attention-backend", "fa3", "--device", "cpu"],
-    r"--lora-backend: 'triton' cannot run on a plain CPU; 'torch_native' can": ["--enable-lora", "--lora-backend", "triton"],
+    r"--attention-backend: 'fa3' cannot run on a plain CPU; 'torch_native' can": [
+        "--attention-backend",
+        "fa3",
+        "--device",
+        "cpu",
+    ],
+    r"--lora-backend: 'triton' cannot run on a plain CPU; 'torch_native' can": [
+        "--enable-lora",
+        "--lora-backend",
+        "triton",
+    ],
 }
 
 
@@ -150,17 +198,29 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
 
     from sglang_dflash.serving import arguments
 
-    flags = ["--speculative-dflash-draft-window-size", "128", "--speculative-dflash-draft-kv-tokens", "999"]
+    flags = [
+        "--speculative-dflash-draft-window-size",
+        "128",
+        "--speculative-dflash-draft-kv-tokens",
+        "999",
+    ]
     given = resolve(*TARGET, str(PAIR.draft), *flags, "--speculative-dflash-worker", "builtin")
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
-    assert arguments.wants_builtin(given) and arguments.options(given, settings).draft_kv_tokens == 999
+    assert (
+        arguments.wants_builtin(given) and arguments.options(given, settings).draft_kv_tokens == 999
+    )
 
 
 def test_the_published_mamba_spelling_is_understood() -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    assert prepare_server_args([*TARGET, "d", "--mamba-scheduler-strategy", "extra_buffer"]).mamba_radix_cache_strategy == "extra_buffer"
+    assert (
+        prepare_server_args(
+            [*TARGET, "d", "--mamba-scheduler-strategy", "extra_buffer"]
+        ).mamba_radix_cache_strategy
+        == "extra_buffer"
+    )
 
 
 def test_engine_keyword_arguments_are_understood() -> None:
@@ -169,25 +229,42 @@ def test_engine_keyword_arguments_are_understood() -> None:
     from sglang_dflash.serving import arguments
 
     given = arguments.server_args_from_kwargs(
-        ServerArgs, model_path="m", speculative_dflash_draft_window_size=64, speculative_dflash_worker="builtin"
+        ServerArgs,
+        model_path="m",
+        speculative_dflash_draft_window_size=64,
+        speculative_dflash_worker="builtin",
     )
     assert given.speculative_draft_window_size == 64 and arguments.wants_builtin(given)
     with pytest.raises(ConfigError, match=r"speculative_dflash_worker: 'mine'; choose one of"):
-        arguments.server_args_from_kwargs(ServerArgs, model_path="m", speculative_dflash_worker="mine")
+        arguments.server_args_from_kwargs(
+            ServerArgs, model_path="m", speculative_dflash_worker="mine"
+        )
 
 
-def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(resolve: Any, tmp_path: Path, capfd: Any) -> None:
+def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
+    resolve: Any, tmp_path: Path, capfd: Any
+) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     draft = edited(tmp_path, {"dflash_config": {"projector_type": "domino"}})
     worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(*TARGET, draft))
     assert worker.__name__ == "DFlashWorkerV2"
-    told = [line for line in capfd.readouterr().err.splitlines() if "built-in worker serves instead" in line]
+    told = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "built-in worker serves instead" in line
+    ]
     assert len(told) == 1 and "projector_type: 'domino'" in told[0]
 
 
 REFUSED_BY_SGLANG = {
-    "DFLASH with dp attention requires CUDA or NPU": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
+    "DFLASH with dp attention requires CUDA or NPU": [
+        "--tp-size",
+        "2",
+        "--dp-size",
+        "2",
+        "--enable-dp-attention",
+    ],
     "DFLASH speculative decoding only supports pp_size == 1": ["--pp-size", "2"],
 }
 
@@ -198,8 +275,12 @@ def test_scale_out_that_sglang_itself_refuses(message: str, resolve: Any) -> Non
         resolve(*TARGET, str(PAIR.draft), *REFUSED_BY_SGLANG[message])
 
 
-def test_ranks_among_which_the_draft_does_not_divide_are_refused(resolve: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"):
+def test_ranks_among_which_the_draft_does_not_divide_are_refused(
+    resolve: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"
+    ):
         resolve(*TARGET, str(PAIR.draft), "--tp-size", "3")
 
 
@@ -231,18 +312,36 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
     assert unserved_setting(given, Changed(), str(PAIR.draft)) == reason
 
 
-def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(resolve: Any, capfd: Any) -> None:
+def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
+    resolve: Any, capfd: Any
+) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill"))
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(
+        resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill")
+    )
     assert worker.__name__ == "DFlashWorkerV2"
-    told = [line for line in capfd.readouterr().err.splitlines() if "built-in worker serves instead" in line]
+    told = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "built-in worker serves instead" in line
+    ]
     assert len(told) == 1 and "because of --disaggregation-mode" in told[0]
 
 
 def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path) -> None:
     draft = edited(tmp_path, {"hidden_size": 256})
-    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *TARGET, draft, "--port", "39999"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "sglang.launch_server",
+        *TARGET,
+        draft,
+        "--port",
+        "39999",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode != 0
     assert "hidden_size: the draft's is 256, the target's 192" in done.stderr.splitlines()[-1]
@@ -256,12 +355,20 @@ def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
 
     parser = argparse.ArgumentParser()
     arguments.add_flags(None, parser)
-    ours = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
+    ours = [
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--") and flag != "--help"
+    ]
     assert len(ours) == len(arguments.DEFAULTS) + len(arguments.ALIASES)
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
     root = Path(__file__).parents[2]
-    for place, text in {"--help": shown, **{p: (root / p).read_text() for p in ("README.md", "docs/flags.md")}}.items():
+    for place, text in {
+        "--help": shown,
+        **{p: (root / p).read_text() for p in ("README.md", "docs/flags.md")},
+    }.items():
         missing = [flag for flag in [*ours, DFLASH[0]] if flag not in text]
         assert not missing, f"{place}: {missing}"
 

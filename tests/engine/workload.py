@@ -28,7 +28,11 @@ def prompts() -> dict[str, list[str]]:
         "long": [lex[i * 400 : i * 400 + 900 + 200 * i] for i in range(10)],
         "demo": demo_pair("dense").prompts[:16],
         # Three prefixes with five continuations each: all but the first of each find their prefix cached.
-        "shared prefix": [wrap[s : s + 1200] + f"\n    # {c}\n    def {c}" for s in (0, 2500, 5000) for c in ("a", "bc", "def", "g", "hi")],
+        "shared prefix": [
+            wrap[s : s + 1200] + f"\n    # {c}\n    def {c}"
+            for s in (0, 2500, 5000)
+            for c in ("a", "bc", "def", "g", "hi")
+        ],
     }
 
 
@@ -37,7 +41,14 @@ def run(server: Server) -> dict[str, list[dict[str, Any]]]:
     answers = {}
     for name, texts in prompts().items():
         with ThreadPoolExecutor(1 if name == "shared prefix" else 8) as pool:
-            answers[name] = list(pool.map(lambda t: server.generate(t, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True), texts))
+            answers[name] = list(
+                pool.map(
+                    lambda t: server.generate(
+                        t, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
+                    ),
+                    texts,
+                )
+            )
     return answers
 
 
@@ -46,17 +57,25 @@ def run_penalised(server: Server) -> list[dict[str, Any]]:
     what else is being prefilled, in plain decoding too."""
     send = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     texts = prompts()["demo"][:10]
-    return [server.generate(text, **{**send, **PENALTIES[i % len(PENALTIES)]}) for i, text in enumerate(texts)]
+    return [
+        server.generate(text, **{**send, **PENALTIES[i % len(PENALTIES)]})
+        for i, text in enumerate(texts)
+    ]
 
 
-def assert_same_outputs(got: dict[str, list[dict[str, Any]]], expected: dict[str, list[dict[str, Any]]]) -> None:
+def assert_same_outputs(
+    got: dict[str, list[dict[str, Any]]], expected: dict[str, list[dict[str, Any]]]
+) -> None:
     """Token ids, bitwise; the first differing position of every differing prompt is reported."""
     differing = []
     for name in expected:
         for i, (a, b) in enumerate(zip(got[name], expected[name], strict=True)):
             x, y = a["output_ids"], b["output_ids"]
             if x != y:
-                at = next((j for j, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+                at = next(
+                    (j for j, (p, q) in enumerate(zip(x, y, strict=False)) if p != q),
+                    min(len(x), len(y)),
+                )
                 differing.append(f"{name}[{i}] from token {at} ({len(x)} and {len(y)} tokens)")
     assert not differing, f"{len(differing)} prompts differ: {differing}"
 

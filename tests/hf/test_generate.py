@@ -28,11 +28,22 @@ def by_generate(pair: DemoPair, prompt: str | list[int]) -> tuple[Any, list[int]
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     ids = torch.tensor([tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt])
     with torch.inference_mode():
-        return tokenizer, target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
+        return tokenizer, target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[
+            0, ids.shape[1] :
+        ].tolist()
 
 
 def asked(pair: DemoPair, *more: str) -> list[str]:
-    return ["generate", "--target", str(pair.target), "--draft", str(pair.draft), "--max-new-tokens", str(NEW_TOKENS), *more]
+    return [
+        "generate",
+        "--target",
+        str(pair.target),
+        "--draft",
+        str(pair.draft),
+        "--max-new-tokens",
+        str(NEW_TOKENS),
+        *more,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
@@ -43,13 +54,22 @@ def test_its_output_is_generates(kind: str, capsys: pytest.CaptureFixture[str]) 
         assert cli.main(asked(pair, "--prompt", prompt)) == 0
         shown = capsys.readouterr()
         assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
-        assert f"{NEW_TOKENS} tokens in " in shown.err.splitlines()[-1] and "acceptance length" in shown.err
+        assert (
+            f"{NEW_TOKENS} tokens in " in shown.err.splitlines()[-1]
+            and "acceptance length" in shown.err
+        )
         assert cli.main(asked(pair, "--prompt", prompt, "--json")) == 0
         done = json.loads(capsys.readouterr().out)
-        assert done["tokens"] == expected and done["acceptance_length"] > 2 and done["finish_reason"] == "length"
+        assert (
+            done["tokens"] == expected
+            and done["acceptance_length"] > 2
+            and done["finish_reason"] == "length"
+        )
 
 
-def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The generation config is made to name a token of the answer, so that something ends it."""
     import shutil
 
@@ -57,22 +77,40 @@ def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(tmp_path:
 
     pair = demo_pair("dense")
     target = shutil.copytree(pair.target, tmp_path / "target")
-    chat = chat_tokens(AutoTokenizer.from_pretrained(target), [{"role": "user", "content": pair.prompts[0]}])
+    chat = chat_tokens(
+        AutoTokenizer.from_pretrained(target), [{"role": "user", "content": pair.prompts[0]}]
+    )
     _, whole = by_generate(pair, chat)
     named = json.loads((target / "generation_config.json").read_text())
-    (target / "generation_config.json").write_text(json.dumps({**named, "eos_token_id": [1022, whole[30]]}))
+    (target / "generation_config.json").write_text(
+        json.dumps({**named, "eos_token_id": [1022, whole[30]]})
+    )
     stopping = DemoPair(target, pair.draft, pair.prompts)
     _, expected = by_generate(stopping, chat)
     assert 0 < len(expected) <= 31
     (tmp_path / "prompt.txt").write_text(pair.prompts[0])
-    assert cli.main(asked(stopping, "--prompt-file", str(tmp_path / "prompt.txt"), "--chat", "--json")) == 0
+    assert (
+        cli.main(asked(stopping, "--prompt-file", str(tmp_path / "prompt.txt"), "--chat", "--json"))
+        == 0
+    )
     done = json.loads(capsys.readouterr().out)
-    assert done["tokens"] == expected and done["finish_reason"] == "stop" and done["prompt_tokens"] == len(chat)
+    assert (
+        done["tokens"] == expected
+        and done["finish_reason"] == "stop"
+        and done["prompt_tokens"] == len(chat)
+    )
 
 
 def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
     def sampled(*more: str) -> dict[str, Any]:
-        assert cli.main(asked(demo_pair("dense"), "--prompt", "def ", "--temperature", "1.5", "--json", *more)) == 0
+        assert (
+            cli.main(
+                asked(
+                    demo_pair("dense"), "--prompt", "def ", "--temperature", "1.5", "--json", *more
+                )
+            )
+            == 0
+        )
         return json.loads(capsys.readouterr().out)
 
     once = sampled("--seed", "7")
@@ -81,7 +119,11 @@ def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -
     free = sampled()
     assert sampled("--seed", str(free["seed"]))["tokens"] == free["tokens"] != once["tokens"]
     # One token is left to choose from: greedy, whatever the temperature.
-    assert sampled("--top-k", "1")["tokens"] == sampled("--top-p", "1e-9")["tokens"] == sampled("--temperature", "0")["tokens"]
+    assert (
+        sampled("--top-k", "1")["tokens"]
+        == sampled("--top-p", "1e-9")["tokens"]
+        == sampled("--temperature", "0")["tokens"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,19 +146,39 @@ def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_bad_input_is_refused_by_name(more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused_by_name(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = [str(tmp_path / "nowhere") if part == "{nowhere}" else part for part in more]
     assert cli.main(asked(demo_pair("dense"), *more)) == 1
     shown = capsys.readouterr()
     assert not shown.out and shown.err.splitlines()[-1].startswith(f"sglang-dflash: {message}")
 
 
-def test_one_of_a_pair_alone_and_an_unfit_pair_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_of_a_pair_alone_and_an_unfit_pair_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     dense, hybrid = demo_pair("dense"), demo_pair("hybrid")
     assert cli.main(["generate", "--prompt", "a", "--target", str(dense.target)]) == 1
     assert "--target and --draft: one without the other" in capsys.readouterr().err
-    assert cli.main(["generate", "--prompt", "a", "--target", str(dense.target), "--draft", str(hybrid.draft)]) == 1
-    assert "num_target_layers: the draft was trained on 8 target layers, this target has 6" in capsys.readouterr().err
+    assert (
+        cli.main(
+            [
+                "generate",
+                "--prompt",
+                "a",
+                "--target",
+                str(dense.target),
+                "--draft",
+                str(hybrid.draft),
+            ]
+        )
+        == 1
+    )
+    assert (
+        "num_target_layers: the draft was trained on 8 target layers, this target has 6"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_prompt_without_a_template_is_no_chat() -> None:

@@ -43,8 +43,12 @@ def draft(tmp_path: Path) -> DraftModel:
     return load_model(tmp_path, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("options", [Options(), Options(block_size=7), Options(window=9, sinks=2)], ids=str)
-def test_greedy_is_generates_output(target: Qwen3ForCausalLM, draft: DraftModel, options: Options) -> None:
+@pytest.mark.parametrize(
+    "options", [Options(), Options(block_size=7), Options(window=9, sinks=2)], ids=str
+)
+def test_greedy_is_generates_output(
+    target: Qwen3ForCausalLM, draft: DraftModel, options: Options
+) -> None:
     for length in (1, 5, 40):
         ids = torch.randint(0, 64, (1, length))
         expected = target.generate(ids, max_new_tokens=50, do_sample=False)[0, length:].tolist()
@@ -57,7 +61,13 @@ def test_greedy_is_generates_output(target: Qwen3ForCausalLM, draft: DraftModel,
 def test_a_llama_target_as_in_the_published_example(draft: DraftModel) -> None:
     """Llama 3.1's layers: no norms on queries and keys, a head of its own, and its rotary scaling."""
     torch.manual_seed(6)
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
         tie_word_embeddings=False, eos_token_id=None, bos_token_id=None, rope_parameters={**rope, "original_max_position_embeddings": 8192},
@@ -74,21 +84,32 @@ def test_it_stops_after_the_first_stop_token(target: Qwen3ForCausalLM, draft: Dr
     ids = torch.randint(0, 64, (1, 6))
     whole = spec_generate(draft, target, ids, 50).tokens
     stop = whole[20]
-    assert spec_generate(draft, target, ids, 50, stop_token_ids=(stop,)).tokens == whole[: whole.index(stop) + 1]
+    assert (
+        spec_generate(draft, target, ids, 50, stop_token_ids=(stop,)).tokens
+        == whole[: whole.index(stop) + 1]
+    )
 
 
 def test_samples_follow_the_targets_law(target: Qwen3ForCausalLM, draft: DraftModel) -> None:
     """400 draws of two tokens; the second comes out of a verify step. By accident it fails once in 10,000 seeds."""
     ids, how = torch.tensor([[3, 9, 27]]), {"temperature": 2.0, "top_k": 4}
-    draws = Counter(tuple(spec_generate(draft, target, ids, 2, choose=sampler(**how)).tokens) for _ in range(400))
+    draws = Counter(
+        tuple(spec_generate(draft, target, ids, 2, choose=sampler(**how)).tokens)
+        for _ in range(400)
+    )
 
     def law(more: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            return target_probabilities(target(torch.cat([ids, torch.tensor([more], dtype=torch.long)], 1)).logits[0, -1], **how)
+            return target_probabilities(
+                target(torch.cat([ids, torch.tensor([more], dtype=torch.long)], 1)).logits[0, -1],
+                **how,
+            )
 
     first = law([])
     expected = {
-        (a, b): float(first[a] * law([a])[b]) * 400 for a in first.nonzero()[:, 0].tolist() for b in law([a]).nonzero()[:, 0].tolist()
+        (a, b): float(first[a] * law([a])[b]) * 400
+        for a in first.nonzero()[:, 0].tolist()
+        for b in law([a]).nonzero()[:, 0].tolist()
     }
     assert set(draws) <= set(expected)
     often = [pair for pair, count in expected.items() if count >= 5]
@@ -99,10 +120,16 @@ def test_samples_follow_the_targets_law(target: Qwen3ForCausalLM, draft: DraftMo
     assert len(wanted) > 2 and chisquare(observed, wanted).pvalue > 1e-4
 
 
-def test_pairs_and_batches_that_do_not_fit_are_refused(target: Qwen3ForCausalLM, draft: DraftModel) -> None:
+def test_pairs_and_batches_that_do_not_fit_are_refused(
+    target: Qwen3ForCausalLM, draft: DraftModel
+) -> None:
     with pytest.raises(ConfigError, match="input_ids: 2 rows; one prompt at a time"):
         spec_generate(draft, target, torch.zeros(2, 3, dtype=torch.long), 4)
-    narrow = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, head_dim=8))
+    narrow = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=64, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, head_dim=8
+        )
+    )
     with pytest.raises(ConfigError, match="hidden_size: the draft's is 32, the target's 16"):
         spec_generate(draft, narrow, torch.zeros(1, 3, dtype=torch.long), 4)
 
@@ -124,7 +151,9 @@ def test_recurrent_targets(moe: bool, tmp_path: Path, monkeypatch: pytest.Monkey
     draft = load_model(tmp_path, dtype=torch.float32)
     for length in (1, 3, 70):
         ids = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(length))
-        expected = target.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)[0, length:].tolist()
+        expected = target.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)[
+            0, length:
+        ].tolist()
         read = prefill(draft, target, ids)
         assert spec_generate(draft, target, read, 40).tokens == expected
         with monkeypatch.context() as patch:
@@ -137,10 +166,14 @@ def informed(text: list[int]) -> Any:
     """`Drafter.propose` that knows so many tokens of the text, by turns: none, all, some."""
     known = itertools.cycle([0, 7, 3, 5])
 
-    def propose(self: Drafter, bonus: torch.Tensor, seq_lens: torch.Tensor, *_: Any) -> torch.Tensor:
+    def propose(
+        self: Drafter, bonus: torch.Tensor, seq_lens: torch.Tensor, *_: Any
+    ) -> torch.Tensor:
         at, size = int(seq_lens), self.block_size
         drafts = [*text[at + 1 : at + size], *[0] * size][: size - 1]
         right = next(known)
-        return torch.tensor([[int(bonus), *(t if i < right else (t + 1) % 1000 for i, t in enumerate(drafts))]])
+        return torch.tensor(
+            [[int(bonus), *(t if i < right else (t + 1) % 1000 for i, t in enumerate(drafts))]]
+        )
 
     return propose

@@ -19,7 +19,13 @@ from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.published import ModelFacts, collection, look_up, shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.core.options import DRAFT_KV_HEADROOM, Options
-from sglang_dflash.inspect_pair.inspection import GIB, Serving, draft_weight_bytes, inspect, split_kv
+from sglang_dflash.inspect_pair.inspection import (
+    GIB,
+    Serving,
+    draft_weight_bytes,
+    inspect,
+    split_kv,
+)
 from tests.conftest import raw_config
 
 PAIRS = [
@@ -40,7 +46,14 @@ PUBLISHED_GIB = {
     "Qwen3-Coder-30B-A3B-DFlash": 0.88, "Qwen3-4B-DFlash-b16": 1.00, "Qwen3-8B-DFlash-b16": 1.95,
     "LLaMA3.1-8B-Instruct-DFlash-UltraChat": 1.95, "Qwen3.5-27B-DFlash@5-layers": 3.22, "Qwen3.5-35B-A3B-DFlash@8-layers": 0.884,
 }  # fmt: skip
-TARGET = {"hidden_size": 32, "vocab_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+TARGET = {
+    "hidden_size": 32,
+    "vocab_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 GDN = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 3,
@@ -50,7 +63,9 @@ GDN = {
 }
 
 
-def model(config: dict[str, Any] | None, weight_bytes: int | None = 0, kv: int | None = None) -> ModelFacts:
+def model(
+    config: dict[str, Any] | None, weight_bytes: int | None = 0, kv: int | None = None
+) -> ModelFacts:
     return ModelFacts("a model", config, weight_bytes, kv, "a test")
 
 
@@ -71,9 +86,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_only_attention_layers_keep_kv() -> None:
     dense = TargetGeometry.from_dict(TARGET)
-    assert (dense.attention_layers, dense.recurrent_layers, dense.recurrent_state_bytes) == (6, 0, 0)
+    assert (dense.attention_layers, dense.recurrent_layers, dense.recurrent_state_bytes) == (
+        6,
+        0,
+        0,
+    )
     assert dense.kv_bytes_per_token(2) == 6 * 2 * 2 * 16 * 2
-    by_interval = TargetGeometry.from_dict({"text_config": {**TARGET, "full_attention_interval": 4, **GDN}})
+    by_interval = TargetGeometry.from_dict(
+        {"text_config": {**TARGET, "full_attention_interval": 4, **GDN}}
+    )
     types = ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 2
     assert by_interval == TargetGeometry.from_dict({**TARGET, "layer_types": types, **GDN})
     assert (by_interval.attention_layers, by_interval.recurrent_layers) == (1, 5)
@@ -81,7 +102,10 @@ def test_only_attention_layers_keep_kv() -> None:
 
 
 def test_an_untold_recurrent_state_is_none() -> None:
-    assert TargetGeometry.from_dict({**TARGET, "full_attention_interval": 2}).recurrent_state_bytes is None
+    assert (
+        TargetGeometry.from_dict({**TARGET, "full_attention_interval": 2}).recurrent_state_bytes
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,9 +125,13 @@ def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
 def test_draft_weights_by_hand() -> None:
     attention = 32 * 64 + 2 * 32 * 32 + 64 * 32
     layer = attention + 3 * 32 * 48 + 2 * 32 + 2 * 16
-    assert draft_weight_bytes(DraftConfig.from_dict(raw_config())) == 2 * (2 * 32 * 32 + 3 * layer + 2 * 32)
+    assert draft_weight_bytes(DraftConfig.from_dict(raw_config())) == 2 * (
+        2 * 32 * 32 + 3 * layer + 2 * 32
+    )
     biases = 3 * (64 + 32 + 32 + 32)
-    assert draft_weight_bytes(DraftConfig.from_dict(raw_config(attention_bias=True))) == 2 * (2 * 32 * 32 + 3 * layer + 2 * 32 + biases)
+    assert draft_weight_bytes(DraftConfig.from_dict(raw_config(attention_bias=True))) == 2 * (
+        2 * 32 * 32 + 3 * layer + 2 * 32 + biases
+    )
 
 
 # -- memory
@@ -111,15 +139,29 @@ def test_draft_weights_by_hand() -> None:
 
 def test_a_bounded_cache_leaves_the_rest_to_the_target() -> None:
     split = split_kv(12_000, 100, 20, slots=30)
-    assert split.bounded and (split.draft_kv_slots, split.draft_kv_bytes, split.draft_kv_bytes_unbounded) == (30, 600, 2000)
-    assert (split.target_tokens, split.target_tokens_unbounded, split.target_tokens_without_draft_kv) == (114, 100, 120)
-    assert split.target_tokens_gain == pytest.approx(0.14) and split.target_tokens_gain_ceiling == pytest.approx(0.2)
+    assert split.bounded and (
+        split.draft_kv_slots,
+        split.draft_kv_bytes,
+        split.draft_kv_bytes_unbounded,
+    ) == (30, 600, 2000)
+    assert (
+        split.target_tokens,
+        split.target_tokens_unbounded,
+        split.target_tokens_without_draft_kv,
+    ) == (114, 100, 120)
+    assert split.target_tokens_gain == pytest.approx(
+        0.14
+    ) and split.target_tokens_gain_ceiling == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("slots", [None, 100, 5000])
 def test_a_cache_larger_than_the_targets_pool_has_one_slot_per_token(slots: int | None) -> None:
     split = split_kv(12_000, 100, 20, slots)
-    assert not split.bounded and (split.draft_kv_slots, split.draft_kv_bytes, split.target_tokens) == (100, 2000, 100)
+    assert not split.bounded and (
+        split.draft_kv_slots,
+        split.draft_kv_bytes,
+        split.target_tokens,
+    ) == (100, 2000, 100)
     assert split.target_tokens_gain == 0
 
 
@@ -130,21 +172,42 @@ def test_memory_is_what_weights_and_states_leave() -> None:
     state = 3 * (3 * 7 * 5 * 4 + (2 * 2 * 5 + 3 * 7) * 3 * 2)
     # Block 4: 4 + 4 - 2 inputs of a convolution of width 4, 3 before them, and two gates of 3 heads per token.
     replay = 3 * ((2 * 2 * 5 + 3 * 7) * (6 + 3) + 2 * 4 * 3) * 2
-    assert (found.recurrent_replay_bytes, found.recurrent_snapshot_bytes) == (replay, 3 * (4 * 3 * 7 * 5 * 4 + 41 * 6 * 2))
-    assert found.kv_memory_bytes == 2 * GIB - GIB - draft_weight_bytes(DraftConfig.from_dict(raw_config())) - 10 * (state + replay)
+    assert (found.recurrent_replay_bytes, found.recurrent_snapshot_bytes) == (
+        replay,
+        3 * (4 * 3 * 7 * 5 * 4 + 41 * 6 * 2),
+    )
+    assert found.kv_memory_bytes == 2 * GIB - GIB - draft_weight_bytes(
+        DraftConfig.from_dict(raw_config())
+    ) - 10 * (state + replay)
     assert found.worker == "sglang-dflash" and found.recurrent_layers == 3
 
 
 def test_options_size_the_cache_and_dtypes_its_entries() -> None:
-    serving = Serving(max_running_requests=3, kv_memory_gib=1, kv_dtype="fp8_e4m3", draft_kv_dtype="float32")
-    report = inspect(model(TARGET), model(raw_config()), Options(window=100, sinks=4), serving).report()
+    serving = Serving(
+        max_running_requests=3, kv_memory_gib=1, kv_dtype="fp8_e4m3", draft_kv_dtype="float32"
+    )
+    report = inspect(
+        model(TARGET), model(raw_config()), Options(window=100, sinks=4), serving
+    ).report()
     assert report["draft_kv_slots"] == int(DRAFT_KV_HEADROOM * 3 * (100 + 4 + 4))
-    assert (report["target_kv_bytes_per_token"], report["draft_kv_bytes_per_token"]) == (6 * 2 * 2 * 16, 3 * 2 * 2 * 16 * 4)
-    assert (report["worker"], report["block_size"], report["draft_kv_map"]) == ("sglang-dflash", 4, "bounded")
-    chosen = inspect(model(TARGET), model(raw_config()), Options(window=100, draft_kv_tokens=7), serving)
+    assert (report["target_kv_bytes_per_token"], report["draft_kv_bytes_per_token"]) == (
+        6 * 2 * 2 * 16,
+        3 * 2 * 2 * 16 * 4,
+    )
+    assert (report["worker"], report["block_size"], report["draft_kv_map"]) == (
+        "sglang-dflash",
+        4,
+        "bounded",
+    )
+    chosen = inspect(
+        model(TARGET), model(raw_config()), Options(window=100, draft_kv_tokens=7), serving
+    )
     assert chosen.kv.draft_kv_slots == 7
     inherited = Serving(kv_memory_gib=1, kv_dtype="fp8_e4m3")
-    assert inspect(model(TARGET), model(raw_config()), Options(), inherited).draft_kv_bytes_per_token == 3 * 2 * 2 * 16
+    assert (
+        inspect(model(TARGET), model(raw_config()), Options(), inherited).draft_kv_bytes_per_token
+        == 3 * 2 * 2 * 16
+    )
 
 
 SAYS = {
@@ -169,11 +232,21 @@ def test_what_the_configs_say_is_in_the_report() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0}
     layers = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8}
     draft = raw_config(**layers, rope_scaling=scaling, dtype="bfloat16")
-    target = {**TARGET, "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "float16", "max_position_embeddings": 512}
+    target = {
+        **TARGET,
+        "architectures": ["Qwen3ForCausalLM"],
+        "torch_dtype": "float16",
+        "max_position_embeddings": 512,
+    }
     report = inspect(model(target), model(draft), Options(), Serving(kv_memory_gib=1)).report()
     assert {name: report[name] for name in SAYS} == SAYS
-    for change, words in [({"is_causal": False}, "2 sliding (window 8), 1 full"), ({"is_causal": True, **ALL_FULL}, "3 full (causal)")]:
-        report = inspect(model(target), model({**draft, **change}), Options(), Serving(kv_memory_gib=1)).report()
+    for change, words in [
+        ({"is_causal": False}, "2 sliding (window 8), 1 full"),
+        ({"is_causal": True, **ALL_FULL}, "3 full (causal)"),
+    ]:
+        report = inspect(
+            model(target), model({**draft, **change}), Options(), Serving(kv_memory_gib=1)
+        ).report()
         assert report["draft_layers"] == words
 
 
@@ -189,7 +262,10 @@ def test_a_hybrid_target_says_how_it_rolls_back() -> None:
         ({**told, **GDN}, raw_config(selector_rank=256), "snapshot"),
     ]:
         report = inspect(model(target), model(draft), Options(), serving).report()
-        assert (report["recurrent_rollback"], report["target_layers"]) == (rollback, "3 recurrent, 3 attention")
+        assert (report["recurrent_rollback"], report["target_layers"]) == (
+            rollback,
+            "3 recurrent, 3 attention",
+        )
 
 
 def test_a_quantized_head_goes_to_the_builtin_worker() -> None:
@@ -203,7 +279,11 @@ def test_what_was_not_seen_decides_nothing() -> None:
     raw = raw_config(dflash_config={"target_layer_ids": [1, 3]})
     partly = ModelFacts("a draft", raw, 0, None, "a test", unknown=("dflash_config.mask_token_id",))
     found = inspect(model(TARGET), partly, Options(), Serving(kv_memory_gib=1))
-    assert found.worker == "unknown" and found.worker_reason == "not seen of the draft's config.json: dflash_config.mask_token_id"
+    assert (
+        found.worker == "unknown"
+        and found.worker_reason
+        == "not seen of the draft's config.json: dflash_config.mask_token_id"
+    )
     assert found.report()["mask_token_id"] is None and found.report()["draft_layers"] == "3 full"
     with pytest.raises(ConfigError, match="vocab_size: the draft's is 64, the target's 65"):
         inspect(model({**TARGET, "vocab_size": 65}), partly, Options(), Serving(kv_memory_gib=1))
@@ -224,7 +304,10 @@ def test_a_draft_for_the_builtin_worker_is_no_error() -> None:
         ({"memory_gib": -1.0}, "--memory-gib: -1.0"),
         ({"kv_memory_gib": float("nan")}, "--kv-memory-gib: nan"),
         ({"kv_dtype": "int3"}, "--kv-dtype: 'int3'; there is bfloat16"),
-        ({"kv_memory_gib": 1e-8}, "--kv-memory-gib: 9.31323e-09 GiB of KV memory do not hold one token"),
+        (
+            {"kv_memory_gib": 1e-8},
+            "--kv-memory-gib: 9.31323e-09 GiB of KV memory do not hold one token",
+        ),
         ({"memory_gib": 1.0}, "--memory-gib 1 x --mem-fraction 0.9: the weights alone do not fit"),
     ],
 )
@@ -234,13 +317,17 @@ def test_serving_is_checked(serving: dict[str, Any], message: str) -> None:
 
 
 def test_what_is_not_known_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="--kv-memory-gib: required, because the size of the target's weights"):
+    with pytest.raises(
+        ConfigError, match="--kv-memory-gib: required, because the size of the target's weights"
+    ):
         inspect(model(TARGET, None), model(raw_config()), Options(), Serving())
     measured = model(None, None, kv=100)
     with pytest.raises(ConfigError, match="--block-size: required"):
         inspect(measured, measured, Options(), Serving(kv_memory_gib=1))
     with pytest.raises(ConfigError, match="--kv-dtype: 'float32', but of a model only"):
-        inspect(measured, measured, Options(block_size=4), Serving(kv_memory_gib=1, kv_dtype="float32"))
+        inspect(
+            measured, measured, Options(block_size=4), Serving(kv_memory_gib=1, kv_dtype="float32")
+        )
 
 
 # -- facts
@@ -248,10 +335,20 @@ def test_what_is_not_known_is_asked_for() -> None:
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 def test_shipped_pairs_fit(target: str, draft: str) -> None:
-    raw_target, facts = look_up("target", target, offline=True), look_up("draft", draft, offline=True)
+    raw_target, facts = (
+        look_up("target", target, offline=True),
+        look_up("draft", draft, offline=True),
+    )
     assert raw_target.config is not None and facts.config is not None
-    geometry, config = TargetGeometry.from_dict(raw_target.config), DraftConfig.from_dict(facts.config)
-    config.check_target(hidden_size=geometry.hidden_size, vocab_size=geometry.vocab_size, num_layers=geometry.num_hidden_layers)
+    geometry, config = (
+        TargetGeometry.from_dict(raw_target.config),
+        DraftConfig.from_dict(facts.config),
+    )
+    config.check_target(
+        hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size,
+        num_layers=geometry.num_hidden_layers,
+    )
     assert facts.weight_bytes == draft_weight_bytes(config)
 
 
@@ -261,10 +358,19 @@ def test_every_facts_file_says_where_it_is_from() -> None:
     assert files == {facts.file for facts in known} | {"collection.json"}
     for facts in known:
         assert facts.source.startswith("Read: ")
-        assert (facts.config is None) == (facts.weight_bytes is None) == (facts.kv_bytes_per_token is not None)
+        assert (
+            (facts.config is None)
+            == (facts.weight_bytes is None)
+            == (facts.kv_bytes_per_token is not None)
+        )
         # What is not known is said, and is not in the config all the same.
-        fields = {*(facts.config or {}), *(f"dflash_config.{name}" for name in (facts.config or {}).get("dflash_config", {}))}
-        assert not fields & set(facts.unknown) and bool(facts.unknown) == ("Not seen: " in facts.source)
+        fields = {
+            *(facts.config or {}),
+            *(f"dflash_config.{name}" for name in (facts.config or {}).get("dflash_config", {})),
+        }
+        assert not fields & set(facts.unknown) and bool(facts.unknown) == (
+            "Not seen: " in facts.source
+        )
     assert collection().source.startswith("Read: ")
 
 
@@ -274,12 +380,16 @@ def test_published_sizes(name: str) -> None:
     facts = shipped("draft")[f"z-lab/{name}"]
     assert facts.config is not None and facts.weight_bytes is not None
     own = {"mask_token_id": 0, **facts.config["dflash_config"]}
-    assert facts.weight_bytes == draft_weight_bytes(DraftConfig.from_dict({**facts.config, "dflash_config": own}))
+    assert facts.weight_bytes == draft_weight_bytes(
+        DraftConfig.from_dict({**facts.config, "dflash_config": own})
+    )
     assert facts.weight_bytes / GIB == pytest.approx(PUBLISHED_GIB[name], abs=0.0051)
 
 
 def test_every_published_draft_has_a_size() -> None:
-    assert {f"z-lab/{name}" for name in PUBLISHED_GIB} == {draft for pair in collection().pairs for draft in pair.drafts}
+    assert {f"z-lab/{name}" for name in PUBLISHED_GIB} == {
+        draft for pair in collection().pairs for draft in pair.drafts
+    }
 
 
 def test_parameters_as_others_count_them() -> None:
@@ -289,28 +399,57 @@ def test_parameters_as_others_count_them() -> None:
 
 def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """By the earlier revision of its draft, which had no sliding layers."""
-    report = answer(capsys, "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers", "--window", "4096")
-    assert report["target_kv_bytes_per_token"] == 64 * 1024 and report["draft_kv_bytes_per_token"] == 20 * 1024
+    report = answer(
+        capsys, "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers", "--window", "4096"
+    )
+    assert (
+        report["target_kv_bytes_per_token"] == 64 * 1024
+        and report["draft_kv_bytes_per_token"] == 20 * 1024
+    )
     assert report["target_tokens_gain_ceiling"] == 0.3125
-    assert (report["recurrent_layers"], report["recurrent_state_bytes"]) == (48, 48 * (48 * 128 * 128 * 4 + 10240 * 3 * 2))
+    assert (report["recurrent_layers"], report["recurrent_state_bytes"]) == (
+        48,
+        48 * (48 * 128 * 128 * 4 + 10240 * 3 * 2),
+    )
     weights = report["target_weight_bytes"] + report["draft_weight_bytes"]
-    assert report["kv_memory_bytes"] == 72 * GIB - weights - 48 * (report["recurrent_state_bytes"] + report["recurrent_replay_bytes"])
-    assert report["draft_kv_slots"] == min(int(DRAFT_KV_HEADROOM * 48 * (4096 + 16)), report["target_tokens_unbounded"])
+    assert report["kv_memory_bytes"] == 72 * GIB - weights - 48 * (
+        report["recurrent_state_bytes"] + report["recurrent_replay_bytes"]
+    )
+    assert report["draft_kv_slots"] == min(
+        int(DRAFT_KV_HEADROOM * 48 * (4096 + 16)), report["target_tokens_unbounded"]
+    )
     # Replay against snapshots at block 16, per request: 19.8 MiB and 2.27 GiB.
     assert report["recurrent_replay_bytes"] < report["recurrent_snapshot_bytes"] / 100
     assert 0 <= report["target_tokens_gain"] < 0.3125 and report["worker"] == "sglang-dflash"
 
 
 @pytest.mark.parametrize(("target", "draft"), PAIRS[:2])
-def test_a_plain_name_is_the_revision_that_it_downloads(capsys: pytest.CaptureFixture[str], target: str, draft: str) -> None:
+def test_a_plain_name_is_the_revision_that_it_downloads(
+    capsys: pytest.CaptureFixture[str], target: str, draft: str
+) -> None:
     report = answer(capsys, target, draft, "--window", "4096")
-    assert report["draft_layers"] == "5 sliding (window 4096, causal), 1 full" and report["mask_token_id"] == 248077
-    assert report["draft_kv_bytes_per_token"] == 6 * 2 * 8 * 128 * 2 and report["worker"] == "sglang-dflash"
+    assert (
+        report["draft_layers"] == "5 sliding (window 4096, causal), 1 full"
+        and report["mask_token_id"] == 248077
+    )
+    assert (
+        report["draft_kv_bytes_per_token"] == 6 * 2 * 8 * 128 * 2
+        and report["worker"] == "sglang-dflash"
+    )
     assert len(report["target_layer_ids"]) == 8
 
 
 def test_the_peers_measured_geometry(capsys: pytest.CaptureFixture[str]) -> None:
-    peer = ("sglang-40665/target", "sglang-40665/draft", "--window", "2048", "--max-running-requests", "8", "--block-size", "16")
+    peer = (
+        "sglang-40665/target",
+        "sglang-40665/draft",
+        "--window",
+        "2048",
+        "--max-running-requests",
+        "8",
+        "--block-size",
+        "16",
+    )
     report = answer(capsys, *peer, "--kv-memory-gib", "36.1")
     memory, slots = int(36.1 * GIB), int(DRAFT_KV_HEADROOM * 8 * (2048 + 16))
     assert report["target_tokens"] == (memory - slots * 20480) // 61030
@@ -323,13 +462,22 @@ def test_the_peers_measured_geometry(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_demo_pair_weighs_what_its_files_hold(capsys: pytest.CaptureFixture[str]) -> None:
     pair = demo_pair("dense")
-    report = answer(capsys, str(pair.target), str(pair.draft), "--window", "64", "--max-running-requests", "4")
+    report = answer(
+        capsys, str(pair.target), str(pair.draft), "--window", "64", "--max-running-requests", "4"
+    )
     with safe_open(pair.draft / "model.safetensors", framework="pt") as opened:
         tensors = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118 - the handle does not iterate
     assert report["draft_weight_bytes"] == sum(tensor.nbytes for tensor in tensors)
     assert report["target_weight_bytes"] == (pair.target / "model.safetensors").stat().st_size
-    assert report["target_kv_bytes_per_token"] == 6 * 2 * 2 * 64 * 2 and report["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 64 * 2
-    assert (report["worker"], report["block_size"], report["worker_reason"]) == ("sglang-dflash", 8, None)
+    assert (
+        report["target_kv_bytes_per_token"] == 6 * 2 * 2 * 64 * 2
+        and report["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 64 * 2
+    )
+    assert (report["worker"], report["block_size"], report["worker_reason"]) == (
+        "sglang-dflash",
+        8,
+        None,
+    )
     assert report["draft_kv_slots"] == int(DRAFT_KV_HEADROOM * 4 * (64 + 8))
 
 
@@ -338,16 +486,22 @@ def test_the_weight_index_is_preferred(tmp_path: Path) -> None:
     assert look_up("target", str(tmp_path)).weight_bytes is None
     (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"0" * 10)
     assert look_up("target", str(tmp_path)).weight_bytes == 10
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 8}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 8}})
+    )
     assert look_up("target", str(tmp_path)).weight_bytes == 8
 
 
-def test_a_pair_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_pair_that_does_not_fit_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     pair = demo_pair("dense")
     shutil.copytree(pair.draft, tmp_path / "draft")
     config = json.loads((tmp_path / "draft/config.json").read_text())
     (tmp_path / "draft/config.json").write_text(json.dumps({**config, "hidden_size": 256}))
-    assert "hidden_size: the draft's is 256, the target's 192" in refusal(capsys, str(pair.target), str(tmp_path / "draft"))
+    assert "hidden_size: the draft's is 256, the target's 192" in refusal(
+        capsys, str(pair.target), str(tmp_path / "draft")
+    )
 
 
 def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -368,7 +522,9 @@ def test_hub_errors_name_argument_and_value(monkeypatch: pytest.MonkeyPatch) -> 
         raise huggingface_hub.errors.LocalEntryNotFoundError(f"no {file} of {name}")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    with pytest.raises(ConfigError, match=r"DRAFT: 'no/such' is neither .* \(no config.json of no/such\)"):
+    with pytest.raises(
+        ConfigError, match=r"DRAFT: 'no/such' is neither .* \(no config.json of no/such\)"
+    ):
         look_up("draft", "no/such")
 
 
@@ -385,7 +541,10 @@ def test_the_table_shows_every_fact(capsys: pytest.CaptureFixture[str]) -> None:
     report = answer(capsys, *PAIRS[2], "--window", "1024")
     assert cli.main(["inspect", *PAIRS[2], "--window", "1024", "--offline"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines if not line.startswith(" ")} == {*report, "source"} - {"sources"}
+    assert {line.split()[0] for line in lines if not line.startswith(" ")} == {
+        *report,
+        "source",
+    } - {"sources"}
     assert max(map(len, lines)) <= 120
 
 

@@ -26,12 +26,16 @@ PUBLISHED = [
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert (DOCS / "models.md").read_text() == page(), "run: python -m sglang_dflash.inspect_pair.models_page > docs/models.md"
+    assert (DOCS / "models.md").read_text() == page(), (
+        "run: python -m sglang_dflash.inspect_pair.models_page > docs/models.md"
+    )
 
 
 def test_every_published_draft_is_a_row() -> None:
     drafts = {row["draft"].split("@")[0] for row in ROWS}
-    named = {f"z-lab/{name}-DFlash" for name in PUBLISHED} | {f"z-lab/Qwen3-{size}-DFlash-b16" for size in ("4B", "8B")}
+    named = {f"z-lab/{name}-DFlash" for name in PUBLISHED} | {
+        f"z-lab/Qwen3-{size}-DFlash-b16" for size in ("4B", "8B")
+    }
     assert drafts == named | {"z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"}
     assert len(ROWS) == sum(len(pair.drafts) for pair in collection().pairs)
 
@@ -39,15 +43,22 @@ def test_every_published_draft_is_a_row() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["draft"])
 def test_a_row_says_what_its_facts_file_decides(row: dict[str, str]) -> None:
     facts = shipped("draft")[row["draft"]]
-    assert row["facts"] == f"[source](../sglang_dflash/checkpoint/published/{facts.file})" and facts.config is not None
+    assert (
+        row["facts"] == f"[source](../sglang_dflash/checkpoint/published/{facts.file})"
+        and facts.config is not None
+    )
     raw = facts.config
     own = raw["dflash_config"]
     assert int(row["block"]) == own.get("block_size", raw.get("block_size"))
     assert row["mask token"] == str(own.get("mask_token_id", "not seen"))
     counts = sum(int(run.split()[0]) for run in re.split(r", (?=\d)", row["draft layers"]))
-    assert counts == raw["num_hidden_layers"] and ("sliding" in row["draft layers"]) == ("sliding_attention" in raw.get("layer_types", ()))
+    assert counts == raw["num_hidden_layers"] and ("sliding" in row["draft layers"]) == (
+        "sliding_attention" in raw.get("layer_types", ())
+    )
     if facts.unknown:
-        assert row["served by"].startswith("open: ") and all(name in row["served by"] for name in facts.unknown)
+        assert row["served by"].startswith("open: ") and all(
+            name in row["served by"] for name in facts.unknown
+        )
         return
     try:
         DraftConfig.from_dict(raw)

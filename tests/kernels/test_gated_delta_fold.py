@@ -48,19 +48,28 @@ def test_the_kernel_is_its_twin(shape: tuple[int, ...], dtype: torch.dtype, bias
     refused = lengths[:, None] <= torch.arange(block, device=DEVICE)
     poisoned = inputs.masked_fill(refused[rows][None, :, :, None], float("nan"))
     got, expected = states.clone(), states.clone()
-    gated_delta_fold.fold_(layers, got, kept._replace(inputs=poisoned), rows, source, target, lengths)
+    gated_delta_fold.fold_(
+        layers, got, kept._replace(inputs=poisoned), rows, source, target, lengths
+    )
     gated_delta.fold_(layers, expected, kept, rows, source, target, lengths)
     # float32 sums in another order; in bfloat16 one rounding of a convolved input may fall the other way (2^-8 of a value near 4).
     tolerance = 3e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
     untouched = [i for i in range(2 * count + 1) if i not in target.tolist()]
-    assert torch.equal(got[:, untouched], states[:, untouched]) and torch.equal(got[:, 0], states[:, 1])
+    assert torch.equal(got[:, untouched], states[:, untouched]) and torch.equal(
+        got[:, 0], states[:, 1]
+    )
 
 
 def test_another_activation_is_refused() -> None:
-    layers = gated_delta.RecurrentLayers(torch.ones(1, 3, 2), None, "silu", torch.ones(1, 1), torch.ones(1, 1), 1, 1, 1, 1)
+    layers = gated_delta.RecurrentLayers(
+        torch.ones(1, 3, 2), None, "silu", torch.ones(1, 1), torch.ones(1, 1), 1, 1, 1, 1
+    )
     nothing = torch.ones(1)
     with pytest.raises(ConfigError, match="activation: 'gelu'"):
         gated_delta_fold.fold_(
-            replace(layers, activation="gelu"), nothing, gated_delta.VerifyInputs(*[nothing] * 4), *(nothing for _ in range(4))
+            replace(layers, activation="gelu"),
+            nothing,
+            gated_delta.VerifyInputs(*[nothing] * 4),
+            *(nothing for _ in range(4)),
         )

@@ -26,11 +26,17 @@ def span(prefix: int, count: int) -> attention.Span:
     return attention.Span(slice(0, count), prefix, torch.arange(prefix + count))
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, causal: bool, window: int) -> torch.Tensor:
+def dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, causal: bool, window: int
+) -> torch.Tensor:
     out = torch.zeros(len(q), GROUPS, SHARED, DIM)
     for i in range(len(q)):
         position = prefix + i
-        seen = [p for p in range(len(k)) if not causal or (p <= position and (window < 0 or p >= position - window))]
+        seen = [
+            p
+            for p in range(len(k))
+            if not causal or (p <= position and (window < 0 or p >= position - window))
+        ]
         for g in range(GROUPS):
             for s in range(SHARED):
                 scores = torch.stack([q[i, g, s] @ k[p, g] for p in seen]) / math.sqrt(DIM)
@@ -40,7 +46,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: int, causal
 
 @pytest.mark.parametrize("window", [-1, 0, 3], ids=lambda w: f"window{w}")
 @pytest.mark.parametrize(("prefix", "count"), [(0, 1), (0, 7), (9, 1), (9, 5)], ids=str)
-def test_causal_attention(prefix: int, count: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_attention(
+    prefix: int, count: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Chunks of 3 queries, so that prefill crosses chunk borders at these sizes.
     monkeypatch.setattr(attention, "QUERY_CHUNK", 3)
     q = torch.randn(count, GROUPS, SHARED, DIM)
@@ -60,14 +68,19 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
     backend = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
     keys, values = torch.randn(2, 64, GROUPS, DIM)
     backend.token_to_kv_pool = SimpleNamespace(
-        get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values, set_kv_buffer=lambda *a: None
+        get_key_buffer=lambda _: keys,
+        get_value_buffer=lambda _: values,
+        set_kv_buffer=lambda *a: None,
     )
     fake = SimpleNamespace(
         **layer().__dict__, is_cross_attention=False, layer_id=0, tp_k_head_num=GROUPS, tp_q_head_num=GROUPS * SHARED, qk_head_dim=DIM,
         v_head_dim=DIM,
     )  # fmt: skip
     slots = torch.randperm(64)
-    one, other = attention.Span(slice(0, 4), 6, slots[:10]), attention.Span(slice(4, 7), 30, slots[10:43])
+    one, other = (
+        attention.Span(slice(0, 4), 6, slots[:10]),
+        attention.Span(slice(4, 7), 30, slots[10:43]),
+    )
     q = torch.randn(7, GROUPS * SHARED * DIM)
     batch = SimpleNamespace(out_cache_loc=None)
     backend.spans = [one, other]
@@ -77,17 +90,29 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
 
 
 def test_seeded_sampling_hashes_as_murmur3() -> None:
-    seeds, positions, columns = torch.tensor([42, 2**40 + 7, 0]), torch.tensor([0, 77, 31000]), torch.tensor([0, 1, 1023, 248319])
+    seeds, positions, columns = (
+        torch.tensor([42, 2**40 + 7, 0]),
+        torch.tensor([0, 77, 31000]),
+        torch.tensor([0, 1, 1023, 248319]),
+    )
     hashed = murmur_hash32(seeds, positions, columns)
     for i, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
         for j, column in enumerate(columns.tolist()):
-            assert int(hashed[i, j]) == mmh3.hash(struct.pack("<qii", seed, position, column), 0, signed=False)
+            assert int(hashed[i, j]) == mmh3.hash(
+                struct.pack("<qii", seed, position, column), 0, signed=False
+            )
 
 
 def test_slots_are_entered_and_found_again() -> None:
     table, new = torch.zeros(4, 16, dtype=torch.int32), torch.arange(100, 107)
-    assign_req_to_token(torch.tensor([2, 0]), table, torch.tensor([3, 5]), torch.tensor([7, 8]), new, 2)
-    assert table[2, 3:7].tolist() == [100, 101, 102, 103] and table[0, 5:8].tolist() == [104, 105, 106] and table.sum() == new.sum()
+    assign_req_to_token(
+        torch.tensor([2, 0]), table, torch.tensor([3, 5]), torch.tensor([7, 8]), new, 2
+    )
+    assert (
+        table[2, 3:7].tolist() == [100, 101, 102, 103]
+        and table[0, 5:8].tolist() == [104, 105, 106]
+        and table.sum() == new.sum()
+    )
     found = speculative_cache_locs(
         req_pool_indices=torch.tensor([2, 0]), req_to_token=table, start_offset=torch.tensor([4, 5]), end_offset=torch.tensor([7, 8]),
         batch_size=2, draft_token_num=3, device="cpu",

@@ -14,7 +14,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
 from sglang_dflash.core.recurrent import gated_delta as gdn
 from sglang_dflash.platform_cpu import gdn_ops as ours
-from sglang_dflash.platform_cpu.torch_ops import conv_cache_in_model_dtype, note_model_dtype, pin_memory
+from sglang_dflash.platform_cpu.torch_ops import (
+    conv_cache_in_model_dtype,
+    note_model_dtype,
+    pin_memory,
+)
 
 HEADS, VALUE_HEADS, K, V, WIDTH = 2, 4, 16, 24, 4
 CHANNELS = 2 * HEADS * K + VALUE_HEADS * V
@@ -24,7 +28,9 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def parameters() -> SimpleNamespace:
-    return SimpleNamespace(a_log=torch.rand(VALUE_HEADS) * 2 - 1, dt_bias=torch.rand(VALUE_HEADS) - 0.5)
+    return SimpleNamespace(
+        a_log=torch.rand(VALUE_HEADS) * 2 - 1, dt_bias=torch.rand(VALUE_HEADS) - 0.5
+    )
 
 
 def inputs(tokens: int) -> SimpleNamespace:
@@ -43,9 +49,14 @@ def loop(x: SimpleNamespace, p: SimpleNamespace, state: Tensor) -> tuple[Tensor,
         for h in range(VALUE_HEADS):
             q, k = (y[t, h // (VALUE_HEADS // HEADS)].double() for y in (x.q, x.k))
             q, k = q / (q @ q + 1e-6).sqrt() / K**0.5, k / (k @ k + 1e-6).sqrt()
-            decay = torch.exp(-p.a_log[h].double().exp() * torch.log1p((x.a[t, h].double() + p.dt_bias[h].double()).exp()))
+            decay = torch.exp(
+                -p.a_log[h].double().exp()
+                * torch.log1p((x.a[t, h].double() + p.dt_bias[h].double()).exp())
+            )
             before = state[h] * decay
-            after[h] = before + torch.outer(torch.sigmoid(x.b[t, h].double()) * (x.v[t, h].double() - before @ k), k)
+            after[h] = before + torch.outer(
+                torch.sigmoid(x.b[t, h].double()) * (x.v[t, h].double() - before @ k), k
+            )
             outputs[h] = after[h] @ q
         state = after
         states.append(state)
@@ -70,7 +81,9 @@ def test_both_forms_compute_the_gated_delta_rule(tokens: int, with_state: bool) 
     g, beta = gdn.gates(p.a_log, x.a, p.dt_bias, x.b)
     q, k = gdn.per_value_head(x.q, x.k, VALUE_HEADS, K**-0.5, True)
     out, last, starts = gdn.chunked(q, k, x.v, g, beta, state)
-    one_by_one, after = gdn.recurrent(q[None], k[None], x.v[None], g[None], beta[None], state[None], every=True)
+    one_by_one, after = gdn.recurrent(
+        q[None], k[None], x.v[None], g[None], beta[None], state[None], every=True
+    )
     same, end = gdn.recurrent(q[None], k[None], x.v[None], g[None], beta[None], state[None])
     assert torch.equal(same, one_by_one) and torch.equal(end[0], after[-1])
     if tokens <= 65:
@@ -81,7 +94,10 @@ def test_both_forms_compute_the_gated_delta_rule(tokens: int, with_state: bool) 
     torch.testing.assert_close(starts, states[:-1:64].float(), **CLOSE)
     torch.testing.assert_close(one_by_one[0], expected.float(), **CLOSE)
     torch.testing.assert_close(after[:, 0], states[1:].float(), **CLOSE)
-    for theirs in (reference.torch_chunk_gated_delta_rule, reference.torch_recurrent_gated_delta_rule):
+    for theirs in (
+        reference.torch_chunk_gated_delta_rule,
+        reference.torch_recurrent_gated_delta_rule,
+    ):
         wide = (y.repeat_interleave(VALUE_HEADS // HEADS, 1)[None] for y in (x.q, x.k))
         ref_out, ref_state = theirs(*wide, x.v[None], g=g[None], beta=beta[None], initial_state=state.transpose(1, 2)[None],
                                     output_final_state=True, use_qk_l2norm_in_kernel=True)  # fmt: skip
@@ -124,8 +140,12 @@ def test_prefill_of_a_ragged_batch(in_place: bool) -> None:
         else:
             expected, states = loop(cut(x, slice(start, start + length)), p, before[slot])
             torch.testing.assert_close(out[0, start : start + length], expected.float(), **CLOSE)
-            torch.testing.assert_close(pool[slot], (states[-1] if in_place else states[0]).float(), **CLOSE)
-            torch.testing.assert_close(h[0, chunk : chunk - (-length // 64)], states[:-1:64].float(), **CLOSE)
+            torch.testing.assert_close(
+                pool[slot], (states[-1] if in_place else states[0]).float(), **CLOSE
+            )
+            torch.testing.assert_close(
+                h[0, chunk : chunk - (-length // 64)], states[:-1:64].float(), **CLOSE
+            )
         chunk -= -length // 64
     assert pool[[1, 4, 6]].isnan().all()
 
@@ -143,7 +163,14 @@ def decode(x: SimpleNamespace, p: SimpleNamespace, pool: Tensor, slots: Tensor) 
     return out[:, 0]
 
 
-def update(x: SimpleNamespace, p: SimpleNamespace, pool: Tensor, slots: Tensor, lengths: list[int], **verify: object) -> Tensor:
+def update(
+    x: SimpleNamespace,
+    p: SimpleNamespace,
+    pool: Tensor,
+    slots: Tensor,
+    lengths: list[int],
+    **verify: object,
+) -> Tensor:
     return ours.fused_sigmoid_gating_delta_rule_update(
         A_log=p.a_log, dt_bias=p.dt_bias, q=x.q[None], k=x.k[None], v=x.v[None], a=x.a, b=x.b, initial_state_source=pool,
         initial_state_indices=slots, cu_seqlens=bounds_of(lengths), use_qk_l2norm_in_kernel=True, softplus_beta=1.0,
@@ -188,7 +215,10 @@ def test_packed_and_unpacked_decode_agree() -> None:
     other = pool.clone()
     out = decode(x, p, pool, slots)
     assert torch.equal(out, update(x, p, other, slots, [1] * 4)) and out[2].count_nonzero() == 0
-    assert torch.equal(pool.nan_to_num(7.0), other.nan_to_num(7.0)) and pool[[1, 2, 4, 5]].isnan().all()
+    assert (
+        torch.equal(pool.nan_to_num(7.0), other.nan_to_num(7.0))
+        and pool[[1, 2, 4, 5]].isnan().all()
+    )
 
 
 def test_a_request_does_not_depend_on_its_batch() -> None:
@@ -219,8 +249,16 @@ def conv_pool(slots: list[int]) -> Tensor:
 
 
 def test_convolution_of_a_ragged_prefill() -> None:
-    lengths, slots, known = [1, 70, 2, 9, 3, 1], [5, 0, 1, -1, 4, 2], [True, False, True, False, True, False]
-    (weight, bias), x, bounds = convolution(), torch.randn(sum(lengths) + 2, CHANNELS), bounds_of(lengths)
+    lengths, slots, known = (
+        [1, 70, 2, 9, 3, 1],
+        [5, 0, 1, -1, 4, 2],
+        [True, False, True, False, True, False],
+    )
+    (weight, bias), x, bounds = (
+        convolution(),
+        torch.randn(sum(lengths) + 2, CHANNELS),
+        bounds_of(lengths),
+    )
     # The slots of requests without a past hold NaN.
     pool = conv_pool([5, 1, 4])
     before = pool.clone()
@@ -230,12 +268,16 @@ def test_convolution_of_a_ragged_prefill() -> None:
     ).T  # fmt: skip
     # Callers split it by channel and view the parts as heads.
     assert out.is_contiguous() and out.shape == x.shape
-    for slot, old, start, end in zip(slots, known, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    for slot, old, start, end in zip(
+        slots, known, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True
+    ):
         if slot < 0:
             assert out[start:end].count_nonzero() == 0
             continue
         history = before[slot] if old else torch.zeros(CHANNELS, WIDTH - 1)
-        torch.testing.assert_close(out[start:end], convolved(x[start:end], history, weight, bias), **CLOSE)
+        torch.testing.assert_close(
+            out[start:end], convolved(x[start:end], history, weight, bias), **CLOSE
+        )
         assert torch.equal(pool[slot], torch.cat([history, x[start:end].T], 1)[:, 1 - WIDTH :])
     assert pool[[3, 6]].isnan().all()
 
@@ -248,7 +290,9 @@ def test_convolution_of_a_verified_block(shared: bool) -> None:
     before = pool.clone()
     if shared:
         memory = torch.full((SLOTS, CHANNELS, BLOCK + WIDTH - 2), float("nan"))
-        windows = memory.as_strided((SLOTS, BLOCK, CHANNELS, WIDTH - 1), (memory.stride(0), 1, memory.stride(1), 1))
+        windows = memory.as_strided(
+            (SLOTS, BLOCK, CHANNELS, WIDTH - 1), (memory.stride(0), 1, memory.stride(1), 1)
+        )
     else:
         windows = torch.full((SLOTS, BLOCK, CHANNELS, WIDTH - 1), float("nan"))
     out = ours.causal_conv1d_update(
@@ -259,7 +303,9 @@ def test_convolution_of_a_verified_block(shared: bool) -> None:
     assert out.view(3 * BLOCK, -1).shape == (3 * BLOCK, CHANNELS) and out[1].count_nonzero() == 0
     torch.testing.assert_close(out[0], convolved(x[0], before[2], weight, bias), **CLOSE)
     for t in range(BLOCK):
-        step = ours.causal_conv1d_update(x[:, t], pool, weight, bias, "silu", conv_state_indices=slots)
+        step = ours.causal_conv1d_update(
+            x[:, t], pool, weight, bias, "silu", conv_state_indices=slots
+        )
         assert torch.equal(step, out[:, t])
         assert torch.equal(windows[0, t], pool[2]) and torch.equal(windows[4, t], pool[6])
     assert pool[[0, 1, 3, 4, 5]].isnan().all() and windows[[1, 2, 3, 5, 6]].isnan().all()
@@ -271,45 +317,80 @@ def test_decoding_goes_on_where_prefill_ended() -> None:
     conv, pool, slot = conv_pool([]), torch.zeros(SLOTS, VALUE_HEADS, V, K), torch.tensor([3])
 
     def prefill(tokens: int, conv: Tensor, pool: Tensor) -> Tensor:
-        ends = {"query_start_loc": bounds_of([tokens]), "seq_lens_cpu": [tokens], "has_initial_state": torch.tensor([False])}
-        mixed = ours.causal_conv1d_fn(packed(x)[:tokens].T, weight, bias, conv, cache_indices=slot, **ends).T
+        ends = {
+            "query_start_loc": bounds_of([tokens]),
+            "seq_lens_cpu": [tokens],
+            "has_initial_state": torch.tensor([False]),
+        }
+        mixed = ours.causal_conv1d_fn(
+            packed(x)[:tokens].T, weight, bias, conv, cache_indices=slot, **ends
+        ).T
         q, k, v = mixed.split([HEADS * K, HEADS * K, VALUE_HEADS * V], 1)
-        q, k, v = q.view(1, tokens, HEADS, K), k.view(1, tokens, HEADS, K), v.view(1, tokens, VALUE_HEADS, V)
+        q, k, v = (
+            q.view(1, tokens, HEADS, K),
+            k.view(1, tokens, HEADS, K),
+            v.view(1, tokens, VALUE_HEADS, V),
+        )
         g, beta = ours.fused_gdn_gating(p.a_log, x.a[:tokens], x.b[:tokens], p.dt_bias)
-        return ours.chunk_gated_delta_rule(q, k, v, g, beta, None, pool, slot, bounds_of([tokens]), False, True)[0][0]
+        return ours.chunk_gated_delta_rule(
+            q, k, v, g, beta, None, pool, slot, bounds_of([tokens]), False, True
+        )[0][0]
 
     whole = prefill(76, conv.clone(), pool.clone())
     parts = [prefill(70, conv, pool)]
     for t in range(70, 76):
-        mixed = ours.causal_conv1d_update(packed(x)[t : t + 1], conv, weight, bias, "silu", conv_state_indices=slot)
+        mixed = ours.causal_conv1d_update(
+            packed(x)[t : t + 1], conv, weight, bias, "silu", conv_state_indices=slot
+        )
         q, k, v = mixed.split([HEADS * K, HEADS * K, VALUE_HEADS * V], 1)
-        token = SimpleNamespace(q=q.view(1, HEADS, K), k=k.view(1, HEADS, K), v=v.view(1, VALUE_HEADS, V), a=x.a[[t]], b=x.b[[t]])
+        token = SimpleNamespace(
+            q=q.view(1, HEADS, K),
+            k=k.view(1, HEADS, K),
+            v=v.view(1, VALUE_HEADS, V),
+            a=x.a[[t]],
+            b=x.b[[t]],
+        )
         parts.append(decode(token, p, pool, slot))
     torch.testing.assert_close(torch.cat(parts), whole, **CLOSE)
 
 
 def test_split_norm_and_output_gate() -> None:
-    q, k, v, z = (torch.randn(5, n * d) for n, d in ((HEADS, K), (HEADS, K), (VALUE_HEADS, V), (VALUE_HEADS, V)))
+    q, k, v, z = (
+        torch.randn(5, n * d)
+        for n, d in ((HEADS, K), (HEADS, K), (VALUE_HEADS, V), (VALUE_HEADS, V))
+    )
     b, a = torch.randn(2, 5, VALUE_HEADS)
     shapes = (HEADS, VALUE_HEADS, K, V)
-    qkv, *rest = ours.fused_qkvzba_split_reshape_cat_contiguous(torch.cat([q, k, v, z], 1), torch.cat([b, a], 1), *shapes)
+    qkv, *rest = ours.fused_qkvzba_split_reshape_cat_contiguous(
+        torch.cat([q, k, v, z], 1), torch.cat([b, a], 1), *shapes
+    )
     assert torch.equal(qkv, torch.cat([q, k, v], 1))
-    assert all(torch.equal(x, y) for x, y in zip(rest, (z.view(5, VALUE_HEADS, V), b, a), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(rest, (z.view(5, VALUE_HEADS, V), b, a), strict=True)
+    )
     theirs = reference.Qwen3_5RMSNormGated(V, eps=1e-6)
     theirs.weight.data = torch.randn(V)
-    fake = SimpleNamespace(weight=theirs.weight, eps=1e-6, group_size=None, norm_before_gate=True, activation="swish")
+    fake = SimpleNamespace(
+        weight=theirs.weight, eps=1e-6, group_size=None, norm_before_gate=True, activation="swish"
+    )
     x, z = v.view(-1, V), z.view(-1, V)
     torch.testing.assert_close(ours.rms_norm_forward(fake, x, z), theirs(x, z), **CLOSE)
-    torch.testing.assert_close(ours.rms_norm_forward(fake, x, z.view(5, VALUE_HEADS, V)), theirs(x, z), **CLOSE)
+    torch.testing.assert_close(
+        ours.rms_norm_forward(fake, x, z.view(5, VALUE_HEADS, V)), theirs(x, z), **CLOSE
+    )
     assert ours.rms_norm_forward(fake, x.bfloat16(), z.bfloat16()).dtype == torch.bfloat16
     fake.norm_before_gate, fake.group_size = False, V // 2
     gated = (x * F.silu(z)).view(-1, 2, V // 2)
-    by_hand = (gated / (gated.square().mean(-1, keepdim=True) + 1e-6).sqrt()).view(-1, V) * theirs.weight
+    by_hand = (gated / (gated.square().mean(-1, keepdim=True) + 1e-6).sqrt()).view(
+        -1, V
+    ) * theirs.weight
     torch.testing.assert_close(ours.rms_norm_forward(fake, x, z), by_hand, **CLOSE)
     attended, gate = torch.randn(5, 32), torch.randn(5, 4, 16)[..., :8]
     expected = attended * gate.reshape(5, 32).sigmoid()
     assert torch.equal(ours.fused_sigmoid_mul(attended, gate), expected)
-    assert ours.fused_sigmoid_mul(attended, gate, inplace=True) is attended and torch.equal(attended, expected)
+    assert ours.fused_sigmoid_mul(attended, gate, inplace=True) is attended and torch.equal(
+        attended, expected
+    )
 
 
 def test_shared_expert_gate() -> None:
@@ -329,11 +410,20 @@ def test_commit_takes_the_accepted_snapshot_and_the_crossed_boundary() -> None:
     slots, steps = torch.tensor([5, 0, -1], dtype=torch.int32), torch.tensor([4, 0, 2])
     boundaries, crossed = torch.tensor([1, 2, 3]), torch.tensor([-1, 3, -1])
     ours.scatter_mamba_states_after_mtp_verify(caches, slots, steps, boundaries, crossed)
-    pairs = [(caches.temporal, caches.intermediate_ssm), (caches.conv[0], caches.intermediate_conv_window[0])]
+    pairs = [
+        (caches.temporal, caches.intermediate_ssm),
+        (caches.conv[0], caches.intermediate_conv_window[0]),
+    ]
     for states, snapshots in pairs:
-        assert torch.equal(states[:, 5], snapshots[:, 0, 4]) and torch.equal(states[:, 0], snapshots[:, 1, 0])
-        assert torch.equal(states[:, 2], snapshots[:, 1, 3]) and (states[:, [1, 3, 4, 6]] == -1).all()
-    ours.scatter_mamba_states_after_mtp_verify(caches, slots[:1], steps[:1], None, None, src_indices_raw=torch.tensor([3]))
+        assert torch.equal(states[:, 5], snapshots[:, 0, 4]) and torch.equal(
+            states[:, 0], snapshots[:, 1, 0]
+        )
+        assert (
+            torch.equal(states[:, 2], snapshots[:, 1, 3]) and (states[:, [1, 3, 4, 6]] == -1).all()
+        )
+    ours.scatter_mamba_states_after_mtp_verify(
+        caches, slots[:1], steps[:1], None, None, src_indices_raw=torch.tensor([3])
+    )
     assert all(torch.equal(states[:, 5], snapshots[:, 3, 4]) for states, snapshots in pairs)
 
 
@@ -359,7 +449,9 @@ def test_what_is_not_served_is_refused() -> None:
         ours.fused_sigmoid_mul(torch.ones(1, 2), torch.ones(1, 2), quant=True)
 
 
-def test_conv_cache_follows_the_model_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conv_cache_follows_the_model_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 
     config = SimpleNamespace()

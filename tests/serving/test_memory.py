@@ -18,7 +18,11 @@ def sized(budget: DraftKVBudget, memory: int) -> Any:
     """As SGLang does: bytes per token first, then tokens."""
 
     def pool_config(_configurator: Any, budget_bytes: int) -> Any:
-        cell = budget.cell_size(lambda **sizes: sum(sizes.values()), target_cell_size_per_token=TARGET, draft_cell_size_per_token=DRAFT)
+        cell = budget.cell_size(
+            lambda **sizes: sum(sizes.values()),
+            target_cell_size_per_token=TARGET,
+            draft_cell_size_per_token=DRAFT,
+        )
         return SimpleNamespace(max_total_num_tokens=budget_bytes // cell)
 
     return budget.pool_config(pool_config, SimpleNamespace(is_draft_worker=False), memory)
@@ -49,7 +53,10 @@ def test_once_allocated_the_draft_kv_is_not_charged_again() -> None:
 
 def test_the_hooked_functions_have_the_arguments_that_the_hooks_take() -> None:
     assert scale_kv_cell_size_per_token_for_dflash(
-        target_cell_size_per_token=TARGET, target_num_layers=4, draft_num_layers=1, draft_cell_size_per_token=DRAFT
+        target_cell_size_per_token=TARGET,
+        target_num_layers=4,
+        draft_num_layers=1,
+        draft_cell_size_per_token=DRAFT,
     ) == (TARGET + DRAFT)
 
 
@@ -58,6 +65,10 @@ def test_every_hook_found_its_target() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    ours = {target for target, hooks in HookRegistry._hooks.items() if any("sglang_dflash" in hook.__module__ for _, hook, _ in hooks)}
+    ours = {
+        target
+        for target, hooks in HookRegistry._hooks.items()
+        if any("sglang_dflash" in hook.__module__ for _, hook, _ in hooks)
+    }
     assert len(ours) > 8
     assert ours <= HookRegistry._patched

@@ -35,7 +35,12 @@ def test_where_not_all_fit_each_request_keeps_its_newest() -> None:
 
 
 def batch_of(prefixes: list[int], lengths: list[int]) -> Any:
-    reqs = [SimpleNamespace(origin_input_ids=list(range(n)), output_ids=[], get_fill_ids=lambda n=n: list(range(n))) for n in lengths]
+    reqs = [
+        SimpleNamespace(
+            origin_input_ids=list(range(n)), output_ids=[], get_fill_ids=lambda n=n: list(range(n))
+        )
+        for n in lengths
+    ]
     return SimpleNamespace(
         reqs=reqs,
         prefix_lens=prefixes,
@@ -60,13 +65,20 @@ def test_the_tail_begins_at_the_first_lost_token_and_is_bounded() -> None:
 
 def test_a_prefill_is_extended_backwards_and_put_back() -> None:
     batch = batch_of([4, 2], [6, 5])
-    batch.input_ids, batch.out_cache_loc = torch.tensor([4, 5, 2, 3, 4]), torch.tensor([14, 15, 22, 23, 24])
+    batch.input_ids, batch.out_cache_loc = (
+        torch.tensor([4, 5, 2, 3, 4]),
+        torch.tensor([14, 15, 22, 23, 24]),
+    )
     batch.extend_num_tokens, batch.extend_logprob_start_lens = 5, [2, 3]
     before = dict(vars(batch))
     with compat.extended_backwards(batch, [3, 0]):
         assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 2, 3, 4]
         # The recomputed tokens' KV goes to the slot that nobody reads: the shared prefix stays as it is, to the bit.
         assert batch.out_cache_loc.tolist() == [0, 0, 0, 14, 15, 22, 23, 24]
-        assert (batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens) == ([1, 2], [5, 3], 8)
+        assert (batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens) == (
+            [1, 2],
+            [5, 3],
+            8,
+        )
         assert batch.extend_logprob_start_lens == [5, 3]
     assert vars(batch) == before

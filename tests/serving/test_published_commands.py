@@ -30,7 +30,9 @@ LINE = """python -m sglang.launch_server --model-path Qwen/Qwen3.5-27B --specula
 BLACKWELL = "--attention-backend trtllm_mha --speculative-draft-attention-backend fa4"
 PUBLISHED = {
     "qwen3.5-27b": LINE,
-    "qwen3.5-35b-a3b": LINE.replace("Qwen3.5-27B", "Qwen3.5-35B-A3B").replace("--attention-backend fa3", BLACKWELL),
+    "qwen3.5-35b-a3b": LINE.replace("Qwen3.5-27B", "Qwen3.5-35B-A3B").replace(
+        "--attention-backend fa3", BLACKWELL
+    ),
     "qwen3.6-27b": LINE.replace("Qwen3.5-27B", "Qwen3.6-27B"),
     "qwen3.6-35b-a3b": LINE.replace("Qwen3.5-27B", "Qwen3.6-35B-A3B"),
 }
@@ -58,9 +60,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     import transformers
 
     root = tmp_path_factory.mktemp("published")
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }
     configs: dict[str, Any] = {
-        "27b": (transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128), "Qwen3_5ForCausalLM"),
+        "27b": (
+            transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128),
+            "Qwen3_5ForCausalLM",
+        ),
         "a3b": (transformers.Qwen3_5MoeTextConfig(**SHAPE, **experts), "Qwen3_5MoeForCausalLM"),
     }
     for name, (config, architecture) in configs.items():
@@ -73,18 +83,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     raw = raw_config(hidden_size=64, vocab_size=1024, num_target_layers=4, block_size=16)
     save_model(random_model(raw), raw, root / "draft", torch.float32)
     dense = demo_pair("dense")
-    return {**{name: str(root / name) for name in (*configs, "draft")}, "8b": str(dense.target), "8b-draft": str(dense.draft)}
+    return {
+        **{name: str(root / name) for name in (*configs, "draft")},
+        "8b": str(dense.target),
+        "8b-draft": str(dense.draft),
+    }
 
 
 def local(argv: list[str], folders: dict[str, str]) -> list[str]:
     """`argv` with its two model paths replaced, and nothing else."""
     kind = argv[argv.index("--model-path") + 1].lower().rsplit("-", 1)[-1]
-    return with_values(argv, model_path=folders[kind], speculative_draft_model_path=folders["8b-draft" if kind == "8b" else "draft"])
+    return with_values(
+        argv,
+        model_path=folders[kind],
+        speculative_draft_model_path=folders["8b-draft" if kind == "8b" else "draft"],
+    )
 
 
 def on_this_machine(argv: list[str]) -> list[str]:
     """And with the backends that a plain CPU has."""
-    return with_values(argv, attention_backend="torch_native", speculative_draft_attention_backend="torch_native")
+    return with_values(
+        argv, attention_backend="torch_native", speculative_draft_attention_backend="torch_native"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +142,9 @@ def resolved_fields(server_args: Any) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ASKED}
 
 
-needs_plain_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the published backends")
+needs_plain_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has the published backends"
+)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -134,15 +156,17 @@ def test_parses_as_printed(name: str, resolve: Any) -> None:
     for flag, value in itertools.pairwise(argv):
         if flag in (*MODELS, *BACKENDS):
             assert getattr(given, flag[2:].replace("-", "_")) == value
-    assert {field: getattr(given, field) for field in ASKED if field != "mamba_radix_cache_strategy"} == {
-        field: value for field, value in ASKED.items() if field != "mamba_radix_cache_strategy"
-    }
+    assert {
+        field: getattr(given, field) for field in ASKED if field != "mamba_radix_cache_strategy"
+    } == {field: value for field, value in ASKED.items() if field != "mamba_radix_cache_strategy"}
     assert given.mamba_radix_cache_strategy == ("auto" if name == "qwen3-8b" else "extra_buffer")
 
 
 @needs_plain_cpu
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_backend_of_another_machine_is_refused_by_name(name: str, resolve: Any, folders: Any) -> None:
+def test_a_backend_of_another_machine_is_refused_by_name(
+    name: str, resolve: Any, folders: Any
+) -> None:
     argv = local(flags(PUBLISHED[name]), folders)
     asked = [f"{flag}: {argv[argv.index(flag) + 1]!r}" for flag in BACKENDS if flag in argv]
     with pytest.raises(ValueError, match=r"cannot run on a plain CPU") as refusal:
@@ -151,16 +175,22 @@ def test_a_backend_of_another_machine_is_refused_by_name(name: str, resolve: Any
 
 
 @needs_plain_cpu
-@pytest.mark.parametrize("flag", ["--prefill-attention-backend", "--decode-attention-backend", BACKENDS[1]])
+@pytest.mark.parametrize(
+    "flag", ["--prefill-attention-backend", "--decode-attention-backend", BACKENDS[1]]
+)
 def test_no_other_backend_flag_slips_through(flag: str, resolve: Any, folders: Any) -> None:
     argv = on_this_machine(local(flags(LINE), folders))
-    with pytest.raises(ValueError, match=f"^{flag}: 'fa4' cannot run on a plain CPU; 'torch_native' can$"):
+    with pytest.raises(
+        ValueError, match=f"^{flag}: 'fa4' cannot run on a plain CPU; 'torch_native' can$"
+    ):
         resolve([*argv, flag, "fa4"])
 
 
 @needs_plain_cpu
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_with_the_backend_of_this_machine_it_resolves_to_our_worker(name: str, resolve: Any, folders: Any, capfd: Any) -> None:
+def test_with_the_backend_of_this_machine_it_resolves_to_our_worker(
+    name: str, resolve: Any, folders: Any, capfd: Any
+) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     server_args = resolve([*on_this_machine(local(flags(PUBLISHED[name]), folders)), *WINDOW])
@@ -176,8 +206,12 @@ class Stopped(Exception):
 
 @needs_plain_cpu
 @pytest.mark.filterwarnings("ignore:'python -m sglang.launch_server' is still supported")
-@pytest.mark.parametrize("how", ["python -m sglang.launch_server", "sglang serve", "sglang serve, model first"])
-def test_every_command_line_reaches_the_server(how: str, resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "how", ["python -m sglang.launch_server", "sglang serve", "sglang serve, model first"]
+)
+def test_every_command_line_reaches_the_server(
+    how: str, resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import sglang.cli.main
     import sglang.cli.serve
     import sglang.srt.entrypoints.http_server
@@ -194,7 +228,9 @@ def test_every_command_line_reaches_the_server(how: str, resolve: Any, folders: 
     if how.endswith("first"):
         argv = argv[1:]
     serve = how.startswith("sglang serve")
-    monkeypatch.setattr(sys, "argv", ["sglang", "serve", *argv] if serve else ["launch_server", *argv])
+    monkeypatch.setattr(
+        sys, "argv", ["sglang", "serve", *argv] if serve else ["launch_server", *argv]
+    )
     with pytest.raises(Stopped) as stopped:
         if serve:
             sglang.cli.main.main()
@@ -239,9 +275,16 @@ def test_engine_takes_the_published_flags_as_keywords(folders: Any) -> None:
 
     def keywords(argv: list[str]) -> dict[str, Any]:
         pairs = zip(argv, [*argv[1:], "--"], strict=True)
-        return {f[2:].replace("-", "_"): True if v.startswith("--") else literal(v) for f, v in pairs if f.startswith("--")}
+        return {
+            f[2:].replace("-", "_"): True if v.startswith("--") else literal(v)
+            for f, v in pairs
+            if f.startswith("--")
+        }
 
-    calls = [keywords([*on_this_machine(local(flags(command), folders)), *WINDOW]) for command in PUBLISHED.values()]
+    calls = [
+        keywords([*on_this_machine(local(flags(command), folders)), *WINDOW])
+        for command in PUBLISHED.values()
+    ]
     assert {"mamba_scheduler_strategy", "speculative_dflash_draft_window_size"} <= set(calls[0])
     command = [sys.executable, "-W", "ignore", "-c", ENGINE, json.dumps(calls)]
     done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True, timeout=240)
@@ -253,15 +296,25 @@ def test_engine_takes_the_published_flags_as_keywords(folders: Any) -> None:
 
 
 @needs_plain_cpu
-def test_retired_variables_are_told_of_in_one_line(resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_retired_variables_are_told_of_in_one_line(
+    resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
     argv = on_this_machine(local(flags(LINE), folders))
     resolve(argv)
     assert "SGLANG_ENABLE" not in capfd.readouterr().err
-    for name in ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
+    for name in (
+        "SGLANG_ENABLE_SPEC_V2",
+        "SGLANG_ENABLE_DFLASH_SPEC_V2",
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+    ):
         monkeypatch.setenv(name, "1")
     resolve(argv)
     told = [line for line in capfd.readouterr().err.splitlines() if "SGLANG_ENABLE" in line]
-    assert len(told) == 1 and "SGLANG_ENABLE_SPEC_V2=1, SGLANG_ENABLE_DFLASH_SPEC_V2=1: SGLang no longer reads this" in told[0]
+    assert (
+        len(told) == 1
+        and "SGLANG_ENABLE_SPEC_V2=1, SGLANG_ENABLE_DFLASH_SPEC_V2=1: SGLang no longer reads this"
+        in told[0]
+    )
     assert "PLAN_STREAM" not in told[0]
 
 
@@ -272,7 +325,9 @@ def test_what_is_told_of_the_variables_is_true_of_this_sglang() -> None:
     from sglang_dflash.serving.arguments import RETIRED_VARIABLES
 
     assert not any(hasattr(envs, name) for name in RETIRED_VARIABLES)
-    assert hasattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM") and hasattr(envs, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
+    assert hasattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM") and hasattr(
+        envs, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
+    )
 
 
 def test_the_plan_stream_is_still_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +339,14 @@ def test_the_plan_stream_is_still_a_stream_of_its_own(monkeypatch: pytest.Monkey
 
 
 @needs_plain_cpu
-def test_a_longer_context_still_needs_its_variable(resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    argv = [*on_this_machine(local(flags(PUBLISHED["qwen3.5-35b-a3b"]), folders)), "--context-length", "10000"]
+def test_a_longer_context_still_needs_its_variable(
+    resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [
+        *on_this_machine(local(flags(PUBLISHED["qwen3.5-35b-a3b"]), folders)),
+        "--context-length",
+        "10000",
+    ]
     for name in ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_IS_IN_CI", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"):
@@ -297,38 +358,62 @@ def test_a_longer_context_still_needs_its_variable(resolve: Any, folders: Any, m
 # -- launch/serve_*.sh
 
 
-def run_script(name: str, *arguments: str, tmp_path: Path, **environment: str) -> tuple[list[str], dict[str, str]]:
+def run_script(
+    name: str, *arguments: str, tmp_path: Path, **environment: str
+) -> tuple[list[str], dict[str, str]]:
     """What the script hands to Python, and the variables that it exports."""
     show = tmp_path / "python"
     show.write_text('#!/usr/bin/env bash\nenv > "$(dirname "$0")/env"\nprintf "%s\\n" "$@"\n')
     show.chmod(0o755)
     before = {**os.environ, "PYTHON": str(show), **environment}
     script = str(LAUNCH / f"serve_{name}.sh")
-    shown = subprocess.run(["bash", script, *arguments], env=before, capture_output=True, text=True, check=True).stdout
-    after = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if line.startswith("SGLANG_"))
+    shown = subprocess.run(
+        ["bash", script, *arguments], env=before, capture_output=True, text=True, check=True
+    ).stdout
+    after = dict(
+        line.split("=", 1)
+        for line in (tmp_path / "env").read_text().splitlines()
+        if line.startswith("SGLANG_")
+    )
     return shown.splitlines(), {k: v for k, v in after.items() if before.get(k) != v}
 
 
 def test_there_is_a_script_for_every_command() -> None:
-    assert {path.stem for path in LAUNCH.glob("serve_*.sh")} == {f"serve_{name}" for name in SCRIPTS}
+    assert {path.stem for path in LAUNCH.glob("serve_*.sh")} == {
+        f"serve_{name}" for name in SCRIPTS
+    }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_its_published_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_its_published_command(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in ("TARGET", "DRAFT", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"):
         monkeypatch.delenv(variable, raising=False)
     subprocess.run(["bash", "-n", str(LAUNCH / f"serve_{name}.sh")], check=True)
     words, exported = run_script(name, tmp_path=tmp_path)
     assert words == ["-m", "sglang.launch_server", *flags(SCRIPTS[name])]
-    assert exported == ({"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if name == "qwen3.5-35b-a3b" else {})
+    assert exported == (
+        {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if name == "qwen3.5-35b-a3b" else {}
+    )
 
 
 @needs_plain_cpu
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_takes_models_and_arguments_and_resolves(name: str, resolve: Any, folders: Any, tmp_path: Path) -> None:
+def test_a_script_takes_models_and_arguments_and_resolves(
+    name: str, resolve: Any, folders: Any, tmp_path: Path
+) -> None:
     at_home = local(flags(SCRIPTS[name]), folders)
     target, draft = (at_home[at_home.index(flag) + 1] for flag in MODELS)
-    words, _ = run_script(name, *WINDOW, "--served-model-name", "two words", tmp_path=tmp_path, TARGET=target, DRAFT=draft)
+    words, _ = run_script(
+        name,
+        *WINDOW,
+        "--served-model-name",
+        "two words",
+        tmp_path=tmp_path,
+        TARGET=target,
+        DRAFT=draft,
+    )
     assert words[2:] == [*at_home, *WINDOW, "--served-model-name", "two words"]
     fields = resolved_fields(resolve(on_this_machine(words[2:])))
     assert fields == {**ASKED, "mamba_radix_cache_strategy": fields["mamba_radix_cache_strategy"]}

@@ -19,10 +19,14 @@ def torch_block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tens
     """The reference: softmax(q k^T / sqrt(D)) v in torch. Query heads of one kv head become its rows, so no K is repeated."""
     heads, kv_heads = q.shape[2], k.shape[2]
     groups, block = heads // kv_heads, q.shape[1]
-    rows = q.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [R, G, g * B, D]
+    rows = (
+        q.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    )  # [R, G, g * B, D]
     if mask.shape[1] > 1:
         mask = mask.repeat(1, groups, 1)
-    out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), mask[:, None].expand(-1, -1, rows.shape[2], -1))
+    out = F.scaled_dot_product_attention(
+        rows, k.transpose(1, 2), v.transpose(1, 2), mask[:, None].expand(-1, -1, rows.shape[2], -1)
+    )
     return out.unflatten(2, (groups, block)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -32,7 +36,9 @@ ATTENTION_OPS: dict[str, BlockAttention] = {"torch": torch_block_attention}
 def block_attention(name: str) -> BlockAttention:
     """The op of that name; raises ConfigError with the list of known names."""
     if name not in ATTENTION_OPS:
-        raise ConfigError(f"draft attention: {name!r} is not known; choose one of {sorted(ATTENTION_OPS)}")
+        raise ConfigError(
+            f"draft attention: {name!r} is not known; choose one of {sorted(ATTENTION_OPS)}"
+        )
     return ATTENTION_OPS[name]
 
 
@@ -53,7 +59,9 @@ def context_positions(seq_lens: Tensor, width: int, window: int | None, sinks: i
     return torch.where(column < sinks, column, tail + column - sinks)
 
 
-def visibility(layer: LayerAttention, positions: Tensor, seq_lens: Tensor, live: Tensor, block: int) -> Tensor:
+def visibility(
+    layer: LayerAttention, positions: Tensor, seq_lens: Tensor, live: Tensor, block: int
+) -> Tensor:
     """Bool mask `[R, 1 or B, C + B]` of what each block position of a layer sees.
 
     Args:

@@ -18,17 +18,25 @@ from torch import Tensor
 # Tokens per step of the chunked form; SGLang's prefix cache counts on this size.
 CHUNK = 64
 NORM_EPS = 1e-6
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "sigmoid": torch.sigmoid,
+}
 
 
-def split_projections(qkvz: Tensor, ba: Tensor, heads_qk: int, heads_v: int, dim_qk: int, dim_v: int) -> tuple[Tensor, ...]:
+def split_projections(
+    qkvz: Tensor, ba: Tensor, heads_qk: int, heads_v: int, dim_qk: int, dim_v: int
+) -> tuple[Tensor, ...]:
     """`[T, q k v z]` and `[T, b a]` -> qkv `[T, 2 H K + HV V]`, z `[T, HV, V]`, b and a `[T, HV]`."""
     size = 2 * heads_qk * dim_qk + heads_v * dim_v
     qkv, z = qkvz[:, :size].contiguous(), qkvz[:, size:].reshape(-1, heads_v, dim_v)
     return qkv, z, ba[:, :heads_v].contiguous(), ba[:, heads_v : 2 * heads_v].contiguous()
 
 
-def gates(a_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, beta: float = 1.0, threshold: float = 20.0) -> tuple[Tensor, Tensor]:
+def gates(
+    a_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, beta: float = 1.0, threshold: float = 20.0
+) -> tuple[Tensor, Tensor]:
     """Log decay and write strength, float32 and of a's shape `[..., HV]`.
 
     Computed in float64: float32 functions round differently inside and at the end of a vector of numbers, and these are so few
@@ -38,7 +46,9 @@ def gates(a_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, beta: float = 1.
     return decay.float(), b.double().sigmoid().float()
 
 
-def per_value_head(q: Tensor, k: Tensor, heads: int, scale: float, normalise: bool) -> tuple[Tensor, Tensor]:
+def per_value_head(
+    q: Tensor, k: Tensor, heads: int, scale: float, normalise: bool
+) -> tuple[Tensor, Tensor]:
     """q and k `[..., H, K]` as float32 `[..., HV, K]`: unit length where asked for, q scaled, each shared by HV / H value heads."""
     q, k = q.float(), k.float()
     if normalise:
@@ -52,14 +62,19 @@ def unit_length(x: Tensor) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt()
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, every: bool = False) -> tuple[Tensor, Tensor]:
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, every: bool = False
+) -> tuple[Tensor, Tensor]:
     """q, k `[N, T, HV, K]`, v `[N, T, HV, V]`, g, beta `[N, T, HV]`, state `[N, HV, V, K]`.
 
     Returns outputs `[N, T, HV, V]` and the last state `[1, N, HV, V, K]`, or the state after `every` token `[T, N, HV, V, K]`,
     float32. One token and many run the same operations, so that verifying a block gives what decoding it would.
     """
     n, tokens, heads, dim = v.shape
-    q, k, v, decay, beta = (x.float().transpose(0, 1).flatten(1, 2)[..., None] for x in (q, k, v, g.double().exp(), beta))
+    q, k, v, decay, beta = (
+        x.float().transpose(0, 1).flatten(1, 2)[..., None]
+        for x in (q, k, v, g.double().exp(), beta)
+    )
     decay, beta, now = decay[..., None], beta[..., None], state.float().flatten(0, 1)
     states = now.new_empty(tokens if every else 1, *now.shape)
     out = now.new_empty(tokens, n * heads, dim, 1)
@@ -100,7 +115,13 @@ class VerifyInputs(NamedTuple):
 
 
 def fold_(
-    layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
+    layers: RecurrentLayers,
+    states: Tensor,
+    kept: VerifyInputs,
+    rows: Tensor,
+    source: Tensor,
+    target: Tensor,
+    lengths: Tensor,
 ) -> None:
     """Move states on by the first `lengths` tokens of their blocks, all layers at once, in place.
 
@@ -121,28 +142,40 @@ def fold_(
     g, beta = gates(layers.a_log[:, None, None], a, layers.dt_bias[:, None, None], b)
     # A token that stays out neither decays the state nor writes to it.
     out = (torch.arange(block, device=rows.device) >= lengths[:, None])[..., None]
-    total = g.masked_fill(out, 0.0).transpose(2, 3).cumsum(-1)[..., None]  # [L, N, HV, B, 1], log decay since the block's start
+    total = (
+        g.masked_fill(out, 0.0).transpose(2, 3).cumsum(-1)[..., None]
+    )  # [L, N, HV, B, 1], log decay since the block's start
     beta = beta.masked_fill(out, 0.0).transpose(2, 3)[..., None]
     now = states[:, source].float()
     writes, _ = _writes(k, v, total, beta, now)
     end = total[..., -1:, :]
-    now.mul_(end.exp()).flatten(0, 2).baddbmm_(writes.flatten(0, 2).transpose(1, 2), (k * (end - total).exp()).flatten(0, 2))
+    now.mul_(end.exp()).flatten(0, 2).baddbmm_(
+        writes.flatten(0, 2).transpose(1, 2), (k * (end - total).exp()).flatten(0, 2)
+    )
     states[:, target] = now.to(states.dtype)
 
 
-def block_outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+def block_outputs(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> Tensor:
     """What a block of tokens reads, all at once; the state stays as it is, and nobody learns what it is in between.
 
     q, k `[N, T, HV, K]`, v `[N, T, HV, V]`, g, beta `[N, T, HV]`, state `[N, HV, V, K]`; returns `[N, T, HV, V]`, float32.
     """
     q, k, v = (x.float().transpose(1, 2).contiguous() for x in (q, k, v))
-    total, beta, state = g.transpose(1, 2).cumsum(-1)[..., None], beta.transpose(1, 2)[..., None], state.float()
+    total, beta, state = (
+        g.transpose(1, 2).cumsum(-1)[..., None],
+        beta.transpose(1, 2)[..., None],
+        state.float(),
+    )
     writes, between = _writes(k, v, total, beta, state)
     out = total.exp() * (q @ state.transpose(-1, -2)) + (q @ k.transpose(-1, -2) * between) @ writes
     return out.transpose(1, 2)
 
 
-def _writes(k: Tensor, v: Tensor, total: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _writes(
+    k: Tensor, v: Tensor, total: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """What each token of a block writes into the state `[..., V, K]`, `[..., T, V]`; and the decay from token j to token i `[..., T, T]`.
 
     k `[..., T, K]`, v `[..., T, V]`, beta and the log decay since the block's start, `total`, `[..., T, 1]`. A token's write depends on
@@ -150,13 +183,17 @@ def _writes(k: Tensor, v: Tensor, total: Tensor, beta: Tensor, state: Tensor) ->
     """
     tokens = k.shape[-2]
     lower = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()
-    between = (total - total.transpose(-1, -2)).masked_fill_(~lower, float("-inf")).exp_()  # [i, j]: from token j to token i
+    between = (
+        (total - total.transpose(-1, -2)).masked_fill_(~lower, float("-inf")).exp_()
+    )  # [i, j]: from token j to token i
     wanted = beta * (v - total.exp() * (k @ state.transpose(-1, -2)))
     system = beta * (k @ k.transpose(-1, -2)) * between
     return torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True), between
 
 
-def _keys_and_values(layers: RecurrentLayers, window: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_and_values(
+    layers: RecurrentLayers, window: Tensor, inputs: Tensor
+) -> tuple[Tensor, Tensor]:
     """From the key and value channels of a block: unit keys `[L, N, HV, B, K]` and values `[L, N, HV, B, V]`, float32."""
     keys, depth = layers.key_heads * layers.key_dim, len(inputs)
     weight, bias = layers.conv_weight[:, keys:].flatten(0, 1), layers.conv_bias
@@ -166,12 +203,19 @@ def _keys_and_values(layers: RecurrentLayers, window: Tensor, inputs: Tensor) ->
         None if bias is None else bias[:, keys:].flatten(), layers.activation,
     )  # fmt: skip
     mixed = mixed.to(inputs.dtype).unflatten(-1, (depth, -1)).permute(2, 0, 1, 3)  # [L, N, B, C]
-    k, v = mixed[..., :keys].unflatten(-1, (-1, layers.key_dim)), mixed[..., keys:].unflatten(-1, (-1, layers.value_dim))
-    k = unit_length(k.transpose(2, 3).float().contiguous()).repeat_interleave(layers.value_heads // layers.key_heads, 2)
+    k, v = (
+        mixed[..., :keys].unflatten(-1, (-1, layers.key_dim)),
+        mixed[..., keys:].unflatten(-1, (-1, layers.value_dim)),
+    )
+    k = unit_length(k.transpose(2, 3).float().contiguous()).repeat_interleave(
+        layers.value_heads // layers.key_heads, 2
+    )
     return k, v.transpose(2, 3).float().contiguous()
 
 
-def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """One sequence: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`, state `[HV, V, K]`.
 
     Returns outputs `[T, HV, V]`, the last state, and the state at the start of every chunk `[C, HV, V, K]`, float32.
@@ -182,7 +226,9 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     q, k, v, g, beta = (_in_chunks(x, size) for x in (q, k, v, g, beta))  # [HV, C, size, ...]
     total = g.cumsum(-1)[..., None]  # log decay from the chunk's start to the token
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    between = (total - total.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()  # [i, j]: from token j to token i
+    between = (
+        (total - total.transpose(-1, -2)).masked_fill(~lower, float("-inf")).exp()
+    )  # [i, j]: from token j to token i
     beta = beta[..., None]
     # A token's write depends on the writes before it in the chunk; solving for all of them at once gives them as
     # `own - carried S^T`, with S the state at the chunk's start. The solver takes the diagonal as ones.
@@ -213,7 +259,9 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
     return x.reshape(x.shape[0], -1, size, *x.shape[2:])
 
 
-def causal_conv(x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> tuple[Tensor, Tensor]:
+def causal_conv(
+    x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
     """Depthwise: x `[N, T, C]` after history `[N, C, W - 1]`, weight `[C, W]`, bias `[C]`.
 
     Returns float32 `[N, T, C]`, and the windows: the last W - 1 inputs after every token `[N, T, C, W - 1]`, and before the first.
@@ -233,7 +281,13 @@ def causal_conv(x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def gated_rms_norm(
-    x: Tensor, weight: Tensor, z: Tensor | None, eps: float, group: int | None = None, norm_first: bool = True, activation: str = "silu"
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor | None,
+    eps: float,
+    group: int | None = None,
+    norm_first: bool = True,
+    activation: str = "silu",
 ) -> Tensor:
     """x and z `[..., N]`, weight `[N]`: normalised over groups of `group` (default all) and gated by z, in x's dtype."""
     out = x.float()
@@ -241,5 +295,7 @@ def gated_rms_norm(
     if gate is not None and not norm_first:
         out = out * gate
     grouped = out.unflatten(-1, (-1, group or out.shape[-1]))
-    out = (grouped * (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2) * weight.float()
+    out = (grouped * (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(
+        -2
+    ) * weight.float()
     return (out * gate if gate is not None and norm_first else out).to(x.dtype)
