@@ -84,7 +84,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
     options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(
         model.config
     )
-    requests = Requests(count, width=40, features=model.config.num_features)
+    requests = Requests(count, width=40, features=model.config.target_hidden_width)
     if case.window is None:
         cache: DraftKVCache = IdentityDraftKVCache(
             requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
@@ -134,7 +134,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
 def test_joined_context_projection_is_the_layers_own() -> None:
     raw = raw_config(attention_bias=True)
     model = random_model(raw)
-    features, positions = torch.randn(5, model.config.num_features), torch.arange(3, 8)
+    features, positions = torch.randn(5, model.config.target_hidden_width), torch.arange(3, 8)
     before = model.context_kv(features, positions)
     torch.testing.assert_close(model.freeze().context_kv(features, positions), before)
 

@@ -71,13 +71,13 @@ def visibility(
     seen = live[:, None]  # [R, 1, C]
     step = torch.arange(block, device=seq_lens.device)
     inside = torch.ones(1, 1, block, dtype=torch.bool, device=seq_lens.device)
-    if layer.causal or layer.window is not None:
+    if layer.causal or layer.sliding_window is not None:
         behind = step[:, None] - step  # how far each key of the block lies behind the query
         inside = (behind >= 0) if layer.causal else torch.ones_like(behind, dtype=torch.bool)
-        if layer.window is not None:
-            inside = inside & (behind < layer.window)
+        if layer.sliding_window is not None:
+            inside = inside & (behind < layer.sliding_window)
             query = (seq_lens[:, None] + step)[..., None]  # [R, B, 1]
-            seen = seen & (query - positions[:, None] < layer.window)
+            seen = seen & (query - positions[:, None] < layer.sliding_window)
         inside = inside[None]
     rows = max(seen.shape[1], inside.shape[1])
     return torch.cat((seen.expand(-1, rows, -1), inside.expand(len(seen), rows, -1)), dim=-1)
