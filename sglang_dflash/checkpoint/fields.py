@@ -45,7 +45,7 @@ class Fields:
             ConfigError: a section is not an object.
         """
         top = cls(raw, {}, "", f"the {model}'s config.json")
-        values, paths = dict(raw), {}
+        values, paths = dict(raw), dict(top.paths)
         for section in sections:
             inner = top.block(section)
             values |= inner.values
@@ -62,9 +62,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
 
-    def get(self, name: str) -> Any:
-        """The value as it is; None if it is missing."""
-        return self.values.get(name)
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is; `default` if it is missing."""
+        value = self.values.get(name)
+        return default if value is None else value
 
     def path(self, name: str) -> str:
         """The dotted path of a field, as messages give it."""
@@ -78,8 +79,7 @@ class Fields:
 
     def positive_int(self, name: str, default: int | None = None) -> int:
         """An integer above 0. Raises ConfigError, also if there is no value and no default."""
-        value = self.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if not _is_int(value) or value < 1:
             raise self.error(name, "a positive integer")
         return value
@@ -93,8 +93,7 @@ class Fields:
 
     def positive_number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0. Raises ConfigError, also if there is no value and no default."""
-        value = self.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
             raise self.error(name, "a positive number")
@@ -102,8 +101,7 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false. Raises ConfigError."""
-        value = self.get(name)
-        value = default if value is None else value
+        value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value

@@ -1,0 +1,1 @@
+"""Scripts that write committed files. They are not in the wheel."""
