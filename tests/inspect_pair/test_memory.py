@@ -87,9 +87,7 @@ def test_options_size_the_cache_and_dtypes_its_entries() -> None:
     ],
     ids=["default", "sinks-without-a-window", "window"],
 )
-@pytest.mark.parametrize(
-    "draft", [raw_config(), raw_config(selector_rank=256)], ids=["v1", "other"]
-)
+@pytest.mark.parametrize("head", [{}, {"selector_rank": 256}], ids=["v1", "other"])
 def test_the_report_shows_the_options_in_effect(
     head: dict[str, Any], options: Options, shown: tuple[int, int | None, int]
 ) -> None:
