@@ -51,9 +51,9 @@ def proposals(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     embed = torch.randn(model.config.vocab_size, model.config.hidden_size, generator=random).to(
         device, dtype
     )
-    features = torch.randn(int(lengths.sum()), model.config.num_features, generator=random).to(
-        device, dtype
-    )
+    features = torch.randn(
+        int(lengths.sum()), model.config.target_hidden_width, generator=random
+    ).to(device, dtype)
     seen: list[Tensor] = []
 
     def argmax(hidden: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def cache_under_load(
         torch.full((requests,), 2000, device=device),
     )
     features = torch.randn(
-        requests * block, config.num_features, device=device, dtype=torch.bfloat16
+        requests * block, config.target_hidden_width, device=device, dtype=torch.bfloat16
     )
     keep, longest, times = (torch.arange(block, device=device) < 5).repeat(requests), 2000, []
     for step in range(steps):

@@ -6,7 +6,6 @@ import argparse
 import json
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +16,10 @@ from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.published import look_up
 from sglang_dflash.core.options import Options
 from sglang_dflash.hf.arguments import DTYPES, Request
-from sglang_dflash.inspect_pair.inspection import DTYPE_BYTES, GIB, Serving, inspect
+from sglang_dflash.inspect_pair.memory import DTYPE_BYTES, Serving
+from sglang_dflash.inspect_pair.report import as_table, inspect
 
-# Options are checked under the server's names; these commands call them otherwise.
+# Errors of `Options` name the server's flags; these commands have shorter ones.
 OWN_FLAGS = {
     "--speculative-num-draft-tokens": "--block-size",
     "--speculative-draft-window-size": "--window",
@@ -29,11 +29,14 @@ OWN_FLAGS = {
 
 
 class Failed(Exception):
-    """What was asked for is sound, but could not be done; the message says why."""
+    """A valid request that could not be carried out. The message gives the reason."""
 
 
 class Command(NamedTuple):
-    """A sub-command: its help line, what declares its arguments, and what runs it (prints, or raises ConfigError or Failed)."""
+    """A sub-command: its help line, what declares its arguments and what runs it.
+
+    `run` prints its result, or raises ConfigError or Failed.
+    """
 
     help: str
     arguments: Callable[[argparse.ArgumentParser], None]
@@ -52,50 +55,45 @@ def _demo_models(args: argparse.Namespace) -> None:
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     default, dtypes = Serving(), list(DTYPE_BYTES)
-    parser.add_argument("target", help="a folder with config.json, or a hub name")
-    parser.add_argument("draft", help="a folder with config.json, or a hub name")
-    parser.add_argument(
-        "--window", type=int, help="committed tokens that the draft attends to (default: all)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("target", help="a folder with config.json, or a hub name")
+    add("draft", help="a folder with config.json, or a hub name")
+    add("--window", type=int, help="committed tokens that the draft attends to (default: all)")
+    add(
         "--sinks",
         type=int,
         default=Options.sinks,
         help="first tokens of a request that stay visible beside the window",
     )
-    parser.add_argument(
-        "--block-size", type=int, help="tokens verified per step (default: the draft's)"
-    )
-    parser.add_argument(
+    add("--block-size", type=int, help="tokens verified per step (default: the draft's)")
+    add(
         "--max-running-requests",
         type=int,
         default=default.max_running_requests,
         help="default: %(default)s",
     )
-    parser.add_argument(
-        "--draft-kv-tokens", type=int, help="entries of the draft KV cache under a window"
-    )
-    parser.add_argument(
+    add("--draft-kv-tokens", type=int, help="entries of the draft KV cache under a window")
+    add(
         "--memory-gib",
         type=float,
         default=default.memory_gib,
         help="device memory, GiB (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--mem-fraction",
         type=float,
         default=default.mem_fraction,
-        help="share of it for weights and KV (%(default)s)",
+        help="fraction of it for weights and KV (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--kv-memory-gib",
         type=float,
-        help="memory for all KV, GiB, instead of computing it from the weights",
+        help="memory for both KV pools, GiB (default: computed from the weights)",
     )
-    parser.add_argument("--kv-dtype", choices=dtypes, help="target KV (default: bfloat16)")
-    parser.add_argument("--draft-kv-dtype", choices=dtypes, help="draft KV (default: the target's)")
-    parser.add_argument("--offline", action="store_true", help="do not ask the hub")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--kv-dtype", choices=dtypes, help="target KV (default: bfloat16)")
+    add("--draft-kv-dtype", choices=dtypes, help="draft KV (default: the target's)")
+    add("--offline", action="store_true", help="do not ask the hub")
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def _inspect(args: argparse.Namespace) -> None:
@@ -117,29 +115,7 @@ def _inspect(args: argparse.Namespace) -> None:
         look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft")
     )
     report = inspect(target, draft, options, serving).report()
-    print(json.dumps(report) if args.json else _table(report))
-
-
-def _table(report: dict[str, Any]) -> str:
-    """The report for reading: one aligned line per fact, byte counts also in GiB."""
-    facts = [(name, _readable(name, value)) for name, value in report.items() if name != "sources"]
-    width = max(len(name) for name, _ in facts)
-    indent = " " * (width + 2)
-    sources = [
-        textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
-        for text in report["sources"]
-    ]
-    return "\n".join([f"{name:<{width}}  {text}" for name, text in facts] + sources)
-
-
-def _readable(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
-    if "gain" in name:
-        return f"{value:.2%}"
-    if "bytes" in name and value >= GIB // 1024:
-        return f"{value:,} ({value / GIB:.3f} GiB)"
-    return f"{value:,}" if isinstance(value, int) and not name.endswith("_id") else str(value)
+    print(json.dumps(report) if args.json else as_table(report))
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +132,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="the prompt is what a user says: apply the chat template",
+        help="the prompt is a user's message: apply the chat template",
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=default.max_new_tokens, help="default: %(default)s"
@@ -174,7 +150,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-k",
         type=int,
         default=default.top_k,
-        help="keep so many of the likeliest tokens; 0 keeps all (default)",
+        help="keep this many of the likeliest tokens; 0 keeps all (default)",
     )
     parser.add_argument("--seed", type=int, help="of the sampling (default: a new one)")
     parser.add_argument(
@@ -195,16 +171,26 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> None:
     if (args.target is None) != (args.draft is None):
         raise ConfigError(
-            "--target and --draft: one without the other; give both, or neither for the embedded dense pair"
+            "--target and --draft: one without the other; give both, or neither for the embedded "
+            "dense pair"
         )
     if args.target is None:
         pair = demo_pair("dense")
         args.target, args.draft = str(pair.target), str(pair.draft)
     request = Request(
-        target=args.target, draft=args.draft, prompt=_text(args), chat=args.chat, max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
-        options=Options(block_size=args.block_size, window=args.window), dtype=args.dtype, device=args.device,
-    )  # fmt: skip
+        target=args.target,
+        draft=args.draft,
+        prompt=_text(args),
+        chat=args.chat,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        options=Options(block_size=args.block_size, window=args.window),
+        dtype=args.dtype,
+        device=args.device,
+    )
     from sglang_dflash.hf.generate import main as generate
 
     generate(request, as_json=args.json)
@@ -226,28 +212,34 @@ def _text(args: argparse.Namespace) -> str:
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    cpu, large = bench.ON_CPU, bench.ON_ACCELERATOR
     parser.usage = "sglang-dflash bench [options] [-- FLAGS of every server that is started]"
+    _bench_inputs(parser)
+    _bench_load(parser)
+
+
+def _bench_inputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    again: dict[str, Any] = {"action": "append", "metavar": "NAME"}
+    repeatable: dict[str, Any] = {"action": "append", "metavar": "NAME"}
     add(
         "--arm",
-        **again,
-        help=f"{', '.join(bench.KINDS)}; again for more (default: ar and dflash); the first is what ratios are to",
+        **repeatable,
+        help=f"{', '.join(bench.KINDS)}; repeat for more (default: ar and dflash); "
+        "ratios are to the first",
     )
     add(
         "--base-url",
         action="append",
         metavar="NAME=URL",
-        help="a running server, SGLang or of the OpenAI API (vLLM), as an arm; again for more",
+        help="a running server, SGLang or of the OpenAI API (vLLM), as an arm; repeat for more",
     )
     add("--model", help="an embedded pair: dense (default) or hybrid")
     add("--target", help="a folder or a hub name; with --base-url, whose tokenizer the servers use")
     add("--draft", help="a folder or a hub name")
     add(
         "--dataset",
-        **again,
-        help="demo, stdlib (built in; the default), gsm8k, math500, humaneval, mbpp, mt-bench, alpaca; again for more",
+        **repeatable,
+        help="demo, stdlib (built in; the default), gsm8k, math500, humaneval, mbpp, mt-bench, "
+        "alpaca; repeat for more",
     )
     add(
         "--dataset-file",
@@ -256,18 +248,23 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--cache-dir",
-        help="where fetched data sets are kept (default: sglang-dflash/datasets in the user's cache)",
+        help="folder of fetched data sets (default: sglang-dflash/datasets in the user's cache)",
     )
+
+
+def _bench_load(parser: argparse.ArgumentParser) -> None:
+    cpu, large = bench.ON_CPU, bench.ON_ACCELERATOR
+    add = parser.add_argument
     add(
         "--concurrency",
-        help=f"requests at a time, in turn (default: {large.concurrency}; {cpu.concurrency} on a CPU)",
+        help=f"requests at a time (default: {large.concurrency}; {cpu.concurrency} on a CPU)",
     )
     add(
         "--block-size",
         type=int,
         action="append",
         metavar="B",
-        help="tokens verified per step (default: the draft's); again for an arm per size",
+        help="tokens verified per step (default: the draft's); repeat for an arm per size",
     )
     add(
         "--num-prompts",
@@ -277,7 +274,7 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--max-new-tokens",
         type=int,
-        help=f"per answer, at most (default: {large.max_new_tokens}; {cpu.max_new_tokens} on a CPU)",
+        help=f"per answer (default: {large.max_new_tokens}; {cpu.max_new_tokens} on a CPU)",
     )
     add(
         "--rounds",
@@ -287,19 +284,19 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--thinking",
         choices=["on", "off"],
-        help="what the chat template is told (default: nothing)",
+        help="pass this to the chat template (default: the template decides)",
     )
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="generate on after the end (default: for plain texts, not for chats)",
+        help="generate past the end token (default: for plain texts, not for chats)",
     )
     add(
         "--simulated-acceptance",
         type=float,
         metavar="L",
-        help="for timing: every verify step commits L tokens, right or wrong; outputs mean nothing and are not compared, and of --target "
-        "and --draft only configs and tokenizer are read",
+        help="for timing: every verify step commits L tokens, right or wrong; outputs mean nothing "
+        "and are not compared, and of --target and --draft only configs and tokenizer are read",
     )
     add(
         "--dtype",
@@ -339,7 +336,7 @@ COMMANDS = {
         _demo_models,
     ),
     "inspect": Command(
-        "whether a pair can be served and what it will cost, before anything is loaded",
+        "whether a pair can be served and what it costs, from the configs",
         _inspect_arguments,
         _inspect,
     ),
@@ -355,7 +352,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command; 1 with the reason on stderr where it cannot be done."""
+    """Run one sub-command. Returns 1, with the reason on stderr, if it cannot be done."""
     parser = argparse.ArgumentParser(
         prog="sglang-dflash", description="DFlash speculative decoding for SGLang"
     )
@@ -363,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.arguments(parsers.add_parser(name, help=command.help))
     argv = sys.argv[1:] if argv is None else argv
-    # What follows -- is the servers' and never ours to parse.
+    # Flags after -- are the servers' and are not parsed here.
     ours, theirs = (
         (argv[: argv.index("--")], argv[argv.index("--") + 1 :])
         if "--" in argv and argv[0] == "bench"
@@ -375,12 +372,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         COMMANDS[args.command].run(args)
     except (ConfigError, Failed) as error:
-        print(f"sglang-dflash: {_in_own_words(error)}", file=sys.stderr)
+        print(f"sglang-dflash: {_with_own_flags(error)}", file=sys.stderr)
         return 1
     return 0
 
 
-def _in_own_words(error: Exception) -> str:
+def _with_own_flags(error: Exception) -> str:
     message = str(error)
     for theirs, ours in OWN_FLAGS.items() if isinstance(error, ConfigError) else ():
         message = message.replace(theirs, ours)

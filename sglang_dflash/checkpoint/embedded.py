@@ -1,4 +1,4 @@
-"""Where the embedded demo pairs lie: in a checkout, or inside the installed package."""
+"""The embedded demo pairs, of a checkout or of the installed package."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.checkpoint.target_config import TargetGeometry
 
 
 @dataclass(frozen=True)
 class DemoPair:
+    """The folders of a target and its draft, and prompts that the target has memorized."""
+
     target: Path
     draft: Path
     prompts: list[str]
@@ -18,18 +21,16 @@ class DemoPair:
     @property
     def is_hybrid(self) -> bool:
         """Whether the target has recurrent layers, and so a pool of states beside the KV pool."""
-        return "linear_attention" in (
-            json.loads((self.target / "config.json").read_text()).get("layer_types") or ()
-        )
+        return TargetGeometry.from_pretrained(self.target).recurrent_layers > 0
 
 
 def demo_pair(kind: str) -> DemoPair:
-    """The pair of that kind; raises ConfigError with the kinds there are."""
+    """The pair `kind`. Raises ConfigError with the kinds that exist."""
     package = Path(__file__).parent.parent
     for home in (package / "demo_models", package.parent / "launch" / "demo_models"):
         if home.is_dir():
             break
-    kinds = sorted(p.name for p in home.glob("*") if p.is_dir())
+    kinds = sorted(path.name for path in home.glob("*") if path.is_dir())
     if kind not in kinds:
         raise ConfigError(
             f"demo model: {kind!r} is not embedded here; there is {', '.join(kinds) or 'none'}"

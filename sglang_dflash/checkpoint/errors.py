@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A field holds a value that cannot be served by anybody; the message names field, value and what would be right."""
+    """No worker can serve this value. The message gives the field, its value and what is valid."""
 
 
 class UnsupportedDraft(ConfigError):
-    """A valid draft (or server setting) that this drafter does not implement; SGLang's built-in worker may."""
+    """A valid draft or server setting that is not implemented here. SGLang's built-in worker may
+    serve it."""

@@ -1,4 +1,5 @@
-"""What is known of a model without its weights: from a local folder, the facts shipped here, or the hub's config.json."""
+"""What is known of a model without its weights, from a local folder, the facts shipped here, or the
+config.json on the hub."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.checkpoint.fields import read_json_object
+from sglang_dflash.checkpoint.hub import fetch_config
 
 FOLDER = Path(__file__).parent / "published"
 
@@ -18,12 +21,14 @@ FOLDER = Path(__file__).parent / "published"
 class ModelFacts:
     """One target or draft.
 
-    `config`: its config.json, or the fields of it that we read (None where only the KV bytes are known).
-    `weight_bytes`: bytes of its weights as served (None: unknown).
-    `kv_bytes_per_token`: stated directly, where there is no config.
-    `source`: where this was read.
-    `unknown`: fields of the config.json that are needed to serve the model and that nobody here has seen.
-    `file`: the shipped file with these facts (None: they are not shipped).
+    Attributes:
+        config: its config.json, or the fields of it that are read here; None if only the KV bytes
+            are known.
+        weight_bytes: bytes of its weights as served; None if unknown.
+        kv_bytes_per_token: stated directly if there is no config.
+        source: where the facts were read.
+        unknown: fields of the config.json that serving needs and that the source does not show.
+        file: the shipped file with these facts; None if they are not shipped.
     """
 
     name: str
@@ -47,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Collection:
-    """The published drafts; `announced`: targets whose draft is not out."""
+    """The published drafts. `announced` names targets whose draft is not published yet."""
 
     pairs: tuple[Pair, ...]
     announced: tuple[str, ...]
@@ -56,6 +61,7 @@ class Collection:
 
 @cache
 def collection() -> Collection:
+    """The collection of published drafts, from the file beside this one."""
     raw = json.loads((FOLDER / "collection.json").read_text())
     pairs = tuple(
         Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"]
@@ -65,7 +71,7 @@ def collection() -> Collection:
 
 @cache
 def shipped(kind: str) -> Mapping[str, ModelFacts]:
-    """The facts of that kind ("target" or "draft") beside this file, by model name."""
+    """The shipped facts of that kind, "target" or "draft", by model name."""
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
         raw = json.loads(path.read_text())
@@ -83,10 +89,11 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
 
 
 def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
-    """Facts of the target or draft called `name`: a folder with config.json, a shipped name, or (not `offline`) a hub name.
+    """Facts of the target or draft `name`: a folder, a shipped name or, unless `offline`, a hub
+    name.
 
     Raises:
-        ConfigError: nothing is known under that name, or its config.json cannot be had or read.
+        ConfigError: nothing is known under that name, or its config.json cannot be fetched or read.
     """
     if Path(name).is_dir():
         return _of_folder(kind, Path(name))
@@ -95,60 +102,34 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
     if offline:
         names = ", ".join(shipped(kind))
         raise ConfigError(
-            f"{kind.upper()}: {name!r} is neither a folder here nor a {kind} with shipped facts; those are {names}"
+            f"{kind.upper()}: {name!r} is neither a folder here nor a {kind} with shipped facts; "
+            f"those are {names}"
         )
     return ModelFacts(
-        name,
-        _read_json(kind, _fetch_config(kind, name)),
-        None,
-        None,
-        f"config.json of {name} on the hub",
+        name=name,
+        config=read_json_object(fetch_config(kind, name), kind.upper()),
+        weight_bytes=None,
+        kv_bytes_per_token=None,
+        source=f"config.json of {name} on the hub",
     )
 
 
 def _of_folder(kind: str, folder: Path) -> ModelFacts:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"{kind.upper()}: no config.json in {str(folder)!r}; give a model's folder or its hub name"
-        )
     return ModelFacts(
-        str(folder),
-        _read_json(kind, path),
-        _weight_bytes(kind, folder),
-        None,
-        f"config.json and weight files in {folder}",
+        name=str(folder),
+        config=read_json_object(folder / "config.json", kind.upper()),
+        weight_bytes=_weight_bytes(kind, folder),
+        kv_bytes_per_token=None,
+        source=f"config.json and weight files in {folder}",
     )
 
 
 def _weight_bytes(kind: str, folder: Path) -> int | None:
-    """Bytes of the safetensors weights, by their index or else their sizes; None where there are none."""
+    """Bytes of the safetensors weights: their index's total, or else the size of the files. None
+    if there are no weights."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        total = _read_json(kind, index).get("metadata", {}).get("total_size")
+        total = read_json_object(index, kind.upper()).get("metadata", {}).get("total_size")
         if isinstance(total, int):
             return total
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
-
-
-def _read_json(kind: str, path: Path) -> Mapping[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{kind.upper()}: {str(path)!r} is not valid JSON ({error})") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{kind.upper()}: {str(path)!r} holds no JSON object")
-    return raw
-
-
-def _fetch_config(kind: str, name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"{kind.upper()}: {name!r} is neither a folder here nor a model whose config.json the hub gave ({first_line})"
-        ) from error

@@ -65,7 +65,7 @@ class DraftModel(nn.Module):
     def __init__(self, config: DraftConfig, tp: TensorParallel | None = None) -> None:
         super().__init__()
         self.config, self.tp = config, tp or TensorParallel()
-        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
+        self.fc = nn.Linear(config.target_hidden_width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
             DraftLayer(config, self.tp) for _ in range(config.num_hidden_layers)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import RopeConfig
+from sglang_dflash.checkpoint.rope_config import RopeConfig
 
 
 def inverse_frequencies(

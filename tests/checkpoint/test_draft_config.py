@@ -1,4 +1,4 @@
-"""Draft configs and options: what is read, what is refused, and how it is said."""
+"""Draft configs and options: what is read, what is refused, and the message."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_published_fields_are_read() -> None:
         config.block_size,
         config.mask_token_id,
         config.target_layer_ids,
-        config.num_features,
+        config.target_hidden_width,
     ) == (4, 63, (1, 3), 64)
     assert config.layers == (LayerAttention(None, False),) * 3
     assert config.kv_shape == (3, 2, 2, 16)
 
 
-def test_sliding_layers_are_causal_unless_said_otherwise() -> None:
+def test_sliding_layers_are_causal_unless_the_config_denies_it() -> None:
     types = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "sliding_window": 9,
@@ -62,11 +62,11 @@ INVALID = {
         num_key_value_heads=3
     ),
     r"mask_token_id: 64 is outside the vocabulary of 64": with_own(mask_token_id=64),
-    r"mask_token_id: -1; a token id": with_own(mask_token_id=-1),
+    r"mask_token_id: -1 in .* a token id": with_own(mask_token_id=-1),
     r"target_layer_ids: \[6\] outside the target's layers 0 to 5": with_own(
         target_layer_ids=[1, 6]
     ),
-    r"target_layer_ids: \[\]; a non-empty list": with_own(target_layer_ids=[]),
+    r"target_layer_ids: \[\] in .* a non-empty list": with_own(target_layer_ids=[]),
     r"layer_types: 1 entries for 3 layers": raw_config(layer_types=["full_attention"]),
     r"sliding_window: None, but layer_types\[0\]": raw_config(
         layer_types=["sliding_attention"] * 3
@@ -147,9 +147,5 @@ def test_options_take_the_checkpoints_block_size_and_size_the_cache() -> None:
     resolved = Options(window=100, sinks=4).resolve(DraftConfig.from_dict(raw_config()))
     assert resolved.block_size == 4
     assert resolved.draft_kv_slots(16) == 2 * 16 * (100 + 4 + 4)
-    assert (
-        Options(window=100, draft_kv_tokens=7)
-        .resolve(DraftConfig.from_dict(raw_config()))
-        .draft_kv_slots(16)
-        == 7
-    )
+    chosen = Options(window=100, draft_kv_tokens=7).resolve(DraftConfig.from_dict(raw_config()))
+    assert chosen.draft_kv_slots(16) == 7

@@ -1,4 +1,4 @@
-"""docs/models.md is what the facts say, and its claims are those of the configs."""
+"""docs/models.md is up to date with the facts, and its claims are those of the configs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import UnsupportedDraft
 from sglang_dflash.checkpoint.published import Pair, collection, shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
-from sglang_dflash.inspect_pair.models_page import COLUMNS, README_COLUMNS, page, table
+from tools.models_page import COLUMNS, README_COLUMNS, page, table
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [
@@ -20,14 +20,24 @@ ROWS = [
     if line.startswith("| ") and "---" not in line and not line.startswith("| target")
 ]
 PUBLISHED = [
-    "Kimi-K2.5", "Qwen3.5-4B", "Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.6-27B", "Qwen3.6-35B-A3B",
-    "Qwen3-Coder-Next", "Qwen3-Coder-30B-A3B", "gpt-oss-20b", "gpt-oss-120b",
-]  # fmt: skip
+    "Kimi-K2.5",
+    "Qwen3.5-4B",
+    "Qwen3.5-9B",
+    "Qwen3.5-27B",
+    "Qwen3.5-35B-A3B",
+    "Qwen3.5-122B-A10B",
+    "Qwen3.6-27B",
+    "Qwen3.6-35B-A3B",
+    "Qwen3-Coder-Next",
+    "Qwen3-Coder-30B-A3B",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+]
 
 
 def test_the_page_is_up_to_date() -> None:
     assert (DOCS / "models.md").read_text() == page(), (
-        "run: python -m sglang_dflash.inspect_pair.models_page > docs/models.md"
+        "run: python tools/models_page.py > docs/models.md"
     )
 
 
@@ -41,24 +51,21 @@ def test_every_published_draft_is_a_row() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["draft"])
-def test_a_row_says_what_its_facts_file_decides(row: dict[str, str]) -> None:
+def test_a_row_shows_what_its_facts_file_decides(row: dict[str, str]) -> None:
     facts = shipped("draft")[row["draft"]]
-    assert (
-        row["facts"] == f"[source](../sglang_dflash/checkpoint/published/{facts.file})"
-        and facts.config is not None
-    )
+    assert row["facts"] == f"[source](../sglang_dflash/checkpoint/published/{facts.file})"
+    assert facts.config is not None
     raw = facts.config
     own = raw["dflash_config"]
     assert int(row["block"]) == own.get("block_size", raw.get("block_size"))
     assert row["mask token"] == str(own.get("mask_token_id", "not seen"))
     counts = sum(int(run.split()[0]) for run in re.split(r", (?=\d)", row["draft layers"]))
-    assert counts == raw["num_hidden_layers"] and ("sliding" in row["draft layers"]) == (
-        "sliding_attention" in raw.get("layer_types", ())
-    )
+    assert counts == raw["num_hidden_layers"]
+    is_sliding = "sliding_attention" in raw.get("layer_types", ())
+    assert ("sliding" in row["draft layers"]) == is_sliding
     if facts.unknown:
-        assert row["served by"].startswith("open: ") and all(
-            name in row["served by"] for name in facts.unknown
-        )
+        assert row["served by"].startswith("open: ")
+        assert all(name in row["served by"] for name in facts.unknown)
         return
     try:
         DraftConfig.from_dict(raw)
@@ -68,7 +75,7 @@ def test_a_row_says_what_its_facts_file_decides(row: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("pair", collection().pairs, ids=lambda pair: pair.target)
-def test_hybrid_is_what_transformers_and_the_geometry_say(pair: Pair) -> None:
+def test_hybrid_agrees_with_transformers_and_the_geometry(pair: Pair) -> None:
     from transformers import CONFIG_MAPPING
 
     if pair.model_type in CONFIG_MAPPING:

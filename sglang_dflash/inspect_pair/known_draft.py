@@ -1,0 +1,86 @@
+"""A draft as far as its facts go, including one that our worker does not serve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig, draft_fields, draft_kv_shape
+from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.checkpoint.published import ModelFacts
+from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.core.options import Options, ResolvedOptions
+from sglang_dflash.inspect_pair.memory import Serving, draft_weight_bytes, stated_kv_bytes
+
+
+@dataclass(frozen=True)
+class KnownDraft:
+    """What is known of a draft.
+
+    Attributes:
+        raw: its config.json or the known part of it; None if only KV bytes are known.
+        config: None if our worker does not serve it or a field is unknown.
+        unserved: why our worker does not serve it.
+        unknown: which fields are unknown.
+        kv_bytes_per_token: draft KV bytes of one token.
+        weight_bytes: None if unknown.
+        block_size: the checkpoint's; None if unknown.
+    """
+
+    raw: Mapping[str, Any] | None
+    config: DraftConfig | None
+    unserved: str | None
+    unknown: str | None
+    kv_bytes_per_token: int
+    weight_bytes: int | None
+    block_size: int | None
+
+    @classmethod
+    def of(cls, facts: ModelFacts, serving: Serving) -> KnownDraft:
+        """Raises ConfigError if a field is invalid or the KV bytes are unknown."""
+        config, unserved, unknown = None, None, None
+        if facts.config is None:
+            stated = stated_kv_bytes(facts, "--draft-kv-dtype", serving.draft_kv_dtype)
+            return cls(None, None, None, None, stated, facts.weight_bytes, None)
+        if facts.unknown:
+            unknown = f"not seen of the draft's config.json: {', '.join(facts.unknown)}"
+        else:
+            try:
+                config = DraftConfig.from_dict(facts.config)
+            except UnsupportedDraft as reason:
+                unserved = str(reason)
+        fields = draft_fields(facts.config)
+        shape = config.kv_shape if config else draft_kv_shape(fields)
+        block_size = fields.positive_int("block_size") if "block_size" in fields else None
+        return cls(
+            raw=facts.config,
+            config=config,
+            unserved=unserved,
+            unknown=unknown,
+            kv_bytes_per_token=math.prod(shape) * serving.draft_kv_dtype_bytes,
+            weight_bytes=draft_weight_bytes(config) if config else facts.weight_bytes,
+            block_size=config.block_size if config else block_size,
+        )
+
+    def check_target(self, geometry: TargetGeometry) -> None:
+        """Raise ConfigError if the draft was trained for another target, as far as is known."""
+        config = self.config
+        if self.unknown is not None and self.raw is not None:
+            # The mask token may be unknown, and does not matter for this check.
+            own = {"mask_token_id": 0, **(self.raw.get("dflash_config") or {})}
+            config = DraftConfig.from_dict({**self.raw, "dflash_config": own})
+        if config is not None:
+            config.check_target(
+                hidden_size=geometry.hidden_size,
+                vocab_size=geometry.vocab_size,
+                num_layers=geometry.num_hidden_layers,
+            )
+
+    def resolve(self, options: Options) -> ResolvedOptions:
+        """Fill in the draft's block size. Raises ConfigError if it is unknown and not given."""
+        block_size = options.block_size or self.block_size
+        if block_size is None:
+            raise ConfigError("--block-size: required, because the draft's is not known")
+        return options.with_block_size(block_size)

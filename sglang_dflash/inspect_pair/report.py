@@ -1,0 +1,204 @@
+"""The pre-flight report of a pair: who serves it, its weights, KV bytes per token, and the target
+tokens that fit."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_dflash.checkpoint.fields import Fields
+from sglang_dflash.checkpoint.published import ModelFacts
+from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.core.options import Options
+from sglang_dflash.inspect_pair.description import (
+    DraftDescription,
+    TargetDescription,
+    describe_draft,
+    describe_target,
+)
+from sglang_dflash.inspect_pair.known_draft import KnownDraft
+from sglang_dflash.inspect_pair.memory import (
+    GIB,
+    KvSplit,
+    Serving,
+    kv_memory_bytes,
+    split_kv,
+    stated_kv_bytes,
+)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The report. Every size is in bytes; None if unknown.
+
+    Attributes:
+        worker: what serves the pair without further flags: "sglang-dflash", "builtin" (SGLang's
+            own worker; the bounded figures are then those of ours) or "unknown".
+        worker_reason: why it is not "sglang-dflash".
+        recurrent_rollback: how that worker follows an accepted prefix in recurrent layers; None if
+            there are none.
+        recurrent_state_bytes: of one request.
+        recurrent_snapshot_bytes: scratch of one request's verification with rollback by snapshots.
+        recurrent_replay_bytes: the same with rollback by replay.
+    """
+
+    target: str
+    draft: str
+    worker: str
+    worker_reason: str | None
+    target_description: TargetDescription
+    draft_description: DraftDescription
+    block_size: int
+    window: int | None
+    sinks: int
+    max_running_requests: int
+    target_kv_bytes_per_token: int
+    draft_kv_bytes_per_token: int
+    kv_memory_bytes: int
+    kv: KvSplit
+    target_weight_bytes: int | None
+    draft_weight_bytes: int | None
+    recurrent_layers: int | None
+    recurrent_rollback: str | None
+    recurrent_state_bytes: int | None
+    recurrent_snapshot_bytes: int | None
+    recurrent_replay_bytes: int | None
+    sources: list[str]
+
+    def report(self) -> dict[str, Any]:
+        """All fields in one flat dictionary, sources last."""
+        facts = asdict(self)
+        head = {name: facts.pop(name) for name in ("target", "draft", "worker", "worker_reason")}
+        described = {**facts.pop("target_description"), **facts.pop("draft_description")}
+        split, sources = facts.pop("kv"), facts.pop("sources")
+        split["draft_kv_map"] = "bounded" if split.pop("bounded") else "one slot per target token"
+        return {**head, **described, **facts, **split, "sources": sources}
+
+
+@dataclass(frozen=True)
+class DraftInspection:
+    """`worker` and `reason` as in `Inspection`, as far as the draft decides them."""
+
+    worker: str
+    reason: str | None
+    block_size: int | None
+    description: DraftDescription
+
+
+def inspect(
+    target: ModelFacts, draft: ModelFacts, options: Options, serving: Serving
+) -> Inspection:
+    """Compute what serving this pair would cost.
+
+    Raises:
+        ConfigError: the pair does not fit, an option is out of range, a needed fact is unknown, or
+            no memory is left for KV.
+    """
+    geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
+    recurrent = geometry.recurrent if geometry else None
+    target_bytes = (
+        geometry.kv_bytes_per_token(serving.kv_dtype_bytes)
+        if geometry
+        else stated_kv_bytes(target, "--kv-dtype", serving.kv_dtype)
+    )
+    known = KnownDraft.of(draft, serving)
+    if geometry is not None:
+        known.check_target(geometry)
+    resolved = known.resolve(options)
+    window, block_size = resolved.context_window, resolved.block_size
+    replay = recurrent.replay_bytes(block_size) if recurrent else None
+    states = recurrent.state_bytes + recurrent.replay_bytes(block_size) if recurrent else 0
+    weights = {"target": target.weight_bytes, "draft": known.weight_bytes}
+    memory = kv_memory_bytes(serving, weights, states)
+    slots = resolved.draft_kv_slots(serving.max_running_requests)
+    worker, reason = _worker(target, geometry, known)
+    return Inspection(
+        target=target.name,
+        draft=draft.name,
+        worker=worker,
+        worker_reason=reason,
+        target_description=describe_target(target.config, geometry),
+        draft_description=describe_draft(draft.config, known.config),
+        block_size=block_size,
+        window=window.tokens if window else None,
+        sinks=window.sinks if window else 0,
+        max_running_requests=serving.max_running_requests,
+        target_kv_bytes_per_token=target_bytes,
+        draft_kv_bytes_per_token=known.kv_bytes_per_token,
+        kv_memory_bytes=memory,
+        kv=split_kv(memory, target_bytes, known.kv_bytes_per_token, slots),
+        target_weight_bytes=target.weight_bytes,
+        draft_weight_bytes=known.weight_bytes,
+        recurrent_layers=geometry.recurrent_layers if geometry else None,
+        recurrent_rollback=_rollback(geometry, worker),
+        recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
+        recurrent_snapshot_bytes=recurrent.snapshot_bytes(block_size) if recurrent else None,
+        recurrent_replay_bytes=replay,
+        sources=[f"target: {target.source}", f"draft: {draft.source}"],
+    )
+
+
+def inspect_draft(draft: ModelFacts) -> DraftInspection:
+    """What is known of a draft without its target. Raises ConfigError if its config is invalid."""
+    known = KnownDraft.of(draft, Serving())
+    worker, reason = _worker_of_draft(known)
+    description = describe_draft(draft.config, known.config)
+    return DraftInspection(worker, reason, known.block_size, description)
+
+
+def as_table(report: Mapping[str, Any]) -> str:
+    """`Inspection.report()` for reading: one aligned line per fact, byte counts also in GiB. Lines
+    have up to 120 columns."""
+    facts = [(name, _readable(name, value)) for name, value in report.items() if name != "sources"]
+    width = max(len(name) for name, _ in facts)
+    indent = " " * (width + 2)
+    sources = [
+        textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
+        for text in report["sources"]
+    ]
+    return "\n".join([f"{name:<{width}}  {text}" for name, text in facts] + sources)
+
+
+def _worker(
+    target: ModelFacts, geometry: TargetGeometry | None, draft: KnownDraft
+) -> tuple[str, str | None]:
+    """The choice of `serving.pairing` for a server without further flags, from configs only."""
+    worker, reason = _worker_of_draft(draft)
+    if worker != "sglang-dflash":
+        return worker, reason
+    if target.config is None or geometry is None:
+        return "unknown", "the facts of this target are KV sizes only"
+    if Fields.of(target.config, "target").block("quantization_config").get("lm_head"):
+        return "builtin", (
+            "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit "
+            "weight is needed"
+        )
+    return worker, None
+
+
+def _worker_of_draft(draft: KnownDraft) -> tuple[str, str | None]:
+    if draft.unserved is not None:
+        return "builtin", draft.unserved
+    if draft.unknown is not None:
+        return "unknown", draft.unknown
+    if draft.config is None:
+        return "unknown", "the facts of this pair are KV sizes only"
+    return "sglang-dflash", None
+
+
+def _rollback(geometry: TargetGeometry | None, worker: str) -> str | None:
+    if geometry is None or not geometry.recurrent_layers:
+        return None
+    return "replay" if geometry.recurrent is not None and worker == "sglang-dflash" else "snapshot"
+
+
+def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if "gain" in name:
+        return f"{value:.2%}"
+    if "bytes" in name and value >= GIB // 1024:
+        return f"{value:,} ({value / GIB:.3f} GiB)"
+    return f"{value:,}" if isinstance(value, int) and not name.endswith("_id") else str(value)

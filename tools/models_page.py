@@ -1,0 +1,84 @@
+"""The table of published drafts, from the shipped facts. Run from the root of a checkout:
+
+python tools/models_page.py > docs/models.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from sglang_dflash.checkpoint.published import Pair, collection, shipped
+from sglang_dflash.inspect_pair.report import inspect_draft
+
+HEAD = """\
+# Published drafts
+
+Every draft of the z-lab DFlash collection. This page is written by
+
+    python tools/models_page.py > docs/models.md
+
+from the configs in [sglang_dflash/checkpoint/published](../sglang_dflash/checkpoint/published), and
+a test fails if the two differ. Each of those files gives the source of its numbers and tells which
+were read and which were inferred. No draft was downloaded for this table, and none of these pairs
+has been run here with its published weights.
+
+- *block*: tokens verified per step, the bonus token included.
+- *draft layers*: how they attend, first to last.
+- *hybrid*: the target has recurrent layers (Gated DeltaNet), which follow an accepted prefix by
+  replay.
+- *served by*: the worker that a server chooses for that draft config. Server settings can change
+  the choice, see the limits in the [README](../README.md). If the facts leave it open, the cell
+  names the fields that were not seen; `sglang-dflash inspect TARGET DRAFT` on the checkpoint
+  itself answers it.
+- Some drafts were published twice. A name with `@` is our name for the earlier revision.
+
+"""
+COLUMNS = ("target", "hybrid", "draft", "block", "draft layers", "mask token", "served by", "facts")
+README_COLUMNS = ("target", "hybrid", "draft", "block", "draft layers", "served by")
+
+
+def page() -> str:
+    """The text of docs/models.md."""
+    announced = ", ".join(collection().announced)
+    return f"{HEAD}{table(COLUMNS)}\n\nAnnounced, and not seen: {announced}.\n"
+
+
+def table(columns: tuple[str, ...]) -> str:
+    """A row per published draft with some of `COLUMNS`. README.md has `README_COLUMNS`."""
+    rows = [row for pair in collection().pairs for row in _rows(pair)]
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
+    picked = [COLUMNS.index(column) for column in columns]
+    return "\n".join(_line([line[i] for i in picked]) for line in lines)
+
+
+def _rows(pair: Pair) -> Iterator[tuple[str, ...]]:
+    for name in pair.drafts:
+        facts = shipped("draft")[name]
+        found = inspect_draft(facts)
+        served = {
+            "sglang-dflash": "sglang-dflash",
+            "builtin": f"SGLang's built-in worker: {found.reason}",
+        }
+        yield (
+            pair.target,
+            "yes" if pair.hybrid else "no",
+            name,
+            _cell(found.block_size),
+            _cell(found.description.draft_layers),
+            _cell(found.description.mask_token_id),
+            served.get(found.worker, f"open: {found.reason}"),
+            f"[source](../sglang_dflash/checkpoint/published/{facts.file})",
+        )
+
+
+def _cell(value: object) -> str:
+    return "not seen" if value is None else str(value)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
