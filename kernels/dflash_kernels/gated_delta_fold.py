@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.recurrent.gated_delta import NORM_EPS, RecurrentLayers, VerifyInputs
+from sglang_dflash.core.recurrent.gated_delta import NORM_EPS
+from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs
 
 # Value rows of a state tile: 32 x 128 float32 are 16 KiB of registers per program.
 BLOCK_V = 32

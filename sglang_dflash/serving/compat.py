@@ -40,7 +40,7 @@ from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted, accept, accept_by_decree
 from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers
+from sglang_dflash.core.recurrent.replay import RecurrentLayers
 
 __all__ = [
     "BaseSpecWorker",

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.recurrent import gated_delta
-from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers, VerifyInputs
+from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs, fold_
 from sglang_dflash.serving import compat
 
 logger = logging.getLogger(__name__)
 
 
-# See core.gated_delta.fold_.
+# See core.recurrent.replay.fold_.
 Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Tensor, Tensor, Tensor, Tensor], None]
 
 
@@ -168,7 +167,7 @@ def make_rollback(asked: str, model_runner: Any, block_size: int) -> Rollback | 
 
 def _fold_op(device: torch.device) -> Fold:
     if device.type != "cuda":
-        return gated_delta.fold_
+        return fold_
     from dflash_kernels import gated_delta_fold
 
     return gated_delta_fold.fold_
