@@ -16,7 +16,7 @@ from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.published import look_up
 from sglang_dflash.core.options import Options
-from sglang_dflash.hf.arguments import DTYPES, Request
+from sglang_dflash.hf.arguments import DTYPES, GenerateArgs
 from sglang_dflash.inspect_pair.inspection import DTYPE_BYTES, GIB, Serving, inspect
 
 # Options are checked under the server's names; these commands call them otherwise.
@@ -143,7 +143,7 @@ def _readable(name: str, value: Any) -> str:
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Request
+    default = GenerateArgs
     parser.add_argument(
         "--target", help="a folder or a hub name (default: the embedded dense pair's)"
     )
@@ -200,7 +200,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.target is None:
         pair = demo_pair("dense")
         args.target, args.draft = str(pair.target), str(pair.draft)
-    request = Request(
+    request = GenerateArgs(
         target=args.target, draft=args.draft, prompt=_text(args), chat=args.chat, max_new_tokens=args.max_new_tokens,
         temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
         options=Options(block_size=args.block_size, window=args.window), dtype=args.dtype, device=args.device,
