@@ -26,8 +26,8 @@ from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
-from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers, VerifyInputs
-from sglang_dflash.core.recurrent.gated_delta import fold_ as torch_fold_
+from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs
+from sglang_dflash.core.recurrent.replay import fold_ as torch_fold_
 from sglang_dflash.core.weights import load_model
 
 # A draft of Qwen3-8B's geometry, with random weights.

@@ -15,7 +15,7 @@ from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.published import look_up
 from sglang_dflash.core.options import Options
-from sglang_dflash.hf.arguments import DTYPES, Request
+from sglang_dflash.hf.arguments import DTYPES, GenerateArgs
 from sglang_dflash.inspect_pair.memory import DTYPE_BYTES, Serving
 from sglang_dflash.inspect_pair.report import as_table, inspect
 
@@ -119,7 +119,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    default = Request
+    default = GenerateArgs
     parser.add_argument(
         "--target", help="a folder or a hub name (default: the embedded dense pair's)"
     )
@@ -177,7 +177,7 @@ def _generate(args: argparse.Namespace) -> None:
     if args.target is None:
         pair = demo_pair("dense")
         args.target, args.draft = str(pair.target), str(pair.draft)
-    request = Request(
+    request = GenerateArgs(
         target=args.target,
         draft=args.draft,
         prompt=_text(args),

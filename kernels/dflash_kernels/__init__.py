@@ -1,1 +1,1 @@
-"""Triton kernels of sglang-dflash: one op per file, with the arguments of its torch twin in `sglang_dflash.core`."""
+"""Triton kernels: one op per file, with the arguments of its torch twin in `sglang_dflash.core`."""

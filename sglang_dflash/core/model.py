@@ -1,8 +1,10 @@
-"""The drafter network of DFlash (arXiv 2602.06036, section 4): Qwen3-style layers over one block of tokens.
+"""The draft network of DFlash (arXiv 2602.06036, section 4): Qwen3-style layers over one block.
 
-Letters in shapes: N tokens, R requests, B block positions, L layers, H query heads, G kv heads, D head dim, E hidden size.
-How the block sees its context is the caller's: `forward` takes an `attend` function, so that serving (a cache), training
-(a mask) and tests (dense attention) run the very same weights and arithmetic.
+Letters in shapes: N tokens, R requests, B block positions, L layers, H query heads, G kv heads,
+D head dim, E hidden size, F target layers that the draft reads.
+
+The caller decides how the block attends to its context: `forward` takes an `attend` function, so
+serving (a cache), training (a mask) and tests (dense attention) share the weights and arithmetic.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ class DraftLayer(nn.Module):
     def __init__(self, config: DraftConfig, tp: TensorParallel) -> None:
         super().__init__()
         self.tp, self.eps, self.head_dim = tp, config.rms_norm_eps, config.head_dim
-        self.heads = tp.share("num_attention_heads", config.num_attention_heads)
-        self.kv_heads = tp.share_or_copy("num_key_value_heads", config.num_key_value_heads)
-        width, inner = config.hidden_size, tp.share("intermediate_size", config.intermediate_size)
+        self.heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
+        self.kv_heads = tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+        inner = tp.shard_size("intermediate_size", config.intermediate_size)
+        width = config.hidden_size
         self.input_layernorm = nn.RMSNorm(width, eps=self.eps)
         self.qkv_proj = nn.Linear(
             width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.attention_bias
@@ -49,10 +52,19 @@ class DraftLayer(nn.Module):
         sin: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
+        """Run the layer on x `[..., N, E]`.
+
+        Args:
+            cos, sin: `[..., N, 1, D]`, from `Rotary.cos_sin`.
+            attend: `Attend` of this layer.
+
+        Returns:
+            `[..., N, E]`.
+        """
         qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        # The bias is whole on every rank: it is added after the sum, once.
+        # Every rank holds the whole bias, so it is added after the sum.
         attended = self.tp.all_reduce(F.linear(attend(q, k, v).flatten(-2), self.o_proj.weight))
         x = x + (attended if self.o_proj.bias is None else attended + self.o_proj.bias)
         gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
@@ -60,7 +72,11 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The drafter without embedding and lm_head, which are the target's."""
+    """The draft network without embedding and lm_head, which it borrows from the target.
+
+    Raises:
+        ConfigError: the size of `tp` does not divide the config's heads or FFN width.
+    """
 
     def __init__(self, config: DraftConfig, tp: TensorParallel | None = None) -> None:
         super().__init__()
@@ -80,20 +96,20 @@ class DraftModel(nn.Module):
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
-        """K/V of one token on this rank: layers, 2, kv heads, head dim."""
+        """Shape of one token's K/V on this rank: `(L, 2, G, D)`."""
         return (len(self.layers), 2, self.kv_heads, self.config.head_dim)
 
-    def context_kv(self, features: Tensor, positions: Tensor) -> Tensor:
+    def context_kv(self, target_hidden: Tensor, positions: Tensor) -> Tensor:
         """Project the target's hidden states to every layer's context K (normed and rotated) and V.
 
         Args:
-            features: `[..., N, F * E]`, the outputs of the F target layers of the config, side by side.
+            target_hidden: `[..., N, F * E]`, outputs of the config's `target_layer_ids`, joined.
             positions: int `[..., N]`.
 
         Returns:
             `[..., N, L, 2, G, D]` in the dtype of the weights.
         """
-        context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        context = self.hidden_norm(self.fc(target_hidden.to(self.fc.weight.dtype)))
         weight, bias = self._context_projection()
         kv = F.linear(context, weight, bias).unflatten(
             -1, (len(self.layers), 2, self.kv_heads, self.config.head_dim)
@@ -104,7 +120,16 @@ class DraftModel(nn.Module):
         return torch.stack((rotate(k, cos, sin), v), dim=-3)
 
     def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the block: embeddings `[..., N, E]` at int positions `[..., N]` to final-normed hidden states `[..., N, E]`."""
+        """Run all layers and the final norm.
+
+        Args:
+            embeddings: `[..., N, E]`.
+            positions: int `[..., N]`.
+            attend: attention of each layer over the context and the block.
+
+        Returns:
+            Hidden states `[..., N, E]`.
+        """
         cos, sin = self.rotary.cos_sin(positions, embeddings.dtype)
         x = embeddings
         for i, layer in enumerate(self.layers):
@@ -112,7 +137,10 @@ class DraftModel(nn.Module):
         return self.norm(x)
 
     def freeze(self) -> DraftModel:
-        """Make it an inference model: no gradients, and the layers' K/V projections joined once into one matrix."""
+        """Prepare for inference, in place: no gradients, all layers' K/V projections in one matrix.
+
+        Weights that change afterwards have no effect on `context_kv`.
+        """
         self.requires_grad_(False).eval()
         weight, bias = self._context_projection()
         self._joined = (
@@ -125,14 +153,14 @@ class DraftModel(nn.Module):
     _joined: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def _context_projection(self) -> tuple[Tensor, Tensor | None]:
+        """Weight `[L * 2 G D, E]` and bias `[L * 2 G D]` of all layers' K and V projections."""
         if self._joined is not None:
             return self._joined[:2]
         projections = [layer.qkv_proj for layer in self._each_layer()]
         rows = slice(self._each_layer()[0].heads * self.config.head_dim, None)
         biases = [p.bias[rows] for p in projections if p.bias is not None]
-        return torch.cat([p.weight[rows] for p in projections]), torch.cat(
-            biases
-        ) if biases else None
+        weight = torch.cat([p.weight[rows] for p in projections])
+        return weight, torch.cat(biases) if biases else None
 
     def _k_norms(self) -> Tensor:
         """All layers' k_norm weights, `[L, 1, D]`."""

@@ -1,4 +1,4 @@
-"""Tensor parallelism as a value: the core is told its rank and how to reduce, and knows no process group."""
+"""Tensor parallelism as a value: rank, size and two collectives. No process group is known here."""
 
 from __future__ import annotations
 
@@ -15,44 +15,56 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _alone(x: Tensor) -> Tensor:
+def _single_rank(x: Tensor) -> Tensor:
     return x[None]
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Rank and size of the group, the sum over it, and all ranks' tensors `[...]` as `[size, ...]`. The default is one rank."""
+    """A rank in a tensor-parallel group. The default is a group of one.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        all_reduce: the sum of a tensor over the ranks.
+        all_gather: all ranks' tensors `[...]`, stacked as `[size, ...]`.
+    """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _identity
-    all_gather: Callable[[Tensor], Tensor] = _alone
+    all_gather: Callable[[Tensor], Tensor] = _single_rank
 
-    def share(self, name: str, total: int) -> int:
-        """This rank's part of `total` heads or columns; raises ConfigError where it does not divide."""
+    def shard_size(self, name: str, total: int) -> int:
+        """Heads or columns per rank, of `total`. Raises ConfigError if it does not divide."""
         if total % self.size:
             raise ConfigError(
                 f"--tp-size: {self.size} does not divide the draft's {name} ({total})"
             )
         return total // self.size
 
-    def share_or_copy(self, name: str, total: int) -> int:
-        """As `share`, but where there are fewer than ranks each goes to several, as key and value heads do."""
+    def shard_size_or_replica(self, name: str, total: int) -> int:
+        """As `shard_size`, but 1 if there are more ranks than heads and each head has replicas."""
         if self.size > total and self.size % total == 0:
             return 1
-        return self.share(name, total)
+        return self.shard_size(name, total)
 
 
 def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tensor:
-    """Ids int64 `[N]` of the largest logits of a vocabulary split over ranks; the lowest rank's where they are equal.
+    """Ids of the largest logits of a vocabulary that is split over ranks.
+
+    Of equal logits the one on the lowest rank is taken.
 
     Args:
-        logits: `[N, V / size]`, this rank's part, which begins at `first_id`.
+        logits: `[N, V / size]`, this rank's part of the vocabulary.
+        first_id: the id of its first column.
+
+    Returns:
+        int64 `[N]`.
     """
     if tp.size == 1:
         return logits.argmax(-1) + first_id
     value, index = logits.max(-1)
-    # Ids are exact in float32, below 2 ** 24: value and id travel together.
+    # Ids below 2 ** 24 are exact in float32, so one gather carries values and ids.
     candidates = tp.all_gather(torch.stack((value.float(), (index + first_id).float())))
     best = candidates[:, 0].argmax(0, keepdim=True)
     return candidates[:, 1].gather(0, best)[0].long()

@@ -1,4 +1,7 @@
-"""Rotary position embedding, computed from the frequencies: there is no table that a long context could run past."""
+"""Rotary position embedding, computed from the frequencies.
+
+There is no table of cos and sin, so no position is out of range.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,24 @@ from sglang_dflash.checkpoint.rope_config import RopeConfig
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, max_positions: int
 ) -> tuple[Tensor, float]:
-    """Frequencies float32 `[head_dim / 2]` and the factor on cos and sin, for plain, linear, llama3 and YaRN scaling.
+    """Rotary frequencies for plain, linear, llama3 and YaRN scaling.
 
-    The scaling's `factor` decides, whatever `max_positions` over the original context would imply.
+    The scaling's `factor` is used as given, even if `max_positions` over the original context is
+    another ratio.
+
+    Args:
+        max_positions: the original context length if the scaling does not name one.
+
+    Returns:
+        Frequencies float32 `[head_dim / 2]`, and the factor on cos and sin.
     """
     plain = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     scaling = rope.scaling
     kind = scaling.get("rope_type")
     if kind is None:
         return plain, 1.0
-    factor, original = (
-        float(scaling["factor"]),
-        float(scaling.get("original_max_position_embeddings", max_positions)),
-    )
+    factor = float(scaling["factor"])
+    original = float(scaling.get("original_max_position_embeddings", max_positions))
     if kind == "linear":
         return plain / factor, 1.0
     if kind == "llama3":
@@ -36,7 +44,7 @@ def inverse_frequencies(
 
 
 def _llama3(plain: Tensor, factor: float, original: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Slow the low frequencies by `factor`, keep the high ones, blend between (Llama 3.1 release code)."""
+    """Divide low frequencies by `factor`, keep high ones, blend between (Llama 3.1 release)."""
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     turns = original * plain / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -46,40 +54,42 @@ def _llama3(plain: Tensor, factor: float, original: float, scaling: Mapping[str,
 def _yarn(
     plain: Tensor, factor: float, original: float, theta: float, scaling: Mapping[str, Any]
 ) -> Tensor:
-    """YaRN (arXiv 2309.00071): interpolate the dimensions that turn seldom over the original context, keep the fast ones.
+    """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones.
 
-    The ramp between the two begins and ends at whole dimensions, unless `truncate` is false.
+    Slow and fast are counted in turns over the original context. The ramp between them begins and
+    ends at whole dimensions, unless `truncate` is false.
     """
     head_dim = 2 * len(plain)
 
     def dimension_of(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (
-        dimension_of(float(scaling.get("beta_fast", 32))),
-        dimension_of(float(scaling.get("beta_slow", 1))),
-    )
+    low = dimension_of(float(scaling.get("beta_fast", 32)))
+    high = dimension_of(float(scaling.get("beta_slow", 1)))
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / (high - low or 0.001)).clamp(
-        0, 1
-    )
+    dimensions = torch.arange(len(plain), dtype=torch.float32)
+    ramp = ((dimensions - low) / (high - low or 0.001)).clamp(0, 1)
     return plain / factor * ramp + plain * (1 - ramp)
 
 
 def _yarn_attention(factor: float, scaling: Mapping[str, Any]) -> float:
-    """Factor on cos and sin: `attention_factor`, or 0.1 ln s + 1, or with both mscales the ratio of 0.1 mscale ln s + 1 for each."""
+    """YaRN's factor on cos and sin, with s = `factor`.
+
+    `attention_factor` if given, else 0.1 ln s + 1. If both mscales are given, the ratio of
+    0.1 mscale ln s + 1 to 0.1 mscale_all_dim ln s + 1.
+    """
     if "attention_factor" in scaling:
         return float(scaling["attention_factor"])
-    own, over_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    own, over_all = (float(own), float(over_all)) if own and over_all else (1.0, 0.0)
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    mscale, all_dim = (float(mscale), float(all_dim)) if mscale and all_dim else (1.0, 0.0)
     growth = 0.1 * math.log(max(factor, 1.0))
-    return (own * growth + 1) / (over_all * growth + 1)
+    return (mscale * growth + 1) / (all_dim * growth + 1)
 
 
 class Rotary(torch.nn.Module):
-    """Turns positions into cos and sin, and rotates heads by them (first half against second half, as Qwen and Llama)."""
+    """Cos and sin of positions, for `rotate`. The frequencies are a float32 buffer `[D / 2]`."""
 
     frequencies: Tensor
 
@@ -89,16 +99,17 @@ class Rotary(torch.nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions int `[..., n]` to cos and sin `[..., n, 1, head_dim]`, computed in float32."""
-        angles = (positions.float()[..., None] * self.frequencies.float()).repeat(
-            *(1,) * positions.ndim, 2
-        )[..., None, :]
-        return (angles.cos() * self.attention_factor).to(dtype), (
-            angles.sin() * self.attention_factor
-        ).to(dtype)
+        """Cos and sin `[..., N, 1, D]` of int positions `[..., N]`, from float32 to `dtype`."""
+        half = positions.float()[..., None] * self.frequencies.float()
+        angles = torch.cat((half, half), dim=-1)[..., None, :]
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x` `[..., n, heads, head_dim]` by cos and sin `[..., n, 1, head_dim]`."""
+    """Rotate `x` `[..., N, H, D]` by cos and sin `[..., N, 1, D]`.
+
+    Dimension i is paired with i + D / 2, as in Llama and Qwen.
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

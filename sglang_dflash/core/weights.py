@@ -1,4 +1,4 @@
-"""Published DFlash safetensors <-> the network's state: every tensor is used once, or named in an error."""
+"""Read and write published DFlash checkpoints. Every tensor is used once or named in an error."""
 
 from __future__ import annotations
 
@@ -18,19 +18,25 @@ from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.rope import Rotary
 
-# Our parameter -> the checkpoint's tensors that it joins, row-wise.
+# Our module -> the checkpoint's modules whose rows it joins.
 _JOINED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 _MODULE_OF = {
-    "qkv_proj": "self_attn.qkv_proj", "o_proj": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
-    "gate_up_proj": "mlp.gate_up_proj", "down_proj": "mlp.down_proj",
-}  # fmt: skip
+    "qkv_proj": "self_attn.qkv_proj",
+    "o_proj": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "gate_up_proj": "mlp.gate_up_proj",
+    "down_proj": "mlp.down_proj",
+}
+# Modules that are split over ranks by columns; the joined ones are split by rows.
+_SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
 def checkpoint_names(parameter: str) -> tuple[str, ...]:
-    """The checkpoint tensors that make up one of our parameters, in row order."""
+    """Names of the checkpoint tensors that one of our parameters joins, in row order."""
     if not parameter.startswith("layers."):
         return (parameter,)
     _, index, module, kind = parameter.split(".")
@@ -42,13 +48,13 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
     """All tensors of the safetensors files in `folder`, on the CPU, by name.
 
     Raises:
-        ConfigError: there is no such file, a file is damaged, or a name stands in two files.
+        ConfigError: there is no such file, a file is damaged, or two files hold the same name.
     """
     return {name: opened.get_tensor(stored) for name, stored, opened in _each_tensor(folder)}
 
 
 def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
-    """Name, name as stored (some exports put the whole network under `model.`) and the open file of every tensor."""
+    """Name, stored name and open file of every tensor. Some exports prefix names with `model.`."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ConfigError(f"draft checkpoint: no .safetensors file in {str(folder)!r}")
@@ -60,25 +66,27 @@ def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
                     name = stored.removeprefix("model.")
                     if name in seen:
                         raise ConfigError(
-                            f"draft checkpoint: tensor {name!r} stands in two files, the second is {file.name!r}"
+                            f"draft checkpoint: tensor {name!r} is in two files, "
+                            f"the second is {file.name!r}"
                         )
                     seen.add(name)
                     yield name, stored, opened
         except SafetensorError as error:
             raise ConfigError(
-                f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); fetch it again"
+                f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); "
+                "download it again"
             ) from error
 
 
 def tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor, from the files' headers alone. Raises ConfigError as `read_tensors`."""
+    """Name and shape of every tensor, from the headers. Raises ConfigError as `read_tensors`."""
     return {
         name: opened.get_slice(stored).get_shape() for name, stored, opened in _each_tensor(folder)
     }
 
 
 def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ConfigError where a tensor is missing, left over or of a shape that the config does not ask for."""
+    """Raise ConfigError if a tensor is missing, unexpected, or not of the config's shape."""
     with torch.device("meta"):
         whole = DraftModel(config).state_dict()
     used: set[str] = set()
@@ -88,24 +96,26 @@ def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> No
         if missing:
             raise ConfigError(f"draft checkpoint: tensor {missing[0]!r} is missing")
         used.update(names)
-        rows, columns = sum(shapes[n][0] for n in names), {tuple(shapes[n][1:]) for n in names}
+        rows = sum(shapes[n][0] for n in names)
+        columns = {tuple(shapes[n][1:]) for n in names}
         if rows != like.shape[0] or columns != {tuple(like.shape[1:])}:
             got = ", ".join(f"{n} {list(shapes[n])}" for n in names)
             raise ConfigError(
                 f"draft checkpoint: {got}; the config asks for {list(like.shape)} in all"
             )
-    # A copy of the target's embedding or head is of no use: both are the target's own.
-    left = sorted(set(shapes) - used - {"embed_tokens.weight", "lm_head.weight"})
-    if left:
+    # Copies of the target's embedding and head are ignored: the draft borrows the target's.
+    unexpected = sorted(set(shapes) - used - {"embed_tokens.weight", "lm_head.weight"})
+    if unexpected:
         raise ConfigError(
-            f"draft checkpoint: {len(left)} tensors that no DFlash v1 draft has, the first is {left[0]!r}"
+            f"draft checkpoint: {len(unexpected)} tensors that no DFlash v1 draft has, "
+            f"the first is {unexpected[0]!r}"
         )
 
 
 def load_state(
     config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel
 ) -> dict[str, Tensor]:
-    """This rank's state dict from the checkpoint's whole tensors. Raises ConfigError as `check_shapes`."""
+    """This rank's state dict from whole tensors. Raises ConfigError as `check_shapes`."""
     check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
     with torch.device("meta"):
         parameters = list(DraftModel(config).state_dict())
@@ -115,21 +125,18 @@ def load_state(
 def _shard(
     parameter: str, parts: Sequence[Tensor], config: DraftConfig, tp: TensorParallel
 ) -> Tensor:
-    """Heads and FFN columns are split by rows of the first projections and by columns of the second ones."""
+    """This rank's part of a parameter that joins the checkpoint tensors `parts`."""
     if "qkv_proj" in parameter:
-        # Fewer key and value heads than ranks: neighbouring ranks, whose query heads share one, each have a copy.
+        # With fewer kv heads than ranks, neighboring ranks hold replicas of the kv head that
+        # their query heads share.
         kv_parts = min(tp.size, config.num_key_value_heads)
         q, *kv = parts
-        return torch.cat(
-            [
-                q.chunk(tp.size)[tp.rank],
-                *(part.chunk(kv_parts)[tp.rank * kv_parts // tp.size] for part in kv),
-            ]
-        )
+        kv_shards = (part.chunk(kv_parts)[tp.rank * kv_parts // tp.size] for part in kv)
+        return torch.cat([q.chunk(tp.size)[tp.rank], *kv_shards])
     if "gate_up_proj" in parameter:
         return torch.cat([part.chunk(tp.size)[tp.rank] for part in parts])
     (tensor,) = parts
-    if parameter.endswith(("o_proj.weight", "down_proj.weight")):
+    if parameter.endswith(_SPLIT_BY_COLUMNS):
         return tensor.chunk(tp.size, dim=1)[tp.rank].contiguous()
     return tensor
 
@@ -141,15 +148,15 @@ def load_model(
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
 ) -> DraftModel:
-    """Read a draft checkpoint's folder into a frozen network. Raises ConfigError (see `DraftConfig`, `load_state`)."""
+    """Read a draft checkpoint's folder into a frozen network.
+
+    Raises:
+        ConfigError: see `DraftConfig.from_pretrained`, `read_tensors` and `check_shapes`.
+    """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     state = load_state(config, read_tensors(folder), tp)
-    return _network(
-        config,
-        tp,
-        {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()},
-        device,
-    )
+    placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
+    return _network(config, tp, placed, device)
 
 
 def dummy_model(
@@ -159,7 +166,10 @@ def dummy_model(
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
 ) -> DraftModel:
-    """As `load_model`, from the folder's config.json alone: small random weights (normal, deviation 0.02; norms 1), for timing."""
+    """As `load_model`, but with random weights, for timing. Reads only the folder's config.json.
+
+    Weights are normal with standard deviation 0.02, norms 1 and biases 0.
+    """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     random = torch.Generator(device).manual_seed(0)
     with torch.device("meta"):
@@ -170,9 +180,8 @@ def dummy_model(
             return torch.full(shape, float("norm" in name), dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=random)
 
-    return _network(
-        config, tp, {name: filled(name, tensor.shape) for name, tensor in like.items()}, device
-    )
+    state = {name: filled(name, tensor.shape) for name, tensor in like.items()}
+    return _network(config, tp, state, device)
 
 
 def _network(
@@ -181,7 +190,7 @@ def _network(
     with torch.device("meta"):
         model = DraftModel(config, tp)
     model.load_state_dict(state, assign=True)
-    # The one buffer that no checkpoint holds: frequencies stay float32 whatever the dtype of the weights.
+    # No checkpoint holds this buffer. It stays float32 for weights of any dtype.
     model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)
     return model.freeze()
 
@@ -189,16 +198,16 @@ def _network(
 def save_model(
     model: DraftModel, raw_config: Mapping[str, object], folder: str | Path, dtype: torch.dtype
 ) -> None:
-    """Write `model` and its config.json as a published-style checkpoint."""
-    tensors = {}
+    """Write `model`, which is not split over ranks, and its config.json in the published layout."""
+    config, tensors = model.config, {}
+    kv_rows = config.num_key_value_heads * config.head_dim
     for parameter, value in model.state_dict().items():
         names = checkpoint_names(parameter)
         rows = [value.shape[0]]
         if len(names) == 3:
-            c = model.config
-            rows = [c.num_attention_heads * c.head_dim] + 2 * [c.num_key_value_heads * c.head_dim]
+            rows = [config.num_attention_heads * config.head_dim, kv_rows, kv_rows]
         elif len(names) == 2:
-            rows = 2 * [model.config.intermediate_size]
+            rows = 2 * [config.intermediate_size]
         for name, part in zip(names, value.split(rows), strict=True):
             tensors[name] = part.to(dtype).contiguous()
     Path(folder).mkdir(parents=True, exist_ok=True)

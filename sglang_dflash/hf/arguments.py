@@ -1,4 +1,4 @@
-"""What `sglang-dflash generate` was asked for: every knob, its default and its check. Standard library only: `--help` reads it."""
+"""Arguments of `sglang-dflash generate`: defaults and checks. Loads without torch, for `--help`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt and how it is to be continued.
+class GenerateArgs:
+    """A prompt and how to continue it. Errors name the command's flags.
 
-    `target`, `draft`: folders or hub names. `max_new_tokens`: tokens at most. `temperature`: 0 is greedy. `top_k`: 0 keeps all.
-    `seed`: None takes a new one. `dtype`: None is float32 on a CPU, bfloat16 elsewhere. `device`: None is the first GPU, if any.
+    Attributes:
+        target, draft: folders or hub names.
+        prompt: the text; with `chat`, a user's message for the chat template.
+        max_new_tokens: generated tokens at most.
+        temperature: 0 is greedy.
+        top_p: probability mass that is kept.
+        top_k: tokens that are kept; 0 keeps all.
+        seed: of the sampling; None for a random one.
+        options: block size and context window.
+        dtype: one of `DTYPES`; None for float32 on a CPU, bfloat16 elsewhere.
+        device: as torch names it; None for the first GPU, or the CPU.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     target: str
@@ -44,7 +56,7 @@ class Request:
                 f"--temperature: {self.temperature}; 0 (greedy) or a positive number is required"
             )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p: {self.top_p}; a share above 0 and up to 1 is required")
+            raise ConfigError(f"--top-p: {self.top_p}; a number above 0 and up to 1 is required")
         if self.top_k < 0:
             raise ConfigError(
                 f"--top-k: {self.top_k} is negative; 0 keeps all tokens, or give how many to keep"

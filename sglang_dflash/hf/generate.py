@@ -1,4 +1,4 @@
-"""`sglang-dflash generate`: one prompt over a Hugging Face target, streamed as it comes."""
+"""`sglang-dflash generate`: continue one prompt over a Hugging Face target, as a stream."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.hub import draft_folder
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.weights import load_model
-from sglang_dflash.hf.arguments import Request
+from sglang_dflash.hf.arguments import GenerateArgs
 from sglang_dflash.hf.generation import Generation, chat_tokens, sampler, spec_generate
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pair that is ready, its tokenizer, and the ids that end a text."""
+    """A loaded pair, its tokenizer, and the ids that end a text."""
 
     draft: DraftModel
     target: Any
@@ -33,87 +33,102 @@ class Loaded:
     dtype: str
 
 
-def load(request: Request) -> Loaded:
-    """Read the pair from disk or the hub. Raises ConfigError: something of it is not to be had, or the two do not fit."""
+def load(args: GenerateArgs) -> Loaded:
+    """Load the pair from disk or the hub.
+
+    Raises:
+        ConfigError: the target or the draft cannot be loaded, the two do not fit, or the options do
+            not fit the draft.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    device = _device(request.device)
-    dtype = request.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    folder = draft_folder("--draft", request.draft)
+    device = _device(args.device)
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    folder = draft_folder("--draft", args.draft)
     config = DraftConfig.from_pretrained(folder)
-    request.options.resolve(config)
+    args.options.resolve(config)
     try:
-        # The configuration before the weights: a pair that does not fit is told within seconds.
-        of = AutoConfig.from_pretrained(request.target).get_text_config()
+        # The config comes before the weights, so that an unfit pair is refused within seconds.
+        text = AutoConfig.from_pretrained(args.target).get_text_config()
         config.check_target(
-            hidden_size=of.hidden_size, vocab_size=of.vocab_size, num_layers=of.num_hidden_layers
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            num_layers=text.num_hidden_layers,
         )
-        tokenizer = AutoTokenizer.from_pretrained(request.target)
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
         target: Any = AutoModelForCausalLM.from_pretrained(
-            request.target, dtype=getattr(torch, dtype)
+            args.target, dtype=getattr(torch, dtype)
         ).eval()
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0]
         raise ConfigError(
-            f"--target: {request.target!r} is no causal language model that Transformers can load ({first_line})"
+            f"--target: {args.target!r} is no causal language model that Transformers can load "
+            f"({first_line})"
         ) from error
     draft = load_model(folder, dtype=getattr(torch, dtype), device=device)
-    return Loaded(
-        draft, target.to(device), tokenizer, _stop_token_ids(target, tokenizer), device, dtype
-    )
+    stop_token_ids = _stop_token_ids(target, tokenizer)
+    return Loaded(draft, target.to(device), tokenizer, stop_token_ids, device, dtype)
 
 
 def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
-    # What torch raises for a device that is not there differs by backend.
+    # The error for an absent device differs by backend.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
-            f"--device: {name!r} cannot be used here ({str(error).splitlines()[0]}); 'cpu' always can"
+            f"--device: {name!r} cannot be used here ({str(error).splitlines()[0]}); "
+            "'cpu' always can"
         ) from error
     return device
 
 
 def _stop_token_ids(target: Any, tokenizer: Any) -> tuple[int, ...]:
-    """As `generate` has them: the generation config's, and the tokenizer's only where that names none."""
+    """The generation config's, as in `generate`; the tokenizer's if the config names none."""
     named = target.generation_config.eos_token_id
     if named is None:
         named = tokenizer.eos_token_id
-    return tuple(named) if isinstance(named, list) else () if named is None else (named,)
+    if named is None:
+        return ()
+    return tuple(named) if isinstance(named, list) else (named,)
 
 
-def prompt_tokens(request: Request, tokenizer: Any) -> list[int]:
-    ids = (
-        chat_tokens(tokenizer, [{"role": "user", "content": request.prompt}])
-        if request.chat
-        else tokenizer(request.prompt)["input_ids"]
-    )
+def prompt_tokens(args: GenerateArgs, tokenizer: Any) -> list[int]:
+    """Token ids of the prompt. Raises ConfigError if there are none, or as `chat_tokens`."""
+    if args.chat:
+        ids = chat_tokens(tokenizer, [{"role": "user", "content": args.prompt}])
+    else:
+        ids = tokenizer(args.prompt)["input_ids"]
     if not ids:
-        raise ConfigError(f"--prompt: {request.prompt!r} has no token; give at least one")
+        raise ConfigError(f"--prompt: {args.prompt!r} has no token; give at least one")
     return ids
 
 
 class TextStream:
-    """Token ids to text, piece by piece: what has been written is never taken back."""
+    """Token ids to text, piece by piece. Text that was written does not change later.
+
+    `write` is called with each new piece.
+    """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
         self._write, self._ids = write, list[int]()
-        # Everything before `_done` has been written; decoding starts at `_start`, a piece earlier, because some tokenizers
-        # write a token otherwise where a text begins.
+        # The ids before `_done` have been written. Decoding starts at `_start`, one piece earlier,
+        # because some tokenizers decode the first token of a text differently.
         self._start = self._done = 0
 
     def add(self, new: list[int]) -> None:
+        """Append ids, and write the text if it ends with a whole character."""
         self._ids += new
         text = self._pending()
-        # A character may be spread over several tokens; until it is whole, it decodes to a replacement character.
+        # A character of several tokens decodes to a replacement character until it is complete.
         if text and not text.endswith("\ufffd"):
             self._advance(text)
 
     def end(self) -> None:
+        """Write what is left, incomplete characters included."""
         self._advance(self._pending())
 
     def _pending(self) -> str:
@@ -126,53 +141,74 @@ class TextStream:
 
 
 def generate(
-    request: Request, pair: Loaded, write: Callable[[str], Any] = lambda _: None
+    args: GenerateArgs, pair: Loaded, write: Callable[[str], Any] = lambda _: None
 ) -> dict[str, Any]:
-    """Continue the prompt, `write` the text as it comes, and sum up (times in seconds, from before the prefill)."""
-    ids = torch.tensor([prompt_tokens(request, pair.tokenizer)], device=pair.device)
-    seed = random.randrange(2**63) if request.seed is None else request.seed
+    """Continue the prompt and `write` the text as a stream.
+
+    Returns:
+        The fields of `--json`; times are in seconds and include the prefill.
+    """
+    ids = torch.tensor([prompt_tokens(args, pair.tokenizer)], device=pair.device)
+    seed = random.randrange(2**63) if args.seed is None else args.seed
     generator = torch.Generator(pair.device).manual_seed(seed)
-    choose = sampler(request.temperature, request.top_k, request.top_p, generator=generator)
-    stream, began = TextStream(pair.tokenizer, write), time.perf_counter()
+    choose = sampler(args.temperature, args.top_k, args.top_p, generator=generator)
+    stream, start = TextStream(pair.tokenizer, write), time.perf_counter()
     out = spec_generate(
-        pair.draft, pair.target, ids, request.max_new_tokens,
-        options=request.options, stop_token_ids=pair.stop_token_ids, choose=choose, on_tokens=stream.add,
-    )  # fmt: skip
-    seconds = time.perf_counter() - began
+        pair.draft,
+        pair.target,
+        ids,
+        args.max_new_tokens,
+        options=args.options,
+        stop_token_ids=pair.stop_token_ids,
+        choose=choose,
+        on_tokens=stream.add,
+    )
+    seconds = time.perf_counter() - start
     stream.end()
-    return _summed_up(request, pair, out, seconds, seed) | {"prompt_tokens": ids.shape[1]}
+    return _summary(args, pair, out, seconds, seed) | {"prompt_tokens": ids.shape[1]}
 
 
-def _summed_up(
-    request: Request, pair: Loaded, out: Generation, seconds: float, seed: int
+def _summary(
+    args: GenerateArgs, pair: Loaded, out: Generation, seconds: float, seed: int
 ) -> dict[str, Any]:
     stopped = bool(out.tokens) and out.tokens[-1] in pair.stop_token_ids
     return {
-        "target": request.target, "draft": request.draft, "device": str(pair.device), "dtype": pair.dtype,
-        "block_size": request.options.resolve(pair.draft.config).block_size, "window": request.options.window,
-        "temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k,
-        "seed": seed if request.temperature else None, "finish_reason": "stop" if stopped else "length",
-        "text": pair.tokenizer.decode(out.tokens, skip_special_tokens=True), "tokens": out.tokens,
-        "seconds": round(seconds, 4), "tokens_per_second": round(len(out.tokens) / seconds, 2),
-        "verify_steps": len(out.committed), "acceptance_length": round(out.acceptance_length, 3),
-    }  # fmt: skip
+        "target": args.target,
+        "draft": args.draft,
+        "device": str(pair.device),
+        "dtype": pair.dtype,
+        "block_size": args.options.resolve(pair.draft.config).block_size,
+        "window": args.options.window,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "seed": seed if args.temperature else None,
+        "finish_reason": "stop" if stopped else "length",
+        "text": pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
+        "tokens": out.tokens,
+        "seconds": round(seconds, 4),
+        "tokens_per_second": round(len(out.tokens) / seconds, 2),
+        "verify_steps": len(out.committed),
+        "acceptance_length": round(out.acceptance_length, 3),
+    }
 
 
-def main(request: Request, as_json: bool) -> None:
-    """Stream the text to stdout and end with one line on stderr; or print one JSON object instead."""
-    pair = load(request)
+def main(args: GenerateArgs, as_json: bool) -> None:
+    """Stream the text to stdout, then a line of figures to stderr; or print one JSON object."""
+    pair = load(args)
     if as_json:
-        print(json.dumps(generate(request, pair)))
+        print(json.dumps(generate(args, pair)))
         return
 
     def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    done = generate(request, pair, write)
+    done = generate(args, pair, write)
     write("\n")
     print(
-        f"{len(done['tokens'])} tokens in {done['seconds']:.2f} s: {done['tokens_per_second']:.1f} tokens/s, "
+        f"{len(done['tokens'])} tokens in {done['seconds']:.2f} s: "
+        f"{done['tokens_per_second']:.1f} tokens/s, "
         f"acceptance length {done['acceptance_length']:.2f} ({done['finish_reason']})",
         file=sys.stderr,
     )

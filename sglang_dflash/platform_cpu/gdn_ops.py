@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.core.recurrent import gated_delta as gdn
+from sglang_dflash.core.recurrent.replay import block_outputs
 
 
 def fused_qkvzba_split_reshape_cat_contiguous(
@@ -264,7 +265,7 @@ def fused_sigmoid_gating_delta_rule_update(
             (run_q, run_k, run_v, run_g, run_beta, initial_state_source[slots]),
         )
         if disable_state_update and not every:
-            out[of_run].unflatten(0, (count, length))[rows] = gdn.block_outputs(*given).to(
+            out[of_run].unflatten(0, (count, length))[rows] = block_outputs(*given).to(
                 out.dtype
             )
             continue

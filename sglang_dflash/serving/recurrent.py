@@ -17,13 +17,12 @@ from sglang.srt.runtime_context import mamba_track_grid
 from torch import Tensor
 
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.recurrent import gated_delta
-from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers, VerifyInputs
+from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs, fold_
 from sglang_dflash.plugin.seam import install_late
 from sglang_dflash.serving.batch import PADDING_SLOT, ScheduleBatch
 from sglang_dflash.serving.seams import REPLAY_SEAMS
 
-# See `fold_` in core/recurrent.
+# See `fold_` in core/recurrent/replay.py.
 Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Tensor, Tensor, Tensor, Tensor], None]
 
 GATED_DELTA_NET = "Gated DeltaNet"
@@ -98,8 +97,8 @@ class Replay:
 
     name = "replay"
 
-    def __init__(self, model_runner: Any, fold_: Fold) -> None:
-        self._runner, self._fold = model_runner, fold_
+    def __init__(self, model_runner: Any, fold: Fold) -> None:
+        self._runner, self._fold = model_runner, fold
 
     @property
     def scratch_bytes(self) -> int:
@@ -160,7 +159,7 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
 
 def _fold_op(device: torch.device) -> Fold:
     if device.type != "cuda":
-        return gated_delta.fold_
+        return fold_
     from dflash_kernels import gated_delta_fold
 
     return gated_delta_fold.fold_

@@ -1,6 +1,7 @@
-"""An independent drafter in float32: dense attention over the whole request, no cache, masks written out, one block at a time.
+"""An independent drafter in float32: dense attention over the whole request, no cache, plain masks.
 
-It reads a checkpoint by its published tensor names and shares no code with the product.
+It drafts one block at a time, reads a checkpoint by its published tensor names and shares no code
+with the product.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope(x: Tensor, positions: list[int], theta: float) -> Tensor:
-    """x [n, heads, d]: pairs (i, i + d/2) turned by position * theta^(-2i/d)."""
+    """x [n, heads, d]: pairs (i, i + d/2) rotated by position * theta^(-2i/d)."""
     half = x.shape[-1] // 2
     out = torch.empty_like(x)
     for i in range(half):
@@ -38,7 +39,7 @@ def sees(
     window: int | None,
     sinks: int,
 ) -> bool:
-    """Whether the block position `query` sees position `key` of a request with `length` committed tokens."""
+    """Whether block position `query` sees position `key` after `length` committed tokens."""
     causal = raw.get("is_causal")
     if causal is None:
         causal = kind == "sliding_attention"
@@ -50,18 +51,20 @@ def sees(
 
 
 def draft_block(
-    tensors: dict[str, Tensor], raw: dict[str, Any], features: Tensor, bonus: int, embed: Tensor, block: int,
-    window: int | None = None, sinks: int = 0,
-) -> tuple[Tensor, list[int]]:  # fmt: skip
-    """Hidden states [block, E] and the block's tokens, after `features` [T, F * E] of the committed tokens."""
-    heads, groups, dim, eps = (
-        raw["num_attention_heads"],
-        raw["num_key_value_heads"],
-        raw["head_dim"],
-        raw["rms_norm_eps"],
-    )
-    length = len(features)
-    context = rms(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
+    tensors: dict[str, Tensor],
+    raw: dict[str, Any],
+    target_hidden: Tensor,
+    bonus: int,
+    embed: Tensor,
+    block: int,
+    window: int | None = None,
+    sinks: int = 0,
+) -> tuple[Tensor, list[int]]:
+    """Hidden states [block, E] and tokens of the block, given `target_hidden` [T, F * E]."""
+    heads, groups = raw["num_attention_heads"], raw["num_key_value_heads"]
+    dim, eps = raw["head_dim"], raw["rms_norm_eps"]
+    length = len(target_hidden)
+    context = rms(target_hidden @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], eps)
     ids = [bonus] + [raw["dflash_config"]["mask_token_id"]] * (block - 1)
     x = embed[ids]
     positions = list(range(length + block))
@@ -73,11 +76,11 @@ def draft_block(
             if k.startswith(f"layers.{i}.")
         }
         h = rms(x, t["input_layernorm.weight"], eps)
-        everything = torch.cat([context, h])
+        sequence = torch.cat([context, h])
         bias = {name: t.get(f"self_attn.{name}_proj.bias", 0.0) for name in "qkvo"}
         q = (h @ t["self_attn.q_proj.weight"].T + bias["q"]).view(block, heads, dim)
-        k = (everything @ t["self_attn.k_proj.weight"].T + bias["k"]).view(-1, groups, dim)
-        v = (everything @ t["self_attn.v_proj.weight"].T + bias["v"]).view(-1, groups, dim)
+        k = (sequence @ t["self_attn.k_proj.weight"].T + bias["k"]).view(-1, groups, dim)
+        v = (sequence @ t["self_attn.v_proj.weight"].T + bias["v"]).view(-1, groups, dim)
         q = rope(rms(q, t["self_attn.q_norm.weight"], eps), positions[length:], raw["rope_theta"])
         k = rope(rms(k, t["self_attn.k_norm.weight"], eps), positions, raw["rope_theta"])
         out = torch.zeros(block, heads, dim)

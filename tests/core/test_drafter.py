@@ -88,7 +88,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
     options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(
         model.config
     )
-    requests = Requests(count, width=40, hidden=model.config.num_features)
+    requests = Requests(count, width=40, hidden=model.config.target_hidden_width)
     if case.window is None:
         cache: DraftKVCache = DirectKVCache(
             requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
@@ -140,6 +140,6 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
 def test_joined_context_projection_is_the_layers_own() -> None:
     raw = raw_config(attention_bias=True)
     model = random_model(raw)
-    hidden, positions = torch.randn(5, model.config.num_features), torch.arange(3, 8)
+    hidden, positions = torch.randn(5, model.config.target_hidden_width), torch.arange(3, 8)
     before = model.context_kv(hidden, positions)
     torch.testing.assert_close(model.freeze().context_kv(hidden, positions), before)

@@ -1,4 +1,4 @@
-"""Folding a block's accepted tokens into a recurrent state, against the recurrence written out token by token."""
+"""Folding accepted tokens into a recurrent state, against the recurrence one token at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers, VerifyInputs, fold_
+from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs, fold_
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, BLOCK, DEPTH = 2, 4, 8, 6, 4, 5, 3
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -35,11 +35,11 @@ def one_token(
     b: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Moves `state` [HV, V, K] and `window` [C, W - 1] of one request and layer `i` on by one token, head by head."""
+    """Advance `state` [HV, V, K] and `window` [C, W - 1] of one request in layer `i` by a token."""
     history = torch.cat([window, x[:, None]], 1)
-    mixed = (history * layers.conv_weight[i]).sum(1) + (
-        0 if layers.conv_bias is None else layers.conv_bias[i]
-    )
+    mixed = (history * layers.conv_weight[i]).sum(1)
+    if layers.conv_bias is not None:
+        mixed = mixed + layers.conv_bias[i]
     mixed = mixed / (1 + torch.exp(-mixed))
     window.copy_(history[:, 1:])
     for head in range(VALUE_HEADS):
@@ -68,9 +68,9 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
         )
         before = torch.randn(DEPTH, 2 * count, VALUE_HEADS, VALUE_DIM, KEY_DIM)
         states, rows, source = before.clone(), lengths.flip(0), 2 * lengths
-        # The even ones in place, the others into a slot of their own.
+        # Even lengths in place, odd ones into another slot.
         target = source + lengths % 2
-        # One of them is wanted nowhere.
+        # One row is skipped.
         target[3] = -1
         fold_(layers, states, kept, rows, source, target, lengths)
         for length, row, at, to in zip(
@@ -79,18 +79,11 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
             for i in range(DEPTH) if to >= 0 else ():
                 expected, history = before[i, at].clone(), kept.window[i, row].clone()
                 for t in range(length):
-                    one_token(
-                        layers,
-                        i,
-                        history,
-                        kept.inputs[i, row, t],
-                        kept.a[i, row, t],
-                        kept.b[i, row, t],
-                        expected,
-                    )
-                # float32, five tokens: the two differ by the order of sums only.
+                    token = (x[i, row, t] for x in (kept.inputs, kept.a, kept.b))
+                    one_token(layers, i, history, *token, expected)
+                # float32, five tokens: only the order of sums differs.
                 torch.testing.assert_close(states[i, to], expected, atol=3e-5, rtol=3e-5)
         untouched = [i for i in range(2 * count) if i not in target.tolist()]
-        assert torch.equal(states[:, untouched], before[:, untouched]) and torch.equal(
-            states[:, 0], before[:, 0]
-        )
+        assert torch.equal(states[:, untouched], before[:, untouched])
+        # Length 0, in place.
+        assert torch.equal(states[:, 0], before[:, 0])

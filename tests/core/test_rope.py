@@ -17,8 +17,12 @@ from tests.conftest import raw_config
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "yarn": YARN,
@@ -38,30 +42,35 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "yarn-mscales": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.5},
     "yarn-mscales-equal": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-    "yarn-mscale-alone": {**YARN, "mscale": 0.707},
-    "yarn-mscale-all-dim-alone": {**YARN, "mscale_all_dim": 0.707},
+    "yarn-mscale-only": {**YARN, "mscale": 0.707},
+    "yarn-mscale-all-dim-only": {**YARN, "mscale_all_dim": 0.707},
     "yarn-mscale-all-dim-of-zero": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.0},
     "yarn-shrinking": {**YARN, "factor": 0.5, "mscale": 0.707, "mscale_all_dim": 1.5},
     "yarn-factor-not-the-ratio-of-contexts": {**YARN, "factor": 3.0},
-    "yarn-original-context-not-said": {"rope_type": "yarn", "factor": 4.0},
+    "yarn-original-context-missing": {"rope_type": "yarn", "factor": 4.0},
     "yarn-original-context-tiny": {**YARN, "original_max_position_embeddings": 2},
     "yarn-original-context-huge": {**YARN, "original_max_position_embeddings": 10**30},
     "llama3": LLAMA3,
-    "llama3-original-context-not-said": {
+    "llama3-original-context-missing": {
         k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"
     },
 }
-# The target's own block (default of Transformers' GptOssConfig); of the draft's block nobody here has seen truncate.
+# The target's own block (default of Transformers' GptOssConfig); the draft's block has no truncate.
 GPT_OSS = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 SCALED_DRAFTS = [
     name for name, facts in shipped("draft").items() if (facts.config or {}).get("rope_scaling")
 ]
 
 
 def assert_as_transformers(raw: dict[str, Any]) -> float:
-    """Compare with Transformers' reading of the same fields, and return the factor on cos and sin."""
+    """Compare with Transformers on the same fields, and return the factor on cos and sin."""
     config = DraftConfig.from_dict(raw)
     ours, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
     names = (
@@ -118,17 +127,16 @@ def test_published_scalings_in_numbers() -> None:
         dict(shipped("draft")[f"z-lab/{name}-DFlash"].config or {})
         for name in ("Kimi-K2.5", "gpt-oss-20b")
     )
-    # Equal mscales take each other back; without them it is 0.1 ln 32 + 1.
-    assert assert_as_transformers(kimi) == 1.0 and assert_as_transformers(oss) == pytest.approx(
-        1.3465736
-    )
-    whole, exact = (
+    # Equal mscales cancel; without them the factor is 0.1 ln 32 + 1.
+    assert assert_as_transformers(kimi) == 1.0
+    assert assert_as_transformers(oss) == pytest.approx(1.3465736)
+    truncated, exact = (
         DraftConfig.from_dict({**oss, "rope_scaling": scaling}).rope
         for scaling in (oss["rope_scaling"], GPT_OSS)
     )
     assert_as_transformers({**oss, "rope_scaling": GPT_OSS})
     assert not torch.allclose(
-        inverse_frequencies(whole, 64, 131072)[0],
+        inverse_frequencies(truncated, 64, 131072)[0],
         inverse_frequencies(exact, 64, 131072)[0],
         rtol=1e-3,
     )
@@ -199,10 +207,11 @@ def test_no_field_of_the_rotary_embedding_is_ignored(reason: str) -> None:
 
 
 def test_positions_have_no_end() -> None:
-    """There is no table: a position far past the draft's max_position_embeddings is as good as any."""
+    """There is no table, so a position far beyond max_position_embeddings is valid."""
     rotary = Rotary(DraftConfig.from_dict(raw_config()).rope, 16, 64)
     cos, sin = rotary.cos_sin(torch.tensor([5, 1_000_000]), torch.float32)
     torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
     exact = (1_000_000.0 * rotary.frequencies.double()).cos()
-    # float32 angles of 1e6 radians are rounded to 1/16: the slow half of the frequencies is unaffected.
+    # float32 angles of 1e6 radians are rounded to 1/16; only the fast half of the frequencies has
+    # such angles.
     torch.testing.assert_close(cos[1, 0, 4:8].double(), exact[4:], atol=1e-2, rtol=0)

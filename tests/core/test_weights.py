@@ -1,4 +1,4 @@
-"""Checkpoints: round trip, sharding, and everything that can be wrong with one."""
+"""Checkpoints: round trip, sharding, and every kind of damage."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_published_names_and_round_trip(folder: Path) -> None:
         "layers.2.self_attn.k_proj.weight",
         "layers.0.mlp.gate_proj.weight",
     } <= names
-    again = load_model(folder, dtype=torch.float32).state_dict()
+    loaded = load_model(folder, dtype=torch.float32).state_dict()
     first = load_state(DraftConfig.from_pretrained(folder), read_tensors(folder), TensorParallel())
-    assert set(again) == set(first)
-    assert all(torch.equal(again[n], first[n]) for n in again)
+    assert set(loaded) == set(first)
+    assert all(torch.equal(loaded[n], first[n]) for n in loaded)
 
 
 def test_a_prefix_and_copies_of_the_targets_tensors_are_accepted(folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_missing_tensor_is_named(folder: Path) -> None:
         load_model(folder, dtype=torch.float32)
 
 
-def test_left_over_tensor_is_named(folder: Path) -> None:
+def test_unexpected_tensor_is_named(folder: Path) -> None:
     rewrite(folder, lambda t: t.update({"selector.weight": torch.zeros(2)}))
     with pytest.raises(
         ConfigError, match=r"1 tensors that no DFlash v1 draft has, the first is 'selector\.weight'"
@@ -103,51 +103,49 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 class Ranks:
-    """Tensor parallelism by threads: `run` calls `of(tp)` on every rank, and their collectives meet."""
+    """Tensor parallelism in threads: `run` calls `function(tp)` on every rank."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.barrier, self.handed = (
-            size,
-            threading.Barrier(size, timeout=60),
-            [torch.empty(0)] * size,
-        )
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.tensors = [torch.empty(0)] * size
 
-    def gathered(self, rank: int, x: torch.Tensor) -> torch.Tensor:
-        self.handed[rank] = x
+    def all_gather(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        self.tensors[rank] = x
         self.barrier.wait()
-        every = torch.stack(self.handed)
+        gathered = torch.stack(self.tensors)
         self.barrier.wait()
-        return every
+        return gathered
 
-    def run(self, of: Callable[[TensorParallel], Any]) -> list[Any]:
-        def one(rank: int) -> Any:
-            return of(
-                TensorParallel(
-                    rank,
-                    self.size,
-                    lambda x: self.gathered(rank, x).sum(0),
-                    lambda x: self.gathered(rank, x),
-                )
+    def run(self, function: Callable[[TensorParallel], Any]) -> list[Any]:
+        def on_rank(rank: int) -> Any:
+            tp = TensorParallel(
+                rank,
+                self.size,
+                all_reduce=lambda x: self.all_gather(rank, x).sum(0),
+                all_gather=lambda x: self.all_gather(rank, x),
             )
+            return function(tp)
 
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(one, range(self.size)))
+            return list(pool.map(on_rank, range(self.size)))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("bias", [False, True])
-def test_shards_are_together_the_whole(tmp_path: Path, bias: bool, size: int) -> None:
-    """Four query heads and two key and value heads: on four ranks, two and two have the same key and value head."""
+def test_shards_together_are_the_whole_model(tmp_path: Path, bias: bool, size: int) -> None:
+    """Four query heads, two kv heads: on four ranks, two neighbors hold replicas of one kv head."""
     raw = raw_config(attention_bias=bias)
     save_model(random_model(raw), raw, tmp_path, torch.float32)
-    x, features, positions = torch.randn(1, 4, 32), torch.randn(1, 6, 64), torch.arange(6)[None]
+    x, target_hidden = torch.randn(1, 4, 32), torch.randn(1, 6, 64)
+    positions = torch.arange(6)[None]
 
     def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch_block_attention(q, k, v, torch.ones(1, 1, 4, dtype=torch.bool))
 
     def both(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         model = load_model(tmp_path, dtype=torch.float32, tp=tp)
-        kv = model.context_kv(features, positions)
+        kv = model.context_kv(target_hidden, positions)
         assert kv.shape[2:] == model.kv_shape
         return model(x, positions[:, :4], attend), kv
 
@@ -161,7 +159,7 @@ def test_shards_are_together_the_whole(tmp_path: Path, bias: bool, size: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_argmax_of_a_split_vocabulary(dtype: torch.dtype) -> None:
-    """Ids of a size that real vocabularies have; with bfloat16 there are ties, and the first of them is taken."""
+    """Ids as large as in real vocabularies. bfloat16 has ties, and the first of them is taken."""
     logits = torch.randn(50, 248320, generator=torch.Generator().manual_seed(0)).to(dtype)
     cuts = [0, 82776, 165552, 248320]
 
@@ -181,7 +179,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         DraftModel(DraftConfig.from_dict(raw_config()), TensorParallel(0, 3))
 
 
-def test_dummy_weights_need_the_config_alone(folder: Path) -> None:
+def test_dummy_weights_need_only_the_config(folder: Path) -> None:
     whole = load_model(folder, dtype=torch.bfloat16)
     (folder / "model.safetensors").unlink()
     dummy = dummy_model(folder, dtype=torch.bfloat16)

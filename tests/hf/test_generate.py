@@ -1,4 +1,4 @@
-"""`sglang-dflash generate`: what it prints is what the target alone generates."""
+"""`sglang-dflash generate` prints what the target generates without a draft."""
 
 from __future__ import annotations
 
@@ -14,63 +14,51 @@ import torch
 from sglang_dflash import cli
 from sglang_dflash.checkpoint.embedded import DemoPair, demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.hf import chat_tokens
 from sglang_dflash.hf.generate import TextStream
-from sglang_dflash.hf.generation import chat_tokens
 
-NEW_TOKENS = 60
+NEW_TOKENS = 40
 
 
 def by_generate(pair: DemoPair, prompt: str | list[int]) -> tuple[Any, list[int]]:
-    """The tokenizer, and the tokens of Transformers' own greedy generation (float32, its own rules of where to stop)."""
+    """The tokenizer, and the tokens of Transformers' own greedy generation (its own stop rules)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     ids = torch.tensor([tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt])
     with torch.inference_mode():
-        return tokenizer, target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[
-            0, ids.shape[1] :
-        ].tolist()
+        out = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokenizer, out[0, ids.shape[1] :].tolist()
 
 
-def asked(pair: DemoPair, *more: str) -> list[str]:
-    return [
-        "generate",
-        "--target",
-        str(pair.target),
-        "--draft",
-        str(pair.draft),
-        "--max-new-tokens",
-        str(NEW_TOKENS),
-        *more,
-    ]
+def command(pair: DemoPair, *more: str) -> list[str]:
+    names = ["--target", str(pair.target), "--draft", str(pair.draft)]
+    return ["generate", *names, "--max-new-tokens", str(NEW_TOKENS), *more]
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_its_output_is_generates(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_that_of_transformers_generate(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pair = demo_pair(kind)
     for prompt in pair.prompts[:2]:
         tokenizer, expected = by_generate(pair, prompt)
-        assert cli.main(asked(pair, "--prompt", prompt)) == 0
+        assert cli.main(command(pair, "--prompt", prompt)) == 0
         shown = capsys.readouterr()
         assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
-        assert (
-            f"{NEW_TOKENS} tokens in " in shown.err.splitlines()[-1]
-            and "acceptance length" in shown.err
-        )
-        assert cli.main(asked(pair, "--prompt", prompt, "--json")) == 0
+        assert f"{NEW_TOKENS} tokens in " in shown.err.splitlines()[-1]
+        assert "acceptance length" in shown.err
+        assert cli.main(command(pair, "--prompt", prompt, "--json")) == 0
         done = json.loads(capsys.readouterr().out)
-        assert (
-            done["tokens"] == expected
-            and done["acceptance_length"] > 2
-            and done["finish_reason"] == "length"
-        )
+        assert done["tokens"] == expected and done["finish_reason"] == "length"
+        assert done["acceptance_length"] > 2
 
 
 def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The generation config is made to name a token of the answer, so that something ends it."""
+    """The generation config gets a token of the answer as a stop token."""
     import shutil
 
     from transformers import AutoTokenizer
@@ -81,36 +69,25 @@ def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
         AutoTokenizer.from_pretrained(target), [{"role": "user", "content": pair.prompts[0]}]
     )
     _, whole = by_generate(pair, chat)
-    named = json.loads((target / "generation_config.json").read_text())
-    (target / "generation_config.json").write_text(
-        json.dumps({**named, "eos_token_id": [1022, whole[30]]})
-    )
+    file = target / "generation_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "eos_token_id": [1022, whole[30]]}))
     stopping = DemoPair(target, pair.draft, pair.prompts)
     _, expected = by_generate(stopping, chat)
     assert 0 < len(expected) <= 31
-    (tmp_path / "prompt.txt").write_text(pair.prompts[0])
-    assert (
-        cli.main(asked(stopping, "--prompt-file", str(tmp_path / "prompt.txt"), "--chat", "--json"))
-        == 0
-    )
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(pair.prompts[0])
+    assert cli.main(command(stopping, "--prompt-file", str(prompt), "--chat", "--json")) == 0
     done = json.loads(capsys.readouterr().out)
-    assert (
-        done["tokens"] == expected
-        and done["finish_reason"] == "stop"
-        and done["prompt_tokens"] == len(chat)
-    )
+    assert done["tokens"] == expected and done["finish_reason"] == "stop"
+    assert done["prompt_tokens"] == len(chat)
 
 
 def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--prompt", "def ", "--max-new-tokens", "16", "--temperature", "1.5", "--json"]
+
     def sampled(*more: str) -> dict[str, Any]:
-        assert (
-            cli.main(
-                asked(
-                    demo_pair("dense"), "--prompt", "def ", "--temperature", "1.5", "--json", *more
-                )
-            )
-            == 0
-        )
+        assert cli.main(command(demo_pair("dense"), *few, *more)) == 0
         return json.loads(capsys.readouterr().out)
 
     once = sampled("--seed", "7")
@@ -118,12 +95,9 @@ def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -
     assert sampled("--seed", "8")["tokens"] != once["tokens"]
     free = sampled()
     assert sampled("--seed", str(free["seed"]))["tokens"] == free["tokens"] != once["tokens"]
-    # One token is left to choose from: greedy, whatever the temperature.
-    assert (
-        sampled("--top-k", "1")["tokens"]
-        == sampled("--top-p", "1e-9")["tokens"]
-        == sampled("--temperature", "0")["tokens"]
-    )
+    # Only one token is kept: greedy at any temperature.
+    greedy = sampled("--temperature", "0")["tokens"]
+    assert sampled("--top-k", "1")["tokens"] == sampled("--top-p", "1e-9")["tokens"] == greedy
 
 
 @pytest.mark.parametrize(
@@ -150,38 +124,24 @@ def test_bad_input_is_refused_by_name(
     more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = [str(tmp_path / "nowhere") if part == "{nowhere}" else part for part in more]
-    assert cli.main(asked(demo_pair("dense"), *more)) == 1
+    assert cli.main(command(demo_pair("dense"), *more)) == 1
     shown = capsys.readouterr()
     assert not shown.out and shown.err.splitlines()[-1].startswith(f"sglang-dflash: {message}")
 
 
-def test_one_of_a_pair_alone_and_an_unfit_pair_are_refused(
+def test_half_a_pair_and_an_unfit_pair_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     dense, hybrid = demo_pair("dense"), demo_pair("hybrid")
     assert cli.main(["generate", "--prompt", "a", "--target", str(dense.target)]) == 1
     assert "--target and --draft: one without the other" in capsys.readouterr().err
-    assert (
-        cli.main(
-            [
-                "generate",
-                "--prompt",
-                "a",
-                "--target",
-                str(dense.target),
-                "--draft",
-                str(hybrid.draft),
-            ]
-        )
-        == 1
-    )
-    assert (
-        "num_target_layers: the draft was trained on 8 target layers, this target has 6"
-        in capsys.readouterr().err
-    )
+    mixed = DemoPair(dense.target, hybrid.draft, dense.prompts)
+    assert cli.main(command(mixed, "--prompt", "a")) == 1
+    message = "num_target_layers: the draft was trained on 8 target layers, this target has 6"
+    assert message in capsys.readouterr().err
 
 
-def test_a_prompt_without_a_template_is_no_chat() -> None:
+def test_a_chat_needs_a_template() -> None:
     class Plain:
         chat_template, name_or_path = None, "plain"
 
@@ -190,13 +150,13 @@ def test_a_prompt_without_a_template_is_no_chat() -> None:
 
 
 def test_streamed_text_is_the_whole_text() -> None:
-    """Characters of several tokens come whole; what was written is never taken back."""
+    """Characters of several tokens are written whole; written text does not change."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo_pair("dense").target)
     text = "naïve, 東京 🎌 end"
     ids = tokenizer(text)["input_ids"]
-    assert len(ids) > len(text), "characters have to be spread over tokens"
+    assert len(ids) > len(text), "some characters must take several tokens"
     for step in (1, 2, 5):
         pieces: list[str] = []
         stream = TextStream(tokenizer, pieces.append)
@@ -205,7 +165,7 @@ def test_streamed_text_is_the_whole_text() -> None:
         stream.end()
         assert "".join(pieces) == text
         assert len(pieces) > 3 and not any("\ufffd" in piece for piece in pieces)
-    # A text that is cut within a character still comes out.
+    # A text that ends within a character is written, too.
     cut: list[str] = []
     stream = TextStream(tokenizer, cut.append)
     stream.add(tokenizer("🎌")["input_ids"][:-1])

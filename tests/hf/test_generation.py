@@ -1,4 +1,4 @@
-"""The Transformers adapter on a tiny random pair: exact whatever the draft proposes."""
+"""Generation over Transformers on a tiny random pair: exact for any draft."""
 
 from __future__ import annotations
 
@@ -18,22 +18,34 @@ from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.weights import load_model, save_model
-from sglang_dflash.hf.generation import prefill, sampler, spec_generate
+from sglang_dflash.hf import prefill, sampler, spec_generate
 from tests.conftest import random_model, raw_config
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
 def target() -> Qwen3ForCausalLM:
     torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)))
+
+
+def randomized(model: Any) -> Any:
+    """Large weights, so that the logits are far apart and rounding does not decide."""
     for parameter in model.parameters():
-        # Confident logits, so that float32 ties between batch shapes do not decide.
         torch.nn.init.normal_(parameter, std=0.5 if parameter.ndim == 2 else 1.0)
-    return model
+    return model.eval()
 
 
 @pytest.fixture
@@ -44,22 +56,33 @@ def draft(tmp_path: Path) -> DraftModel:
 
 
 @pytest.mark.parametrize(
-    "options", [Options(), Options(block_size=7), Options(window=9, sinks=2)], ids=str
+    "options",
+    [Options(), Options(block_size=7), Options(window=9, sinks=2)],
+    ids=["defaults", "block-size", "window"],
 )
-def test_greedy_is_generates_output(
+def test_greedy_output_is_that_of_generate(
     target: Qwen3ForCausalLM, draft: DraftModel, options: Options
 ) -> None:
     for length in (1, 5, 40):
         ids = torch.randint(0, 64, (1, length))
-        expected = target.generate(ids, max_new_tokens=50, do_sample=False)[0, length:].tolist()
+        expected = greedy(target, ids)
         streamed: list[int] = []
-        out = spec_generate(draft, target, ids, 50, options=options, on_tokens=streamed.extend)
+        out = spec_generate(
+            draft, target, ids, NEW_TOKENS, options=options, on_tokens=streamed.extend
+        )
         assert out.tokens == expected == streamed
-        assert sum(out.committed) >= 49
+        # The first token comes from the prefill.
+        assert sum(out.committed) >= NEW_TOKENS - 1
+
+
+def greedy(target: Any, ids: torch.Tensor) -> list[int]:
+    """The tokens of Transformers' own greedy generation."""
+    out = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+    return out[0, ids.shape[1] :].tolist()
 
 
 def test_a_llama_target_as_in_the_published_example(draft: DraftModel) -> None:
-    """Llama 3.1's layers: no norms on queries and keys, a head of its own, and its rotary scaling."""
+    """Llama 3.1's layers: no norms on q and k, an untied lm_head, and its rotary scaling."""
     torch.manual_seed(6)
     rope = {
         "rope_type": "llama3",
@@ -67,57 +90,54 @@ def test_a_llama_target_as_in_the_published_example(draft: DraftModel) -> None:
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     }
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        tie_word_embeddings=False, eos_token_id=None, bos_token_id=None, rope_parameters={**rope, "original_max_position_embeddings": 8192},
-    )  # fmt: skip
-    target = LlamaForCausalLM(config).eval()
-    for parameter in target.parameters():
-        torch.nn.init.normal_(parameter, std=0.5 if parameter.ndim == 2 else 1.0)
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=rope)
+    target = randomized(LlamaForCausalLM(config))
     ids = torch.randint(0, 64, (1, 30))
-    expected = target.generate(ids, max_new_tokens=50, do_sample=False)[0, 30:].tolist()
-    assert spec_generate(draft, target, ids, 50).tokens == expected and len(set(expected)) > 5
+    expected = greedy(target, ids)
+    assert spec_generate(draft, target, ids, NEW_TOKENS).tokens == expected
+    assert len(set(expected)) > 5
 
 
 def test_it_stops_after_the_first_stop_token(target: Qwen3ForCausalLM, draft: DraftModel) -> None:
     ids = torch.randint(0, 64, (1, 6))
-    whole = spec_generate(draft, target, ids, 50).tokens
+    whole = spec_generate(draft, target, ids, NEW_TOKENS).tokens
     stop = whole[20]
-    assert (
-        spec_generate(draft, target, ids, 50, stop_token_ids=(stop,)).tokens
-        == whole[: whole.index(stop) + 1]
-    )
+    stopped = spec_generate(draft, target, ids, NEW_TOKENS, stop_token_ids=(stop,)).tokens
+    assert stopped == whole[: whole.index(stop) + 1]
 
 
-def test_samples_follow_the_targets_law(target: Qwen3ForCausalLM, draft: DraftModel) -> None:
-    """400 draws of two tokens; the second comes out of a verify step. By accident it fails once in 10,000 seeds."""
+def test_samples_follow_the_targets_distribution(
+    target: Qwen3ForCausalLM, draft: DraftModel
+) -> None:
+    """400 draws of two tokens; the second comes from a verify step. Fails for 1 seed in 10,000."""
     ids, how = torch.tensor([[3, 9, 27]]), {"temperature": 2.0, "top_k": 4}
+    start = prefill(draft, target, ids)
     draws = Counter(
-        tuple(spec_generate(draft, target, ids, 2, choose=sampler(**how)).tokens)
+        tuple(spec_generate(draft, target, start, 2, choose=sampler(**how)).tokens)
         for _ in range(400)
     )
 
-    def law(more: list[int]) -> torch.Tensor:
+    def probabilities(more: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            return target_probabilities(
-                target(torch.cat([ids, torch.tensor([more], dtype=torch.long)], 1)).logits[0, -1],
-                **how,
-            )
+            text = torch.cat([ids, torch.tensor([more], dtype=torch.long)], 1)
+            return target_probabilities(target(text).logits[0, -1], **how)
 
-    first = law([])
+    first = probabilities([])
     expected = {
-        (a, b): float(first[a] * law([a])[b]) * 400
+        (a, b): float(first[a] * second[b]) * 400
         for a in first.nonzero()[:, 0].tolist()
-        for b in law([a]).nonzero()[:, 0].tolist()
+        for second in [probabilities([a])]
+        for b in second.nonzero()[:, 0].tolist()
     }
     assert set(draws) <= set(expected)
     often = [pair for pair, count in expected.items() if count >= 5]
-    observed, wanted = [draws[p] for p in often], [expected[p] for p in often]
-    if 400 - sum(wanted) > 1e-6:
+    observed, means = [draws[p] for p in often], [expected[p] for p in often]
+    if 400 - sum(means) > 1e-6:
         observed.append(400 - sum(observed))
-        wanted.append(400 - sum(wanted))
-    assert len(wanted) > 2 and chisquare(observed, wanted).pvalue > 1e-4
+        means.append(400 - sum(means))
+    assert len(means) > 2 and chisquare(observed, means).pvalue > 1e-4
 
 
 def test_pairs_and_batches_that_do_not_fit_are_refused(
@@ -136,34 +156,36 @@ def test_pairs_and_batches_that_do_not_fit_are_refused(
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
 def test_recurrent_targets(moe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three Gated DeltaNet layers to one of attention: outputs are generate's, and the prefill can be used again."""
+    """Three Gated DeltaNet layers and one of attention: exact, and a prefill serves repeatedly."""
     from transformers import AutoModelForCausalLM
 
-    from tests.engine.hybrid import SHAPE, save_random_hybrid
+    from tests.engine.hybrid import SHAPE as HYBRID
+    from tests.engine.hybrid import save_random_hybrid
 
     save_random_hybrid(tmp_path / "target", moe=moe)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
     raw = raw_config(
-        hidden_size=SHAPE["hidden_size"], vocab_size=SHAPE["vocab_size"], num_target_layers=4, block_size=8,
+        hidden_size=HYBRID["hidden_size"],
+        vocab_size=HYBRID["vocab_size"],
+        num_target_layers=4,
+        block_size=8,
         dflash_config={"mask_token_id": 1023, "target_layer_ids": [0, 1, 2]},
-    )  # fmt: skip
+    )
     save_model(random_model(raw), raw, tmp_path, torch.float32)
     draft = load_model(tmp_path, dtype=torch.float32)
     for length in (1, 3, 70):
         ids = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(length))
-        expected = target.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None)[
-            0, length:
-        ].tolist()
-        read = prefill(draft, target, ids)
-        assert spec_generate(draft, target, read, 40).tokens == expected
+        expected = greedy(target, ids)
+        start = prefill(draft, target, ids)
+        assert spec_generate(draft, target, start, NEW_TOKENS).tokens == expected
         with monkeypatch.context() as patch:
             patch.setattr(Drafter, "propose", informed(ids[0].tolist() + expected))
-            out = spec_generate(draft, target, read, 40)
+            out = spec_generate(draft, target, start, NEW_TOKENS)
         assert out.tokens == expected and set(out.committed) == {1, 8, 4, 6}
 
 
 def informed(text: list[int]) -> Any:
-    """`Drafter.propose` that knows so many tokens of the text, by turns: none, all, some."""
+    """`Drafter.propose` that knows 0, 7, 3 or 5 tokens of the text, in turn."""
     known = itertools.cycle([0, 7, 3, 5])
 
     def propose(
@@ -172,8 +194,7 @@ def informed(text: list[int]) -> Any:
         at, size = int(seq_lens), self.block_size
         drafts = [*text[at + 1 : at + size], *[0] * size][: size - 1]
         right = next(known)
-        return torch.tensor(
-            [[int(bonus), *(t if i < right else (t + 1) % 1000 for i, t in enumerate(drafts))]]
-        )
+        wrong = [(t + 1) % 1000 for t in drafts]
+        return torch.tensor([[int(bonus), *drafts[:right], *wrong[right:]]])
 
     return propose

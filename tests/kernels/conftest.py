@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter where there is no GPU (see tests/conftest.py for when it is chosen)."""
+"""Without a GPU, kernels run in Triton's interpreter (tests/conftest.py chooses it)."""
 
 from __future__ import annotations
 

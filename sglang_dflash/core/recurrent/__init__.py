@@ -1,1 +1,1 @@
-"""Recurrent target layers (Gated DeltaNet): the recurrence, and its replay after a partly accepted block."""
+"""Recurrent target layers (Gated DeltaNet): the recurrence, and replay after partial acceptance."""
