@@ -1,4 +1,4 @@
-"""Where the embedded demo pairs lie: in a checkout, or inside the installed package."""
+"""The embedded demo pairs, found in a checkout or inside the installed package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from sglang_dflash.checkpoint.errors import ConfigError
 
 @dataclass(frozen=True)
 class DemoPair:
+    """The folders of a target and its draft, and prompts from the text that both memorized."""
+
     target: Path
     draft: Path
     prompts: list[str]
@@ -18,13 +20,16 @@ class DemoPair:
     @property
     def is_hybrid(self) -> bool:
         """Whether the target has recurrent layers, and so a pool of states beside the KV pool."""
-        return "linear_attention" in (
-            json.loads((self.target / "config.json").read_text()).get("layer_types") or ()
-        )
+        config = json.loads((self.target / "config.json").read_text())
+        return "linear_attention" in (config.get("layer_types") or ())
 
 
 def demo_pair(kind: str) -> DemoPair:
-    """The pair of that kind; raises ConfigError with the kinds there are."""
+    """The pair of that kind ("dense" or "hybrid").
+
+    Raises:
+        ConfigError: no such pair is embedded; the message names those that are.
+    """
     package = Path(__file__).parent.parent
     for home in (package / "demo_models", package.parent / "launch" / "demo_models"):
         if home.is_dir():
