@@ -16,7 +16,7 @@ class OutputsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer first differs from the first arm's.
+    """The place at which an answer first differs from the first arm's.
 
     `position`: in tokens, or in characters if a server names no token ids; see `unit`.
     """

@@ -128,7 +128,7 @@ class SGLang:
 
 @dataclass(frozen=True)
 class OpenAI:
-    """Any server of the OpenAI API, by /v1/completions; acceptance as vLLM counts it in /metrics."""
+    """Any server of the OpenAI API, by /v1/completions; acceptance is vLLM's, from /metrics."""
 
     url: str
     model: str
