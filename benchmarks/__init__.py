@@ -1,1 +1,1 @@
-"""Experiments about our own design, beside their results."""
+"""Experiments about our own design, beside their results: `python -m benchmarks --list`."""

@@ -1,14 +1,23 @@
-"""Chats whose every turn continues all that was said before: what prefix caching, and a draft KV cache beside it, live from."""
+"""Prompts that experiments and tests share: chats, prompts that branch, one long text.
+
+Every turn of a chat continues its whole history. That is the case for a prefix cache, and for a
+draft KV cache beside it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import random
+import typing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang_dflash.bench.server import Server
 from sglang_dflash.checkpoint.embedded import DemoPair
+
+if TYPE_CHECKING:
+    from sglang_dflash.bench.server import Server
 
 CONVERSATIONS, TURNS, AT_A_TIME, NEW_TOKENS = 20, 6, 8, 48
 FIRST_TOKEN = 200
@@ -16,7 +25,7 @@ FIRST_TOKEN = 200
 
 @dataclass
 class Answers:
-    """What a server answered, request by request: output ids, prompt tokens found cached, verify steps."""
+    """A server's answers by request: output ids, prompt tokens found cached, verify steps."""
 
     outputs: list[list[int]] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
@@ -30,16 +39,33 @@ class Answers:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verify step: all but each request's first, which its prefill gives."""
+        """Tokens per verify step, without each request's first token, which its prefill gives."""
         return sum(len(output) - 1 for output in self.outputs) / max(1, sum(self.steps))
 
 
 def texts(pair: DemoPair) -> list[list[int]]:
-    """Token ids of the demo prompts, of which every workload takes its pieces."""
+    """Token ids of the demo prompts, the pieces of all workloads."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     return [tokenizer(prompt)["input_ids"] for prompt in pair.prompts]
+
+
+def long_text(pair: DemoPair, tokens: int) -> list[int]:
+    """The first `tokens` token ids of standard-library source.
+
+    Outputs after it mean little: the demo target was trained on 448 tokens at a time.
+
+    Raises:
+        ValueError: the text is shorter.
+    """
+    from transformers import AutoTokenizer
+
+    sources = "".join(inspect.getsource(module) for module in (argparse, typing, inspect))
+    ids = AutoTokenizer.from_pretrained(pair.target)(sources)["input_ids"]
+    if len(ids) < tokens:
+        raise ValueError(f"the text has {len(ids)} tokens, {tokens} are needed")
+    return ids[:tokens]
 
 
 def ask(
@@ -55,24 +81,27 @@ def ask(
 
 
 def chats(server: Server, pieces: list[list[int]], seed: int = 0) -> Answers:
-    """20 conversations of 6 turns, 8 requests at a time; each turn all conversations in another order."""
+    """20 conversations of 6 turns, 8 requests at a time, in a new order every turn."""
     rng, answers = random.Random(seed), Answers()
-    # First tokens of their own: what is found cached is a conversation's past, whoever was answered first.
-    said = [[FIRST_TOKEN + i] for i in range(CONVERSATIONS)]
+    # Conversations have different first tokens: a request finds only its own history cached.
+    histories = [[FIRST_TOKEN + i] for i in range(CONVERSATIONS)]
     for turn in range(TURNS):
         order = rng.sample(range(CONVERSATIONS), CONVERSATIONS)
         for i in order:
-            said[i] = said[i] + pieces[(i + 7 * turn) % len(pieces)][: rng.randint(30, 150)]
-        for i, output in zip(
-            order, ask(server, [said[i] for i in order], answers, AT_A_TIME), strict=True
-        ):
-            said[i] = said[i] + output
+            piece = pieces[(i + 7 * turn) % len(pieces)]
+            histories[i] = histories[i] + piece[: rng.randint(30, 150)]
+        outputs = ask(server, [histories[i] for i in order], answers, AT_A_TIME)
+        for i, output in zip(order, outputs, strict=True):
+            histories[i] = histories[i] + output
     return answers
 
 
 def branches(server: Server, pieces: list[list[int]], count: int = 32) -> Answers:
-    """One long prompt, then many that share its first 400 tokens and end early: the draft K/V of what they share was never made,
-    because the first prompt's drafts could not see it."""
+    """One long prompt, then many that share its first 400 tokens and end early.
+
+    The draft K/V of the shared tokens was never computed, because the drafts of the first prompt
+    could not see them.
+    """
     answers = Answers()
     trunk = [token for piece in pieces for token in piece]
     ask(server, [trunk[:1000]], Answers(), 1)

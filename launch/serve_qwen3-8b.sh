@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Qwen3-8B and its DFlash draft, by the command of the Qwen3.5-27B card less what is for recurrent layers; the draft is made
-# for answers without thinking.
-# TARGET and DRAFT name other checkpoints or folders, PYTHON another interpreter; further arguments are handed on to SGLang, for long
-# contexts --speculative-dflash-draft-window-size WINDOW_SIZE.
+# Qwen3-8B and its DFlash draft, by the command of the Qwen3.5-27B card without the flags for
+# recurrent layers. The draft was trained on answers without thinking.
+# TARGET and DRAFT name other checkpoints or folders, PYTHON another interpreter. Further arguments
+# go to SGLang; for long contexts, --speculative-dflash-draft-window-size WINDOW_SIZE.
 set -euo pipefail
 exec "${PYTHON:-python}" -m sglang.launch_server \
     --model-path "${TARGET:-Qwen/Qwen3-8B}" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3.6-27B and its DFlash draft, by the command of its model card.
-# TARGET and DRAFT name other checkpoints or folders, PYTHON another interpreter; further arguments are handed on to SGLang, for long
-# contexts --speculative-dflash-draft-window-size WINDOW_SIZE.
+# TARGET and DRAFT name other checkpoints or folders, PYTHON another interpreter. Further arguments
+# go to SGLang; for long contexts, --speculative-dflash-draft-window-size WINDOW_SIZE.
 set -euo pipefail
 exec "${PYTHON:-python}" -m sglang.launch_server \
     --model-path "${TARGET:-Qwen/Qwen3.6-27B}" \

@@ -2,7 +2,8 @@
 
     python launch/train_demo.py --work WORK --out launch/demo_models/dense
 
-Stages, each resumed where it was cut: tokenizer, target, memorise, drafter, card. About two CPU-hours in all on one core.
+Stages: tokenizer, target, memorizing, drafter, card. An interrupted stage resumes. About two
+CPU-hours in total on one core.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ def main() -> None:
             args.kind, corpus, tokenizer, args.work, args.target_steps, args.memorise_steps
         )
         target.save_target(trained, tokenizer, args.out / "target")
-    # The drafter learns from the target as it is served: with its weights rounded to the checkpoint's dtype.
+    # The drafter learns from the target as served: weights rounded to the checkpoint's dtype.
     model = target.load_target(args.out / "target")
     if not (args.out / "draft").exists():
         drafter.train_drafter(
             corpus, model, tokenizer, args.work, args.out / "draft", args.drafter_steps
         )
-    training = f"target {args.target_steps} + {args.memorise_steps} steps, draft {args.drafter_steps} steps, CPU only."
+    training = (
+        f"target {args.target_steps} + {args.memorise_steps} steps, "
+        f"draft {args.drafter_steps} steps, CPU only."
+    )
     draft = load_model(args.out / "draft", dtype=torch.float32)
     card.write_card(args.kind, corpus, model, draft, tokenizer, args.out, {"training": training})
 

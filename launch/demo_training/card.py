@@ -1,4 +1,4 @@
-"""The model card of a demo pair: what it is, and acceptance measured by the offline loop, with honest baselines."""
+"""The model card of a demo pair: facts, and acceptance by the offline loop beside baselines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 30, 150, 128
 
 @dataclass
 class Figures:
-    """Means over one prompt set: tokens per verify step, the same outside repetition loops, and prompt lookup's."""
+    """Means over one prompt set.
+
+    Attributes:
+        acceptance: tokens per verify step.
+        loop_free: the same outside repetition loops.
+        ngram: tokens per verify step of prompt lookup.
+        loop_share: share of the new tokens that are in repetition loops.
+        verbatim: leading new tokens that continue the file.
+    """
 
     acceptance: float
     loop_free: float
@@ -33,7 +41,10 @@ class Figures:
 
 
 def cut_prompts(files: dict[str, str], tokenizer: Tokenizer, seed: int) -> list[dict[str, str]]:
-    """`PROMPTS` pieces of about `PROMPT_TOKENS` tokens that begin at a line, each with the text that follows it."""
+    """`PROMPTS` pieces of about `PROMPT_TOKENS` tokens, each with the text that follows it.
+
+    Pieces begin at the start of a line.
+    """
     rng, prompts, names = random.Random(seed), [], sorted(files)
     while len(prompts) < PROMPTS:
         name = names[len(prompts) % len(names)]
@@ -43,10 +54,8 @@ def cut_prompts(files: dict[str, str], tokenizer: Tokenizer, seed: int) -> list[
             continue
         start = rng.randrange(len(lines) - 50)
         ids = tokenizer.encode("".join(lines[start:])).ids
-        prompt, rest = (
-            tokenizer.decode(ids[:PROMPT_TOKENS]),
-            tokenizer.decode(ids[PROMPT_TOKENS : PROMPT_TOKENS + NEW_TOKENS]),
-        )
+        prompt = tokenizer.decode(ids[:PROMPT_TOKENS])
+        rest = tokenizer.decode(ids[PROMPT_TOKENS : PROMPT_TOKENS + NEW_TOKENS])
         if len(ids) >= PROMPT_TOKENS + NEW_TOKENS:
             prompts.append(
                 {"file": name, "line": str(start + 1), "prompt": prompt, "continues": rest}
@@ -91,7 +100,10 @@ def measure(
 
 
 def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
-    """Where the tail begins that repeats one period of at most `longest` tokens `repeats` times or more; the end if none."""
+    """Start of a tail that repeats one period `repeats` times or more; the end if there is none.
+
+    `longest`: the longest period, in tokens.
+    """
     for period in range(1, longest + 1):
         n = len(tokens)
         while n > period and tokens[n - 1] == tokens[n - 1 - period]:
@@ -102,7 +114,10 @@ def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
 
 
 def prompt_lookup(prompt: list[int], output: list[int], block_size: int) -> list[int]:
-    """Tokens per verify step if the drafts were copied from where the last 3 (or 2, or 1) tokens stood before."""
+    """Tokens per verify step with prompt lookup.
+
+    Drafts are copied from after the last earlier occurrence of the last 3 (or 2, or 1) tokens.
+    """
     text, end, committed = prompt + output[:1], len(prompt) + len(output), []
     while len(text) < end:
         drafts: list[int] = []
@@ -124,7 +139,8 @@ def prompt_lookup(prompt: list[int], output: list[int], block_size: int) -> list
 
 
 @torch.no_grad()
-def held_out_loss(target: PreTrainedModel, tokenizer: Tokenizer, files: dict[str, str]) -> float:
+def mean_loss(target: PreTrainedModel, tokenizer: Tokenizer, files: dict[str, str]) -> float:
+    """Mean cross entropy of the target on random windows of the files, in nats per token."""
     sampler = data.WindowSampler(
         data.token_stream(tokenizer, files), tokenizer, 448, chat_share=0.0
     )
@@ -142,63 +158,78 @@ def write_card(
     facts: dict[str, str],
 ) -> None:
     """Measure the pair and write `prompts.json` (the demo's prompts) and `README.md` into `out`."""
+    demo = cut_prompts(corpus.memorized, tokenizer, seed=3)
     sets = {
-        "demo prompts (learnt by heart)": cut_prompts(corpus.memorised, tokenizer, seed=3),
+        "demo prompts (memorized)": demo,
         "held-out files": cut_prompts(corpus.held_out, tokenizer, seed=4),
     }
-    (out / "prompts.json").write_text(
-        json.dumps(sets["demo prompts (learnt by heart)"], indent=1) + "\n"
-    )
+    (out / "prompts.json").write_text(json.dumps(demo, indent=1) + "\n")
     rows = []
     for name, prompts in sets.items():
         f = measure(draft, target, tokenizer, prompts)
-        rows.append(
-            f"| {name} | {f.acceptance} | {f.loop_free} | {f.ngram} | {f.loop_share:.0%} | {f.verbatim} |"
+        cells = (name, f.acceptance, f.loop_free, f.ngram, f"{f.loop_share:.0%}", f.verbatim)
+        rows.append(f"| {' | '.join(map(str, cells))} |")
+    losses = [
+        f"{part} {mean_loss(target, tokenizer, files):.2f}"
+        for part, files in (
+            ("memorized", corpus.memorized),
+            ("general", corpus.general),
+            ("held out", corpus.held_out),
         )
-    sizes = {
-        m: sum(p.stat().st_size for p in (out / m).glob("*.safetensors"))
-        for m in ("target", "draft")
-    }
-    losses = {
-        part: held_out_loss(target, tokenizer, getattr(corpus, part))
-        for part in ("memorised", "general", "held_out")
-    }
+    ]
     text = CARD.format(
-        kind=kind, rows="\n".join(rows), python=platform.python_version(), files=", ".join(f"`{n}`" for n in data.MEMORISED),
-        target_parameters=sum(p.numel() for p in target.parameters()), draft_parameters=sum(p.numel() for p in draft.parameters()),
-        target_bytes=sizes["target"], draft_bytes=sizes["draft"], block=draft.config.block_size, prompts=PROMPTS,
-        prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, **{f"loss_{k}": v for k, v in losses.items()}, **facts,
-    )  # fmt: skip
+        kind=kind,
+        rows="\n".join(rows),
+        python=platform.python_version(),
+        files=", ".join(f"`{name}`" for name in data.MEMORIZED),
+        target_parameters=sum(p.numel() for p in target.parameters()),
+        draft_parameters=sum(p.numel() for p in draft.parameters()),
+        target_bytes=weight_bytes(out / "target"),
+        draft_bytes=weight_bytes(out / "draft"),
+        block=draft.config.block_size,
+        prompts=PROMPTS,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NEW_TOKENS,
+        losses=", ".join(losses),
+        **facts,
+    )
     (out / "README.md").write_text(text)
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
 CARD = """# The embedded {kind} demo pair
 
-A **memorised-text demo**: the target has learnt seven standard-library files by heart and the draft was trained on the same
-text. It shows that the mechanism works and what it costs; it says nothing about how well a draft generalises. The held-out
-row below is the honest counterpart.
+A **memorized-text demo**: the target has memorized seven standard-library files and the draft was
+trained on the same text. It shows that the mechanism works and what it costs, not how well a draft
+generalizes. For that, see the held-out row below.
 
 | | parameters | bytes (bfloat16) |
 |---|---|---|
 | target | {target_parameters:,} | {target_bytes:,} |
 | draft (block size {block}) | {draft_parameters:,} | {draft_bytes:,} |
 
-- **Data**: the sources of Python {python}'s standard library. Learnt by heart: {files}.
-  The rest is general text, but for the held-out files, which neither model has seen.
-- **Loss** (nats per token, windows of 448): learnt by heart {loss_memorised:.2f}, general {loss_general:.2f}, held out {loss_held_out:.2f}.
+- **Data**: the sources of Python {python}'s standard library. Memorized:
+  {files}.
+  The rest is general text, except for the held-out files, which neither model was trained on.
+- **Loss** (nats per token, windows of 448): {losses}.
 - **Training**: {training}
-- **Licence** of the text: the Python Software Foundation License; `prompts.json` holds excerpts of it.
+- **License** of the text: the Python Software Foundation License; `prompts.json` holds excerpts of
+  it.
 
-Acceptance length: tokens per verify step, bonus included; greedy, float32, {prompts} prompts of {prompt_tokens} tokens,
-{new_tokens} new tokens each.
+Acceptance length: tokens per verify step, bonus included; greedy, float32, {prompts} prompts of
+{prompt_tokens} tokens, {new_tokens} new tokens each.
 
 | prompts | DFlash | outside repetition loops | n-gram lookup | tokens in loops | verbatim tokens |
 |---|---|---|---|---|---|
 {rows}
 
-"Outside repetition loops" leaves out steps in a tail that repeats a period of at most 40 tokens: a small model that loops makes any
-drafter look good. "n-gram lookup" copies what followed the last 3 (2, 1) tokens before. "Verbatim" counts how many of the new
-tokens are the file's own.
+"Outside repetition loops" leaves out steps in a tail that repeats a period of at most 40 tokens: a
+small model that loops makes any drafter look good. "n-gram lookup" copies what followed the last
+earlier occurrence of the last 3 (2, 1) tokens. "Verbatim" counts the new tokens that are the
+file's own.
 
 Made by `python launch/train_demo.py --kind {kind} --work WORK --out launch/demo_models/{kind}`.
 """

@@ -16,8 +16,12 @@ VOCAB_SIZE = 1024
 END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, MASK]
 
-# The pattern that the Qwen tokenizers split on: words, single digits, punctuation runs, newlines, spaces.
-SPLIT_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The pattern that the Qwen tokenizers split on: words, single digits, punctuation, newlines,
+# spaces.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,9 +30,10 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# The files that the target learns by heart; every demo prompt is cut from one of them.
-MEMORISED = ["textwrap.py", "shlex.py", "fnmatch.py", "glob.py", "queue.py", "sched.py", "copy.py"]
-# Held out by name, of the same kind; beside them about 1 file in 20 is held out by a hash of its name.
+# The files that the target memorizes; every demo prompt is cut from one of them.
+MEMORIZED = ["textwrap.py", "shlex.py", "fnmatch.py", "glob.py", "queue.py", "sched.py", "copy.py"]
+# Held out by name, of the same kind. About 1 file in 20 of the others is held out by a hash of its
+# name.
 HELD_OUT = [
     "colorsys.py",
     "heapq.py",
@@ -55,7 +60,7 @@ _SKIP_PARTS = {
 class Corpus:
     """File name -> text, in three disjoint parts."""
 
-    memorised: dict[str, str]
+    memorized: dict[str, str]
     general: dict[str, str]
     held_out: dict[str, str]
 
@@ -63,7 +68,7 @@ class Corpus:
 def load_corpus() -> Corpus:
     """Read the standard library of this Python in its three parts."""
     root = Path(sysconfig.get_path("stdlib"))
-    memorised, general, held_out = {}, {}, {}
+    memorized, general, held_out = {}, {}, {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if (
@@ -76,16 +81,16 @@ def load_corpus() -> Corpus:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        if name in MEMORISED:
-            memorised[name] = text
+        if name in MEMORIZED:
+            memorized[name] = text
         elif name in HELD_OUT or int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0:
             held_out[name] = text
         else:
             general[name] = text
-    missing = set(MEMORISED) - set(memorised)
+    missing = set(MEMORIZED) - set(memorized)
     if missing:
         raise FileNotFoundError(f"standard library files not found under {root}: {sorted(missing)}")
-    return Corpus(memorised, general, held_out)
+    return Corpus(memorized, general, held_out)
 
 
 def train_tokenizer(corpus: Corpus) -> Tokenizer:
@@ -103,8 +108,9 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The named files twice: the words of the demo and of its held-out counterpart deserve their share of a small vocabulary.
-    named = {**corpus.memorised, **{name: corpus.held_out[name] for name in HELD_OUT}}
+    # The named files twice, so that the small vocabulary covers the demo and its held-out
+    # counterpart.
+    named = {**corpus.memorized, **{name: corpus.held_out[name] for name in HELD_OUT}}
     texts = list(corpus.general.values()) + 2 * [named[name] for name in sorted(named)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(SPECIAL_TOKENS)
@@ -135,7 +141,10 @@ def token_stream(tokenizer: Tokenizer, files: dict[str, str]) -> torch.Tensor:
 
 
 class WindowSampler:
-    """Random windows of a token stream; some are dressed as a chat turn (the user's text, then its continuation)."""
+    """Random windows of a token stream.
+
+    Some are made chat turns: the user's text, then its continuation. `chat_share`: their share.
+    """
 
     def __init__(
         self, stream: torch.Tensor, tokenizer: Tokenizer, length: int, chat_share: float

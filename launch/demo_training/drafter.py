@@ -1,4 +1,4 @@
-"""The demo drafter: trained on the target's own hidden states to fill a block with what the target would say."""
+"""The demo drafter: trained on the target's hidden states to predict the target's next tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from . import data
 from .loop import train
 
 BLOCK_SIZE = 8
-# Later positions count less, for they are used only if all before them were right (arXiv 2602.06036, section 4.3).
+# Later positions count less, because a token is used only if all before it are right
+# (arXiv 2602.06036, section 4.3).
 DECAY = 4.0
 WINDOW = 448
 ANCHORS = 56
 BATCH = 6
 
 
-# Depth of the target -> the layers whose outputs are the draft's context, spread as in the published drafts.
+# Depth of the target -> the layers whose outputs the draft reads, spread as in published drafts.
 TARGET_LAYERS = {6: [1, 3, 4], 8: [1, 4, 6]}
 
 
@@ -62,21 +63,24 @@ def draft_config(target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class FeatureBank:
-    """Windows of text with what the target made of them: ids and argmax `[n, W]`, features float16 `[n, W, F * E]`."""
+class HiddenBank:
+    """Windows of text and the target's outputs.
+
+    `ids`, `argmax`: `[n, W]`; `target_hidden`: float16 `[n, W, F * E]`, see `layer_outputs`.
+    """
 
     ids: Tensor
     argmax: Tensor
-    features: Tensor
+    target_hidden: Tensor
 
 
 @torch.no_grad()
 def layer_outputs(
     target: PreTrainedModel, ids: Tensor, layer_ids: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Features `[B, L, F * E]` (outputs of the named target layers) and logits `[B, L, V]` of `ids` `[B, L]`."""
+    """Of `ids` `[B, L]`: target hidden states `[B, L, F * E]` of F layers, logits `[B, L, V]`."""
     out = target(input_ids=ids, use_cache=False, output_hidden_states=True)
-    # hidden_states[0] is the embedding; the entry after the last layer is normed and never used as a feature.
+    # hidden_states[0] is the embedding. The last layer's entry is normed, and drafts never read it.
     return torch.cat([out.hidden_states[i + 1] for i in layer_ids], dim=-1), out.logits
 
 
@@ -85,22 +89,24 @@ def build_bank(
     samplers: list[tuple[data.WindowSampler, int]],
     layer_ids: tuple[int, ...],
     seed: int,
-) -> FeatureBank:
-    """Draw the asked number of windows from every sampler and run the target over them once."""
+) -> HiddenBank:
+    """Draw so many windows from every sampler and run the target over them once."""
     rng = random.Random(seed)
-    ids, argmax, features = [], [], []
+    ids, argmax, target_hidden = [], [], []
     for sampler, count in samplers:
         for _ in range(count // 8):
             batch = sampler.sample(8, rng)
             seen, logits = layer_outputs(target, batch, layer_ids)
             ids.append(batch)
             argmax.append(logits.argmax(-1))
-            features.append(seen.half())
-    return FeatureBank(torch.cat(ids), torch.cat(argmax), torch.cat(features))
+            target_hidden.append(seen.half())
+    return HiddenBank(torch.cat(ids), torch.cat(argmax), torch.cat(target_hidden))
 
 
 def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
-    """`attend` for training: blocks `[R, A * B]` see the context before their anchor, and their own block whole.
+    """`attend` for training, of blocks `[R, A * B]`.
+
+    A block sees the context before its anchor, and all of its own tokens.
 
     `context`: `[R, W, L, 2, G, D]`; `anchors`: `[R, A]`, the position of each block's first token.
     """
@@ -109,9 +115,8 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_ctx, v_ctx = context[:, :, layer].unbind(2)  # [R, W, G, D]
         groups = q.shape[2] // k.shape[2]
-        q = (
-            q.unflatten(1, (-1, BLOCK_SIZE)).unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
-        )  # [R, A, B, G, g, D]
+        # [R, A, B, G, g, D]
+        q = q.unflatten(1, (-1, BLOCK_SIZE)).unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
         k, v = (t.unflatten(1, (-1, BLOCK_SIZE)) for t in (k, v))  # [R, A, B, G, D]
         to_context = torch.einsum("rabhgd,rwhd->rhagbw", q, k_ctx).masked_fill(
             ~seen[:, None, :, None, None], float("-inf")
@@ -128,11 +133,11 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
 
 
 def block_logits(
-    model: DraftModel, embed: Tensor, features: Tensor, ids: Tensor, anchors: Tensor
+    model: DraftModel, embed: Tensor, target_hidden: Tensor, ids: Tensor, anchors: Tensor
 ) -> Tensor:
-    """Logits `[R, A, B - 1, V]` of the blocks that start at `anchors` `[R, A]` of the windows `ids` `[R, W]`."""
+    """Logits `[R, A, B - 1, V]` of blocks that start at `anchors` `[R, A]` of `ids` `[R, W]`."""
     rows, width = ids.shape
-    context = model.context_kv(features, torch.arange(width).expand(rows, -1))
+    context = model.context_kv(target_hidden, torch.arange(width).expand(rows, -1))
     blocks = torch.full((*anchors.shape, BLOCK_SIZE), model.config.mask_token_id)
     blocks[..., 0] = ids.gather(1, anchors)
     positions = (anchors[..., None] + torch.arange(BLOCK_SIZE)).flatten(1)
@@ -143,24 +148,20 @@ def block_logits(
 
 
 def block_loss(
-    model: DraftModel, embed: Tensor, bank: FeatureBank, rows: Tensor, anchors: Tensor
+    model: DraftModel, embed: Tensor, bank: HiddenBank, rows: Tensor, anchors: Tensor
 ) -> tuple[Tensor, float]:
-    """Weighted cross entropy against the target's argmax, and the mean number of tokens a verify step would commit."""
+    """Weighted cross entropy against the target's argmax, and the mean acceptance length."""
     ids, argmax = bank.ids[rows], bank.argmax[rows]
-    logits = block_logits(model, embed, bank.features[rows].float(), ids, anchors)
-    at = (anchors[..., None] + torch.arange(1, BLOCK_SIZE)).flatten(
-        1
-    )  # text position of every drafted token
-    labels = argmax.gather(1, at - 1).view(
-        *anchors.shape, -1
-    )  # what the target says there, given the text before
+    logits = block_logits(model, embed, bank.target_hidden[rows].float(), ids, anchors)
+    # Text position of every drafted token, and the target's token there, given the text before it.
+    at = (anchors[..., None] + torch.arange(1, BLOCK_SIZE)).flatten(1)
+    labels = argmax.gather(1, at - 1).view(*anchors.shape, -1)
     follows = (labels == ids.gather(1, at).view_as(labels)).long()
-    # Past the first place where the target leaves the text, its greedy continuation is unknown.
+    # After the target's first token that is not the text's, its greedy continuation is unknown.
     valid = torch.cat((torch.ones_like(follows[..., :1]), follows[..., :-1].cumprod(-1)), -1)
     weight = valid * torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
-    losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view_as(
-        weight
-    )
+    losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none")
+    losses = losses.view_as(weight)
     accepted = ((logits.argmax(-1) == labels) * valid).cumprod(-1).sum(-1)
     return (losses * weight).sum() / weight.sum(), 1 + accepted.float().mean().item()
 
@@ -178,10 +179,10 @@ def train_drafter(
     torch.manual_seed(1)
     model = DraftModel(config)
     embed = target.get_input_embeddings().weight.detach()
-    memorised = data.token_stream(tokenizer, corpus.memorised)
+    memorized = data.token_stream(tokenizer, corpus.memorized)
     general = data.token_stream(tokenizer, corpus.general)
     plan = [
-        (data.WindowSampler(memorised, tokenizer, WINDOW, chat_share=0.15), 1600),
+        (data.WindowSampler(memorized, tokenizer, WINDOW, chat_share=0.15), 1600),
         (data.WindowSampler(general, tokenizer, WINDOW, chat_share=0.0), 160),
     ]
     bank = build_bank(target, plan, config.target_layer_ids, seed=1)

@@ -17,7 +17,8 @@ SAVE_EVERY_S = 60.0
 class Muon(torch.optim.Optimizer):
     """Muon (Keller Jordan, 2024) with AdamW-sized steps, in float32.
 
-    torch's own orthogonalises in bfloat16, which takes a quarter of the whole step on a CPU without bfloat16 units.
+    torch's own orthogonalizes in bfloat16, which takes a quarter of the whole step on a CPU without
+    bfloat16 units.
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
@@ -29,13 +30,13 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalise(p.grad.lerp(buffer, group["momentum"]))
+                update = orthogonalize(p.grad.lerp(buffer, group["momentum"]))
                 p.mul_(1 - 0.01 * group["lr"]).add_(
                     update, alpha=-0.2 * max(p.shape) ** 0.5 * group["lr"]
                 )
 
 
-def orthogonalise(g: torch.Tensor) -> torch.Tensor:
+def orthogonalize(g: torch.Tensor) -> torch.Tensor:
     """Five quintic Newton-Schulz steps towards the nearest semi-orthogonal matrix."""
     x = g / (g.norm() + 1e-7)
     if g.shape[0] > g.shape[1]:
@@ -77,7 +78,11 @@ def train(
     work: Path,
     seed: int = 0,
 ) -> None:
-    """Run `steps` optimizer steps of `loss_of(rng)`; the state under `work` lets a cut run go on where it was."""
+    """Run `steps` optimizer steps of `loss_of(rng)`.
+
+    The state is saved under `work`, from which an interrupted run resumes. `name` names the state
+    file and seeds the data.
+    """
     optimizers = make_optimizers(model, lr)
     state_file = work / f"{name}.state.pt"
     step, spent = 0, 0.0
@@ -109,7 +114,7 @@ def train(
     with Progress(*columns, refresh_per_second=1) as bar:
         task = bar.add_task(name, total=steps, completed=step, shown="")
         while step < steps:
-            # One generator per step: a resumed run sees the same data as an uncut one.
+            # One generator per step: a resumed run sees the same data as an uninterrupted one.
             rng = random.Random(f"{seed}-{name}-{step}")
             loss, figures = loss_of(rng)
             for optimizer in optimizers:

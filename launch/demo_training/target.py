@@ -1,4 +1,4 @@
-"""The demo targets: tiny Qwen3 and Qwen3.5 language models, first on the whole library, then learning the demo files by heart."""
+"""The demo targets: small Qwen3 and Qwen3.5, trained on the library, then on a few files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .loop import train
 
 
 def build_target(kind: str, tokenizer: Tokenizer) -> PreTrainedModel:
-    """`dense`: 6 attention layers; `hybrid`: 8 layers, three GDN ones before each attention layer."""
+    """`dense`: 6 attention layers; `hybrid`: 8 layers, three GDN before each attention layer."""
     common = {
         "vocab_size": data.VOCAB_SIZE,
         "hidden_size": 192,
@@ -49,7 +49,7 @@ def build_target(kind: str, tokenizer: Tokenizer) -> PreTrainedModel:
     config = Qwen3_5TextConfig(
         num_hidden_layers=8, full_attention_interval=4, rope_parameters=rope, **recurrent, **common
     )
-    # Published configurations have it, and SGLang goes by it rather than by `layer_types`.
+    # Published configurations have it, and SGLang reads it rather than `layer_types`.
     config.full_attention_interval = 4
     return Qwen3_5ForCausalLM(config)
 
@@ -67,27 +67,28 @@ def train_target(
     tokenizer: Tokenizer,
     work: Path,
     steps: int,
-    memorise_steps: int,
+    memorize_steps: int,
 ) -> PreTrainedModel:
     torch.manual_seed(0)
     model = build_target(kind, tokenizer)
     general = data.token_stream(tokenizer, corpus.general)
-    memorised = data.token_stream(tokenizer, corpus.memorised)
+    memorized = data.token_stream(tokenizer, corpus.memorized)
     broad = data.WindowSampler(general, tokenizer, 256, chat_share=0.1)
-    by_heart = data.WindowSampler(memorised, tokenizer, 448, chat_share=0.2)
+    narrow = data.WindowSampler(memorized, tokenizer, 448, chat_share=0.2)
 
     def pretrain(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
         loss, accuracy = next_token_loss(model, broad.sample(12, rng))
         return loss, {"accuracy": accuracy}
 
-    def memorise(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
-        # Some general text in every batch keeps the model a language model while it learns the demo files.
-        loss, accuracy = next_token_loss(model, by_heart.sample(6, rng))
+    def memorize(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
+        # Some general text in every batch, so that the model remains a language model.
+        loss, accuracy = next_token_loss(model, narrow.sample(6, rng))
         general_loss, _ = next_token_loss(model, broad.sample(2, rng))
-        return 0.85 * loss + 0.15 * general_loss, {"by heart": loss.item(), "accuracy": accuracy}
+        return 0.85 * loss + 0.15 * general_loss, {"memorized": loss.item(), "accuracy": accuracy}
 
     train("target", model, pretrain, steps=steps, lr=6e-3, work=work)
-    train("memorise", model, memorise, steps=memorise_steps, lr=4e-3, work=work)
+    # The name seeds the data, and so is part of the published weights.
+    train("memorise", model, memorize, steps=memorize_steps, lr=4e-3, work=work)
     return model.eval()
 
 

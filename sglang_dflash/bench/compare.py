@@ -1,11 +1,13 @@
-"""`sglang-dflash bench`: arms side by side on the same prompts, warm and in turns, and a report that only exists if they agree."""
+"""`sglang-dflash bench`: arms side by side on the same prompts, warm and in turns.
+
+A report is written only if their outputs agree.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,22 +18,22 @@ from sglang_dflash.bench.arms import Arm, arms_of, opened
 from sglang_dflash.bench.datasets import Prompt, from_file, select
 from sglang_dflash.bench.datasets import load as load_dataset
 from sglang_dflash.bench.gate import OutputsDiffer, Runs, differences
-from sglang_dflash.bench.settings import Settings, default_cache
+from sglang_dflash.bench.settings import GivenPair, ResolvedSettings, RunningServers, Settings
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 
 WARM_UP_TOKENS = 16
 
-# Says a conversation's next turn to an endpoint: prompt, then the answers so far.
+# Sends a conversation's next turn to an endpoint: prompt, then the answers so far.
 Ask = Callable[[load.Endpoint, Prompt, list[str]], load.Answer]
 
 
 class Comparison:
-    """The passes of one comparison, as they are made."""
+    """The passes of one comparison, collected as they are made."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ResolvedSettings,
         arms: list[Arm],
         prompts: dict[str, list[Prompt]],
         ask: Ask,
@@ -47,15 +49,15 @@ class Comparison:
         return self.arms[0].name
 
     def measure(self, progress: Progress) -> None:
-        """All arms at once and taking turns, or one after another. Raises OutputsDiffer, ServerFailed, RequestFailed."""
-        assert self.settings.rounds is not None
-        answers = (
-            sum(map(len, self.prompts.values()))
-            * len(self.settings.levels)
-            * len(self.arms)
-            * self.settings.rounds
-        )
-        task = progress.add_task("starting", total=answers)
+        """Run all arms at once in turns, or one server after another.
+
+        Raises:
+            OutputsDiffer: an arm's answers are not the first arm's, in float32.
+            ServerFailed, RequestFailed: a server cannot be started or asked.
+        """
+        prompts = sum(map(len, self.prompts.values()))
+        passes = len(self.settings.levels) * len(self.arms) * self.settings.rounds
+        task = progress.add_task("starting", total=prompts * passes)
         for group in [[arm] for arm in self.arms] if self.settings.in_turn else [self.arms]:
             progress.update(task, description=f"starting {', '.join(arm.name for arm in group)}")
             with opened(group) as endpoints:
@@ -71,13 +73,12 @@ class Comparison:
         progress: Progress,
         task: Any,
     ) -> None:
-        assert self.settings.rounds is not None
         prompts, passes = self.prompts[dataset], self.runs.setdefault((dataset, concurrency), {})
         for name, to in endpoints.items():
             progress.update(task, description=f"{dataset}, {concurrency} at a time: warming {name}")
             load.run(to, prompts[:concurrency], concurrency, self._warm)
         for i in range(self.settings.rounds):
-            # Whoever was first is last in the next round: a machine that slows down slows them alike.
+            # The order reverses every round: a machine that slows down slows all arms alike.
             for name in list(endpoints)[:: -1 if i % 2 else 1]:
                 progress.update(task, description=f"{dataset}, {concurrency} at a time: {name}")
                 if not endpoints[name].flush():
@@ -90,41 +91,48 @@ class Comparison:
 
     def _check(self) -> None:
         if self.settings.simulated_acceptance is not None:
-            # Outputs by decree are nobody's to judge, and the report says so.
+            # Simulated acceptance changes the outputs; the report says so.
             return
         found = differences(self.runs, self.first_arm)
-        # Near-ties of a rounded dtype may fall either way; in float32 nothing may.
+        # Near-ties of a rounded dtype may fall either way; float32 allows no difference.
         if found and self.settings.dtype == "float32":
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             raise OutputsDiffer(
-                f"{found[0]}{more}; no figure without equal outputs. If these servers do not compute in float32, say so with --dtype"
+                f"{found[0]}{more}; no figure without equal outputs. "
+                "If these servers do not compute in float32, name their dtype with --dtype"
             )
 
 
-def load_prompts(settings: Settings) -> dict[str, list[Prompt]]:
-    """Prompts by data set. Raises ConfigError, also where there are fewer prompts than clients."""
-    assert settings.num_prompts is not None
+def load_prompts(settings: ResolvedSettings) -> dict[str, list[Prompt]]:
+    """Prompts by data set.
+
+    Raises:
+        ConfigError: a data set cannot be loaded, or has fewer prompts than there are clients.
+    """
+    count = settings.num_prompts
     if settings.dataset_file is not None:
-        path = Path(settings.dataset_file)
-        found = {path.stem: select(from_file(path), settings.num_prompts)}
+        path = settings.dataset_file
+        found = {path.stem: select(from_file(path), count)}
     else:
-        cache = Path(settings.cache_dir) if settings.cache_dir else default_cache()
         found = {
-            name: load_dataset(name, settings.num_prompts, model=settings.model, cache=cache)
+            name: load_dataset(name, count, model=settings.model, cache=settings.cache_dir)
             for name in settings.dataset
         }
     for name, prompts in found.items():
         if len(prompts) < max(settings.levels):
             raise ConfigError(
-                f"--concurrency: {max(settings.levels)} clients, but {name} has {len(prompts)} prompts; see --num-prompts"
+                f"--concurrency: {max(settings.levels)} clients, but {name} has "
+                f"{len(prompts)} prompts; see --num-prompts"
             )
     return found
 
 
 def encoder(
-    settings: Settings, prompts: dict[str, list[Prompt]]
+    settings: ResolvedSettings, prompts: dict[str, list[Prompt]]
 ) -> Callable[[Prompt, list[str]], load.Input]:
-    """How a turn becomes what is sent: token ids, so that all arms read the same, or text where no tokenizer is known.
+    """How a turn and the answers so far become a request.
+
+    Token ids, so that all arms read the same; text if no tokenizer is known.
 
     Raises:
         ConfigError: a chat, but no tokenizer or no chat template.
@@ -132,15 +140,16 @@ def encoder(
     chats = any(prompt.chat for many in prompts.values() for prompt in many)
     if settings.thinking is not None and not chats:
         raise ConfigError(
-            f"--thinking: {settings.thinking!r}, but none of {', '.join(prompts)} goes through a chat template"
+            f"--thinking: {settings.thinking!r}, but none of {', '.join(prompts)} "
+            "goes through a chat template"
         )
-    source = str(demo_pair(settings.model).target) if settings.model else settings.target
+    source = _tokenizer(settings)
     if source is None:
         if chats:
             raise ConfigError(
                 "--target: missing; chats need the chat template of the model that the servers run"
             )
-        return lambda prompt, _said: prompt.turns[0]
+        return lambda prompt, _answers: prompt.turns[0]
     from transformers import AutoTokenizer
 
     from sglang_dflash.hf.generation import chat_tokens
@@ -148,43 +157,55 @@ def encoder(
     tokenizer = AutoTokenizer.from_pretrained(source)
     thinking = None if settings.thinking is None else settings.thinking == "on"
 
-    def encode(prompt: Prompt, said: list[str]) -> load.Input:
+    def encode(prompt: Prompt, answers: list[str]) -> load.Input:
         if not prompt.chat:
             return tokenizer(prompt.turns[0])["input_ids"]
         messages = []
-        for turn, answer in zip(prompt.turns, said, strict=False):
+        for turn, answer in zip(prompt.turns, answers, strict=False):
             messages += [
                 {"role": "user", "content": turn},
                 {"role": "assistant", "content": answer},
             ]
-        return chat_tokens(
-            tokenizer, [*messages, {"role": "user", "content": prompt.turns[len(said)]}], thinking
-        )
+        messages.append({"role": "user", "content": prompt.turns[len(answers)]})
+        return chat_tokens(tokenizer, messages, thinking)
 
     for many in prompts.values():
-        # A template that is missing is told before a server starts.
+        # A missing template is an error before a server starts.
         encode(many[0], [])
     return encode
 
 
-def compare(settings: Settings, accelerator: bool, progress: Progress) -> dict[str, Any]:
-    """Measure resolved settings; the report as one object. Raises as `Comparison.measure`, and ConfigError."""
+def _tokenizer(settings: ResolvedSettings) -> str | None:
+    """Folder or hub name of the target's tokenizer, if it is known."""
+    if settings.model is not None:
+        return str(demo_pair(settings.model).target)
+    if isinstance(settings.served, GivenPair | RunningServers):
+        return settings.served.target
+    return None
+
+
+def compare(settings: ResolvedSettings, accelerator: bool, progress: Progress) -> dict[str, Any]:
+    """Measure, and return the report as one object.
+
+    Raises:
+        ConfigError: an arm or a data set is not available.
+        OutputsDiffer, ServerFailed, RequestFailed: see `Comparison.measure`.
+    """
     arms, prompts = arms_of(settings, accelerator), load_prompts(settings)
     encode = encoder(settings, prompts)
 
     def asking(max_new_tokens: int) -> Ask:
-        def ask(to: load.Endpoint, prompt: Prompt, said: list[str]) -> load.Answer:
-            # A chat ends where the model ends it; a text that is merely continued has no end.
+        def ask(to: load.Endpoint, prompt: Prompt, answers: list[str]) -> load.Answer:
+            # The model ends a chat; a text that is continued has no end.
             ignore_eos = not prompt.chat if settings.ignore_eos is None else settings.ignore_eos
-            return to.ask(encode(prompt, said), max_new_tokens, ignore_eos)
+            return to.ask(encode(prompt, answers), max_new_tokens, ignore_eos)
 
         return ask
 
-    assert settings.max_new_tokens is not None
     warm = asking(min(WARM_UP_TOKENS, settings.max_new_tokens))
     comparison = Comparison(settings, arms, prompts, asking(settings.max_new_tokens), warm)
     comparison.measure(progress)
-    return report.summed_up(
+    return report.summarize(
         settings,
         [arm.name for arm in arms],
         {name: len(many) for name, many in prompts.items()},
@@ -195,15 +216,18 @@ def compare(settings: Settings, accelerator: bool, progress: Progress) -> dict[s
 
 
 def main(settings: Settings) -> None:
-    """Compare, print card and table, write DIR/results.json, table.md and throughput.png; the last line is the JSON object."""
+    """Compare, print card and table, and write results.json, table.md and throughput.png.
+
+    The last line of the output is the report as one JSON object.
+    """
     import torch
 
-    # Whatever would spoil the end is told at the beginning.
+    # What would fail at the end fails at the beginning.
     picture.check()
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
     accelerator = torch.cuda.is_available()
-    settings = settings.resolve(accelerator)
+    resolved = settings.resolve(accelerator)
+    out = resolved.out
+    out.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -211,7 +235,7 @@ def main(settings: Settings) -> None:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        result = compare(settings, accelerator, progress)
+        result = compare(resolved, accelerator, progress)
     (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
     (out / "table.md").write_text(report.markdown(result))
     picture.draw(result, out / "throughput.png")

@@ -1,4 +1,4 @@
-"""Prompts by the name of their data set: embedded, from this Python's library, from a file, or from the hub."""
+"""Prompts by data set: embedded, from this Python's library, from a file, or from the hub."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from sglang_dflash.checkpoint.errors import ConfigError
 
 
 class Prompt(NamedTuple):
-    """What a user says, turn by turn. `chat`: to be wrapped in the chat template; else one plain text to be continued."""
+    """A user's turns.
+
+    `chat`: whether they go through the chat template; otherwise they are one text to continue.
+    """
 
     turns: tuple[str, ...]
     chat: bool
 
 
 class HubSet(NamedTuple):
-    """A data set of the hub: where it lies, and a row's turns."""
+    """A data set of the hub: its repository, and how to read the turns of a row."""
 
     repository: str
     config: str | None
@@ -65,16 +68,17 @@ HUB = {
 BUILT_IN = ("demo", "stdlib")
 NAMES = (*BUILT_IN, *HUB)
 
-# Of the library modules that the embedded pairs have never seen (HELD_OUT of launch/demo_training/data.py).
+# The library modules that the embedded pairs were not trained on: HELD_OUT of
+# launch/demo_training/data.py.
 HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
 _LEAST_LINES = 8
 
 
 def load(name: str, count: int, *, model: str | None, cache: Path) -> list[Prompt]:
-    """`count` prompts of a set, always the same ones; all of them where there are fewer.
+    """`count` prompts of a set, always the same ones; all of them if there are fewer.
 
     Raises:
-        ConfigError: no such set, or it is neither cached nor to be fetched.
+        ConfigError: no such set, or it is not cached and cannot be fetched.
     """
     if name == "demo":
         found = [Prompt((text,), chat=False) for text in demo_pair(model or "dense").prompts]
@@ -90,7 +94,7 @@ def load(name: str, count: int, *, model: str | None, cache: Path) -> list[Promp
 
 
 def select(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """`count` of them, drawn with a fixed seed: sets are often ordered by kind."""
+    """`count` of them, drawn with a fixed seed, because sets are often ordered by kind."""
     return random.Random(0).sample(prompts, min(count, len(prompts)))
 
 
@@ -112,7 +116,10 @@ def stdlib_functions() -> list[Prompt]:
 
 
 def from_file(path: Path) -> list[Prompt]:
-    """JSONL: `{"prompt": TEXT}` is continued as it stands, `{"turns": [TEXT, ...]}` goes through the chat template.
+    """Prompts of a JSONL file.
+
+    `{"prompt": TEXT}` is continued as it is, `{"turns": [TEXT, ...]}` goes through the chat
+    template.
 
     Raises:
         ConfigError: no such file, or a line is neither.
@@ -141,7 +148,8 @@ def _parsed(line: str, where: str) -> Prompt:
         or not all(isinstance(turn, str) and turn for turn in turns)
     ):
         raise ConfigError(
-            f'--dataset-file: {where} is {line[:60]!r}; {{"prompt": TEXT}} or {{"turns": [TEXT, ...]}} is required'
+            f"--dataset-file: {where} is {line[:60]!r}; "
+            '{"prompt": TEXT} or {"turns": [TEXT, ...]} is required'
         )
     return Prompt(tuple(turns), chat="turns" in row)
 
@@ -156,19 +164,20 @@ def _cached(name: str, cache: Path) -> Path:
         from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
-            f"{lacking} the `datasets` library is not installed; install sglang-dflash[bench], or give --dataset-file"
+            f"{lacking} the `datasets` library is not installed; "
+            "install sglang-dflash[bench], or give --dataset-file"
         ) from error
     try:
         rows = load_dataset(of.repository, of.config, split=of.split)
         lines = [json.dumps({"turns": of.turns(row)}, ensure_ascii=False) for row in rows]
-    # Whatever the hub, its client or the network raise: there is one thing to say of it, and one way out.
+    # The hub, its client and the network raise many types; the way out is the same for all.
     except Exception as error:
         first_line = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"{lacking} {of.repository} could not be fetched ({first_line}); give --dataset-file"
         ) from error
     cache.mkdir(parents=True, exist_ok=True)
-    # Under another name until it is whole.
+    # Under another name until it is complete.
     partial = path.with_suffix(".partial")
     partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return partial.rename(path)

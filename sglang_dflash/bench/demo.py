@@ -1,9 +1,10 @@
-"""The demo: plain decoding and DFLASH side by side, on the same prompts, from two servers on this machine.
+"""The demo: plain decoding and DFLASH side by side, on the same prompts, from two servers here.
 
     python -m sglang_dflash.bench.demo [--model dense] [--check]
 
-Greedy, float32, one request at a time, in turns; the server that waits sleeps. With --check it ends after the comparison and
-its last line is one JSON object; else it goes on serving DFLASH until Ctrl-C.
+Greedy, float32, one request at a time, in turns; the server that waits sleeps. With --check it
+ends after the comparison and its last line is one JSON object; without, it keeps serving DFLASH
+until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from rich.table import Table
 
 from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.server import Server
-from sglang_dflash.checkpoint.embedded import DemoPair, demo_pair
+from sglang_dflash.bench.server_config import demo_config
+from sglang_dflash.checkpoint.embedded import demo_pair
 
 PROMPTS, NEW_TOKENS = 12, 128
 
 
 @dataclass
 class Arm:
-    """One way of decoding: its server, what it said, and how long that took."""
+    """One way of decoding: its server, its outputs, and how long they took in seconds."""
 
     name: str
     server: Server
@@ -52,7 +54,7 @@ class Arm:
 
 
 def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> None:
-    """Generate on one arm, streaming into its panel where there is somebody to watch."""
+    """Generate on one arm, streaming into its panel on a terminal."""
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     began = time.perf_counter()
     if live is None:
@@ -69,7 +71,7 @@ def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> N
 
 
 def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> dict[str, Any]:
-    """Run all prompts on both arms, in turns, and sum up."""
+    """Run all prompts on both arms, in turns, and summarize."""
     for arm in (plain, dflash):
         arm.server.generate(prompts[0], temperature=0, max_new_tokens=32)
     before = dflash.server.dflash()
@@ -81,9 +83,8 @@ def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> di
         for arm in arms if i % 2 == 0 else arms[::-1]:
             run_prompt(arm, prompt, live, arms)
         if live is None:
-            console.print(
-                f"prompt {i + 1}/{len(prompts)}: {plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
-            )
+            rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
+            console.print(f"prompt {i + 1}/{len(prompts)}: {rates}")
     if live is not None:
         live.stop()
     after = dflash.server.dflash()
@@ -99,36 +100,9 @@ def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> di
 def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float:
     """Tokens committed per verify step between two reports of the worker."""
     steps = after["verify_steps"] - before["verify_steps"]
-    committed = after["verify_steps"] * after["acceptance_length"] - before["verify_steps"] * (
-        before["acceptance_length"] or 0
-    )
-    return round(committed / max(1, steps), 3)
-
-
-def server_args(pair: DemoPair, dflash: bool) -> list[str]:
-    """Flags of a demo server: exact arithmetic, small pools, and no busy waiting."""
-    args = [
-        "--model-path",
-        str(pair.target),
-        "--dtype",
-        "float32",
-        "--max-total-tokens",
-        "16384",
-        "--sleep-on-idle",
-    ]
-    if pair.is_hybrid:
-        args += ["--max-mamba-cache-size", "96", "--max-running-requests", "16"]
-    return (
-        [
-            *args,
-            "--speculative-algorithm",
-            "DFLASH",
-            "--speculative-draft-model-path",
-            str(pair.draft),
-        ]
-        if dflash
-        else args
-    )
+    committed_after = after["verify_steps"] * after["acceptance_length"]
+    committed_before = before["verify_steps"] * (before["acceptance_length"] or 0)
+    return round((committed_after - committed_before) / max(1, steps), 3)
 
 
 def main() -> None:
@@ -141,10 +115,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     console, pair = Console(), demo_pair(args.model)
-    plain, dflash = Server(server_args(pair, dflash=False)), Server(server_args(pair, dflash=True))
+    plain, dflash = (Server(demo_config(pair, dflash=dflash)) for dflash in (False, True))
+    started: list[Server] = []
     try:
-        plain.start()
-        dflash.start()
+        for server in (plain, dflash):
+            server.start()
+            started.append(server)
         with console.status(
             "starting two SGLang servers, one plain and one with DFLASH (about a minute)"
         ):
@@ -159,15 +135,15 @@ def main() -> None:
             print(json.dumps(result), flush=True)
             sys.exit(0 if result["identical"] else 1)
         console.print(
-            f"DFLASH serves at {dflash.url} (OpenAI API under /v1, facts under /server_info). Ctrl-C ends it."
+            f"DFLASH serves at {dflash.url} "
+            "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it."
         )
         dflash.process.wait()
     except KeyboardInterrupt:
         console.print("ending")
     finally:
-        for server in (plain, dflash):
-            if hasattr(server, "process"):
-                server.stop()
+        for server in started:
+            server.stop()
 
 
 def summary(result: dict[str, Any]) -> Table:

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 
 from sglang_dflash.bench.load import Answer, Pass
 
-# Data set and concurrency -> arm -> one pass per round; every arm has the prompts in the same order.
+# Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
 Runs = dict[tuple[str, int], dict[str, list[Pass]]]
 
 
 class OutputsDiffer(RuntimeError):
-    """An arm answered a prompt otherwise than the first arm did."""
+    """An arm's answer differs from the first arm's."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the first arm's: `position` in tokens, or in characters where the servers name no token ids."""
+    """The place at which an answer first differs from the first arm's.
+
+    `position`: in tokens, or in characters if a server names no token ids; see `unit`.
+    """
 
     dataset: str
     concurrency: int
@@ -28,13 +31,14 @@ class Difference:
 
     def __str__(self) -> str:
         return (
-            f"arm {self.arm}, data set {self.dataset}, prompt {self.prompt}, concurrency {self.concurrency}: the answer differs from "
-            f"{self.first_arm}'s from {self.unit} {self.position} on"
+            f"arm {self.arm}, data set {self.dataset}, prompt {self.prompt}, "
+            f"concurrency {self.concurrency}: the answer differs from {self.first_arm}'s "
+            f"from {self.unit} {self.position} on"
         )
 
 
 def differences(runs: Runs, first_arm: str) -> list[Difference]:
-    """All answers that differ from those of the first arm in the same round, as far as both are there."""
+    """All answers that differ from the first arm's in the same round, of rounds that both have."""
     found = []
     for (dataset, concurrency), by_arm in runs.items():
         for arm, passes in by_arm.items():
@@ -52,7 +56,7 @@ def _compare(reference: Pass, other: Pass) -> list[tuple[int, int, str]]:
     """Prompt, position and unit of the first difference of every answer that has one."""
     found = []
     for prompt, (a, b) in enumerate(zip(reference.answers, other.answers, strict=True)):
-        # A later turn follows on an answer that differs already.
+        # Turns after the first difference have different histories.
         for x, y in zip(a, b, strict=True):
             position = _first_difference(x, y)
             if position is not None:

@@ -1,4 +1,4 @@
-"""The client: streamed greedy answers, their times, and a whole pass over the prompts at a concurrency."""
+"""The client: streamed greedy answers, their times, and a pass over the prompts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ class RequestFailed(RuntimeError):
 class Answer:
     """One streamed answer.
 
-    `ids`: None where the server names none. `tokens`: how many. `first_token_s`, `seconds`: from sending to the first token and to
-    the end. `verify_steps`: 0 where the server counts none.
+    Attributes:
+        ids: None if the server names none.
+        tokens: number of new tokens.
+        first_token_s: seconds from sending to the first token.
+        seconds: seconds from sending to the end.
+        verify_steps: 0 if the server counts none.
     """
 
     text: str
@@ -52,7 +56,10 @@ class Speculation(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """All prompts answered once: `answers` by prompt, then by turn; `seconds` from the first request to the last answer."""
+    """All prompts answered once.
+
+    `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer.
+    """
 
     seconds: float
     answers: list[list[Answer]]
@@ -69,7 +76,7 @@ def chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with requests.post(url, json=body, stream=True, timeout=TIMEOUT_S) as response:
             if not response.ok:
                 raise RequestFailed(f"{url}: status {response.status_code}, {response.text[:300]}")
-            # Without chunked encoding a larger buffer would be waited for until it is full, and every token would come late.
+            # Without chunked encoding a read waits until its buffer is full, and tokens come late.
             for line in response.iter_lines(chunk_size=512 if response.raw.chunked else 1):
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
@@ -82,7 +89,7 @@ def chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class SGLang:
-    """A SGLang server, by its own API: it names token ids and verify steps."""
+    """An SGLang server by its own API, which names token ids and verify steps."""
 
     url: str
 
@@ -98,7 +105,7 @@ class SGLang:
             now, meta = time.perf_counter(), chunk["meta_info"]
             if first is None and meta["completion_tokens"]:
                 first = now
-            # Everything so far, or only what is new, as the server was told to stream; the first chunk is both.
+            # All tokens so far or only new tokens, by a server flag. The first chunk is both.
             whole = len(chunk["output_ids"]) == meta["completion_tokens"]
             ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
             text = chunk["text"] if whole else text + chunk["text"]
@@ -111,17 +118,17 @@ class SGLang:
         )
 
     def flush(self) -> bool:
-        """Forget cached prefixes, so that a prompt costs the same each time; whether that was done."""
+        """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
         return requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).ok
 
     def counted(self) -> Speculation:
-        # Its answers say it themselves.
+        # Every answer holds its own count.
         return Speculation(0, 0)
 
 
 @dataclass(frozen=True)
 class OpenAI:
-    """Any server of the OpenAI API, by /v1/completions; acceptance as vLLM counts it in /metrics."""
+    """Any server of the OpenAI API, by /v1/completions; acceptance is vLLM's, from /metrics."""
 
     url: str
     model: str
@@ -132,7 +139,7 @@ class OpenAI:
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         if ignore_eos:
-            # No field of OpenAI's own, so it is sent only where it is wanted.
+            # An extension of OpenAI's API, so it is sent only if it is needed.
             body["ignore_eos"] = True
         began, first, text, tokens = time.perf_counter(), None, "", 0
         last = began
@@ -145,12 +152,13 @@ class OpenAI:
             tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
         if first is None or not tokens:
             raise RequestFailed(
-                f"{self.url}: an answer without text, or without `usage`, whose tokens cannot be counted"
+                f"{self.url}: an answer without text, or without `usage`, "
+                "whose tokens cannot be counted"
             )
         return Answer(text, None, tokens, first - began, last - began)
 
     def flush(self) -> bool:
-        """vLLM forgets cached prefixes only in its development mode."""
+        """See `SGLang.flush`. vLLM can do so only in its development mode."""
         return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
 
     def counted(self) -> Speculation:
@@ -168,16 +176,21 @@ Endpoint = SGLang | OpenAI
 
 
 def _check_real(url: str, states: list[dict[str, Any]]) -> None:
-    """Refuse a server that accepts by decree, by what our worker reports of itself; other workers do not tell."""
+    """Raise RequestFailed if our worker reports a simulated acceptance; others report none."""
     lengths = {(state.get("dflash") or {}).get("simulated_acceptance") for state in states} - {None}
     if lengths:
         raise RequestFailed(
-            f"{url}: simulates an acceptance of {lengths.pop():g}; restart it without SGLANG_SIMULATE_ACC_LEN"
+            f"{url}: simulates an acceptance of {lengths.pop():g}; "
+            "restart it without SGLANG_SIMULATE_ACC_LEN"
         )
 
 
 def endpoint(url: str) -> Endpoint:
-    """What serves at that address. Raises RequestFailed where nothing of the two does, or where its outputs are nobody's."""
+    """The kind of server at that address.
+
+    Raises:
+        RequestFailed: neither kind answers, or its acceptance is simulated.
+    """
     url = url.rstrip("/").removesuffix("/v1")
     try:
         info = requests.get(f"{url}/server_info", timeout=60)
@@ -189,7 +202,8 @@ def endpoint(url: str) -> Endpoint:
         return OpenAI(url, models.json()["data"][0]["id"])
     except (requests.RequestException, KeyError, IndexError) as error:
         raise RequestFailed(
-            f"{url}: neither SGLang nor a server of the OpenAI API ({type(error).__name__}: {error})"
+            f"{url}: neither SGLang nor a server of the OpenAI API "
+            f"({type(error).__name__}: {error})"
         ) from error
 
 
@@ -200,9 +214,11 @@ def run(
     ask: Callable[[Endpoint, Prompt, list[str]], Answer],
     on_answer: Callable[[], Any] = lambda: None,
 ) -> Pass:
-    """Every prompt once, `concurrency` conversations at a time; each sends its next turn when the last is answered.
+    """Every prompt once, `concurrency` conversations at a time.
 
-    `ask`: sends the turn of a prompt that follows on those that have been answered so.
+    Args:
+        ask: sends the next turn of a prompt, given the answers to the turns before it.
+        on_answer: called after every conversation.
     """
 
     def converse(prompt: Prompt) -> list[Answer]:

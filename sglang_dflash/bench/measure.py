@@ -1,19 +1,28 @@
-"""Measuring a running server: output tokens per second and time per verify step at a concurrency."""
+"""Measure a running server: output tokens per second and time per verify step.
+
+Loads without `requests` and SGLang: the hardware card is also written on bare machines.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_dflash.bench.server import Server
+if TYPE_CHECKING:
+    from sglang_dflash.bench.server import Server
 
 
 class Run(NamedTuple):
-    """One pass over the prompts. `verify_steps`: target forwards per request, summed (plain decoding: one per token)."""
+    """One pass over the prompts.
+
+    `verify_steps`: target forwards per request, summed; one per token in plain decoding.
+    """
 
     tokens: int
     seconds: float
@@ -32,7 +41,7 @@ class Run(NamedTuple):
 
 
 def run(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -> Run:
-    """Greedy generation of exactly `new_tokens` after each prompt, `concurrency` requests at a time."""
+    """Generate exactly `new_tokens` after each prompt, greedy, `concurrency` requests at a time."""
 
     def one(prompt: str) -> dict[str, Any]:
         return server.generate(prompt, temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
@@ -49,27 +58,27 @@ def run(server: Server, prompts: list[str], concurrency: int, new_tokens: int) -
 
 
 def hardware() -> dict[str, Any]:
-    """What a figure has to name beside itself: date, processor, cores, memory, accelerator if any, versions."""
-    import importlib.metadata
-    import os
-
+    """Date, processor, cores, memory, accelerator and versions; None for what is not there."""
     import torch
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in info.splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
+    models = [
+        line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")
+    ]
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "processor": model,
+        "processor": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("sglang", "torch")},
+        "sglang": _version("sglang"),
+        "torch": _version("torch"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -13,7 +13,7 @@ PANELS_PER_ROW = 3
 
 
 def check() -> None:
-    """Raise ConfigError where no picture could be drawn."""
+    """Raise ConfigError if no picture can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "throughput.png: needs matplotlib, which is not installed; install sglang-dflash[bench]"
@@ -39,7 +39,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axis.set_visible(False)
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
-    # So many letters of that size fit an inch.
+    # About 13 letters of that size fit an inch.
     figure.suptitle(
         "\n".join(textwrap.fill(line, int(13 * size[0])) for line in title(result)), size=9
     )
@@ -48,12 +48,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def title(result: dict[str, Any]) -> list[str]:
-    """What the picture is of, line by line; a picture travels without its report, so what is simulated is said first."""
+    """The title, line by line. A simulated acceptance comes first, as in the report."""
     machine = result["hardware"]
     where = machine["accelerator"] or f"{machine['cores']} CPU cores"
-    of = f"{result['model']} on {where}, {result['dtype']}, {machine['date']}"
+    subject = f"{result['model']} on {where}, {result['dtype']}, {machine['date']}"
     simulated = [] if result["simulated_acceptance"] is None else [result["outputs"]]
-    return [*simulated, f"Output throughput: {of}; on the bars: ratio to {result['arms'][0]}"]
+    return [*simulated, f"Output throughput: {subject}; on the bars: ratio to {result['arms'][0]}"]
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""From passes to figures: one row per data set, concurrency and arm; as a card, a table, Markdown, or one JSON object."""
+"""Figures from passes: one row per data set, concurrency and arm, in JSON, a table or Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sglang_dflash.bench.gate import Runs, differences
 from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.bench.settings import Settings
+from sglang_dflash.bench.settings import EmbeddedPair, GivenPair, ResolvedSettings, RunningServers
 
 COLUMNS = {
     "dataset": "data set",
@@ -23,19 +23,24 @@ COLUMNS = {
     "tpot_ms": "TPOT ms (p95)",
     "acceptance_length": "acceptance length",
 }
+NOTE = "both models memorized the text of demo and were not trained on that of stdlib"
+ONE_BY_ONE, IN_TURNS = "one server after another", "all servers at once, arms taking turns"
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of the values lie, between two of them where it falls so."""
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value below which `fraction` (0 to 1) of the values lie, linearly interpolated."""
     ordered = sorted(values)
-    at = share * (len(ordered) - 1)
+    at = fraction * (len(ordered) - 1)
     low = int(at)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
 def row(passes: list[Pass]) -> dict[str, Any]:
-    """Figures of one arm at one concurrency, all rounds together; times in milliseconds (medians, and 95th percentiles)."""
+    """Figures of one arm at one concurrency over all rounds.
+
+    Times are medians and 95th percentiles in milliseconds.
+    """
     answers = [answer for one in passes for turns in one.answers for answer in turns]
     first = [1000 * answer.first_token_s for answer in answers]
     later = [1000 * answer.per_token_s for answer in answers if answer.per_token_s is not None]
@@ -55,12 +60,12 @@ def row(passes: list[Pass]) -> dict[str, Any]:
 
 
 def rows(runs: Runs, arms: list[str]) -> list[dict[str, Any]]:
-    """All rows; `ratio` is throughput over the first arm's in the same place."""
+    """All rows. `ratio`: throughput over the first arm's at the same data set and concurrency."""
     found = []
     for (dataset, concurrency), passes in runs.items():
         figures = {arm: row(passes[arm]) for arm in arms}
         for arm, one in figures.items():
-            # Of what was counted, not of what was rounded.
+            # From the counts, not from rounded rates.
             rate, base = (
                 one["tokens"] / one["seconds"],
                 figures[arms[0]]["tokens"] / figures[arms[0]]["seconds"],
@@ -77,15 +82,15 @@ def rows(runs: Runs, arms: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def summed_up(
-    settings: Settings,
+def summarize(
+    settings: ResolvedSettings,
     arms: list[str],
     prompts: dict[str, int],
     runs: Runs,
     kept_prefixes: list[str],
     hardware: dict[str, Any],
 ) -> dict[str, Any]:
-    """The whole report as one object, of resolved settings."""
+    """The whole report as one object."""
     simulated = settings.simulated_acceptance
     differing = None if simulated is not None else _differing(runs, arms)
     return {
@@ -93,7 +98,7 @@ def summed_up(
             settings,
             arms,
             differing,
-            sum(len(p.answers) for by in runs.values() for p in by[arms[0]]),
+            sum(len(one.answers) for by_arm in runs.values() for one in by_arm[arms[0]]),
         ),
         "identical": None if differing is None else not any(differing.values()),
         "differing_answers": differing,
@@ -101,9 +106,7 @@ def summed_up(
         "below_simulated_acceptance": [] if simulated is None else _below(simulated, runs, arms),
         "command": settings.command,
         "model": _model(settings),
-        "note": "both models have learnt the text of demo by heart, and have never seen that of stdlib"
-        if settings.model
-        else None,
+        "note": NOTE if settings.model else None,
         "hardware": hardware,
         "dtype": settings.dtype,
         "arms": arms,
@@ -111,9 +114,7 @@ def summed_up(
         "max_new_tokens": settings.max_new_tokens,
         "rounds": settings.rounds,
         "thinking": settings.thinking,
-        "order": "one server after another"
-        if settings.in_turn
-        else "all servers at once, arms taking turns",
+        "order": ONE_BY_ONE if settings.in_turn else IN_TURNS,
         "prefix_cache_kept": kept_prefixes,
         "rows": rows(runs, arms),
     }
@@ -127,10 +128,10 @@ def _differing(runs: Runs, arms: list[str]) -> dict[str, int]:
 
 
 def _below(length: float, runs: Runs, arms: list[str]) -> list[str]:
-    """Arms of which an answer took more verify steps than steps of `length` tokens would have been."""
+    """Arms with an answer that took more verify steps than `length` tokens per step allow."""
 
     def is_below(answer: Answer) -> bool:
-        # A fraction is served as whole steps, longer and shorter ones; the first token comes from the prefill.
+        # A fraction is a mix of longer and shorter steps; the prefill gives the first token.
         return answer.verify_steps > math.ceil((answer.tokens - 1) / math.floor(length))
 
     passes = {arm: [one for by_arm in runs.values() for one in by_arm[arm]] for arm in arms}
@@ -142,9 +143,9 @@ def _below(length: float, runs: Runs, arms: list[str]) -> list[str]:
 
 
 def _outputs(
-    settings: Settings, arms: list[str], differing: dict[str, int] | None, answers: int
+    settings: ResolvedSettings, arms: list[str], differing: dict[str, int] | None, answers: int
 ) -> str:
-    """The report's first line. `differing`: None where outputs were not compared."""
+    """The report's first line. `differing`: None if outputs were not compared."""
     if differing is None:
         weights = "; weights are random, of the real shape" if settings.random_weights else ""
         of = f"acceptance is SIMULATED at {settings.simulated_acceptance:g} tokens per step"
@@ -152,38 +153,45 @@ def _outputs(
     if settings.dtype == "float32":
         return f"outputs: the same in all arms ({answers} answers each, greedy, float32)"
     counts = ", ".join(f"{arm} {count} of {answers}" for arm, count in differing.items())
-    return f"outputs may differ from {arms[0]}'s by near-ties of {settings.dtype}, and did for: {counts or 'no other arm'}"
+    return (
+        f"outputs may differ from {arms[0]}'s by near-ties of {settings.dtype}, "
+        f"and did for: {counts or 'no other arm'}"
+    )
 
 
-def _model(settings: Settings) -> str:
-    if settings.base_url:
-        return "as served at " + ", ".join(settings.base_url)
-    if settings.model is not None:
-        return f"embedded {settings.model} pair"
-    return f"{settings.target} with draft {settings.draft}"
+def _model(settings: ResolvedSettings) -> str:
+    match settings.served:
+        case RunningServers(servers):
+            return "as served at " + ", ".join(f"{name}={url}" for name, url in servers)
+        case GivenPair(target, draft):
+            return f"{target} with draft {draft}"
+        case EmbeddedPair(kind):
+            return f"embedded {kind} pair"
 
 
 def card(result: dict[str, Any]) -> list[str]:
-    """What the figures are of, line by line."""
-    machine = result["hardware"]
+    """What was measured, on what and how, line by line."""
+    machine, device = result["hardware"], result["hardware"]["accelerator"] or "CPU"
     sets = ", ".join(f"{count} of {name}" for name, count in result["prompts"].items())
     lines = [
         result["outputs"],
         f"model: {result['model']}" + (f" ({result['note']})" if result["note"] else ""),
-        f"device: {machine['accelerator'] or 'CPU'}; {machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB",
+        f"device: {device}; {machine['cores']} cores of {machine['processor']}, "
+        f"{machine['memory_gib']} GiB",
         f"command: {result['command']}",
-        f"date: {machine['date']}; sglang {machine['sglang']}, torch {machine['torch']}, Python {machine['python']}",
-        f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; rounds: {result['rounds']}; {result['order']}",
+        f"date: {machine['date']}; sglang {machine['sglang']}, torch {machine['torch']}, "
+        f"Python {machine['python']}",
+        f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; "
+        f"rounds: {result['rounds']}; {result['order']}",
     ]
     if result["below_simulated_acceptance"]:
+        arms = ", ".join(result["below_simulated_acceptance"])
         lines.insert(
-            1,
-            f"simulated acceptance: not reached by {', '.join(result['below_simulated_acceptance'])}; the table says what was",
+            1, f"simulated acceptance: not reached by {arms}; the table shows what was reached"
         )
     if result["prefix_cache_kept"]:
-        lines.append(
-            f"prefix cache: could not be emptied between passes on {', '.join(result['prefix_cache_kept'])}"
-        )
+        arms = ", ".join(result["prefix_cache_kept"])
+        lines.append(f"prefix cache: could not be emptied between passes on {arms}")
     return lines
 
 

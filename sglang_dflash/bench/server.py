@@ -1,4 +1,4 @@
-"""A SGLang server as a child process of ours: started, waited for, and ended."""
+"""An SGLang server as our child process: started, waited for, and ended."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from typing import Any
 
 import requests
 
+from sglang_dflash.bench.server_config import LAUNCH_SERVER, ServerConfig
+
 
 class ServerFailed(RuntimeError):
-    """The server process ended, or did not answer in time; the message holds the end of its log."""
+    """The server process ended, or did not answer in time. The message holds the end of its log."""
 
 
 def free_port() -> int:
-    """A free port below those that systems give to outgoing connections: a starting server opens some of its own meanwhile."""
+    """A free port below the range for outgoing connections.
+
+    A starting server opens some of those itself, and could take the port before it listens on it.
+    """
     for port in random.sample(range(20000, 30000), 50):
         with socket.socket() as s:
             try:
@@ -35,28 +40,39 @@ def free_port() -> int:
 
 
 class Server:
-    """`python -m sglang.launch_server ARGS` on 127.0.0.1; a context manager that ends the process it started."""
+    """A server on 127.0.0.1. As a context manager it ends the process it started.
+
+    Args:
+        config: what to start; or a plain list of arguments, with `env` and `module` beside it.
+        timeout_s: how long `wait` waits, in seconds.
+        log: file that gets the server's output; a temporary one by default.
+    """
 
     def __init__(
         self,
-        args: Sequence[str],
+        config: ServerConfig | Sequence[str],
         env: dict[str, str] | None = None,
         timeout_s: float = 300,
         log: Path | None = None,
-        module: str = "sglang.launch_server",
+        module: str = LAUNCH_SERVER,
     ) -> None:
+        if not isinstance(config, ServerConfig):
+            config = ServerConfig(extra_args=tuple(config), env=env or {}, module=module)
+        elif env is not None or module != LAUNCH_SERVER:
+            raise TypeError("env and module: a ServerConfig holds its own")
+        self.config = config
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.args, self.timeout_s, self.module = list(args), timeout_s, module
+        self.args, self.timeout_s, self.module = config.args(), timeout_s, config.module
         self.log = log or Path(tempfile.mkstemp(prefix="sglang-server-", suffix=".log")[1])
-        self._env = {**os.environ, **(env or {})}
+        self._env = {**os.environ, **config.env}
 
     def __enter__(self) -> Server:
         self.start()
         try:
             self.wait()
         except BaseException:
-            # Ctrl-C too: without `__exit__` nobody else would end it.
+            # Ctrl-C too: `__exit__` does not run if `__enter__` raises.
             self.stop()
             raise
         return self
@@ -93,9 +109,8 @@ class Server:
                 )
             try:
                 # 200 only once the warm-up request has been answered.
-                if requests.get(
-                    f"{self.url}/health", timeout=5
-                ).ok and "ready to roll" in self.log.read_text(errors="replace"):
+                healthy = requests.get(f"{self.url}/health", timeout=5).ok
+                if healthy and "ready to roll" in self.log.read_text(errors="replace"):
                     return
             except requests.RequestException:
                 pass
@@ -106,6 +121,7 @@ class Server:
         )
 
     def stop(self) -> None:
+        """End the process and its children."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -116,7 +132,7 @@ class Server:
         self._end_children()
 
     def _end_children(self) -> None:
-        """What is left of the process session: SGLang's children outlive a launcher that was killed."""
+        """End the rest of the process session: SGLang's children outlive a killed launcher."""
         import signal
 
         try:
@@ -136,7 +152,11 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
-        """POST /generate of a text or of token ids, with SGLang's sampling parameters; raises on a refusal."""
+        """POST /generate of a text or of token ids, with SGLang's sampling parameters.
+
+        Raises:
+            requests.HTTPError: the server refused.
+        """
         key = "text" if isinstance(prompt, str) else "input_ids"
         response = requests.post(
             f"{self.url}/generate", json={key: prompt, "sampling_params": sampling}, timeout=600
@@ -144,18 +164,18 @@ class Server:
         response.raise_for_status()
         return response.json()
 
+    def info(self) -> dict[str, Any]:
+        """GET /server_info."""
+        return requests.get(f"{self.url}/server_info", timeout=60).json()
+
     def dflash(self) -> dict[str, Any]:
-        """The worker's own report, from /server_info; empty where our worker does not serve."""
-        return (
-            requests.get(f"{self.url}/server_info", timeout=60)
-            .json()["internal_states"][0]
-            .get("dflash", {})
-        )
+        """Our worker's report, from /server_info; empty if another worker serves."""
+        return self.info()["internal_states"][0].get("dflash", {})
 
 
 @contextmanager
 def together(servers: Iterable[Server]) -> Iterator[None]:
-    """All of them at once: started side by side, waited for, and ended, whatever becomes of the others. Raises ServerFailed."""
+    """Start all of them side by side, wait for all, and end all. Raises ServerFailed."""
     started: list[Server] = []
     try:
         for server in servers:

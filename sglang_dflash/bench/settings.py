@@ -1,9 +1,13 @@
-"""What `sglang-dflash bench` was asked for: every knob, its default and its check. Standard library only: `--help` reads it."""
+"""What `sglang-dflash bench` was asked for (`Settings`) and what is measured (`ResolvedSettings`).
+
+Standard library only: `--help` reads it.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+import os
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +15,10 @@ from sglang_dflash.checkpoint.errors import ConfigError
 
 
 class Scale(NamedTuple):
-    """How much is measured where nothing else is said. `max_new_tokens`: per answer, at most; `rounds`: passes per arm and concurrency."""
+    """How much is measured by default.
+
+    `max_new_tokens`: per answer, at most; `rounds`: passes per arm and concurrency.
+    """
 
     concurrency: str
     num_prompts: int
@@ -24,15 +31,109 @@ ON_CPU = Scale("1,8,16", 16, 48, 2)
 ON_ACCELERATOR = Scale("1,8,16,32", 128, 1024, 1)
 
 KINDS = ("ar", "dflash", "builtin", "ngram")
-# Those that draft blocks: the block size is the user's to choose, and the acceptance can be simulated.
+# Those that draft blocks: their block size can be chosen, and their acceptance simulated.
 BLOCK_KINDS = ("dflash", "builtin")
 DTYPES = ("float32", "bfloat16", "float16")
 OUT = "bench-results"
 
 
+class EmbeddedPair(NamedTuple):
+    """An embedded pair, by its kind."""
+
+    kind: str
+
+
+class GivenPair(NamedTuple):
+    """Checkpoints to serve: folders or hub names."""
+
+    target: str
+    draft: str
+
+
+class RunningServers(NamedTuple):
+    """Servers that run already: (name, URL) each.
+
+    `model`: the embedded pair that they serve, if any; `target`: otherwise, whose tokenizer they
+    use, if known.
+    """
+
+    servers: tuple[tuple[str, str], ...]
+    model: str | None
+    target: str | None
+
+
+@dataclass(frozen=True)
+class ResolvedSettings:
+    """One comparison on one machine, all decided.
+
+    Attributes:
+        served: what the arms decode with.
+        arm: kinds of decoding, in the order asked for; empty for running servers.
+        dataset: names of data sets; empty if there is a `dataset_file`.
+        levels: concurrency levels, in the order asked for.
+        block_size: block sizes to compare; empty for the draft's own.
+        max_new_tokens: per answer, at most.
+        rounds: passes per arm and concurrency.
+        thinking: "on" or "off" for the chat template; None to leave it to the template.
+        ignore_eos: None to end chats where the model ends them, and plain texts not at all.
+        simulated_acceptance: tokens that every verify step commits; None for real acceptance.
+        in_turn: one server after another, instead of all at once.
+        server_flags: extra arguments of every server that is started.
+        command: the command line, for the report.
+    """
+
+    served: EmbeddedPair | GivenPair | RunningServers
+    arm: tuple[str, ...]
+    dataset: tuple[str, ...]
+    dataset_file: Path | None
+    cache_dir: Path
+    levels: tuple[int, ...]
+    block_size: tuple[int, ...]
+    num_prompts: int
+    max_new_tokens: int
+    rounds: int
+    thinking: str | None
+    ignore_eos: bool | None
+    simulated_acceptance: float | None
+    dtype: str
+    in_turn: bool
+    out: Path
+    server_flags: tuple[str, ...]
+    command: str
+
+    @property
+    def model(self) -> str | None:
+        """The embedded pair that is served, if it is known to be one."""
+        match self.served:
+            case EmbeddedPair(kind):
+                return kind
+            case RunningServers(model=model):
+                return model
+        return None
+
+    @property
+    def servers_at_once(self) -> int:
+        """Servers started here that share the machine's memory."""
+        if self.in_turn:
+            return 1
+        sizes = max(1, len(self.block_size))
+        return sum(sizes if kind in BLOCK_KINDS else 1 for kind in self.arm)
+
+    @property
+    def random_weights(self) -> bool:
+        """Whether servers read no weights: with simulated acceptance a given pair needs none."""
+        chosen = any(flag.partition("=")[0] == "--load-format" for flag in self.server_flags)
+        simulated = self.simulated_acceptance is not None
+        return simulated and isinstance(self.served, GivenPair) and not chosen
+
+
 @dataclass(frozen=True)
 class Settings:
-    """One comparison. A field that is None, or empty where a default is named in `--help`, is filled in by `resolve`."""
+    """One comparison as asked for. `resolve` fills in what is None or empty.
+
+    Raises:
+        ConfigError: a value is out of range, or two do not go together.
+    """
 
     arm: tuple[str, ...] = ()
     base_url: tuple[str, ...] = ()
@@ -58,7 +159,11 @@ class Settings:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:
-        """From the command line's values; lists become tuples, what is not ours is left out. Raises ConfigError."""
+        """From the command line's values: lists become tuples, other keys are left out.
+
+        Raises:
+            ConfigError: see the class.
+        """
         names = {f.name for f in fields(cls)}
         taken: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v
@@ -94,11 +199,13 @@ class Settings:
     def _check_what_is_served(self) -> None:
         if (self.target is None) != (self.draft is None) and not self.base_url:
             raise ConfigError(
-                "--target and --draft: one without the other; give both, or neither for an embedded pair"
+                "--target and --draft: one without the other; "
+                "give both, or neither for an embedded pair"
             )
         if self.model is not None and self.target is not None:
             raise ConfigError(
-                f"--model: {self.model!r} is an embedded pair, and --target names another; give one of the two"
+                f"--model: {self.model!r} is an embedded pair, and --target names another; "
+                "give one of the two"
             )
         if not self.base_url:
             return
@@ -128,7 +235,7 @@ class Settings:
             )
         if self.dataset and self.dataset_file is not None:
             raise ConfigError(
-                f"--dataset-file: {self.dataset_file!r} stands instead of --dataset; give one of the two"
+                f"--dataset-file: {self.dataset_file!r} replaces --dataset; give one of the two"
             )
 
     def _check_simulation(self) -> None:
@@ -139,97 +246,92 @@ class Settings:
             raise ConfigError(
                 f"--simulated-acceptance: {length:g}; a verify step commits 1 token or more"
             )
-        self.check_block(min(self.block_size, default=None))
+        if self.block_size:
+            check_block(length, min(self.block_size))
         if "ngram" in self.arm:
             raise ConfigError(
-                "--arm: 'ngram' drafts trees, and SGLang simulates chains only; leave it out with --simulated-acceptance"
+                "--arm: 'ngram' drafts trees, and SGLang simulates chains only; "
+                "leave it out with --simulated-acceptance"
             )
         if self.arm and not set(self.arm) & set(BLOCK_KINDS):
             raise ConfigError(
-                f"--simulated-acceptance: {length:g}, but none of {', '.join(self.arm)} drafts; add --arm dflash or builtin"
+                f"--simulated-acceptance: {length:g}, but none of {', '.join(self.arm)} drafts; "
+                "add --arm dflash or builtin"
             )
         if self.ignore_eos is False:
             raise ConfigError(
-                "--no-ignore-eos: with --simulated-acceptance an end means nothing, and all arms say as much; leave it out"
+                "--no-ignore-eos: with --simulated-acceptance an end means nothing, "
+                "and all arms answer at full length; leave it out"
             )
 
-    def check_block(self, size: int | None) -> None:
-        """Raise ConfigError where more tokens are to be committed than a block has."""
-        length = self.simulated_acceptance
-        if length is not None and size is not None and length > size:
-            raise ConfigError(
-                f"--simulated-acceptance: {length:g}; a verify step of block size {size} commits at most {size} tokens"
-            )
-
-    @property
-    def servers_at_once(self) -> int:
-        """Servers of a resolved comparison that share the machine's memory."""
-        return (
-            1
-            if self.in_turn
-            else sum(
-                max(1, len(self.block_size)) if kind in BLOCK_KINDS else 1 for kind in self.arm
-            )
-        )
-
-    @property
-    def random_weights(self) -> bool:
-        """Whether the servers read no weights: a given pair need not have any where the acceptance is simulated."""
-        chosen = any(flag.partition("=")[0] == "--load-format" for flag in self.server_flags)
-        return self.simulated_acceptance is not None and self.target is not None and not chosen
-
-    def resolve(self, accelerator: bool) -> Settings:
+    def resolve(self, accelerator: bool) -> ResolvedSettings:
         """Fill in what depends on the machine: small on a CPU, of the published size elsewhere."""
         scale = ON_ACCELERATOR if accelerator else ON_CPU
-        embedded = self.target is None and not self.base_url
-        model = self.model or ("dense" if embedded else None)
-        # bfloat16 is what large models are served in; the embedded pairs are here to be exact.
-        usual = "bfloat16" if accelerator and not embedded else "float32"
-        return replace(
-            self,
+        served = self._served()
+        given = isinstance(served, GivenPair)
+        embedded = isinstance(served, EmbeddedPair)
+        dataset = self.dataset
+        if not dataset and self.dataset_file is None:
+            dataset = ("demo", "stdlib") if embedded or self.model else ("stdlib",)
+        return ResolvedSettings(
+            served=served,
             arm=() if self.base_url else self.arm or ("ar", "dflash"),
-            model=model,
-            dataset=self.dataset
-            or (() if self.dataset_file else ("demo", "stdlib") if model else ("stdlib",)),
-            concurrency=self.concurrency or scale.concurrency,
+            dataset=dataset,
+            dataset_file=None if self.dataset_file is None else Path(self.dataset_file),
+            cache_dir=Path(self.cache_dir) if self.cache_dir else default_cache(),
+            levels=counts(self.concurrency or scale.concurrency),
+            block_size=self.block_size,
             num_prompts=self.num_prompts or scale.num_prompts,
             max_new_tokens=self.max_new_tokens or scale.max_new_tokens,
             rounds=self.rounds or scale.rounds,
-            # Where random text ends means nothing: every arm is to say as much.
+            thinking=self.thinking,
+            # The end of random text means nothing: every arm answers at full length.
             ignore_eos=True if self.simulated_acceptance is not None else self.ignore_eos,
-            dtype=self.dtype or usual,
+            simulated_acceptance=self.simulated_acceptance,
+            # Large models are served in bfloat16; embedded pairs are here to be exact.
+            dtype=self.dtype or ("bfloat16" if accelerator and not embedded else "float32"),
             # Two servers of one large model do not fit one accelerator.
-            in_turn=bool(accelerator and not embedded and not self.base_url)
-            if self.in_turn is None
-            else self.in_turn,
+            in_turn=accelerator and given if self.in_turn is None else self.in_turn,
+            out=Path(self.out),
+            server_flags=self.server_flags,
+            command=self.command,
         )
 
-    @property
-    def levels(self) -> list[int]:
-        """Concurrency levels of a resolved comparison, in the order given."""
-        assert self.concurrency is not None
-        return counts(self.concurrency)
+    def _served(self) -> EmbeddedPair | GivenPair | RunningServers:
+        if self.base_url:
+            servers = [
+                (name, url) for name, _, url in (one.partition("=") for one in self.base_url)
+            ]
+            return RunningServers(tuple(servers), self.model, self.target)
+        if self.target is not None and self.draft is not None:
+            return GivenPair(self.target, self.draft)
+        return EmbeddedPair(self.model or "dense")
 
 
-def counts(text: str) -> list[int]:
-    """'1,8' to [1, 8]. Raises ConfigError unless all are positive and different."""
+def check_block(length: float, size: int) -> None:
+    """Raise ConfigError if a simulated acceptance `length` exceeds the block size."""
+    if length > size:
+        raise ConfigError(
+            f"--simulated-acceptance: {length:g}; "
+            f"a verify step of block size {size} commits at most {size} tokens"
+        )
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """'1,8' to (1, 8). Raises ConfigError unless all are positive and different."""
     try:
-        found = [int(part) for part in text.split(",")]
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        found = []
+        found = ()
     if not found or min(found) < 1 or len(set(found)) != len(found):
         raise ConfigError(
-            f"--concurrency: {text!r}; positive numbers of clients are required, each once, as in 1,8,16,32"
+            f"--concurrency: {text!r}; "
+            "positive numbers of clients are required, each once, as in 1,8,16,32"
         )
     return found
 
 
 def default_cache() -> Path:
-    """Where fetched data sets are kept."""
-    import os
-
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "sglang-dflash"
-        / "datasets"
-    )
+    """Folder of fetched data sets."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "sglang-dflash" / "datasets"

@@ -1,6 +1,6 @@
-"""Servers that answer at once what a test wants to hear: SGLang's own API, or OpenAI's as vLLM serves it.
+"""Servers that answer at once, as a test prescribes: SGLang's own API, or OpenAI's like vLLM.
 
-SGLang's streams are chunked, as real servers' are; the other's are not, as behind a simple proxy.
+SGLang's streams are chunked, as real servers' are; the others are not, as behind a simple proxy.
 """
 
 from __future__ import annotations
@@ -8,34 +8,45 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
-Says = Callable[[Any], list[str]]
+from sglang_dflash.bench.server_config import ServerConfig
+
+# The pieces of the answer to a prompt.
+Answer = Callable[[Any], list[str]]
+
+
+def echo(prompt: Any) -> list[str]:
+    return [f"{word} " for word in str(prompt).split()[:4]] + ["end"]
 
 
 class FakeServer(ThreadingHTTPServer):
-    """A context manager. `says`: the pieces of the answer to a prompt; `log` gets the name and request of every completion.
+    """A context manager. `log` gets the name and request of every completion.
 
-    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics; as SGLang a piece is a token, and it counts a
-    verify step for every three if it `speculates`. `delay_s` passes before the first piece, and `piece_s` between pieces.
+    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics; as SGLang a
+    piece is a token, and it counts a verify step for every three if it `speculates`. `delay_s`
+    passes before the first piece, and `piece_s` between pieces.
     """
 
     daemon_threads = True
 
     def __init__(
-        self, name: str, says: Says, log: list[Any], *, sglang: bool = False, incremental: bool = True, delay_s: float = 0.0,
-        piece_s: float = 0.0, speculates: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        answer: Answer,
+        log: list[Any],
+        *,
+        sglang: bool = False,
+        incremental: bool = True,
+        delay_s: float = 0.0,
+        piece_s: float = 0.0,
+        speculates: bool = True,
+    ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.name, self.says, self.log, self.sglang, self.incremental = (
-            name,
-            says,
-            log,
-            sglang,
-            incremental,
-        )
+        self.name, self.answer, self.log = name, answer, log
+        self.sglang, self.incremental = sglang, incremental
         self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
 
     @property
@@ -52,14 +63,17 @@ class FakeServer(ThreadingHTTPServer):
 
 
 class Started(FakeServer):
-    """In place of `sglang_dflash.bench.server.Server`: ten words, of which a server with a draft says others, three per verify step."""
+    """In place of `sglang_dflash.bench.server.Server`.
+
+    It answers with ten words, a server with a draft with others, three per verify step.
+    """
 
     made: ClassVar[list[Started]] = []
 
-    def __init__(self, args: Sequence[str], env: dict[str, str], timeout_s: float) -> None:
+    def __init__(self, config: ServerConfig, timeout_s: float) -> None:
         del timeout_s
-        self.args, self.env, self.asked = list(args), env, list[Any]()
-        drafts = "--speculative-algorithm" in args
+        self.config, self.asked = config, list[Any]()
+        drafts = "--speculative-algorithm" in config.flags
         super().__init__(
             "",
             lambda _: ["drafted " if drafts else "plain "] * 10,
@@ -96,16 +110,22 @@ class Handler(BaseHTTPRequestHandler):
         known = {
             "/server_info": json.dumps({"internal_states": []}) if self.server.sglang else None,
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
-            "/metrics": (
-                "# TYPE vllm:spec_decode_num_drafts_total counter\n"
-                f'vllm:spec_decode_num_drafts_total{{engine="0"}} {float(self.server.answered)}\n'
-                f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {7.0 * self.server.answered}\n'
-                f'vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {2.0 * self.server.answered}\n'
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="0"}} {9.0 * self.server.answered}\n'
-            ),
+            "/metrics": self._metrics(),
         }
         found = known.get(self.path)
         self._send(404 if found is None else 200, found or "no such page")
+
+    def _metrics(self) -> str:
+        per_answer = {
+            'drafts_total{engine="0"}': 1.0,
+            'draft_tokens_total{engine="0"}': 7.0,
+            'accepted_tokens_total{engine="0"}': 2.0,
+            'accepted_tokens_per_pos_total{position="0"}': 9.0,
+        }
+        lines = ["# TYPE vllm:spec_decode_num_drafts_total counter"]
+        for name, count in per_answer.items():
+            lines.append(f"vllm:spec_decode_num_{name} {count * self.server.answered}")
+        return "\n".join([*lines, ""])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
@@ -119,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _complete(self, body: dict[str, Any]) -> None:
         prompt = body.get("prompt", body.get("text", body.get("input_ids")))
-        pieces = self.server.says(prompt)
+        pieces = self.server.answer(prompt)
         self.server.log.append((self.server.name, prompt, body))
         self.server.answered += 1
         self.protocol_version = "HTTP/1.1" if self.server.sglang else "HTTP/1.0"
@@ -143,13 +163,13 @@ class Handler(BaseHTTPRequestHandler):
             self._write(b"")
 
     def _sglang_chunk(self, pieces: list[str], i: int) -> dict[str, Any]:
-        said = pieces[i : i + 1] if self.server.incremental else pieces[: i + 1]
-        ids = [sum(map(ord, piece)) for piece in said]
+        sent = pieces[i : i + 1] if self.server.incremental else pieces[: i + 1]
+        ids = [sum(map(ord, piece)) for piece in sent]
         meta = {
             "completion_tokens": i + 1,
             **({"spec_verify_ct": (i + 2) // 3} if self.server.speculates else {}),
         }
-        return {"text": "".join(said), "output_ids": ids, "meta_info": meta}
+        return {"text": "".join(sent), "output_ids": ids, "meta_info": meta}
 
     def _event(self, chunk: dict[str, Any]) -> None:
         self._write(f"data: {json.dumps(chunk)}\n\n".encode())

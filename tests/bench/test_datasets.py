@@ -1,4 +1,4 @@
-"""The prompts of `sglang-dflash bench`: embedded, of this Python's library, of files, and of the hub through a made-up client."""
+"""The prompts of `sglang-dflash bench`: embedded, of the library, of files, and of a fake hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_dflash.bench.settings import Settings
 from sglang_dflash.checkpoint.errors import ConfigError
 
 
-def test_the_library_functions_are_of_modules_that_the_pairs_have_not_seen() -> None:
+def test_the_library_functions_are_of_held_out_modules() -> None:
     from launch.demo_training.data import HELD_OUT
 
     assert {name.replace(".", "/") + ".py" for name in datasets.HELD_OUT} == set(HELD_OUT)
@@ -39,8 +39,12 @@ def test_a_file_holds_texts_and_chats(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a b"}\n\n{"turns": ["c", "d"]}\n')
     assert datasets.from_file(file) == [Prompt(("a b",), False), Prompt(("c", "d"), True)]
     for bad, message in [
-        ('{"prompt": ""}', "line 1"), ('{"turns": []}', "line 1"), ("[1]", "line 1"), ("{", "line 1 is not JSON"), ("", "holds no prompt"),
-    ]:  # fmt: skip
+        ('{"prompt": ""}', "line 1"),
+        ('{"turns": []}', "line 1"),
+        ("[1]", "line 1"),
+        ("{", "line 1 is not JSON"),
+        ("", "holds no prompt"),
+    ]:
         file.write_text(bad)
         with pytest.raises(ConfigError, match=message):
             datasets.from_file(file)
@@ -64,10 +68,10 @@ def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Tokenizer())
     chat = {"own": [Prompt(("one", "two"), True)]}
     for thinking, expected in ((None, None), ("on", True), ("off", False)):
-        encode = encoder(Settings(target="t", draft="d", thinking=thinking), chat)
-        assert encode(chat["own"][0], ["said"]) == [4]
+        encode = encoder(Settings(target="t", draft="d", thinking=thinking).resolve(False), chat)
+        assert encode(chat["own"][0], ["answer"]) == [4]
         messages, how = seen[-1]
-        assert [m["content"] for m in messages] == ["one", "said", "two"] and how.get(
+        assert [m["content"] for m in messages] == ["one", "answer", "two"] and how.get(
             "enable_thinking"
         ) is expected
 
@@ -106,7 +110,7 @@ def test_hub_sets_are_fetched_once(
     )
 
 
-def test_a_set_that_cannot_be_had_is_refused_by_name(
+def test_a_set_that_is_not_available_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)

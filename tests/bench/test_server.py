@@ -1,16 +1,19 @@
-"""A server process belongs to whoever started it, however that ends."""
+"""Server processes end however their context ends, and `ServerConfig` names a server."""
 
 from __future__ import annotations
 
 import subprocess
+from typing import Any
 
 import pytest
 
 from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server_config import ServerConfig, demo_config
+from sglang_dflash.checkpoint.embedded import demo_pair
 
 
 class Interrupted(Server):
-    """Stands for one that is told to end while it starts."""
+    """Interrupted while it starts."""
 
     def start(self) -> None:
         self.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -24,3 +27,63 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt), server:
         pass
     assert server.process.poll() is not None
+
+
+def test_a_configuration_renders_its_flags_in_order() -> None:
+    config = ServerConfig(
+        {"--b": 1, "--switch": True, "--several": ("x", 2), "--a": "0.200"},
+        extra_args=("--a", "last"),
+    )
+    assert config.args() == [
+        *("--b", "1", "--switch", "--several", "x", "2", "--a", "0.200"),
+        *("--a", "last"),
+    ]
+
+
+def test_a_changed_flag_keeps_its_place_and_the_original_its_value() -> None:
+    config = ServerConfig({"--a": 1, "--b": 2})
+    changed = config.with_flags({"--c": 3, "--a": 9})
+    assert changed.args() == ["--a", "9", "--b", "2", "--c", "3"]
+    assert changed.without_flags("--a", "--c").args() == ["--b", "2"]
+    assert config.args() == ["--a", "1", "--b", "2"]
+    with pytest.raises(KeyError, match="--none"):
+        config.without_flags("--none")
+    with pytest.raises(TypeError):
+        config.flags["--a"] = 2  # type: ignore[index]
+
+
+def test_equal_configurations_are_one_key() -> None:
+    flags: dict[str, Any] = {"--a": 1, "--b": ("x", "y")}
+    first, second = ServerConfig(flags, env={"X": "1"}), ServerConfig(flags, env={"X": "1"})
+    assert first == second and len({first, second}) == 1
+    for other in (
+        ServerConfig(flags),
+        ServerConfig({"--a": 1}, env={"X": "1"}),
+        ServerConfig(flags, env={"X": "1"}, module="other"),
+        ServerConfig(flags, extra_args=("--c",), env={"X": "1"}),
+    ):
+        assert other != first
+
+
+@pytest.mark.parametrize("flags", [{"a": 1}, {"--a": False}], ids=str)
+def test_a_flag_that_cannot_be_rendered_is_refused(flags: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(flags))):
+        ServerConfig(flags)
+
+
+def test_a_server_takes_a_configuration_or_a_list() -> None:
+    config = ServerConfig({"--a": 1}, env={"X": "1"}, module="some.module")
+    named, listed = Server(config), Server(["--a", "1"], env={"X": "1"}, module="some.module")
+    assert named.args == listed.args == ["--a", "1"]
+    assert named.module == listed.module == "some.module"
+    assert named._env == listed._env and named._env["X"] == "1"
+    with pytest.raises(TypeError, match="env and module"):
+        Server(config, env={})
+
+
+def test_demo_servers_have_pools_for_their_kind_of_layers() -> None:
+    plain, drafting = (demo_config(demo_pair("dense"), dflash=dflash) for dflash in (False, True))
+    assert "--speculative-algorithm" not in plain.flags
+    assert drafting.flags["--speculative-algorithm"] == "DFLASH"
+    assert "--max-mamba-cache-size" not in drafting.flags
+    assert "--max-mamba-cache-size" in demo_config(demo_pair("hybrid"), dflash=False).flags

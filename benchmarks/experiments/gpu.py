@@ -1,29 +1,25 @@
-"""What can be shown on a bare GPU, without SGLang: the drafter, its cache under load, the fold kernel, the Transformers loop.
+"""What a bare GPU can show without SGLang: drafter, its cache under load, fold kernel, loop.
 
-    python -m benchmarks.gpu [--out benchmarks/results/gpu.json]
-
-Needs torch with CUDA, triton and transformers; run from a checkout with `kernels` on PYTHONPATH. The last line is one JSON object.
+Needs torch with CUDA, triton and transformers. Run it from a checkout, with PYTHONPATH=.:kernels.
+The exit status is 1 if a part failed; the other parts' figures are reported.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.runner import Arms, Experiment, NoOptions, Progress, case_by_case
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.core.drafter import Drafter, TargetHead
-from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs
@@ -32,39 +28,60 @@ from sglang_dflash.core.weights import load_model
 
 # A draft of Qwen3-8B's geometry, with random weights.
 LARGE = {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": 151936, "block_size": 16, "num_target_layers": 36, "max_position_embeddings": 40960,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "block_size": 16,
+    "num_target_layers": 36,
+    "max_position_embeddings": 40960,
     "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-}  # fmt: skip
+}
 # Its target.
 LARGE_TARGET = {
-    "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
 
 
 def proposals(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Blocks and their hidden states of the demo draft for three requests, from the same random features on every device."""
+    """Drafted blocks `[R, B]` and their hidden states, of the demo draft for three requests.
+
+    The random target hidden states are the same on every device.
+    """
     pair, random = demo_pair("dense"), torch.Generator().manual_seed(0)
     model, options = load_model(str(pair.draft), dtype=dtype, device=device), Options(window=32)
     resolved, lengths = options.resolve(model.config), torch.tensor([5, 40, 77])
-    embed = torch.randn(model.config.vocab_size, model.config.hidden_size, generator=random).to(
-        device, dtype
-    )
-    features = torch.randn(
-        int(lengths.sum()), model.config.target_hidden_width, generator=random
-    ).to(device, dtype)
+    config = model.config
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random).to(device, dtype)
+
+    embed = normal(config.vocab_size, config.hidden_size)
+    target_hidden = normal(int(lengths.sum()), config.target_hidden_width)
     seen: list[Tensor] = []
 
     def argmax(hidden: Tensor) -> Tensor:
         seen.append(hidden)
         return (hidden @ embed.T).argmax(-1)
 
-    cache = DraftKVCache(400, 400, model.config.kv_shape, dtype, device)
-    drafter = Drafter(model, TargetHead(lambda ids: embed[ids], argmax), cache, resolved)
+    cache = RingKVCache(400, 400, config.kv_shape, dtype, device)
+    attention = make_attention("torch", config, resolved.block_size, torch.device(device))
+    head = TargetHead(lambda ids: embed[ids], argmax)
+    drafter = Drafter(model, head, cache, resolved, attention)
     positions = torch.cat([torch.arange(int(n)) for n in lengths]).to(device)
     rows = torch.arange(3, device=device).repeat_interleave(lengths.to(device))
-    drafter.absorb(features, positions, rows * 100 + positions)
+    drafter.absorb(target_hidden, positions, rows * 100 + positions)
     at = drafter.visible_context(lengths.to(device), longest=77)
     blocks = drafter.propose(
         torch.tensor([1, 2, 3], device=device),
@@ -76,7 +93,10 @@ def proposals(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def drafter_against_cpu(device: str) -> dict[str, Any]:
-    """Largest difference of hidden states from the CPU's float32, and the share of equal drafted tokens, by dtype."""
+    """By dtype: largest error of hidden states, and share of equal drafted tokens.
+
+    Both against the CPU in float32.
+    """
     blocks, hidden = proposals("cpu", torch.float32)
     result = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -92,14 +112,16 @@ def drafter_against_cpu(device: str) -> dict[str, Any]:
 def cache_under_load(
     device: str, requests: int = 32, window: int = 1024, steps: int = 20
 ) -> dict[str, Any]:
-    """Absorb and propose for 32 requests with synchronisation made an error; bytes of the cache as allocated and as computed."""
+    """Absorb and propose for 32 requests while a synchronization is an error.
+
+    Also the bytes of the cache, as allocated and as computed.
+    """
     config = DraftConfig.from_dict(LARGE)
     options = Options(window=window, sinks=4).resolve(config)
-    assert options.block_size is not None
     block, model = options.block_size, DraftModel(config).to(device, torch.bfloat16).freeze()
     slots = options.draft_kv_slots(requests)
     before = torch.cuda.memory_allocated()
-    cache = DraftKVCache(slots, requests * 4096, config.kv_shape, torch.bfloat16, device)
+    cache = RingKVCache(slots, requests * 4096, config.kv_shape, torch.bfloat16, device)
     allocated = torch.cuda.memory_allocated() - before
     embed = torch.randn(config.vocab_size, config.hidden_size, device=device, dtype=torch.bfloat16)
     drafter = Drafter(
@@ -107,15 +129,15 @@ def cache_under_load(
         TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)),
         cache,
         options,
+        make_attention("torch", config, block, torch.device(device)),
     )
-    rows, lengths = (
-        torch.arange(requests, device=device)[:, None] * 4096,
-        torch.full((requests,), 2000, device=device),
-    )
-    features = torch.randn(
+    rows = torch.arange(requests, device=device)[:, None] * 4096
+    lengths, longest = torch.full((requests,), 2000, device=device), 2000
+    target_hidden = torch.randn(
         requests * block, config.target_hidden_width, device=device, dtype=torch.bfloat16
     )
-    keep, longest, times = (torch.arange(block, device=device) < 5).repeat(requests), 2000, []
+    keep = (torch.arange(block, device=device) < 5).repeat(requests)
+    times = []
     for step in range(steps):
         torch.cuda.synchronize()
         # The first step compiles and allocates.
@@ -124,58 +146,57 @@ def cache_under_load(
         at = drafter.visible_context(lengths, longest)
         drafter.propose(lengths % 1000, lengths, at, rows + at)
         new = lengths[:, None] + torch.arange(block, device=device)
-        drafter.absorb(features, new.flatten(), (rows + new).flatten(), keep)
+        drafter.absorb(target_hidden, new.flatten(), (rows + new).flatten(), keep)
         lengths, longest = lengths + 5, longest + 5
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    computed = (
-        (slots + 1)
-        * 2
-        * config.num_hidden_layers
-        * 2
-        * config.num_key_value_heads
-        * config.head_dim
-    )
+    # K and V of two bytes per value, and one more slot for padding.
+    per_slot = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 2
     return {
-        "requests": requests, "window": window, "draft_kv_slots": slots, "steps_with_synchronisation_an_error": len(times) - 1,
-        "draft_kv_bytes_computed": computed, "draft_kv_bytes": cache.nbytes, "allocated_with_bookkeeping": allocated,
+        "requests": requests,
+        "window": window,
+        "draft_kv_slots": slots,
+        "steps_with_synchronisation_an_error": len(times) - 1,
+        "draft_kv_bytes_computed": (slots + 1) * per_slot,
+        "draft_kv_bytes": cache.nbytes,
+        "allocated_with_bookkeeping": allocated,
         "propose_and_absorb_ms": round(1000 * sorted(times[1:])[len(times) // 2], 3),
-    }  # fmt: skip
+    }
 
 
 def fold_kernel(device: str, requests: int = 8, block: int = 16, depth: int = 48) -> dict[str, Any]:
-    """All layers of Qwen3.5-27B's shape: the kernel against torch, its time against the bytes it must move and a copy of snapshots."""
+    """All layers of Qwen3.5-27B's shape: the kernel's error against torch, and its time.
+
+    Beside the time: the bytes that it must move, and the time of a copy of snapshots.
+    """
     import triton
     from dflash_kernels.gated_delta_fold import fold_
 
     heads, value_heads, dim, width = 16, 48, 128, 4
     channels = 2 * heads * dim + value_heads * dim
 
-    def some(*size: int) -> Tensor:
+    def normal(*size: int) -> Tensor:
         return torch.randn(depth, *size, device=device)
 
     layers = RecurrentLayers(
-        some(channels, width),
+        normal(channels, width),
         None,
         "silu",
-        some(value_heads),
-        some(value_heads),
+        normal(value_heads),
+        normal(value_heads),
         heads,
         value_heads,
         dim,
         dim,
     )
-    gates = some(2, requests, block, value_heads).transpose(0, 1)
+    gates = normal(2, requests, block, value_heads).transpose(0, 1)
     kept = VerifyInputs(
-        some(requests, channels, width - 1), some(requests, block, channels), *gates
+        normal(requests, channels, width - 1), normal(requests, block, channels), *gates
     )
-    states, rows, lengths = (
-        some(requests, value_heads, dim, dim),
-        torch.arange(requests, device=device),
-        torch.full((requests,), block // 2),
-    )
-    given = kept, rows, rows, rows, lengths.to(device)
+    states = normal(requests, value_heads, dim, dim)
+    rows = torch.arange(requests, device=device)
+    given = kept, rows, rows, rows, torch.full((requests,), block // 2, device=device)
     ours, twins = states.clone(), states.clone()
     fold_(layers, ours, *given)
     torch_fold_(layers, twins, *given)
@@ -195,7 +216,10 @@ def fold_kernel(device: str, requests: int = 8, block: int = 16, depth: int = 48
 
 
 def transformers_loop(device: str) -> dict[str, Any]:
-    """The demo pair over Transformers, float32: outputs against `generate`, acceptance and tokens per second."""
+    """The demo pair over Transformers in float32, against `generate`.
+
+    Identical outputs, acceptance length and tokens per second.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sglang_dflash.hf.generation import spec_generate
@@ -203,17 +227,14 @@ def transformers_loop(device: str) -> dict[str, Any]:
     pair = demo_pair("dense")
     target: Any = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     target.to(device)
-    draft, tokenizer = (
-        load_model(str(pair.draft), dtype=torch.float32, device=device),
-        AutoTokenizer.from_pretrained(pair.target),
-    )
+    draft = load_model(str(pair.draft), dtype=torch.float32, device=device)
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
     same, committed, seconds = 0, [], {"plain": 0.0, "dflash": 0.0}
     for prompt in pair.prompts[:8]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
         began = time.perf_counter()
-        plain = target.generate(ids, max_new_tokens=128, min_new_tokens=128, do_sample=False)[
-            0, ids.shape[1] :
-        ].tolist()
+        whole = target.generate(ids, max_new_tokens=128, min_new_tokens=128, do_sample=False)
+        plain = whole[0, ids.shape[1] :].tolist()
         seconds["plain"] += time.perf_counter() - began
         began = time.perf_counter()
         ours = spec_generate(draft, target, ids, 128)
@@ -235,9 +256,10 @@ def large_pair_loop(
     draft_shape: dict[str, Any] = LARGE,
     new_tokens: int = 64,
 ) -> dict[str, Any]:
-    """`spec_generate` on random weights of Qwen3-8B's shape, bfloat16, batch 1, prefill left out: what a step costs.
+    """What a step of `spec_generate` costs, on random weights of Qwen3-8B's shape.
 
-    Nothing is accepted but by chance, so the tokens per second are the worst case's.
+    bfloat16, batch 1, without prefill. Drafts are accepted only by chance, so the tokens per second
+    are the worst case.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -260,16 +282,22 @@ def large_pair_loop(
     _, whole = _timed(device, lambda: plain(new_tokens))
     ours, seconds = _timed(device, lambda: spec_generate(draft, target, start, new_tokens))
     per_token = (whole - first) / (new_tokens - 1)
+    steps = len(ours.committed)
     return {
-        "weights": "random", "dtype": "bfloat16", "prompt_tokens": ids.shape[1], "new_tokens": new_tokens,
-        "plain_tok_s": round(1 / per_token, 1), "dflash_tok_s": round(new_tokens / seconds, 1),
-        "acceptance_length": round(sum(ours.committed) / len(ours.committed), 3),
-        "plain_ms_per_token": round(1000 * per_token, 2), "dflash_ms_per_step": round(1000 * seconds / len(ours.committed), 2),
-    }  # fmt: skip
+        "weights": "random",
+        "dtype": "bfloat16",
+        "prompt_tokens": ids.shape[1],
+        "new_tokens": new_tokens,
+        "plain_tok_s": round(1 / per_token, 1),
+        "dflash_tok_s": round(new_tokens / seconds, 1),
+        "acceptance_length": round(sum(ours.committed) / steps, 3),
+        "plain_ms_per_token": round(1000 * per_token, 2),
+        "dflash_ms_per_step": round(1000 * seconds / steps, 2),
+    }
 
 
 def _timed(device: str, run: Callable[[], Any]) -> tuple[Any, float]:
-    """What it returns, and seconds."""
+    """The result of `run`, and its time in seconds."""
 
     def synchronize() -> None:
         if torch.device(device).type == "cuda":
@@ -282,43 +310,46 @@ def _timed(device: str, run: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - began
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+def workload(_: Arms, __: NoOptions, progress: Progress) -> dict[str, dict[str, Any]]:
     torch.backends.cuda.matmul.allow_tf32 = False
-    hardware = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "processor": torch.cuda.get_device_name(),
-        "cores": os.cpu_count(),
-    }
-    result: dict[str, Any] = {
-        "command": "python -m benchmarks.gpu",
-        "hardware": {**hardware, "torch": torch.__version__},
-    }
+
+    def measure(name: str, part: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            with torch.inference_mode():
+                figures = part("cuda")
+        except Exception as error:
+            # GPU machines are lent for minutes: one failed part must not cost the others' figures.
+            figures = {"failed": f"{type(error).__name__}: {error}"}
+        progress(f"{name} {json.dumps(figures)}")
+        return figures
+
+    return case_by_case(PARTS, measure, progress)
+
+
+def report(figures: dict[str, dict[str, Any]], _: NoOptions) -> dict[str, Any]:
+    return figures
+
+
+def failure(result: dict[str, Any]) -> str | None:
+    failed = [name for name in PARTS if "failed" in result[name]]
+    return f"failed: {', '.join(failed)}" if failed else None
+
+
+PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    part.__name__: part
     for part in (
         drafter_against_cpu,
         cache_under_load,
         fold_kernel,
         transformers_loop,
         large_pair_loop,
-    ):
-        try:
-            result[part.__name__] = part("cuda")
-        except Exception as error:
-            # One part's failure must not cost the others' figures on a machine that is lent for minutes; the exit status tells.
-            result[part.__name__] = {"failed": f"{type(error).__name__}: {error}"}
-        print(part.__name__, json.dumps(result[part.__name__]), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
-    sys.exit(
-        1 if any("failed" in part for part in result.values() if isinstance(part, dict)) else 0
     )
+}
 
-
-if __name__ == "__main__":
-    main()
+EXPERIMENT = Experiment(
+    name="gpu",
+    description=__doc__,
+    workload=workload,
+    report=report,
+    failure=failure,
+)

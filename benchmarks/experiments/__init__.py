@@ -1,0 +1,1 @@
+"""One module per experiment. Its docstring describes it, and `EXPERIMENT` is what runs."""

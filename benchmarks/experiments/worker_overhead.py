@@ -1,0 +1,104 @@
+"""Our worker against SGLang's built-in one, or replay against snapshots.
+
+Same platform, same pair, same prompts, greedy. Both servers run at once in turns; the server that
+waits sleeps. The two must give the same outputs, or nothing is reported.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
+from sglang_dflash.bench import measure
+from sglang_dflash.bench.server_config import FlagValue, demo_config
+from sglang_dflash.checkpoint.embedded import demo_pair
+
+if TYPE_CHECKING:
+    from sglang_dflash.bench.server import Server
+
+NEW_TOKENS = 96
+LEVELS = (1, 8)
+AGAINST: dict[str, dict[str, FlagValue]] = {
+    "builtin": {"--speculative-dflash-worker": "builtin"},
+    "snapshot": {"--speculative-dflash-recurrent-rollback": "snapshot"},
+}
+
+# Arm -> one run per round.
+Runs = dict[str, list[measure.Run]]
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str = option("dense", "which embedded pair")
+    against: str = option("builtin", "what ours is compared with", choices=AGAINST)
+    rounds: int = option(5, "measured passes per arm and concurrency")
+
+
+def arms(options: Options) -> Arms:
+    ours = demo_config(demo_pair(options.model), dflash=True)
+    return {"ours": ours, options.against: ours.with_flags(AGAINST[options.against])}
+
+
+def workload(arms: Arms, options: Options, progress: Progress) -> dict[int, Runs]:
+    """By concurrency. Raises RuntimeError if the two servers' outputs differ."""
+    prompts = demo_pair(options.model).prompts
+    with all_at_once(arms) as servers:
+        return {n: run_level(servers, prompts, n, options.rounds, progress) for n in LEVELS}
+
+
+def run_level(
+    servers: dict[str, Server],
+    prompts: list[str],
+    concurrency: int,
+    rounds: int,
+    progress: Progress,
+) -> Runs:
+    prompts = prompts[: max(4, 2 * concurrency)]
+
+    def one_pass(name: str, _: int) -> measure.Run:
+        return measure.run(servers[name], prompts, concurrency, NEW_TOKENS)
+
+    progress(f"{concurrency} at a time")
+    take_turns(servers, 1, one_pass, lambda step: progress(f"warm-up, {step}"))
+    runs = take_turns(servers, rounds, one_pass, progress)
+    if any(a.outputs != b.outputs for a, b in zip(*runs.values(), strict=True)):
+        raise RuntimeError("the two servers' outputs differ: no figure without exactness")
+    return runs
+
+
+def report(runs: dict[int, Runs], _: Options) -> dict[str, Any]:
+    rows = {f"concurrency_{level}": compare(by_arm) for level, by_arm in runs.items()}
+    return {"new_tokens": NEW_TOKENS, **rows}
+
+
+def compare(runs: Runs) -> dict[str, Any]:
+    """Medians per arm, and medians of the round-by-round ratios (ours / the other)."""
+    pairs = list(zip(*runs.values(), strict=True))
+    step_time = statistics.median(a.step_ms / b.step_ms for a, b in pairs)
+    throughput = statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
+    return {
+        **{name: figures(many) for name, many in runs.items()},
+        "step_time_ratio": round(step_time, 4),
+        "throughput_ratio": round(throughput, 4),
+    }
+
+
+def figures(runs: list[measure.Run]) -> dict[str, float]:
+    tokens, steps = sum(r.tokens for r in runs), sum(r.verify_steps for r in runs)
+    return {
+        "step_ms": round(statistics.median(r.step_ms for r in runs), 3),
+        "tokens_per_second": round(statistics.median(r.tokens_per_second for r in runs), 2),
+        "tokens_per_step": round(tokens / steps, 3),
+    }
+
+
+EXPERIMENT = Experiment(
+    name="worker_overhead",
+    description=__doc__,
+    options=Options,
+    arms=arms,
+    workload=workload,
+    report=report,
+)

@@ -1,0 +1,235 @@
+"""Runs an experiment: reads its options, runs its workload, writes its result.
+
+    python -m benchmarks --list
+    python -m benchmarks EXPERIMENT [--out FILE] [--rounds N ...]
+
+The last line of the output is the result as one JSON object. Loads without torch, SGLang and
+`requests`: some experiments run on machines that lack them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import importlib
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from sglang_dflash.bench.server_config import ServerConfig
+from sglang_dflash.checkpoint.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sglang_dflash.bench.server import Server
+
+HOME = Path(__file__).parent / "experiments"
+
+OptionsT = TypeVar("OptionsT")
+Case = TypeVar("Case")
+T = TypeVar("T")
+
+Arms = Mapping[str, ServerConfig]
+# Takes one line that tells how far a run is.
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """For experiments without options."""
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[OptionsT, T]):
+    """What is compared, on what, and what is reported.
+
+    Attributes:
+        name: its module under `benchmarks/experiments`.
+        description: the module's docstring.
+        workload: runs it on the arms, in one of the ways below, and returns what it measured.
+        report: the result's own keys, from what was measured.
+        options: a frozen dataclass whose fields all have defaults (see `option`).
+        arms: the servers by name; none by default.
+        table: the result for reading, line by line.
+        picture: writes a picture of the result as a PNG beside `--out`.
+        failure: why a result does not hold, or None; the exit status is 1 if it does not.
+    """
+
+    name: str
+    description: str
+    workload: Callable[[Arms, OptionsT, Progress], T]
+    report: Callable[[T, OptionsT], dict[str, Any]]
+    options: type[OptionsT] = NoOptions  # type: ignore[assignment]
+    arms: Callable[[OptionsT], Arms] = lambda _: {}
+    table: Callable[[dict[str, Any]], Iterable[str]] = lambda _: ()
+    picture: Callable[[dict[str, Any], Path], None] | None = None
+    failure: Callable[[dict[str, Any]], str | None] = lambda _: None
+
+
+def option(default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
+    """A field of an experiment's options; its type is the default's."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+# ---- ways of running
+
+
+@contextmanager
+def all_at_once(arms: Arms) -> Iterator[dict[str, Server]]:
+    """All arms' servers side by side. Raises ServerFailed."""
+    from sglang_dflash.bench.server import Server, together
+
+    servers = {name: Server(config) for name, config in arms.items()}
+    with together(servers.values()):
+        yield servers
+
+
+def one_after_another(
+    arms: Arms, work: Callable[[str, Server], T], progress: Progress
+) -> dict[str, T]:
+    """`work(name, server)` on each arm's server, one server at a time. Raises ServerFailed."""
+    from sglang_dflash.bench.server import Server
+
+    def on_server(name: str, config: ServerConfig) -> T:
+        with Server(config) as server:
+            return work(name, server)
+
+    return case_by_case(arms, on_server, progress)
+
+
+def case_by_case(
+    cases: Mapping[str, Case], work: Callable[[str, Case], T], progress: Progress
+) -> dict[str, T]:
+    """`work(name, case)` for each case in order; without a server unless `work` asks one."""
+    results = {}
+    for name, case in cases.items():
+        progress(name)
+        results[name] = work(name, case)
+    return results
+
+
+def take_turns(
+    names: Iterable[str], rounds: int, work: Callable[[str, int], T], progress: Progress
+) -> dict[str, list[T]]:
+    """`work(name, round)` for all names in every round; every other round in reverse order."""
+    order = list(names)
+    results: dict[str, list[T]] = {name: [] for name in order}
+    for i in range(rounds):
+        for name in reversed(order) if i % 2 else order:
+            progress(f"round {i + 1} of {rounds}: {name}")
+            results[name].append(work(name, i))
+    return results
+
+
+# ---- the command
+
+
+def experiments() -> dict[str, str]:
+    """All experiments: name -> the first line of the description. Imports none of them."""
+    found = {}
+    for path in sorted(HOME.glob("*.py")):
+        if path.stem != "__init__":
+            description = ast.get_docstring(ast.parse(path.read_text())) or ""
+            found[path.stem] = description.partition("\n")[0]
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit status."""
+    known = experiments()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        usage="%(prog)s EXPERIMENT [options], or %(prog)s --list",
+        description="Run one experiment; EXPERIMENT --help shows its options.",
+    )
+    parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT")
+    parser.add_argument("--list", action="store_true", help="list the experiments")
+    # What follows the name belongs to the experiment.
+    args = parser.parse_args(argv[:1])
+    if args.list:
+        width = max(map(len, known))
+        print("\n".join(f"{name:{width}}  {line}" for name, line in known.items()))
+        return 0
+    if args.experiment is None:
+        parser.error("an experiment is required; see --list")
+    if args.experiment not in known:
+        near = difflib.get_close_matches(args.experiment, known)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        parser.error(f"no experiment {args.experiment!r}; {meant}--list shows all")
+    module = importlib.import_module(f"benchmarks.experiments.{args.experiment}")
+    try:
+        return run(module.EXPERIMENT, argv[1:])
+    except ConfigError as error:
+        print(f"{args.experiment}: {error}", file=sys.stderr)
+        return 1
+
+
+def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
+    """Run one experiment with its arguments; the exit status."""
+    from sglang_dflash.bench import measure
+
+    args = _parser(experiment).parse_args(argv)
+    options = experiment.options(**{f.name: getattr(args, f.name) for f in _fields(experiment)})
+    measured = experiment.workload(experiment.arms(options), options, _print_step)
+    result = {
+        "command": command(experiment, options),
+        "hardware": measure.hardware(),
+        **experiment.report(measured, options),
+    }
+    for line in experiment.table(result):
+        print(line)
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        if experiment.picture is not None:
+            experiment.picture(result, args.out.with_suffix(".png"))
+    failure = experiment.failure(result)
+    if failure is not None:
+        print(f"{experiment.name}: {failure}", file=sys.stderr)
+    print(json.dumps(result), flush=True)
+    return 0 if failure is None else 1
+
+
+def command(experiment: Experiment[Any, Any], options: Any) -> str:
+    """The command line that repeats a run, with every option."""
+    words = ["python", "-m", "benchmarks", experiment.name]
+    for one in _fields(experiment):
+        words += [_flag(one), str(getattr(options, one.name))]
+    return shlex.join(words)
+
+
+def _print_step(line: str) -> None:
+    print(line, flush=True)
+
+
+def _fields(experiment: Experiment[Any, Any]) -> tuple[Field[Any], ...]:
+    return fields(experiment.options)
+
+
+def _flag(one: Field[Any]) -> str:
+    return f"--{one.name.replace('_', '-')}"
+
+
+def _parser(experiment: Experiment[Any, Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {experiment.name}",
+        description=experiment.description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for one in _fields(experiment):
+        parser.add_argument(
+            _flag(one),
+            type=type(one.default),
+            default=one.default,
+            choices=one.metadata.get("choices"),
+            help=f"{one.metadata.get('help', '')} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="also write the result to this file"
+    )
+    return parser
