@@ -26,10 +26,8 @@ def register() -> None:
         )
         return
 
-    from sglang.srt.platforms import current_platform
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.platform_cpu import is_active
     from sglang_dflash.serving import arguments, memory, metrics, request_fixes
 
     add = HookRegistry.register
@@ -63,10 +61,6 @@ def register() -> None:
     request_fixes.register_hooks()
     state = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative"
     add(state, metrics.add_report, HookType.AFTER)
-    if is_active(current_platform):
-        from sglang_dflash.platform_cpu.torch_ops import register_hooks
-
-        register_hooks()
     # Engine(**kwargs) builds its arguments right after the plugins are loaded.
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
