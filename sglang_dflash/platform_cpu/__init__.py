@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 PLATFORM = "sglang_dflash.platform_cpu.platform.PlainCpuPlatform"
+ATTENTION_BACKEND = "torch_native"
 # Completes the message of a failed version check.
 WITHOUT_US = "SGLang's own CPU path stays as it is"
 

@@ -123,9 +123,10 @@ class CpuAttentionBackend(AttentionBackend):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: RadixAttention) -> Tensor:
-    """One request's attention: q `[n, G, g, D]` over k and v `[prefix + n, G, D]`; returns `[n, G * g * D]`.
+    """One request's attention: q `[n, G, g, D]` over k and v `[prefix + n, G, D]`.
 
-    The g query heads that share a kv head become rows of it, so that no K or V is repeated.
+    Returns `[n, G * g * D]`. The g query heads that share a kv head become rows of it, so that no K
+    or V is repeated.
     """
     k, v = (t.to(q.dtype).transpose(0, 1) for t in (k, v))  # [G, prefix + n, D]
     causal = layer.attn_type != AttentionType.ENCODER_ONLY

@@ -12,7 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-ATTENTION_BACKEND = "torch_native"
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):

@@ -13,7 +13,7 @@ def register() -> None:
     """
     from sglang.srt.platforms import current_platform
 
-    from sglang_dflash.platform_cpu import WITHOUT_US, is_active
+    from sglang_dflash.platform_cpu import ATTENTION_BACKEND, WITHOUT_US, is_active
     from sglang_dflash.plugin.version import supported
 
     if not is_active(current_platform) or not supported(WITHOUT_US):
@@ -21,7 +21,6 @@ def register() -> None:
 
     from sglang.srt.arg_groups import choices
 
-    from sglang_dflash.platform_cpu.platform import ATTENTION_BACKEND
     from sglang_dflash.platform_cpu.seams import SEAMS
     from sglang_dflash.plugin.seam import install
 

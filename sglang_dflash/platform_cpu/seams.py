@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.platform_cpu import torch_ops
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND, torch_ops
 from sglang_dflash.platform_cpu.gdn_ops import conv, delta_rule, elementwise, states
-from sglang_dflash.platform_cpu.platform import ATTENTION_BACKEND
 from sglang_dflash.plugin.seam import Kind, Seam
 
 _PROOFS = "tests/platform_cpu/test_without_seams.py::"

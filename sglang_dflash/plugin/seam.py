@@ -227,9 +227,14 @@ def _in_place(row: Seam) -> bool:
         return False
     if row.kind is Kind.ASSIGN:
         return current is row.ours
-    return isinstance(current, list) and any(
-        entry is row.ours or (isinstance(entry, Entry) and entry == row.ours) for entry in current
-    )
+    if isinstance(row.ours, str):  # Equal strings may be one object, whoever made them.
+        own = [entry for entry in _list(current) if isinstance(entry, Entry)]
+        return row.ours in own
+    return any(entry is row.ours for entry in _list(current))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _hooks(row: Seam) -> list[tuple[str, Any, str]]:
