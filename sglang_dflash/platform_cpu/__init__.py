@@ -1,22 +1,28 @@
-"""SGLang on a plain CPU, as an out-of-tree platform: a reference platform, right first and reasonable second."""
+"""SGLang on a plain CPU, as an out-of-tree platform: a reference, right first, fast second."""
 
 from __future__ import annotations
 
 import os
 
 PLATFORM = "sglang_dflash.platform_cpu.platform.PlainCpuPlatform"
+ATTENTION_BACKEND = "torch_native"
+# Completes the message of a failed version check.
+WITHOUT_US = "SGLang's own CPU path stays as it is"
 
 
 def activate() -> str | None:
-    """Entry point of `sglang.srt.platforms`: our platform where there is no accelerator, else None.
+    """Entry point of `sglang.srt.platforms`: our platform's path, or None.
 
-    SGLang's own CPU engine (AMX kernels, asked for by SGLANG_USE_CPU_ENGINE=1) keeps precedence.
+    None if there is an accelerator, if SGLANG_USE_CPU_ENGINE=1 asks for SGLang's own CPU engine
+    (AMX kernels), or if this is not the SGLang that we were written for.
     """
     import torch
 
+    from sglang_dflash.plugin.version import supported
+
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
         return None
-    return PLATFORM
+    return PLATFORM if supported(WITHOUT_US) else None
 
 
 def is_active(platform: object) -> bool:

@@ -1,4 +1,4 @@
-"""Attention over SGLang's paged KV pool in plain torch: prefill, decode, and verification of a drafted block."""
+"""Attention over SGLang's paged KV pool in torch: prefill, decode and verify of a drafted block."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ QUERY_CHUNK = 512
 
 @dataclass(frozen=True)
 class Span:
-    """One request of a forward: its query rows, how many tokens stand before them, and the KV slots of all it sees.
+    """One request of a forward.
 
-    `masks` are made by the first layer that needs them and shared by the others.
+    Attributes:
+        rows: its query rows.
+        prefix: how many tokens precede them.
+        slots: the KV slots of prefix and queries, int64 `[prefix + n]`.
+        masks: made by the first layer that needs them, shared by the others.
     """
 
     rows: slice
@@ -39,7 +43,7 @@ class Span:
 
 
 class CpuAttentionBackend(AttentionBackend):
-    """One request at a time, so that a request's result does not depend on what it is batched with."""
+    """One request at a time: a request's result does not depend on what it is batched with."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -47,7 +51,8 @@ class CpuAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         if isinstance(self.token_to_kv_pool, SWAKVPool):
             raise ValueError(
-                "the plain-CPU platform has no sliding-window KV pool; start with --disable-hybrid-swa-memory"
+                "the plain-CPU platform has no sliding-window KV pool; "
+                "start with --disable-hybrid-swa-memory"
             )
         self.spans: list[Span] = []
 
@@ -93,7 +98,11 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **_: Any,
     ) -> Tensor:
-        """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`."""
+        """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`.
+
+        Raises:
+            NotImplementedError: the layer is a cross attention.
+        """
         if layer.is_cross_attention:
             raise NotImplementedError("cross attention is not served on the plain-CPU platform")
         if save_kv_cache and k is not None:
@@ -114,9 +123,10 @@ class CpuAttentionBackend(AttentionBackend):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: RadixAttention) -> Tensor:
-    """One request's attention: q `[n, G, g, D]` over k and v `[prefix + n, G, D]`; returns `[n, G * g * D]`.
+    """One request's attention: q `[n, G, g, D]` over k and v `[prefix + n, G, D]`.
 
-    The g query heads that share a kv head become rows of it, so that no K or V is repeated.
+    Returns `[n, G * g * D]`. The g query heads that share a kv head become rows of it, so that no K
+    or V is repeated.
     """
     k, v = (t.to(q.dtype).transpose(0, 1) for t in (k, v))  # [G, prefix + n, D]
     causal = layer.attn_type != AttentionType.ENCODER_ONLY
@@ -139,7 +149,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: RadixAttention) -
 
 
 def visible(first: int, count: int, seen: int, window: int | None) -> Tensor:
-    """Bool `[count, seen]`: which of the first `seen` tokens the queries at positions `first ...` may look at."""
+    """Bool `[count, seen]`: which of the first `seen` tokens the queries may attend to.
+
+    The queries are at positions `first ... first + count - 1`.
+    """
     queries, keys = torch.arange(first, first + count)[:, None], torch.arange(seen)
     mask = keys <= queries
     return mask if window is None else mask & (keys >= queries - window)

@@ -28,6 +28,6 @@ def speculative_cache_locs(
     draft_token_num: int,
     device: Any,
 ) -> torch.Tensor:
-    """KV slots int64 `[batch_size * draft_token_num]` of the next `draft_token_num` positions of every request."""
+    """KV slots of every request's next positions, int64 `[batch_size * draft_token_num]`."""
     positions = start_offset.long()[:, None] + torch.arange(draft_token_num)
     return req_to_token[req_pool_indices.long()[:, None], positions].long().flatten()

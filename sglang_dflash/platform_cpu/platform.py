@@ -1,7 +1,7 @@
 """The platform object that SGLang asks for what differs on a plain CPU.
 
-SGLang builds it while its own utilities are still being imported, so this module may import nothing of SGLang but the
-platform interface; everything else is imported where it is asked for.
+SGLang builds it while its own utilities are still being imported. This module may therefore import
+nothing of SGLang but the platform interface; the methods import the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-ATTENTION_BACKEND = "torch_native"
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -26,8 +26,8 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def init_backend(self) -> None:
-        # SGLang's `torch_native` backend knows neither target verify nor a draft's block; ours takes its name, so that
-        # every place in SGLang that treats `torch_native` as "no Triton here" does the right thing.
+        # SGLang's `torch_native` backend knows neither target verify nor a draft's block. Ours
+        # takes its name, because SGLang treats `torch_native` as "no Triton here" in many places.
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from sglang_dflash.platform_cpu.attention import CpuAttentionBackend

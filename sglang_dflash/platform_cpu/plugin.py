@@ -1,12 +1,31 @@
-"""Temporary."""
+"""Entry point of `sglang.srt.plugins` for the plain-CPU platform. Runs in every SGLang process."""
+
+from __future__ import annotations
+
+import os
 
 
 def register() -> None:
+    """Install the platform's seams if SGLang runs on it in this process.
+
+    Raises:
+        SeamError: a seam cannot be applied. It ends the process.
+    """
     from sglang.srt.platforms import current_platform
 
-    from sglang_dflash.platform_cpu import is_active
+    from sglang_dflash.platform_cpu import ATTENTION_BACKEND, WITHOUT_US, is_active
+    from sglang_dflash.plugin.version import supported
 
-    if is_active(current_platform):
-        from sglang_dflash.platform_cpu.torch_ops import register_hooks
+    if not is_active(current_platform) or not supported(WITHOUT_US):
+        return
 
-        register_hooks()
+    from sglang.srt.arg_groups import choices
+
+    from sglang_dflash.platform_cpu.seams import SEAMS
+    from sglang_dflash.plugin.seam import install
+
+    # Inherited by the scheduler process. HTTP server, tokenizer and detokenizer are processes of
+    # their own and would lose the cores that the scheduler's OpenMP threads spin on.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
+    install(SEAMS)
+    choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])

@@ -1,30 +1,38 @@
-"""One change to SGLang or torch: what is changed, by what, why, and what shows that it is needed.
+"""One change to SGLang or torch: what changes, how, why, and which test shows the need.
 
 A seams table (`serving/seams.py`, `platform_cpu/seams.py`) is a tuple of rows. `install` checks
-every row before it touches anything: a target that is gone, or that something else has changed
-already, ends the process with a message that names the row. SGLang logs and swallows exceptions
-of a plugin, and would go on without us, so `SeamError` derives from `SystemExit`.
+every row before it applies the first. A target that is gone, or that another party has changed,
+ends the process with a message that names the row: SGLang logs and swallows the exceptions of a
+plugin and would run without us, so `SeamError` derives from `SystemExit`.
+
+Hooks go through SGLang's registry, which applies them after all plugins have run.
 """
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+REGISTRY = "sglang.srt.plugins.hook_registry"
+# Besides a target's own package, functions of these modules may wrap it: `torch.no_grad`,
+# `torch._dynamo.disable`, `contextlib.contextmanager`.
+DECORATORS = ("torch", "contextlib")
+
 
 class SeamError(SystemExit):
-    """A row cannot be applied. The message names it."""
+    """A row cannot be applied. Ends the process with status 1 and prints its message."""
 
 
 class Kind(Enum):
     """How a row changes its target.
 
     The first four are SGLang's hook types (`sglang.srt.plugins.hook_registry.HookType`). ASSIGN
-    sets an attribute to `ours`, WRAP to `ours(current value)`. EXTEND appends to a list.
+    sets an attribute. EXTEND appends to a list.
     """
 
     BEFORE = "before"
@@ -32,8 +40,11 @@ class Kind(Enum):
     AROUND = "around"
     REPLACE = "replace"
     ASSIGN = "assign"
-    WRAP = "wrap"
     EXTEND = "extend"
+
+    @property
+    def is_hook(self) -> bool:
+        return self not in (Kind.ASSIGN, Kind.EXTEND)
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,10 @@ class Seam:
     Attributes:
         target: dotted path of the function, method, attribute or list.
         kind: how it is changed.
-        ours: the function or value; `MODULE:NAME` is imported on the first call.
+        ours: the function or value. A hook may be `MODULE:NAME`, imported on its first call.
         reason: what SGLang does without it.
-        proof: the test (`tests/...::name`) that fails without the row, or that says why none can.
+        proof: the test (`tests/...::name`) that fails without the row, or that explains why no
+            test can.
         only_if_loaded: skip the row unless this module is imported already in this process.
     """
 
@@ -65,124 +77,232 @@ class Seam:
     def attribute(self) -> str:
         return self.target.rpartition(".")[2]
 
-    def function(self) -> Any:
-        """`ours`, imported if it is a `MODULE:NAME` string of a hook."""
-        if isinstance(self.ours, str) and self.kind not in (Kind.ASSIGN, Kind.EXTEND, Kind.WRAP):
-            return lazy(self.ours)
+    def applies(self) -> bool:
+        """Whether this process has what the row changes."""
+        return self.only_if_loaded is None or self.only_if_loaded in sys.modules
+
+    def value(self) -> Any:
+        """What is registered, assigned or appended."""
+        if self.kind is Kind.EXTEND and isinstance(self.ours, str):
+            return Entry(self.ours)
+        if self.kind.is_hook and isinstance(self.ours, str):
+            return Lazy(self.ours)
         return self.ours
 
 
-def lazy(path: str) -> Callable[..., Any]:
-    """A function that imports `MODULE:NAME` when it is first called."""
+@dataclass(frozen=True)
+class Lazy:
+    """A function that imports `MODULE:NAME` when it is called. Equal paths compare equal."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return pkgutil.resolve_name(path)(*args, **kwargs)
+    path: str
 
-    call.__qualname__ = call.__name__ = path
-    return call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return pkgutil.resolve_name(self.path)(*args, **kwargs)
+
+
+class Entry(str):
+    """A list entry of ours: equal to its text, told from another's entry by its type."""
+
+    __slots__ = ()
 
 
 def install(rows: Iterable[Seam]) -> None:
-    """Check all rows, then apply them: hooks through SGLang's registry, the rest directly.
+    """Check all rows, then apply them. Rows of ours that are in place already are skipped.
 
     Raises:
-        SeamError: a target does not exist, or something else has changed it.
+        SeamError: a target does not exist, or another party has changed it.
     """
-    rows = [row for row in rows if row.only_if_loaded in (None, *sys.modules)]
+    rows = [row for row in rows if row.applies() and not _in_place(row)]
     for row in rows:
         check(row)
     for row in rows:
-        _apply(row)
+        try:
+            _apply(row)
+        except Exception as error:
+            raise _error(row, f"{type(error).__name__}: {error}") from error
 
 
 def install_late(rows: Iterable[Seam]) -> None:
-    """`install` after SGLang has applied the hooks of all plugins: apply ours at once.
+    """`install` in a process whose plugins are loaded: the hooks are applied at once.
 
     Raises:
-        SeamError: as `install`, or SGLang failed to apply a hook.
+        SeamError: as for `install`, or the registry did not apply a hook.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     rows = list(rows)
     install(rows)
     HookRegistry.apply_hooks()
+    verify(rows)
+
+
+def verify(rows: Iterable[Seam]) -> None:
+    """Check that all rows are in place, once SGLang has applied the hooks.
+
+    Finds hooks that the registry failed to apply, which it only logs, and changes by plugins that
+    ran after us.
+
+    Raises:
+        SeamError: a hook is not applied, or another plugin decides about the same call.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     for row in rows:
-        if row.target not in HookRegistry._patched:
-            raise SeamError(f"sglang-dflash: seam {row.target}: SGLang failed to apply it")
+        if not row.applies():
+            continue
+        if not _in_place(row):
+            raise _error(row, "not in place, or changed again since")
+        if row.kind.is_hook and row.target not in HookRegistry._patched:
+            raise _error(row, "SGLang did not apply the hook; its log has the exception")
+        _refuse_other_hooks(row)
+
+
+def describe(rows: Iterable[Seam]) -> list[dict[str, str]]:
+    """Target, kind, our function or value, reason and proof of every row, as text."""
+    return [
+        {
+            "target": row.target,
+            "kind": row.kind.value,
+            "ours": _name(row.ours),
+            "reason": row.reason,
+            "proof": row.proof,
+        }
+        for row in rows
+    ]
 
 
 def check(row: Seam) -> None:
-    """Raise SeamError unless the row's target exists and is as its module defined it."""
-    if len(row.target.split(".")) < 2:
-        raise SeamError(f"sglang-dflash: seam {row.target}: not a dotted path")
+    """Raise SeamError unless the row's target exists and only its own package has defined it."""
     try:
-        holder = pkgutil.resolve_name(row.parent)
-        current = _raw(holder, row.attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SeamError(
-            f"sglang-dflash: seam {row.target} ({row.kind.value}): no such name in this SGLang "
-            f"({error}). It is there because: {row.reason} See docs/upgrading-sglang.md"
-        ) from error
-    patched = _patched_by(row, holder, current)
-    if patched is not None:
-        raise SeamError(
-            f"sglang-dflash: seam {row.target} ({row.kind.value}): already changed by {patched}. "
-            "Two changes of one place are not combined; disable one of the two plugins"
-        )
-
-
-def _raw(holder: Any, attribute: str) -> Any:
-    """The attribute as it is stored, descriptors included. Raises AttributeError."""
-    if isinstance(holder, type):
-        for base in holder.__mro__:
-            if attribute in vars(base):
-                return vars(base)[attribute]
-    return getattr(holder, attribute)
-
-
-def _patched_by(row: Seam, holder: Any, current: Any) -> str | None:
-    """Who has changed the target before us, or None."""
+        current = _current(row)
+    except Exception as error:  # The import of the target's module may fail in any way.
+        raise _error(row, f"no such name in this SGLang ({error})") from error
     if row.kind is Kind.EXTEND:
         if not isinstance(current, list):
-            return f"its type, {type(current).__name__}, which is not a list"
-        return "an entry of the same name" if row.ours in current else None
-    # Hooks before and after compose; two that decide about the call itself do not.
-    hooks = _registered(row.target)
-    if row.kind in (Kind.AROUND, Kind.REPLACE):
-        others = [source for kind, source in hooks if kind in ("around", "replace")]
-        if others:
-            return f"a hook of {others[0]}"
-    function = getattr(current, "__func__", current)
-    module = getattr(function, "__module__", None)
-    home = holder.__module__ if isinstance(holder, type) else getattr(holder, "__name__", None)
-    defined_elsewhere = callable(function) and module is not None and module != home
-    if (
-        row.kind not in (Kind.ASSIGN, Kind.WRAP)
-        and defined_elsewhere
-        and not isinstance(holder, type)
-    ):
-        return f"{module}.{getattr(function, '__qualname__', '?')}"
-    return None
+            raise _error(row, f"no list but a {type(current).__name__}")
+        if row.ours in current:
+            raise _error(row, f"{row.ours!r} is in the list already")
+        return
+    if row.kind.is_hook:
+        if not callable(_function(current)):
+            raise _error(row, f"no function but a {type(current).__name__}")
+        if isinstance(current, type) and row.kind is not Kind.REPLACE:
+            raise _error(row, "a class, which can only be replaced")
+        _refuse_other_hooks(row)
+        _refuse_applied(row)
+    own = row.target.partition(".")[0]
+    for module in _defining_modules(current):
+        if module == REGISTRY or module.partition(".")[0] not in (own, *DECORATORS):
+            raise _error(row, f"already changed by {_name(current)}, defined in {module}")
 
 
-def _registered(target: str) -> list[tuple[str, str]]:
-    """Kind and source of every hook that SGLang's registry holds for the target."""
+def _error(row: Seam, problem: str) -> SeamError:
+    return SeamError(
+        f"sglang-dflash: cannot apply the seam {row.target} ({row.kind.value}): {problem}. "
+        f"Why the seam exists: {row.reason} See docs/upgrading-sglang.md"
+    )
+
+
+def _current(row: Seam) -> Any:
+    """The target as it is stored, descriptors included.
+
+    Raises:
+        ImportError, AttributeError, ValueError: there is no such name.
+    """
+    holder = pkgutil.resolve_name(row.parent)
+    if isinstance(holder, type):
+        for base in holder.__mro__:
+            if row.attribute in vars(base):
+                return vars(base)[row.attribute]
+    return getattr(holder, row.attribute)
+
+
+def _in_place(row: Seam) -> bool:
+    """Whether this row, and not an equal change of another party, was applied or registered."""
+    if row.kind.is_hook:
+        return (row.kind.value, row.value()) in [(kind, hook) for kind, hook, _ in _hooks(row)]
+    try:
+        current = _current(row)
+    except Exception:  # `check` reports it.
+        return False
+    if row.kind is Kind.ASSIGN:
+        return current is row.ours
+    if isinstance(row.ours, str):  # Equal strings may be one object, whoever made them.
+        own = [entry for entry in _list(current) if isinstance(entry, Entry)]
+        return row.ours in own
+    return any(entry is row.ours for entry in _list(current))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _hooks(row: Seam) -> list[tuple[str, Any, str]]:
+    """Kind, hook and source of all hooks that SGLang's registry holds for the target."""
     from sglang.srt.plugins.hook_registry import HookRegistry, _format_source
 
     # `_hooks` is a defaultdict: reading a missing key would add it.
-    known = HookRegistry._hooks.get(target, [])
-    return [(kind.value, _format_source(source)) for kind, _hook, source in known]
+    known = HookRegistry._hooks.get(row.target, [])
+    return [(kind.value, hook, _format_source(source)) for kind, hook, source in known]
+
+
+def _refuse_other_hooks(row: Seam) -> None:
+    """Hooks before and after a call compose; two that decide about the call itself do not."""
+    if row.kind not in (Kind.AROUND, Kind.REPLACE):
+        return
+    for kind, hook, source in _hooks(row):
+        if kind in ("around", "replace") and hook != row.value():
+            raise _error(row, f"already changed by {_name(hook)}, hook of {source}")
+
+
+def _refuse_applied(row: Seam) -> None:
+    """The registry applies the hooks of a target once: one that comes later is lost."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if row.target in HookRegistry._patched:
+        others = ", ".join(f"{_name(hook)}, hook of {source}" for _, hook, source in _hooks(row))
+        raise _error(row, f"already changed by {others or 'a hook'}, and hooks are applied once")
+
+
+def _function(value: Any) -> Any:
+    """The function inside a classmethod or staticmethod, or the value itself."""
+    return getattr(value, "__func__", value)
+
+
+def _defining_modules(value: Any) -> Iterator[str]:
+    """The modules that define a callable and everything that it wraps; none for plain data.
+
+    `functools.wraps` copies `__module__`, so a function's globals are asked first.
+    """
+    value = _function(value)
+    if isinstance(value, property):
+        value = value.fget
+    while callable(value):
+        if isinstance(value, functools.partial):
+            value = value.func
+            continue
+        defined_in = getattr(value, "__globals__", {}).get("__name__")
+        owner = getattr(value, "__objclass__", value)  # Methods of C code name only their class.
+        yield defined_in or getattr(owner, "__module__", None) or "builtins"
+        value = getattr(value, "__wrapped__", None)
+
+
+def _name(value: Any) -> str:
+    """`MODULE:NAME` of a function or class, the text of anything else."""
+    if isinstance(value, Lazy):
+        return value.path
+    value = _function(value)
+    value = value.func if isinstance(value, functools.partial) else value
+    name = getattr(value, "__qualname__", None)
+    return str(value) if name is None else f"{getattr(value, '__module__', '?')}:{name}"
 
 
 def _apply(row: Seam) -> None:
     if row.kind is Kind.ASSIGN:
         setattr(pkgutil.resolve_name(row.parent), row.attribute, row.ours)
-    elif row.kind is Kind.WRAP:
-        holder = pkgutil.resolve_name(row.parent)
-        setattr(holder, row.attribute, row.ours(getattr(holder, row.attribute)))
     elif row.kind is Kind.EXTEND:
-        pkgutil.resolve_name(row.target).append(row.ours)
+        pkgutil.resolve_name(row.target).append(row.value())
     else:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(row.target, row.function(), HookType(row.kind.value))
+        HookRegistry.register(row.target, row.value(), HookType(row.kind.value))

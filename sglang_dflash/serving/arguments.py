@@ -91,13 +91,15 @@ def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> A
     return _attach(server_args, given)
 
 
-def server_args_from_kwargs(original: Any, **kwargs: Any) -> Any:
+def server_args_from_kwargs(**kwargs: Any) -> Any:
     """For `sglang.Engine(**kwargs)`: SGLang's arguments, ours attached and aliases resolved."""
+    from sglang.srt.server_args import ServerArgs
+
     for alias, field in ALIASES.items():
         if alias in kwargs:
             kwargs[field] = kwargs.pop(alias)
     given = {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
-    return _attach(original(**kwargs), given)
+    return _attach(ServerArgs(**kwargs), given)
 
 
 def _attach(server_args: Any, given: dict[str, Any]) -> Any:

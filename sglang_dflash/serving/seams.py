@@ -5,21 +5,11 @@ Rows name our functions as `MODULE:NAME`, so that this table loads without torch
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
-from sglang_dflash.plugin.seam import Kind, Seam, lazy
+from sglang_dflash.plugin.seam import Kind, Lazy, Seam
 
 _SRT = "sglang.srt."
 _OURS = "sglang_dflash.serving."
 _ENGINE = "tests/engine/"
-
-
-def engine_arguments(original: Any) -> Any:
-    """The factory of `Engine(**kwargs)` arguments, with our keyword arguments accepted."""
-    build = functools.partial(lazy(_OURS + "arguments:server_args_from_kwargs"), original)
-    return staticmethod(build)
-
 
 SEAMS = (
     Seam(
@@ -38,8 +28,8 @@ SEAMS = (
     ),
     Seam(
         target=_SRT + "entrypoints.engine.Engine.server_args_class",
-        kind=Kind.WRAP,
-        ours=engine_arguments,
+        kind=Kind.ASSIGN,
+        ours=staticmethod(Lazy(_OURS + "arguments:server_args_from_kwargs")),
         reason="Engine(**kwargs) rejects our keyword arguments; it builds its arguments right "
         "after the plugins were loaded, without a command line.",
         proof="tests/serving/test_seams.py::test_engine_rejects_our_arguments_without_the_row",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
-from sglang_dflash.platform_cpu import PLATFORM, activate, attention
+from sglang_dflash.platform_cpu import attention
 from sglang_dflash.platform_cpu.kv_pool import speculative_cache_locs
 from sglang_dflash.platform_cpu.torch_ops import assign_req_to_token, murmur_hash32
 
@@ -118,14 +118,3 @@ def test_slots_are_entered_and_found_again() -> None:
         batch_size=2, draft_token_num=3, device="cpu",
     )  # fmt: skip
     assert found.tolist() == [101, 102, 103, 104, 105, 106]
-
-
-def test_it_activates_only_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert activate() == PLATFORM
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert activate() is None
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    assert activate() is None

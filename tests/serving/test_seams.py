@@ -80,7 +80,7 @@ def test_engine_rejects_our_arguments_without_the_row() -> None:
     ours = {"model_path": "x", "speculative_dflash_worker": "builtin"}
     with pytest.raises(TypeError, match="speculative_dflash_worker"):
         ServerArgs(**ours)
-    made = arguments.server_args_from_kwargs(ServerArgs, **ours)
+    made = arguments.server_args_from_kwargs(**ours)
     assert arguments.builtin_requested(made)
 
 

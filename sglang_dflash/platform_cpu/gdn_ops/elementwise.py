@@ -1,0 +1,58 @@
+"""Projections, norm and gates around the recurrence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sglang_dflash.core.recurrent import gated_delta as gdn
+from sglang_dflash.platform_cpu.gdn_ops.arguments import refuse
+
+
+def fused_qkvzba_split_reshape_cat_contiguous(
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[Tensor, ...]:
+    """`[T, q k v z]` and `[T, b a]` -> qkv `[T, C]`, z `[T, HV, V]`, b and a `[T, HV]`."""
+    return gdn.split_projections(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
+
+
+def rms_norm_forward(self: Any, x: Tensor, z: Tensor | None = None) -> Tensor:
+    """The norm after the recurrence, gated by z; x and z `[..., V]`."""
+    return gdn.gated_rms_norm(
+        x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, self.activation
+    )
+
+
+def fused_sigmoid_mul(
+    attn_output: Tensor, gate: Tensor, inplace: bool = False, quant: bool = False
+) -> Tensor:
+    """attn_output `[T, H * D]` times the sigmoid of a gate of as many elements."""
+    refuse("fused_sigmoid_mul", quant=quant or None)
+    gated = (attn_output.float() * gate.reshape(attn_output.shape).float().sigmoid()).to(
+        attn_output.dtype
+    )
+    return attn_output.copy_(gated) if inplace else gated
+
+
+def fused_gate_sigmoid_mul(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor
+) -> Tensor:
+    """Models with experts: the shared expert's output `[T, hidden]` times a gate per token.
+
+    The gate is the sigmoid of hidden_states times gate_weight `[hidden]`.
+    """
+    gate = (hidden_states.float() * gate_weight.float()).sum(-1, keepdim=True).sigmoid()
+    return (gate * shared_output.float()).to(shared_output.dtype)
+
+
+def fused_gate_sigmoid_mul_add(
+    hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+) -> None:
+    """`fused_gate_sigmoid_mul`, added to the routed experts' output in place."""
+    final_hidden_states += fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output)

@@ -1,0 +1,89 @@
+"""Loads our CPU plugin as SGLang does, in a process of its own: hooks stay for its life.
+
+Run as a module by test_plugin.py; prints one JSON object. Every case but the last is a fork, so
+that SGLang is imported once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.arg_groups import choices
+from sglang.srt.platforms import current_platform
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND, is_active, plugin, seams
+from sglang_dflash.plugin.seam import Kind, Seam, install, verify
+
+TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+
+
+def forked(prepare: Callable[[], None]) -> dict[str, Any]:
+    """Exit status and stderr of a process that loads the plugins after `prepare`."""
+    with tempfile.TemporaryFile() as errors:
+        child = os.fork()
+        if child == 0:
+            os.dup2(errors.fileno(), 2)
+            prepare()
+            load_plugins()
+            print(json.dumps(sorted(HookRegistry._hooks)), file=sys.stderr)
+            sys.exit(0)
+        _, status = os.waitpid(child, 0)
+        errors.seek(0)
+        return {"status": os.waitstatus_to_exitcode(status), "stderr": errors.read().decode()}
+
+
+def add_row(target: str) -> None:
+    row = Seam(target, Kind.REPLACE, print, "it would do something else.", "tests/x.py::y")
+    seams.SEAMS = (*seams.SEAMS, row)
+
+
+def hook_of_another_plugin() -> None:
+    source = HookSource("rival", "rival-dist")
+    HookRegistry.register(TARGET, print, HookType.REPLACE, source=source)
+
+
+def assignment_of_another_plugin() -> None:
+    from sglang.srt.mem_cache import allocation
+
+    allocation.assign_req_to_token_pool_func = forked
+
+
+def other_version() -> None:
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.0.1" if name == "sglang" else version(name)
+
+
+def loaded() -> dict[str, Any]:
+    """State of this process after the plugins are loaded, and after a second `register`."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    load_plugins()
+    verify(seams.SEAMS)
+    install(seams.SEAMS)
+    plugin.register()
+    return {
+        "active": is_active(current_platform),
+        "hooks": {target: len(hooks) for target, hooks in HookRegistry._hooks.items()},
+        "patched": sorted(HookRegistry._patched),
+        "draft_backends": choices.DRAFT_ATTENTION_BACKEND_CHOICES.count(ATTENTION_BACKEND),
+        "deterministic": ATTENTION_BACKEND in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        "threads": os.environ["OMP_NUM_THREADS"],
+    }
+
+
+if __name__ == "__main__":
+    results = {
+        "missing name": forked(lambda: add_row("sglang.srt.environ.no_such_name")),
+        "missing module": forked(lambda: add_row("sglang.srt.no_such_module.run")),
+        "hook": forked(hook_of_another_plugin),
+        "assignment": forked(assignment_of_another_plugin),
+        "version": forked(other_version),
+    }
+    print(json.dumps({**results, "loaded": loaded()}))

@@ -1,0 +1,276 @@
+"""What SGLang and torch do on a plain CPU without our seams: every test shows one defect.
+
+A test that fails here means that a row of `platform_cpu/seams.py` has lost its reason.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND, torch_ops
+from sglang_dflash.platform_cpu.seams import SEAMS
+from sglang_dflash.plugin.seam import REGISTRY, Entry, Seam
+
+pytestmark = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="the platform serves machines without an accelerator"
+)
+
+HEADS, VALUE_HEADS, DIM, TOKENS, WIDTH = 2, 4, 16, 4, 4
+CHANNELS = 2 * HEADS * DIM + VALUE_HEADS * DIM
+
+
+def original(target: str) -> Any:
+    """SGLang's function, also if another test of this process has loaded the plugins."""
+    function = pkgutil.resolve_name(target)
+    while getattr(function, "__globals__", {}).get("__name__") == REGISTRY:
+        function = function.__wrapped__
+    return function
+
+
+def triton_rows() -> list[Seam]:
+    return [row for row in SEAMS if row.proof.endswith("::test_triton_needs_a_gpu")]
+
+
+def last_names(row: Seam) -> str:
+    return ".".join(row.target.split(".")[-2:])
+
+
+def states() -> SimpleNamespace:
+    """Recurrent states and snapshots of 2 layers, 7 slots, 4 rows and 5 block positions."""
+    return SimpleNamespace(
+        temporal=torch.zeros(2, 7, 3),
+        intermediate_ssm=torch.rand(2, 4, 5, 3),
+        conv=[torch.zeros(2, 7, 4, 2)],
+        intermediate_conv_window=[torch.rand(2, 4, 5, 4, 2)],
+    )
+
+
+def inputs() -> dict[str, tuple[Any, ...]]:
+    """Positional arguments of every Triton function, by the row's last names."""
+    one, bounds = torch.tensor([0], dtype=torch.int32), torch.tensor([0, TOKENS]).int()
+    slot, mask = one.long(), torch.tensor([True])
+    q = torch.randn(1, TOKENS, HEADS, DIM, dtype=torch.bfloat16)
+    v = torch.randn(1, TOKENS, VALUE_HEADS, DIM, dtype=torch.bfloat16)
+    a, a_log = torch.randn(TOKENS, VALUE_HEADS), torch.randn(VALUE_HEADS)
+    pool = torch.zeros(7, VALUE_HEADS, DIM, DIM)
+    weight, windows = torch.randn(CHANNELS, WIDTH), torch.zeros(7, CHANNELS, WIDTH - 1)
+    x, gate = torch.randn(TOKENS, 32), torch.randn(TOKENS, 32)
+    conv_states, ssm_states = torch.zeros(2, 7, 4, 2), torch.zeros(2, 7, 3)
+    norm = SimpleNamespace(weight=torch.ones(DIM), bias=None, eps=1e-6, group_size=None,
+                           norm_before_gate=True, activation="swish")  # fmt: skip
+    qkvz = torch.randn(TOKENS, CHANNELS + VALUE_HEADS * DIM)
+    shapes = (HEADS, VALUE_HEADS, DIM, DIM)
+    out = torch.empty(TOKENS, 1, VALUE_HEADS, DIM)
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    rows = (one, mask, slot, 1)
+    return {
+        "triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
+            qkvz, torch.randn(TOKENS, 2 * VALUE_HEADS), *shapes,
+        ),
+        "causal_conv1d_triton.causal_conv1d_fn": (
+            torch.randn(CHANNELS, TOKENS), weight, None, windows, bounds, [TOKENS], one, ~mask,
+        ),
+        "causal_conv1d_triton.causal_conv1d_update": (
+            torch.randn(1, CHANNELS), windows, weight, None, "silu", None, one,
+        ),
+        "fused_gdn_gating.fused_gdn_gating": (a_log, a, a, a_log),
+        "chunk.chunk_gated_delta_rule": (
+            q, q, v, a[None].bfloat16(), a[None].bfloat16(), None, pool, one, bounds, False, True,
+        ),
+        "fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": (
+            torch.randn(TOKENS, CHANNELS), a, a, a_log, a_log, 1.0, pool, out,
+            torch.arange(TOKENS).int(), True,
+        ),
+        "fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update": (
+            a_log, a, a_log, 1.0, 20.0, q, q, v, a, pool, one, None, True, bounds,
+        ),
+        "RMSNorm.forward": (norm, torch.randn(TOKENS, DIM), torch.randn(TOKENS, DIM)),
+        "elementwise.fused_sigmoid_mul": (x, gate),
+        "elementwise.fused_gate_sigmoid_mul": (x, torch.randn(32), gate),
+        "elementwise.fused_gate_sigmoid_mul_add": (x, torch.randn(32), gate, x.clone()),
+        "mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify": (
+            states(), one, slot, None, None,
+        ),
+        "mamba_state_scatter_triton.track_mamba_states_if_needed": (
+            conv_states[0], ssm_states[0], *rows,
+        ),
+        "mamba_state_scatter_triton.track_mamba_states_all_layers": (
+            conv_states, ssm_states, *rows,
+        ),
+        "allocation.assign_req_to_token_pool_func": (
+            slot, table, slot, slot + 2, torch.arange(2), 1,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("row", triton_rows(), ids=last_names)
+def test_triton_needs_a_gpu(row: Seam) -> None:
+    arguments = inputs()[last_names(row)]
+    failures = (RuntimeError, ValueError, AssertionError, AttributeError)
+    with pytest.raises(failures, match=r"driver|CUDA|torch\.cpu"):
+        original(row.target)(*arguments)
+    row.ours(*arguments)
+
+
+def test_sglang_selects_amx_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups import platform_hook
+
+    declared: dict[str, str] = {}
+    unset = SimpleNamespace(device="cpu", attention_backend=None)
+    monkeypatch.setattr(platform_hook, "resolving_view", lambda _args: unset)
+    monkeypatch.setattr(
+        platform_hook, "declare_resolution", lambda *_args, **values: declared.update(values)
+    )
+    monkeypatch.setattr(platform_hook, "is_host_cpu_arm64", lambda: False)
+    original("sglang.srt.arg_groups.platform_hook.handle_cpu_backends")(SimpleNamespace())
+    assert declared == {"attention_backend": "intel_amx", "sampling_backend": "pytorch"}
+
+
+def test_sglang_lists_no_torch_backend_for_drafts() -> None:
+    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES as known
+
+    assert ATTENTION_BACKEND not in [name for name in known if not isinstance(name, Entry)]
+
+
+def ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    from sglang.srt.distributed import bootstrap
+
+    parallel = SimpleNamespace(dp_size=1, tp_size=count, pp_size=1, tp_rank=0)
+    monkeypatch.setattr(bootstrap, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(bootstrap, "get_device", lambda: SimpleNamespace(gpu_id=0))
+
+
+def test_sglang_needs_a_numa_node_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    ranks(monkeypatch, 1024)
+    with pytest.raises(AssertionError, match="numa node"):
+        original("sglang.srt.distributed.bootstrap._bind_threads_if_cpu")(device="cpu")
+    torch_ops.no_binding(device="cpu")
+
+
+def test_sglang_places_threads_with_an_amx_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With AMX, by a kernel of `sgl_kernel`'s CPU build; without, each rank keeps all cores."""
+    from sglang.srt.distributed import bootstrap
+
+    ranks(monkeypatch, 2)
+    share = original("sglang.srt.distributed.bootstrap._init_cpu_threads_env")
+    monkeypatch.setattr(bootstrap, "_is_cpu_amx_available", True)
+    with pytest.raises(AttributeError, match="init_cpu_threads_env"):
+        share(local_omp_cpuid=None)
+    monkeypatch.setattr(bootstrap, "_is_cpu_amx_available", False)
+    monkeypatch.setattr(bootstrap, "_is_cpu_arm64", False)
+    threads = torch.get_num_threads()
+    share(local_omp_cpuid=None)
+    assert "disabled" in caplog.text and torch.get_num_threads() == threads
+
+
+def test_batch_invariant_mode_needs_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor import model_runner
+
+    deterministic = SimpleNamespace(enable_deterministic_inference=True)
+    settings = SimpleNamespace(deterministic=deterministic)
+    monkeypatch.setattr(model_runner, "get_exec", lambda: settings)
+    enable = original(f"{model_runner.__name__}.ModelRunner.maybe_enable_batch_invariant_mode")
+    with pytest.raises(RuntimeError, match="No supported accelerator"):
+        enable(SimpleNamespace())
+
+
+def test_seeded_sampling_needs_the_amx_engine() -> None:
+    arguments = torch.tensor([42]), torch.tensor([7]), torch.arange(4)
+    with pytest.raises((ImportError, AttributeError), match=r"sgl_kernel|murmur_hash32_cpu"):
+        original("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32")(*arguments)
+
+
+def test_input_embeddings_become_bfloat16() -> None:
+    """Float32 embeddings reach the draft as bfloat16, which its float32 weights refuse."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    runner = SimpleNamespace(_pp_kwargs=lambda _: {}, is_generation=True)
+    batch = SimpleNamespace(input_embeds=torch.ones(2, 4), replace_embeds=None)
+    layer = torch.nn.Linear(4, 4)
+    draft = SimpleNamespace(fc=layer)
+
+    def forward(_self: Any, *, input_embeds: Tensor) -> Tensor:
+        return layer(input_embeds)
+
+    kwargs = ModelRunner._extend_forward_kwargs(runner, batch, None)
+    assert kwargs["input_embeds"].dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="dtype"):
+        forward(draft, **kwargs)
+    assert torch_ops.draft_in_own_dtype(forward, draft, **kwargs).dtype == torch.float32
+
+
+def test_all_gather_needs_an_accelerator() -> None:
+    target = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
+    with pytest.raises(NotImplementedError, match="CPU"):
+        original(target)(SimpleNamespace(unique_name="tp:0"), torch.zeros(2), torch.zeros(1))
+
+
+def test_a_cpu_tensor_refuses_a_stream() -> None:
+    stream = torch.get_device_module("cpu").current_stream()
+    with pytest.raises(RuntimeError):
+        torch._C.TensorBase.record_stream(torch.ones(1), stream)
+    torch_ops.record_stream(torch.ones(1), stream)
+
+
+def test_memory_cannot_be_pinned() -> None:
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch._C.TensorBase.pin_memory(torch.ones(1))
+
+
+def needs_pinned_memory(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call fails by itself, and runs with `without_pinned_memory`."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch._C.TensorBase.pin_memory)
+    with pytest.raises((RuntimeError, AssertionError), match=r"driver|CUDA|accelerator"):
+        call()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch_ops.pin_memory)
+    torch_ops.without_pinned_memory(call)
+
+
+def test_lora_layers_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`LoRAManager.__init__` wraps the target's layers in these."""
+    from sglang.srt.lora.layers import ColumnParallelLinearWithLoRA
+
+    layer = torch.nn.Linear(4, 4)
+    layer.output_partition_sizes = [4]
+    needs_pinned_memory(lambda: ColumnParallelLinearWithLoRA(layer, None), monkeypatch)
+
+
+def test_lora_batches_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    manager = SimpleNamespace(
+        lora_backend=TorchNativeLoRABackend(1, torch.device("cpu")),
+        memory_pool=SimpleNamespace(uid_to_buffer_id={}),
+        max_loras_per_batch=1,
+        attn_dp_enabled=False,
+        _use_cuda_graph_batch=lambda _batch: False,
+        can_use_prefill_cuda_graph=lambda _batch: False,
+    )
+    batch = SimpleNamespace(lora_ids=[None], forward_mode=ForwardMode.DECODE, batch_size=1)
+    prepare = original("sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch")
+    needs_pinned_memory(lambda: prepare(manager, batch), monkeypatch)
+
+
+def test_convolution_inputs_are_kept_as_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model's dtype, which only a ModelConfig knows; index writes do not cast."""
+    monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
+    dtypes = original("sglang.srt.configs.mamba_utils.mamba2_state_dtype")
+    config = SimpleNamespace(dtype=torch.float32)
+    assert dtypes(config).conv == torch.bfloat16
+    cache = torch.zeros(2, 4, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        cache[torch.tensor([1])] = torch.ones(1, 4)
+    model = SimpleNamespace(hf_text_config=config, dtype=torch.float32)
+    torch_ops.note_model_dtype(None, model)
+    assert torch_ops.conv_cache_in_model_dtype(dtypes, config).conv == torch.float32
