@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.runner import Arms, Experiment, NoOptions, Progress, case_by_case
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options

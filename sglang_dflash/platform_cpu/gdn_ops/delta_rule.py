@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.core.recurrent import gated_delta as gdn
+from sglang_dflash.core.recurrent import replay
 from sglang_dflash.platform_cpu.gdn_ops.arguments import real_rows, refuse
 
 
@@ -167,7 +168,7 @@ def fused_sigmoid_gating_delta_rule_update(
         run_out = out[tokens].unflatten(0, (count, length))
         if intermediate_states_buffer is None:
             if disable_state_update:
-                run_out[rows] = gdn.block_outputs(*inputs, states).to(out.dtype)
+                run_out[rows] = replay.block_outputs(*inputs, states).to(out.dtype)
                 continue
             outputs, after = gdn.recurrent(*inputs, states)
         elif intermediate_state_indices is None:
