@@ -23,7 +23,8 @@ TORCH_FREE = ("checkpoint", "inspect_pair", "plugin", "cli")
 def import_table() -> dict[str, set[str]]:
     """Package -> packages of ours that it may import, read from docs/architecture.md."""
     page = (ROOT / "docs/architecture.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|$", page, re.M)
+    section = page.split("## Packages")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| ([^|]*) \|$", section, re.M)
     return {name: set(re.findall(r"`(\w+)`", allowed)) for name, allowed in rows}
 
 

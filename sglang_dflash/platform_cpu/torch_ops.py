@@ -160,13 +160,13 @@ def conv_cache_in_model_dtype(original: Any, config: Any = None) -> Any:
     return dataclasses.replace(original(config), conv=getattr(torch, known))
 
 
-_record_stream = torch.Tensor.record_stream
+_RECORD_STREAM = torch.Tensor.record_stream
 
 
 def record_stream(self: torch.Tensor, stream: Any) -> None:
     """Nothing to record for a CPU tensor: it belongs to no stream."""
     if self.device.type != "cpu":
-        _record_stream(self, stream)
+        _RECORD_STREAM(self, stream)
 
 
 def pin_memory(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:

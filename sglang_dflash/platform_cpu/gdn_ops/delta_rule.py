@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,11 +140,8 @@ def fused_sigmoid_gating_delta_rule_update(
 
     a and b are `[B * T, HV]`; returns `[B, T, HV, V]`. `intermediate_states_buffer[row, t]`
     `[HV, V, K]` becomes the state after a sequence's token t. The state itself
-    (initial_state_source `[slots, HV, V, K]`) advances unless `disable_state_update`.
-
-    Raises:
-        NotImplementedError: an argument of KDA, of tree drafts or of SGLang's ring of inputs.
-        ValueError: snapshots without the rows to write them to.
+    (initial_state_source `[slots, HV, V, K]`) advances unless `disable_state_update`. Raises
+    NotImplementedError for KDA, tree drafts and SGLang's ring of inputs.
     """
     refuse(
         "fused_sigmoid_gating_delta_rule_update",
@@ -151,37 +149,68 @@ def fused_sigmoid_gating_delta_rule_update(
         tree=retrieve_parent_token,
         cache_ring=cache_ring or None,
     )
+    if intermediate_states_buffer is not None and intermediate_state_indices is None:
+        raise ValueError("intermediate_states_buffer needs intermediate_state_indices")
     shape, heads = v.shape, v.shape[2]
     a, b = a.reshape(-1, heads), b.reshape(-1, heads)
     g, beta = gdn.gates(A_log, a, dt_bias, b, softplus_beta, softplus_threshold)
     scale = k.shape[3] ** -0.5 if scale is None else scale
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     q, k = gdn.per_value_head(q, k, heads, scale, use_qk_l2norm_in_kernel)
+    inputs, pool = Inputs(q, k, v, g, beta), initial_state_source
     bounds = list(range(0, len(g) + 1, shape[1])) if cu_seqlens is None else cu_seqlens.tolist()
     out = torch.zeros(len(g), *shape[2:], dtype=v.dtype, device=v.device)
+    indices, kept = initial_state_indices, intermediate_state_indices
+    snapshots = intermediate_states_buffer
+    _run(inputs, bounds, pool, indices, out, snapshots, kept, update=not disable_state_update)
+    return out.unflatten(0, shape[:2])
+
+
+class Inputs(NamedTuple):
+    """What the recurrence reads of T tokens: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    def of_run(self, tokens: slice, count: int, length: int, rows: Tensor) -> Inputs:
+        """The `rows` of a run of `count` sequences of equal `length`, `[N, length, ...]`."""
+        return Inputs(*(x[tokens].unflatten(0, (count, length))[rows] for x in self))
+
+
+def _run(
+    inputs: Inputs,
+    bounds: list[int],
+    pool: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    snapshots: Tensor | None,
+    snapshot_rows: Tensor | None,
+    update: bool,
+) -> None:
+    """Fill `out` `[T, HV, V]` sequence by sequence, equal ones as one batch.
+
+    With `snapshots`, the state after every token goes to their `snapshot_rows`. With `update`, the
+    states of `pool` at `indices` advance.
+    """
     for first, count, length in equal_runs(bounds):
         tokens = slice(bounds[first], bounds[first] + count * length)
         sequences = slice(first, first + count)
-        rows, slots = real_rows(initial_state_indices[sequences])
-        inputs = [x[tokens].unflatten(0, (count, length))[rows] for x in (q, k, v, g, beta)]
-        states = initial_state_source[slots]
+        rows, slots = real_rows(indices[sequences])
+        run = inputs.of_run(tokens, count, length, rows)
         run_out = out[tokens].unflatten(0, (count, length))
-        if intermediate_states_buffer is None:
-            if disable_state_update:
-                run_out[rows] = replay.block_outputs(*inputs, states).to(out.dtype)
-                continue
-            outputs, after = gdn.recurrent(*inputs, states)
-        elif intermediate_state_indices is None:
-            raise ValueError("intermediate_states_buffer needs intermediate_state_indices")
-        else:
-            outputs, after = gdn.recurrent(*inputs, states, every=True)
-            kept = intermediate_state_indices[sequences][rows].long()
-            snapshots = after.transpose(0, 1).to(intermediate_states_buffer.dtype)
-            intermediate_states_buffer[kept, :length] = snapshots
+        if snapshots is None and not update:
+            run_out[rows] = replay.block_outputs(*run, pool[slots]).to(out.dtype)
+            continue
+        outputs, after = gdn.recurrent(*run, pool[slots], every=snapshots is not None)
         run_out[rows] = outputs.to(out.dtype)
-        if not disable_state_update:
-            initial_state_source[slots] = after[-1].to(initial_state_source.dtype)
-    return out.unflatten(0, shape[:2])
+        if snapshots is not None and snapshot_rows is not None:
+            kept = snapshot_rows[sequences][rows].long()
+            snapshots[kept, :length] = after.transpose(0, 1).to(snapshots.dtype)
+        if update:
+            pool[slots] = after[-1].to(pool.dtype)
 
 
 def equal_runs(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
