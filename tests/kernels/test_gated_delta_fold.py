@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +72,24 @@ def test_the_kernel_is_its_twin(shape: tuple[int, ...], dtype: torch.dtype, bias
     assert torch.equal(got[:, untouched], states[:, untouched])
     # Length 0, from slot 1 to slot 0.
     assert torch.equal(got[:, 0], states[:, 1])
+
+
+def test_registers_allow_sixteen_warps_per_multiprocessor() -> None:
+    """At most 128 registers per thread and no spills, on all capabilities that SGLang serves."""
+    capabilities = ("80", "90", "100", "120")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_fold", *capabilities],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(capabilities)
+    for line in lines:
+        used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
+        assert used["REG"] <= 128 and used["STACK"] == used["LOCAL"] == 0, line
 
 
 def test_another_activation_is_refused() -> None:
