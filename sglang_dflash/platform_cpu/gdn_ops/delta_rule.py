@@ -167,7 +167,7 @@ def fused_sigmoid_gating_delta_rule_update(
 
 
 class Inputs(NamedTuple):
-    """What the recurrence reads of T tokens: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`."""
+    """What the recurrence reads: q, k `[T, HV, K]`, v `[T, HV, V]`, g, beta `[T, HV]`."""
 
     q: Tensor
     k: Tensor
