@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
 
 HOME = Path(__file__).parent / "experiments"
+# A server that starts slowly must not end a run of an hour.
+START_TIMEOUT_S = 1800
 
 OptionsT = TypeVar("OptionsT")
 Case = TypeVar("Case")
@@ -84,7 +86,7 @@ def all_at_once(arms: Arms) -> Iterator[dict[str, Server]]:
     """All arms' servers side by side. Raises ServerFailed."""
     from sglang_dflash.bench.server import Server, together
 
-    servers = {name: Server(config) for name, config in arms.items()}
+    servers = {name: Server(config, timeout_s=START_TIMEOUT_S) for name, config in arms.items()}
     with together(servers.values()):
         yield servers
 
@@ -96,7 +98,7 @@ def one_after_another(
     from sglang_dflash.bench.server import Server
 
     def on_server(name: str, config: ServerConfig) -> T:
-        with Server(config) as server:
+        with Server(config, timeout_s=START_TIMEOUT_S) as server:
             return work(name, server)
 
     return case_by_case(arms, on_server, progress)

@@ -22,7 +22,8 @@ class FakeServer:
 
     log: ClassVar[list[str]] = []
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, timeout_s: float) -> None:
+        del timeout_s
         self.name = str(config.flags["--name"])
 
     def start(self) -> None:
