@@ -1,4 +1,4 @@
-"""What is refused before serving, by SGLang's own argument resolution with our plugin loaded; and who serves what."""
+"""What SGLang's argument resolution refuses with our plugin loaded, and which worker serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
-from tests.engine.conftest import DFLASH, PAIR
+from tests.engine.servers import PAIR
 
 TARGET = [
     "--model-path",
@@ -249,12 +249,12 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     draft = edited(tmp_path, {"dflash_config": {"projector_type": "domino"}})
     worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(*TARGET, draft))
     assert worker.__name__ == "DFlashWorkerV2"
-    told = [
+    warned = [
         line
         for line in capfd.readouterr().err.splitlines()
         if "built-in worker serves instead" in line
     ]
-    assert len(told) == 1 and "projector_type: 'domino'" in told[0]
+    assert len(warned) == 1 and "projector_type: 'domino'" in warned[0]
 
 
 REFUSED_BY_SGLANG = {
@@ -284,7 +284,7 @@ def test_ranks_among_which_the_draft_does_not_divide_are_refused(
         resolve(*TARGET, str(PAIR.draft), "--tp-size", "3")
 
 
-# Setting as SGLang resolves it, its value, and how the warning calls it.
+# The warning's words -> the setting as SGLang resolves it, and its value.
 NOT_OURS = {
     "data-parallel attention": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
@@ -297,7 +297,8 @@ NOT_OURS = {
 
 @pytest.mark.parametrize("reason", NOT_OURS)
 def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> None:
-    """Some of them SGLang takes on an accelerator only: the choice is asked with the setting as it would arrive there."""
+    """SGLang takes some of them on an accelerator only: the choice is tested with the setting as it
+    would arrive there."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_dflash.serving.pairing import unserved_setting
@@ -321,12 +322,12 @@ def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
         resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill")
     )
     assert worker.__name__ == "DFlashWorkerV2"
-    told = [
+    warned = [
         line
         for line in capfd.readouterr().err.splitlines()
         if "built-in worker serves instead" in line
     ]
-    assert len(told) == 1 and "because of --disaggregation-mode" in told[0]
+    assert len(warned) == 1 and "because of --disaggregation-mode" in warned[0]
 
 
 def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path) -> None:
@@ -348,7 +349,7 @@ def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path
 
 
 def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
-    """Every option of ours, found in our own parser; `--help` answers before any model is looked at."""
+    """Every option of ours, found in our own parser; `--help` needs no model."""
     import argparse
 
     from sglang_dflash.serving import arguments
@@ -369,7 +370,7 @@ def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
         "--help": shown,
         **{p: (root / p).read_text() for p in ("README.md", "docs/flags.md")},
     }.items():
-        missing = [flag for flag in [*ours, DFLASH[0]] if flag not in text]
+        missing = [flag for flag in [*ours, "--speculative-algorithm"] if flag not in text]
         assert not missing, f"{place}: {missing}"
 
 
