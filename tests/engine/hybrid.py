@@ -1,4 +1,4 @@
-"""Small random Qwen3.5 targets, dense or with experts: three Gated DeltaNet layers and one with full
+"""Small random Qwen3.5 targets, dense or with experts: three Gated DeltaNet layers and one of full
 attention."""
 
 from __future__ import annotations

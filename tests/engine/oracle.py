@@ -21,26 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_dflash.serving.extension import Extension
+from sglang_dflash.serving.extension import Extension, Step, StepObserver
 from torch import Tensor
 
+from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.drafter import Drafter
 from tests.engine.shown_states import show_states
 
 
-class Observer:
-    """Knows the requests of the current step, and writes down what became of it."""
+class Observer(StepObserver):
+    """Knows the requests of the current step, and writes down how it ended."""
 
     def __init__(self, folder: Path, model_runner: Any, tp_rank: int) -> None:
         self.requests: list[Any] = []
         self._folder, self._runner, self._tp_rank = folder, model_runner, tp_rank
 
-    def before_step(self, batch: Any, step: Any) -> None:
-        del step
+    def before_step(self, batch: Any, step: Step) -> None:
         self.requests = batch.reqs
 
-    def after_step(self, batch: Any, step: Any, accepted: Any, new_seq_lens: Tensor) -> None:
-        del step
+    def after_step(self, batch: Any, step: Step, accepted: Accepted, new_seq_lens: Tensor) -> None:
         if self._tp_rank > 0:
             return
         show_states(self._folder, batch, new_seq_lens, self._runner)

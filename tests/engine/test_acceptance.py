@@ -1,5 +1,4 @@
-"""Acceptance length: our worker, SGLang's built-in one and the offline loop agree, since their drafts
-are the same."""
+"""Acceptance length: our worker, SGLang's built-in one and the offline loop agree."""
 
 from __future__ import annotations
 

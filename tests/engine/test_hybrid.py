@@ -199,7 +199,7 @@ def test_a_lazy_buffer_without_overlap_is_refused(servers: ServerSession) -> Non
 @pytest.mark.server(HYBRID_BROKEN)
 @pytest.mark.recorded(HYBRID_PLAIN, hybrid_answers)
 def test_a_rollback_that_forgets_a_token_is_found(answers: Any, servers: ServerSession) -> None:
-    """The comparisons above can fail: a state that is one token behind shows in outputs and states."""
+    """The comparisons above can fail: states that are one token behind show in both."""
     ours, plain = (answers(config, hybrid_answers) for config in (HYBRID_BROKEN, HYBRID_PLAIN))
     assert outputs(ours[0]) != outputs(plain[0])
     with pytest.raises(AssertionError, match="is off by"):
