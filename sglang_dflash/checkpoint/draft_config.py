@@ -19,11 +19,11 @@ from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 class LayerAttention:
     """How one draft layer attends.
 
-    `window`: tokens back from the query, itself included, that it sees; None for all of the context.
+    `sliding_window`: tokens back from the query, itself included, that it sees; None for all of the context.
     `causal`: whether a block position sees only the block positions up to itself.
     """
 
-    window: int | None
+    sliding_window: int | None
     causal: bool
 
 

@@ -1,4 +1,4 @@
-"""Accept rules, as pure functions over what the target says at every position of a block."""
+"""Accept rules, as pure functions over the target's token at every position of a block."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 class Accepted(NamedTuple):
     """What a verify step commits.
 
-    `lengths` int64 `[R]`: committed tokens, 1 to B: the accepted drafts and the bonus token.
-    `tokens` int64 `[R, B]`: the committed ones first; the rest is of no meaning.
-    `bonus` int64 `[R]`: the last committed token.
+    Attributes:
+        lengths: int64 `[R]`, committed tokens, 1 to B: the accepted drafts and the bonus token.
+        tokens: int64 `[R, B]`, the committed ones first; the others have no meaning.
+        bonus: int64 `[R]`, the last committed token.
     """
 
     lengths: Tensor
@@ -22,31 +23,36 @@ class Accepted(NamedTuple):
 
 
 def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
-    """Commit the drafted tokens for as long as they are what the target itself says, then the target's own next token.
+    """Commit drafted tokens as long as they equal the target's, then the target's own next token.
 
-    One rule for greedy and sampled requests. With `target_tokens` the target's argmax it is the greedy rule. With
-    `target_tokens[i]` drawn from p_target at position i it is speculative sampling (Leviathan et al., arXiv 2211.17192) for a
-    draft that proposes a point mass: a drafted token d is accepted with probability p_target(d), and given a rejection the
-    bonus is distributed as p_target without d, renormalised - the residual max(0, p_target - p_draft) of that paper. So the
-    output is distributed as the target's, and for a fixed random draw per position it is the very same token.
+    One rule for greedy and sampled requests. If `target_tokens` are the target's argmax, it is the
+    greedy rule. If `target_tokens[i]` is drawn from p_target at position i, it is speculative
+    sampling (Leviathan et al., arXiv 2211.17192) for a draft that proposes a point mass: a drafted
+    token d is accepted with probability p_target(d), and after a rejection the bonus token has the
+    distribution p_target without d, renormalized, which is the residual max(0, p_target - p_draft)
+    of that paper. The output has the target's distribution, and with one fixed random number per
+    position it is the same token.
 
     Args:
         block: int64 `[R, B]`, the bonus token of the last step, then the drafted tokens.
-        target_tokens: int64 `[R, B]`, what the target says after each of them.
+        target_tokens: int64 `[R, B]`, the target's token after each of them.
     """
     agree = (block[:, 1:] == target_tokens[:, :-1]).long().cumprod(1)
     accepted = agree.sum(1)
     return Accepted(accepted + 1, target_tokens, target_tokens.gather(1, accepted[:, None])[:, 0])
 
 
-def accept_by_decree(
+def simulate_acceptance(
     block: Tensor, target_tokens: Tensor, length: int, filler: int | None = None
 ) -> Accepted:
-    """For timing alone: commit `length` tokens (1 to B) of every block whatever the target says; the output means nothing.
+    """For timing only: commit `length` tokens (1 to B) of every block. The output has no meaning.
 
     Args:
-        block, target_tokens: as for `accept`; a negative draft stands for none, and the target's token is taken.
-        filler: a token id that stands in for all committed ones, None for the drafted ones and the target's own as the last.
+        block: int64 `[R, B]`; a negative draft means none, and the target's token is taken.
+        target_tokens: int64 `[R, B]`.
+        length: tokens to commit.
+        filler: a token id to commit in place of all; None commits the drafted tokens and, as the
+            last one, the target's.
     """
     tokens = target_tokens.clone()
     drafts = block[:, 1:length]
@@ -59,10 +65,11 @@ def accept_by_decree(
 def target_probabilities(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
-    """p_target `[..., V]` in float32 from logits `[..., V]`: temperature, then top-k, top-p and min-p as serving engines do.
+    """p_target `[..., V]` in float32 from logits `[..., V]`: temperature, then top-k, top-p and
+    min-p as serving engines apply them.
 
-    `top_k` 0 keeps all; top-p keeps the smallest set of likeliest tokens whose mass reaches it; min-p drops tokens below
-    `min_p` times the likeliest one's probability.
+    `top_k` 0 keeps all. Top-p keeps the smallest set of likeliest tokens whose mass reaches it.
+    Min-p drops tokens below `min_p` times the likeliest token's probability.
     """
     p = (logits.float() / temperature).softmax(-1)
     ordered, order = p.sort(dim=-1, descending=True)

@@ -18,7 +18,7 @@ RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """The committed tokens of a request that its drafts read: the first `sinks`, the last `tokens`."""
+    """The committed tokens that a request's drafts read: the first `sinks`, the last `tokens`."""
 
     tokens: int
     sinks: int

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.acceptance import accept, sample, target_probabilities
-from sglang_dflash.core.attention.reference import torch_block_attention
+from sglang_dflash.core.attention.backend import make_attention
 from sglang_dflash.core.drafter import Drafter, TargetHead
-from sglang_dflash.core.kv_cache import IdentityDraftKVCache
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 
@@ -97,18 +97,17 @@ def spec_generate(
     `on_tokens` is called with the new tokens of every step. Raises as `prefill`.
     """
     start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
-    options = (options or Options()).resolve(draft.config)
-    assert options.block_size is not None
+    resolved = (options or Options()).resolve(draft.config)
     kv, count, device = TargetCache(target, start.kv), len(start.features), start.features.device
-    choose, total = choose or sampler(0.0), count + max_new_tokens + options.block_size
+    choose, total = choose or sampler(0.0), count + max_new_tokens + resolved.block_size
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
-    cache = IdentityDraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device)
+    cache = DirectKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device)
     drafter = Drafter(
         draft,
         TargetHead(embed, lambda h: head(h).argmax(-1)),
         cache,
-        options,
-        torch_block_attention,
+        resolved,
+        make_attention("torch", draft.config, resolved.block_size, device),
     )
     result, length, at = (
         Generation(),
@@ -128,7 +127,7 @@ def spec_generate(
             span = at[int(length) : int(length) + count]
             drafter.absorb(features()[:count], span, span)
             length, bonus = length + count, accepted.bonus
-            kv.keep(count, options.block_size)
+            kv.keep(count, resolved.block_size)
             result.committed.append(count)
             done = _extend(
                 result,

@@ -78,9 +78,10 @@ def draft_layers(text: Mapping[str, Any], config: DraftConfig | None) -> str | N
     """Runs of equal layers, first to last: "4 sliding (window 2048, causal), 1 full"."""
     if config is not None:
         kinds = [
-            ("full" if layer.window is None else "sliding")
+            ("full" if layer.sliding_window is None else "sliding")
             + _in_brackets(
-                [f"window {layer.window}"] * (layer.window is not None) + ["causal"] * layer.causal
+                [f"window {layer.sliding_window}"] * (layer.sliding_window is not None)
+                + ["causal"] * layer.causal
             )
             for layer in config.layers
         ]

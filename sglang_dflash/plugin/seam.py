@@ -24,7 +24,7 @@ class Kind(Enum):
     """How a row changes its target.
 
     The first four are SGLang's hook types (`sglang.srt.plugins.hook_registry.HookType`). ASSIGN
-    sets an attribute. EXTEND appends to a list.
+    sets an attribute to `ours`, WRAP to `ours(current value)`. EXTEND appends to a list.
     """
 
     BEFORE = "before"
@@ -32,6 +32,7 @@ class Kind(Enum):
     AROUND = "around"
     REPLACE = "replace"
     ASSIGN = "assign"
+    WRAP = "wrap"
     EXTEND = "extend"
 
 
@@ -66,7 +67,7 @@ class Seam:
 
     def function(self) -> Any:
         """`ours`, imported if it is a `MODULE:NAME` string of a hook."""
-        if isinstance(self.ours, str) and self.kind not in (Kind.ASSIGN, Kind.EXTEND):
+        if isinstance(self.ours, str) and self.kind not in (Kind.ASSIGN, Kind.EXTEND, Kind.WRAP):
             return lazy(self.ours)
         return self.ours
 
@@ -92,6 +93,22 @@ def install(rows: Iterable[Seam]) -> None:
         check(row)
     for row in rows:
         _apply(row)
+
+
+def install_late(rows: Iterable[Seam]) -> None:
+    """`install` after SGLang has applied the hooks of all plugins: apply ours at once.
+
+    Raises:
+        SeamError: as `install`, or SGLang failed to apply a hook.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    rows = list(rows)
+    install(rows)
+    HookRegistry.apply_hooks()
+    for row in rows:
+        if row.target not in HookRegistry._patched:
+            raise SeamError(f"sglang-dflash: seam {row.target}: SGLang failed to apply it")
 
 
 def check(row: Seam) -> None:
@@ -139,7 +156,11 @@ def _patched_by(row: Seam, holder: Any, current: Any) -> str | None:
     module = getattr(function, "__module__", None)
     home = holder.__module__ if isinstance(holder, type) else getattr(holder, "__name__", None)
     defined_elsewhere = callable(function) and module is not None and module != home
-    if row.kind is not Kind.ASSIGN and defined_elsewhere and not isinstance(holder, type):
+    if (
+        row.kind not in (Kind.ASSIGN, Kind.WRAP)
+        and defined_elsewhere
+        and not isinstance(holder, type)
+    ):
         return f"{module}.{getattr(function, '__qualname__', '?')}"
     return None
 
@@ -156,6 +177,9 @@ def _registered(target: str) -> list[tuple[str, str]]:
 def _apply(row: Seam) -> None:
     if row.kind is Kind.ASSIGN:
         setattr(pkgutil.resolve_name(row.parent), row.attribute, row.ours)
+    elif row.kind is Kind.WRAP:
+        holder = pkgutil.resolve_name(row.parent)
+        setattr(holder, row.attribute, row.ours(getattr(holder, row.attribute)))
     elif row.kind is Kind.EXTEND:
         pkgutil.resolve_name(row.target).append(row.ours)
     else:

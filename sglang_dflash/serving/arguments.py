@@ -1,4 +1,4 @@
-"""Our command-line flags, the aliases of the published commands, and their way into the scheduler process."""
+"""Our flags, the aliases of the published commands, and their way into the scheduler process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_dflash.core.options import RECURRENT_ROLLBACKS, Options
 
 logger = logging.getLogger(__name__)
 
-# SGLang keeps underscore attributes of its arguments apart from its own fields, and pickles them along.
+# SGLang keeps underscore attributes of its arguments apart from its fields, and pickles them.
 ATTRIBUTE = "_sglang_dflash"
 
 # The published commands' spelling -> SGLang 0.5.23's field.
@@ -20,8 +20,8 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
-# Exported before the published commands; SGLang 0.5.23 knows neither. The two others that they export, SGLANG_ENABLE_OVERLAP_PLAN_STREAM
-# and SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN, it still reads itself.
+# The published commands export these; SGLang 0.5.23 knows neither. It still reads the two others
+# that they export: SGLANG_ENABLE_OVERLAP_PLAN_STREAM, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.
 RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
 WORKERS = ("auto", "builtin")
 DEFAULTS: dict[str, Any] = {
@@ -29,63 +29,70 @@ DEFAULTS: dict[str, Any] = {
     "speculative_dflash_draft_kv_tokens": None,
     "speculative_dflash_recompute_tail": Options.recompute_tail,
     "speculative_dflash_recurrent_rollback": Options.recurrent_rollback,
+    "speculative_dflash_extension": None,
 }
 
 
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
-    """Hook after SGLang has added its own flags."""
+    """After `ServerArgs.add_cli_args`: our flags, and aliases of SGLang's."""
     group = parser.add_argument_group("sglang-dflash")
-    group.add_argument(
+
+    def add(flag: str, **others: Any) -> None:
+        group.add_argument(flag, default=argparse.SUPPRESS, **others)
+
+    add(
         "--speculative-dflash-worker",
         choices=WORKERS,
-        default=argparse.SUPPRESS,
-        help="Which DFLASH worker serves: 'auto' takes that of sglang-dflash wherever it can, 'builtin' takes SGLang's own.",
+        help="Which DFLASH worker serves: 'auto' takes that of sglang-dflash if it can serve the "
+        "pair, 'builtin' takes SGLang's own.",
     )
-    group.add_argument(
+    add(
         "--speculative-dflash-draft-kv-tokens",
         type=int,
-        default=argparse.SUPPRESS,
-        help="Entries of the draft KV cache when a draft window is set. Default: twice what the running requests can see.",
+        help="Entries of the draft KV cache under a draft window. Default: twice what the running "
+        "requests can see.",
     )
-    group.add_argument(
+    add(
         "--speculative-dflash-recompute-tail",
         type=int,
-        default=argparse.SUPPRESS,
-        help="Cached prompt tokens, at most, that the target computes again when the bounded draft KV cache has lost them. Default: "
-        f"{Options.recompute_tail}.",
+        help="Cached prompt tokens, at most, that the target computes again if the bounded draft "
+        f"KV cache has lost them. Default: {Options.recompute_tail}.",
     )
-    group.add_argument(
+    add(
         "--speculative-dflash-recurrent-rollback",
         choices=RECURRENT_ROLLBACKS,
-        default=argparse.SUPPRESS,
-        help="How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the state after every drafted token, "
-        "'replay' keeps their inputs and folds the accepted ones in. Default: auto, replay for Gated DeltaNet layers.",
+        help="How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the "
+        "state after every drafted token, 'replay' keeps their inputs and folds the accepted ones "
+        "in. Default: auto, replay for Gated DeltaNet layers.",
     )
-    group.add_argument(
+    add(
+        "--speculative-dflash-extension",
+        metavar="MODULE:FUNCTION",
+        help="For experiments: a function that supplies another drafter or watches every step "
+        "(sglang_dflash.serving.extension).",
+    )
+    add(
         "--speculative-dflash-draft-window-size",
         type=int,
         dest=ALIASES["speculative_dflash_draft_window_size"],
-        default=argparse.SUPPRESS,
-        help="Alias of --speculative-draft-window-size: committed tokens that the draft attends to.",
+        help="Alias of --speculative-draft-window-size: committed tokens that the draft attends "
+        "to.",
     )
-    group.add_argument(
+    add(
         "--mamba-scheduler-strategy",
         dest=ALIASES["mamba_scheduler_strategy"],
-        default=argparse.SUPPRESS,
         help="Alias of --mamba-radix-cache-strategy.",
     )
 
 
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
-    """Hook after SGLang has built its arguments from the command line."""
-    return _attach(
-        server_args,
-        {name: getattr(namespace, name) for name in DEFAULTS if hasattr(namespace, name)},
-    )
+    """After `ServerArgs.from_cli_args`: keep the values of our flags with SGLang's."""
+    given = {name: getattr(namespace, name) for name in DEFAULTS if hasattr(namespace, name)}
+    return _attach(server_args, given)
 
 
 def server_args_from_kwargs(original: Any, **kwargs: Any) -> Any:
-    """`sglang.Engine(**kwargs)`: build SGLang's arguments with our own and the aliased ones taken out."""
+    """For `sglang.Engine(**kwargs)`: SGLang's arguments, ours attached and aliases resolved."""
     for alias, field in ALIASES.items():
         if alias in kwargs:
             kwargs[field] = kwargs.pop(alias)
@@ -94,38 +101,43 @@ def server_args_from_kwargs(original: Any, **kwargs: Any) -> Any:
 
 
 def _attach(server_args: Any, given: dict[str, Any]) -> Any:
-    if given.get("speculative_dflash_worker", "auto") not in WORKERS:
-        raise ConfigError(
-            f"speculative_dflash_worker: {given['speculative_dflash_worker']!r}; choose one of {WORKERS}"
-        )
+    worker = given.get("speculative_dflash_worker", "auto")
+    if worker not in WORKERS:
+        raise ConfigError(f"speculative_dflash_worker: {worker!r}; choose one of {WORKERS}")
     setattr(server_args, ATTRIBUTE, given)
     return server_args
 
 
-def tell_of_retired_variables() -> None:
-    """One line on the variables of the published commands that are set and mean nothing any more."""
+def warn_retired_env() -> None:
+    """Log one line on variables of the published commands that are set and have no effect."""
     found = [name for name in RETIRED_VARIABLES if name in os.environ]
     if found:
         logger.warning(
-            "%s: SGLang no longer reads this. What it switched on is the default: speculative steps overlap with scheduling "
-            "unless --disable-overlap-schedule is given",
+            "%s: SGLang no longer reads this. What it switched on is the default: speculative "
+            "steps overlap with scheduling unless --disable-overlap-schedule is given",
             ", ".join(f"{name}={os.environ[name]}" for name in found),
         )
 
 
-def wants_builtin(server_args: Any) -> bool:
+def builtin_requested(server_args: Any) -> bool:
     return _given(server_args)["speculative_dflash_worker"] == "builtin"
+
+
+def extension_path(server_args: Any) -> str | None:
+    """The value of --speculative-dflash-extension."""
+    return _given(server_args)["speculative_dflash_extension"]
 
 
 def options(server_args: Any, resolved: Any) -> Options:
     """`Options` from SGLang's resolved fields and ours. Raises ConfigError."""
+    given = _given(server_args)
     return Options(
         block_size=resolved.speculative_num_draft_tokens or resolved.speculative_dflash_block_size,
         window=resolved.speculative_draft_window_size,
         sinks=resolved.speculative_draft_sink_size or 0,
-        draft_kv_tokens=_given(server_args)["speculative_dflash_draft_kv_tokens"],
-        recompute_tail=_given(server_args)["speculative_dflash_recompute_tail"],
-        recurrent_rollback=_given(server_args)["speculative_dflash_recurrent_rollback"],
+        draft_kv_tokens=given["speculative_dflash_draft_kv_tokens"],
+        recompute_tail=given["speculative_dflash_recompute_tail"],
+        recurrent_rollback=given["speculative_dflash_recurrent_rollback"],
     )
 
 

@@ -1,51 +1,95 @@
-"""Memory of a bounded draft KV cache, in SGLang's sizing of the target's KV pool.
+"""Memory of the draft KV cache and of verification, in SGLang's sizing of the target's pools.
 
-SGLang charges a draft slot per target token. A bounded cache is charged once, and the target's tokens at their own price; if that
-leaves the target fewer tokens, because the bound is above what the pool could ever hold, SGLang's way stands.
+SGLang charges a draft slot per target token. A bounded draft KV cache is charged once, and each
+target token at its own price. If that leaves the target fewer tokens, because the bound exceeds
+what the pool can hold, SGLang's way stands.
+
+The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the draft
+(`SpecAuxHiddenStateConfig`), which the target's runner passes to its `KVCacheConfigurator`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+    SpecAuxHiddenStateConfig,
+)
 
-class DraftKVBudget:
-    """Hooks around SGLang's pool sizing.
 
-    `bounded_bytes`: of the bounded cache; set by the worker of this process before the pool is sized, and 0 once the draft K/V is
-    allocated and out of the free memory. None where SGLang's own way is right.
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What our worker needs beside the target's pools.
+
+    Attributes:
+        bounded_draft_kv_bytes: bytes of a bounded draft KV cache; None if none was asked for.
+        replay: whether recurrent layers roll back by replay, so that no snapshots are kept.
+        bounded: whether the sizing took the bound; None before the sizing.
     """
 
-    def __init__(self) -> None:
-        self.bounded_bytes: int | None = None
-        self.is_bounded = False
-
-    def pool_config(
-        self, original: Any, configurator: Any, budget_bytes: int, **others: Any
-    ) -> Any:
-        """Around "bytes for KV to pool sizes": whichever way gives the target more tokens."""
-        self.is_bounded = False
-        by_token = original(configurator, budget_bytes, **others)
-        if (
-            self.bounded_bytes is None
-            or configurator.is_draft_worker
-            or budget_bytes <= self.bounded_bytes
-        ):
-            return by_token
-        self.is_bounded = True
-        bounded = original(configurator, budget_bytes - self.bounded_bytes, **others)
-        self.is_bounded = bounded.max_total_num_tokens >= by_token.max_total_num_tokens
-        return bounded if self.is_bounded else by_token
-
-    def cell_size(self, original: Any, *, target_cell_size_per_token: int, **others: Any) -> int:
-        """Around "target and draft bytes per token"."""
-        if self.is_bounded:
-            return target_cell_size_per_token
-        return original(target_cell_size_per_token=target_cell_size_per_token, **others)
-
-    def draft_cell_size(self, original: Any, configurator: Any) -> int:
-        """Around "draft bytes per target token"."""
-        return 0 if self.is_bounded else original(configurator)
+    bounded_draft_kv_bytes: int | None
+    replay: bool
+    bounded: bool | None = None
 
 
-draft_kv = DraftKVBudget()
+class PlannedDraft(SpecAuxHiddenStateConfig):
+    """SGLang's description of the draft, with our plan."""
+
+    plan: MemoryPlan | None = None
+
+
+def hand_plan_to_sizing(model_runner: Any, plan: MemoryPlan) -> None:
+    """Attach the plan to the target's runner. To be called before SGLang sizes its pools."""
+    described = msgspec.structs.asdict(model_runner.spec_aux_config)
+    model_runner.spec_aux_config = PlannedDraft(**described, plan=plan)
+
+
+def plan_of(configurator: Any) -> MemoryPlan | None:
+    """The plan for a `KVCacheConfigurator`; None if our worker does not serve its runner."""
+    if configurator.is_draft_worker:
+        return None
+    return getattr(configurator.spec_aux_config, "plan", None)
+
+
+def is_bounded(model_runner: Any) -> bool:
+    """Whether the target's pool was sized for a bounded draft KV cache."""
+    plan = plan_of(model_runner.kv_cache_configurator)
+    return plan is not None and bool(plan.bounded)
+
+
+def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: Any) -> Any:
+    """Around `KVCacheConfigurator.config_from_budget`: take the way that gives the target more
+    tokens, and note in the configurator's plan which one that is."""
+    plan = plan_of(configurator)
+    if plan is None or plan.bounded is not None:
+        # Decided before: the draft K/V is allocated and no longer part of the budget.
+        return original(configurator, budget_bytes, **others)
+    per_token = original(configurator, budget_bytes, **others)
+    bound = plan.bounded_draft_kv_bytes
+    if bound is not None and budget_bytes > bound:
+        charged = _draft_charge(configurator)
+        _charge_draft(configurator, replace(plan, bounded=True), layers=0, cell=None)
+        bounded = original(configurator, budget_bytes - bound, **others)
+        if bounded.max_total_num_tokens >= per_token.max_total_num_tokens:
+            return bounded
+        _charge_draft(configurator, replace(plan, bounded=False), *charged)
+        return per_token
+    _charge_draft(configurator, replace(plan, bounded=False), *_draft_charge(configurator))
+    return per_token
+
+
+def _draft_charge(configurator: Any) -> tuple[int | None, int | None]:
+    """What SGLang charges the draft's KV by, per target token: layers, and bytes if known."""
+    layers = configurator.spec_aux_config.dflash_draft_num_layers
+    return layers, configurator.dflash_draft_cell_size_per_token
+
+
+def _charge_draft(
+    configurator: Any, plan: MemoryPlan, layers: int | None, cell: int | None
+) -> None:
+    described = msgspec.structs.asdict(configurator.spec_aux_config)
+    described.update(dflash_draft_num_layers=layers, plan=plan)
+    configurator.spec_aux_config = PlannedDraft(**described)
+    configurator.dflash_draft_cell_size_per_token = cell

@@ -1,4 +1,4 @@
-"""What an operator can see of the worker: counts from verify, and the facts of its set-up."""
+"""What an operator can see of the worker: acceptance counts and phase times."""
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ from typing import Any
 
 
 class PrometheusCounters:
-    """The same in `/metrics`, beside SGLang's own series and with its labels: rates of counters, so that any interval can be asked."""
+    """Acceptance counters in /metrics, with the labels of SGLang's own series."""
 
     def __init__(self, labels: Mapping[str, Any], block_size: int) -> None:
-        # To be imported when SGLang has said where its processes meet.
+        # Imported late: SGLang first sets the directory in which its processes share metrics.
         from prometheus_client import Counter
 
         def counter(name: str, what: str, *more: str) -> Any:
             return Counter(f"sglang_dflash_{name}", what, [*labels, *more])
 
-        self._steps = counter("verify_steps", "Verify steps, one per request and forward.").labels(
-            **labels
-        )
-        self._tokens = counter(
+        steps = counter("verify_steps", "Verify steps, one per request and forward.")
+        tokens = counter(
             "committed_tokens", "Tokens that verify steps committed, bonus tokens included."
-        ).labels(**labels)
+        )
         accepted = counter(
             "accepted_drafts",
             "Verify steps in which the drafted token at this position was accepted.",
             "position",
         )
-        self._accepted = [
-            accepted.labels(**labels, position=position) for position in range(1, block_size)
-        ]
+        self._steps, self._tokens = steps.labels(**labels), tokens.labels(**labels)
+        self._accepted = [accepted.labels(**labels, position=i) for i in range(1, block_size)]
 
     def add(self, accepted_drafts: list[int]) -> None:
         self._steps.inc(len(accepted_drafts))
@@ -41,9 +38,17 @@ class PrometheusCounters:
             self._accepted[position].inc(sum(n > position for n in accepted_drafts))
 
 
+def prometheus_counters(
+    labels: Mapping[str, Any] | None, block_size: int
+) -> PrometheusCounters | None:
+    """Counters with these labels; None if this process has no series (`labels` None)."""
+    return None if labels is None else PrometheusCounters(labels, block_size)
+
+
 @dataclass
 class AcceptanceCounts:
-    """How many drafted tokens verify steps accepted, counted on the host from what the scheduler reads anyway."""
+    """Drafted tokens that verify steps accepted, counted on the host from what the scheduler reads
+    anyway."""
 
     block_size: int
     prometheus: PrometheusCounters | None = None
@@ -59,7 +64,8 @@ class AcceptanceCounts:
             self.prometheus.add(accepted_drafts)
 
     def report(self) -> dict[str, Any]:
-        """Steps, mean acceptance length (tokens committed per step, bonus included), and the share accepted by position."""
+        """Steps, acceptance length (mean tokens committed per step, bonus token included), and the
+        share of steps that accepted the drafted token, by position."""
         steps = sum(self.by_length)
         if not steps:
             return {"verify_steps": 0, "acceptance_length": None, "acceptance_by_position": []}
@@ -73,7 +79,7 @@ class AcceptanceCounts:
 
 
 class PhaseTimes:
-    """Host time of the phases of decode steps. On a CPU that is what they cost; on an accelerator, what launching them costs."""
+    """Host time of the phases of decode steps; on an accelerator, the time to launch them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -87,7 +93,7 @@ class PhaseTimes:
         self.calls[phase] = self.calls.get(phase, 0) + 1
 
     def report(self) -> dict[str, Any]:
-        """Decode steps (of a whole batch), and seconds in all by phase."""
+        """Decode steps (of a whole batch), and total seconds by phase."""
         return {
             "decode_steps": max(self.calls.values(), default=0),
             "host_seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
@@ -95,7 +101,7 @@ class PhaseTimes:
 
 
 def add_report(_result: None, controller: Any, state: dict[str, Any]) -> None:
-    """Hook after SGLang has put its own speculative figures into the internal state that /server_info shows."""
+    """After SGLang has added its speculative figures to the state that /server_info shows: ours."""
     report = getattr(controller.scheduler.draft_worker, "report", None)
     if report is not None:
         state["dflash"] = report()

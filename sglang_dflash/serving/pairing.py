@@ -1,4 +1,5 @@
-"""Which worker serves: ours, or SGLang's built-in one where we do not; and what nobody could serve is refused at the start."""
+"""Which worker serves a pair: ours, or SGLang's built-in one if ours cannot. What neither can serve
+is refused at start-up."""
 
 from __future__ import annotations
 
@@ -25,18 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 def check_pair(server_args: Any) -> None:
-    """Hook before SGLang resolves its speculative settings, in the launching process.
+    """Before SGLang resolves its speculative settings, in the launching process.
 
     Raises:
-        ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names field and value.
+        ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names
+            field and value.
     """
     settings = resolving_view(server_args)
-    asked = (
-        settings.speculative_algorithm or ""
-    ).upper() == "DFLASH" and settings.speculative_draft_model_path is not None
-    if asked:
-        arguments.tell_of_retired_variables()
-    if not asked or arguments.wants_builtin(server_args):
+    if not _dflash_requested(settings):
+        return
+    arguments.warn_retired_env()
+    if arguments.builtin_requested(server_args):
         return
     folder = _folder(settings)
     try:
@@ -46,17 +46,9 @@ def check_pair(server_args: Any) -> None:
     options = arguments.options(server_args, settings)
     options.resolve(config)
     model = model_config_of(server_args)
-    target, recurrent = model.hf_text_config, mambaish_config(model) is not None
-    if recurrent and options.recompute_tail:
-        raise ConfigError(
-            f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has recurrent layers, whose state cannot "
-            "be taken back to an earlier token; leave it at 0"
-        )
-    if recurrent and settings.enable_streaming_session:
-        raise ConfigError(
-            "--enable-streaming-session: this target has recurrent layers; SGLang would begin a turn with their state after all that "
-            "the last verify step committed, which may be more than the turn before has said. Sessions without streaming are served"
-        )
+    if mambaish_config(model) is not None:
+        _check_recurrent_target(options, settings)
+    target = model.hf_text_config
     config.check_target(
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
@@ -64,14 +56,34 @@ def check_pair(server_args: Any) -> None:
     )
     if not dummy_weights(settings):
         check_shapes(config, tensor_shapes(folder))
-    if unserved_setting(server_args, settings, folder) is None:
-        # The built-in worker may split the draft otherwise. Raises where heads or columns do not divide.
+    if unserved_setting(settings, folder) is None:
+        # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
 
 
+def _dflash_requested(settings: Any) -> bool:
+    algorithm = (settings.speculative_algorithm or "").upper()
+    return algorithm == "DFLASH" and settings.speculative_draft_model_path is not None
+
+
+def _check_recurrent_target(options: Options, settings: Any) -> None:
+    """Raise ConfigError for settings that a target with recurrent layers cannot serve."""
+    if options.recompute_tail:
+        raise ConfigError(
+            f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has "
+            "recurrent layers, whose state cannot be taken back to an earlier token; leave it at 0"
+        )
+    if settings.enable_streaming_session:
+        raise ConfigError(
+            "--enable-streaming-session: this target has recurrent layers; SGLang would begin a "
+            "turn with their state after all that the last verify step committed, which may be "
+            "more than the turn before has returned. Sessions without streaming are served"
+        )
+
+
 def dummy_weights(settings: Any) -> bool:
-    """Whether --load-format, or that of the draft, says that weights are random and no file is read."""
+    """Whether --load-format, or that of the draft, asks for random weights: no file is read."""
     return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
 
 
@@ -86,50 +98,49 @@ def _folder(settings: Any) -> str:
 
 
 def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
-    """Hook around SGLang's choice of the speculative worker's class, in the scheduler process."""
+    """Around SGLang's choice of the speculative worker's class, in the scheduler process."""
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
-    if arguments.wants_builtin(server_args):
-        logger.info(
-            "DFLASH: SGLang's built-in worker, as asked for by --speculative-dflash-worker builtin"
-        )
+    if arguments.builtin_requested(server_args):
+        logger.info("DFLASH: SGLang's built-in worker, by --speculative-dflash-worker builtin")
         return original(algorithm, server_args)
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
-    reason = unserved_setting(server_args, settings, folder)
+    reason = unserved_setting(settings, folder)
     if reason is not None:
-        return _instead(reason, builtin)
-    load_draft = functools.partial(dummy_model if dummy_weights(settings) else load_model, folder)
+        return _fall_back(reason, builtin)
+    load = dummy_model if dummy_weights(settings) else load_model
     return functools.partial(
-        _build_worker, builtin, load_draft, arguments.options(server_args, settings)
+        _build_worker,
+        builtin,
+        load_draft=functools.partial(load, folder),
+        options=arguments.options(server_args, settings),
+        extension_path=arguments.extension_path(server_args),
     )
 
 
-def _build_worker(
-    builtin: Callable[[], Any],
-    load_draft: Callable[..., DraftModel],
-    options: Options,
-    **kwargs: Any,
-) -> Any:
-    """Stands where SGLang expects the worker's class: by now the target is loaded and can be looked at."""
+def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
+    """What SGLang calls as the worker's class. By now the target is loaded and can be examined."""
+    from sglang_dflash.serving.target_model import unserved_target
     from sglang_dflash.serving.worker import DFlashWorker
 
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
-        return _instead(reason, builtin)(**kwargs)
-    return DFlashWorker(load_draft=load_draft, options=options, **kwargs)
+        ours = ("load_draft", "options", "extension_path")
+        return _fall_back(reason, builtin)(**{k: v for k, v in kwargs.items() if k not in ours})
+    return DFlashWorker(**kwargs)
 
 
-def _instead(reason: str, builtin: Callable[[], Any]) -> Any:
+def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
     logger.warning(
         "DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
     )
     return builtin()
 
 
-def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None:
-    """The first draft feature, target layer type or server setting that our worker does not serve, or None."""
+def unserved_setting(settings: Any, folder: str) -> str | None:
+    """The first draft feature or server setting that our worker does not serve, or None."""
     try:
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:
@@ -143,16 +154,3 @@ def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None
         "--enable-unified-memory": settings.enable_unified_memory,
     }
     return next((name for name, present in unserved.items() if present), None)
-
-
-def unserved_target(model: Any) -> str | None:
-    """What of the loaded target the drafter could not borrow, or None: it needs the embedding and a dense lm_head."""
-    from sglang_dflash.serving import compat
-
-    lm_head = compat.unwrap_lora_layer(getattr(model, "lm_head", None))
-    weight = getattr(lm_head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
-        return f"the target's lm_head: {'missing' if weight is None else weight.dtype}, a dense 16- or 32-bit weight is needed"
-    if not hasattr(lm_head, "shard_indices"):
-        return f"the target's lm_head: {type(lm_head).__name__}, one of SGLang's vocabulary-parallel layers is needed"
-    return None

@@ -1,33 +1,41 @@
-"""Commit of recurrent (GDN) state after verify: SGLang's snapshots, or replay of the accepted tokens.
+"""How the target's recurrent state follows a partly accepted block: snapshots or replay.
 
-Verify must leave a recurrent state as it is, because only a prefix of the block will stay. *Snapshots* (SGLang's way): the state
-after every block position is kept and the accepted one copied. *Replay*: only the inputs are kept, a thousandth of the size, and the
-accepted ones are folded into the state afterwards.
+Verification must leave a recurrent state as it is, because only a prefix of the block stays.
+*Snapshots* (SGLang's way) keep the state after every block position and copy the accepted one.
+*Replay* keeps only the layers' inputs, a hundredth of the size, and folds the accepted ones into
+the state afterwards.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.runtime_context import mamba_track_grid
 from torch import Tensor
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.recurrent import gated_delta
 from sglang_dflash.core.recurrent.gated_delta import RecurrentLayers, VerifyInputs
-from sglang_dflash.serving import compat
+from sglang_dflash.plugin.seam import install_late
+from sglang_dflash.serving.batch import PADDING_SLOT, ScheduleBatch
+from sglang_dflash.serving.seams import REPLAY_SEAMS
 
-logger = logging.getLogger(__name__)
-
-
-# See core.gated_delta.fold_.
+# See `fold_` in core/recurrent.
 Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Tensor, Tensor, Tensor, Tensor], None]
+
+GATED_DELTA_NET = "Gated DeltaNet"
 
 
 class Checkpoints(NamedTuple):
-    """Prefix-cache checkpoints on the way: state slots int64 `[R]`, and the block position after which each is due, -1 for none."""
+    """Prefix-cache checkpoints that a step passes.
+
+    Attributes:
+        slots: int64 `[R]`, state slots of the checkpoints.
+        steps: int64 `[R]`, the block position after which one is due, -1 for none.
+    """
 
     slots: Tensor
     steps: Tensor
@@ -40,29 +48,32 @@ class Rollback(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that verification needs beside the states themselves, of all running requests."""
+        """Bytes that verification needs beside the states, of all running requests."""
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
-        """Bring the states of the last verify forward's requests to where `lengths` int64 `[R]` (1 to B) of its tokens are in."""
+        """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
+        B) tokens."""
 
 
-def checkpoints_due(
-    batch: compat.ScheduleBatch, seq_lens: Tensor, lengths: Tensor
-) -> Checkpoints | None:
-    """Which track boundaries this step crosses; `seq_lens` before it. None where the prefix cache keeps no checkpoints."""
+def checkpoints_due(batch: ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:
+    """Which track boundaries a step crosses; None if the prefix cache keeps no checkpoints.
+
+    Args:
+        batch: the running requests.
+        seq_lens: int64 `[R]`, committed tokens before the step.
+        lengths: int64 `[R]`, tokens that it commits.
+    """
     if batch.mamba_track_indices is None:
         return None
-    grid = compat.checkpoint_grid(batch)
+    grid = mamba_track_grid(batch.tree_cache.page_size)
     after = seq_lens + lengths
     crossed = seq_lens // grid != after // grid
-    return Checkpoints(
-        batch.mamba_track_indices.long(),
-        torch.where(crossed, after // grid * grid - seq_lens - 1, -1),
-    )
+    steps = torch.where(crossed, after // grid * grid - seq_lens - 1, -1)
+    return Checkpoints(batch.mamba_track_indices.long(), steps)
 
 
 class Snapshots:
-    """SGLang's own contract: its pool holds the state after every block position."""
+    """SGLang's own rollback: its pool holds the state after every block position."""
 
     name = "snapshot"
 
@@ -71,7 +82,7 @@ class Snapshots:
 
     @property
     def scratch_bytes(self) -> int:
-        return compat.verify_scratch_bytes(self._runner)
+        return verify_scratch_bytes(self._runner)
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         self._runner.attn_backend.update_mamba_state_after_mtp_verify(
@@ -83,87 +94,68 @@ class Snapshots:
 
 
 class Replay:
-    """Keeps the gates' inputs of a verify forward; the convolution's are in SGLang's own windows. Then folds, all layers at once."""
+    """Folds the accepted tokens of a recorded verify forward into the states of all layers."""
 
     name = "replay"
 
-    def __init__(self, model_runner: Any, block_size: int, fold_: Fold) -> None:
-        self._runner, self._block_size, self._fold = model_runner, block_size, fold_
-        self._layers: dict[int, Any] = {}
-        # Of every layer and request: a and b [2, L, R, B, HV], and the convolution's window before the block [L, R, C, W - 1].
-        self._gates = self._windows = torch.empty(0)
+    def __init__(self, model_runner: Any, fold_: Fold) -> None:
+        self._runner, self._fold = model_runner, fold_
 
     @property
     def scratch_bytes(self) -> int:
-        return compat.verify_scratch_bytes(self._runner) + self._gates.nbytes + self._windows.nbytes
-
-    def record(self, layer: Any, a: Tensor, b: Tensor) -> None:
-        """Before a layer verifies: its gates' inputs `[R * B, HV]`, and its convolution's window, which SGLang's kernel overwrites."""
-        pool = self._runner.req_to_token_pool
-        at, gates = (
-            pool.mamba2_layer_index(layer.layer_id),
-            torch.stack((a, b)).unflatten(1, (-1, self._block_size)),
-        )
-        conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
-        if not self._layers:
-            depth, rows = len(conv), pool.size + 1
-            self._gates, self._windows = (
-                gates.new_zeros(2, depth, rows, *gates.shape[2:]),
-                conv.new_zeros(depth, rows, *conv.shape[2:]),
-            )
-        self._layers[at] = layer
-        # Copies: a captured graph reuses the memory of its tensors.
-        self._gates[:, at, :count] = gates
-        self._windows[at, :count] = conv[at, compat.recurrent_slots(self._runner)[:count].long()]
+        recording = self._runner.req_to_token_pool.mamba_pool.recording
+        return verify_scratch_bytes(self._runner) + recording.nbytes
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
-        slots = compat.recurrent_slots(self._runner)[: len(lengths)].long()
+        recorded = self._runner.req_to_token_pool.mamba_pool.recording.layers
+        backend = self._runner.attn_backend.linear_attn_backend
+        slots = backend.forward_metadata.mamba_cache_indices[: len(lengths)].long()
         rows = torch.arange(len(lengths), device=lengths.device)
-        # Stacked anew every time, for a running server's weights may be replaced.
-        layers = compat.recurrent_layers([self._layers[i] for i in range(len(self._layers))])
+        # Stacked on every commit: a running server's weights may be replaced.
+        layers = stacked_layers([recorded[i] for i in range(len(recorded))])
         if checkpoints is not None:
-            # Which are due is known on the device alone: asking would make the host wait for it at every step.
+            # Only the device knows which are due. Reading it would make the host wait every step.
             due = (checkpoints.steps >= 0) & (checkpoints.slots >= 0)
-            to = compat.physical_state_slots(self._runner, checkpoints.slots.clamp(min=0))
+            # A unified memory pool renumbers its state slots; other pools return them unchanged.
+            to = backend._translate_mamba_indices(checkpoints.slots.clamp(min=0)).long()
             self._write(layers, rows, slots, to.where(due, -1), checkpoints.steps + 1)
         self._write(layers, rows, slots, slots, lengths)
 
     def _write(
         self, layers: RecurrentLayers, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
     ) -> None:
-        """Into slots `target` of every layer's pool, unless negative: the state and the convolution's window after `lengths` tokens."""
-        cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
-        windows = cache.intermediate_conv_window[
-            0
-        ]  # [L, R, B, C, W - 1], the last inputs after every block position
-        kept = VerifyInputs(self._windows, windows[..., -1], *self._gates)
+        """Write state and convolution window after `lengths` tokens into the slots `target` of
+        every layer's pool; a negative target is skipped."""
+        pool = self._runner.req_to_token_pool.mamba_pool
+        cache, recording = pool.mamba_cache, pool.recording
+        # [L, R, B, C, W - 1], the last inputs after every block position.
+        windows = cache.intermediate_conv_window[0]
+        kept = VerifyInputs(recording.windows, windows[..., -1], *recording.gates)
         self._fold(layers, cache.temporal, kept, rows, source, target, lengths)
-        cache.conv[0][:, target.clamp(min=compat.UNREAD_SLOT)] = windows[:, rows, lengths - 1]
+        cache.conv[0][:, target.clamp(min=PADDING_SLOT)] = windows[:, rows, lengths - 1]
 
 
-def make_rollback(asked: str, model_runner: Any, block_size: int) -> Rollback | None:
-    """The rollback for this target, None where it has no recurrent layers. To be called before SGLang allocates its state pool.
+def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
+    """The rollback for this target, None if it has no recurrent layers. To be called before SGLang
+    allocates its state pool.
 
     Raises:
-        ConfigError: replay was asked for and the target's recurrent layers are not Gated DeltaNet.
+        ConfigError: replay was requested and the recurrent layers are not Gated DeltaNet.
     """
-    kind = compat.recurrent_kind(model_runner.model_config)
+    kind = recurrent_kind(model_runner.model_config)
     if kind is None:
         return None
-    if kind != "Gated DeltaNet":
-        if asked == "replay":
+    if kind != GATED_DELTA_NET:
+        if requested == "replay":
             raise ConfigError(
-                f"--speculative-dflash-recurrent-rollback: 'replay' is for Gated DeltaNet layers, this target's are {kind}; "
-                "give 'snapshot' or leave it at 'auto'"
+                f"--speculative-dflash-recurrent-rollback: 'replay' is for {GATED_DELTA_NET} "
+                f"layers, this target's are {kind}; give 'snapshot' or leave it at 'auto'"
             )
         return Snapshots(model_runner)
-    if asked == "snapshot":
+    if requested == "snapshot":
         return Snapshots(model_runner)
-    from sglang_dflash.serving import replay_pool
-
-    replay = Replay(model_runner, block_size, _fold_op(torch.device(model_runner.device)))
-    replay_pool.install(replay.record)
-    return replay
+    install_late(REPLAY_SEAMS)
+    return Replay(model_runner, _fold_op(torch.device(model_runner.device)))
 
 
 def _fold_op(device: torch.device) -> Fold:
@@ -172,3 +164,38 @@ def _fold_op(device: torch.device) -> Fold:
     from dflash_kernels import gated_delta_fold
 
     return gated_delta_fold.fold_
+
+
+def recurrent_kind(model_config: Any) -> str | None:
+    """The kind of the target's recurrent layers; None if it has none."""
+    if mambaish_config(model_config) is None:
+        return None
+    if hybrid_gdn_config(model_config) is not None:
+        return GATED_DELTA_NET
+    return type(mambaish_config(model_config)).__name__
+
+
+def verify_scratch_bytes(model_runner: Any) -> int:
+    """Bytes that the state pool holds for verification only. Counts memory, not shapes: its windows
+    overlap."""
+    cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
+    kept = (cache.intermediate_ssm, *cache.intermediate_conv_window)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(storages.values())
+
+
+def stacked_layers(layers: list[Any]) -> RecurrentLayers:
+    """Weights of SGLang's GDN layers, in the order of the state pool."""
+    first = layers[0]
+    biases = None if first.bias is None else torch.stack([layer.bias for layer in layers])
+    return RecurrentLayers(
+        conv_weight=torch.stack([layer.conv_weights for layer in layers]),
+        conv_bias=biases,
+        activation=first.activation,
+        a_log=torch.stack([layer.A_log for layer in layers]),
+        dt_bias=torch.stack([layer.dt_bias for layer in layers]),
+        key_heads=first.num_k_heads,
+        value_heads=first.num_v_heads,
+        key_dim=first.head_k_dim,
+        value_dim=first.head_v_dim,
+    )

@@ -1,94 +1,158 @@
-"""Replay's side of SGLang: a recurrent state pool without snapshots, and GDN layers that verify without them.
-
-Beside `compat` the only file that reaches into SGLang's own classes. Imported where replay serves, and nowhere else.
-"""
+"""Replay's side of SGLang: a recurrent state pool without snapshots that records verify inputs, and
+the functions around SGLang's that use it. Imported only if replay serves."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend, GDNKernelDispatcher
-from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+import torch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.runtime_context import get_schedule, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
-# (layer, a [R * B, HV], b [R * B, HV])
-Record = Callable[[Any, Tensor, Tensor], None]
+from sglang_dflash.serving.memory import plan_of
 
 
-def install(record: Record) -> None:
-    """Make this process's GDN layers verify without keeping the state after every token, and give `record` each layer's gate inputs.
+class Recording:
+    """What a verify forward leaves for replay: gate inputs and the convolution's window before the
+    block, of every layer and request. The convolution's inputs are in SGLang's own windows.
 
-    To be called before SGLang sizes and allocates the state pool.
+    Attributes:
+        layers: layer index in the pool -> SGLang's layer.
+        gates: `[2, L, R, B, HV]`, the inputs a and b of the gates.
+        windows: `[L, R, C, W - 1]`.
     """
-    extend, verify = GDNAttnBackend.forward_extend, GDNKernelDispatcher.target_verify
-    budget = KVCacheConfigurator._handle_max_mamba_cache
 
-    def forward_extend(
-        self: Any,
+    def __init__(self) -> None:
+        self.layers: dict[int, Any] = {}
+        self.gates = self.windows = torch.empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.gates.nbytes + self.windows.nbytes
+
+    def record(
+        self,
+        pool: HybridReqToTokenPool,
         layer: Any,
-        forward_batch: Any,
-        mixed_qkv: Any,
         a: Tensor,
         b: Tensor,
-        **kwargs: Any,
-    ) -> Any:
-        if forward_batch.forward_mode.is_target_verify():
-            record(layer, a, b)
-        return extend(self, layer, forward_batch, mixed_qkv, a, b, **kwargs)
+        slots: Tensor,
+        block: int,
+    ) -> None:
+        """Before a layer verifies; SGLang's convolution kernel overwrites its window.
 
-    def target_verify(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return verify(self, *args, **{**kwargs, "intermediate_states_buffer": None})
-
-    def handle_max_mamba_cache(self: Any, total_rest_gb: float) -> float:
-        # Without a speculative algorithm SGLang reserves nothing for snapshots.
-        algorithm, self.spec_algorithm = self.spec_algorithm, SpeculativeAlgorithm.NONE
-        try:
-            return budget(self, total_rest_gb - replay_bytes(self) / 2**30)
-        finally:
-            self.spec_algorithm = algorithm
-
-    GDNAttnBackend.forward_extend = forward_extend
-    GDNKernelDispatcher.target_verify = target_verify
-    KVCacheConfigurator._handle_max_mamba_cache = handle_max_mamba_cache
-    HybridReqToTokenPool.mamba_pool_cls = ReplayPool
+        Args:
+            pool: the target's request pool.
+            layer: SGLang's layer.
+            a, b: `[R * B, HV]`.
+            slots: int `[R]`, the requests' state slots.
+            block: B.
+        """
+        index = pool.mamba2_layer_index(layer.layer_id)
+        gates = torch.stack((a, b)).unflatten(1, (-1, block))
+        conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
+        if not self.layers:
+            depth, rows = len(conv), pool.size + 1
+            self.gates = gates.new_zeros(2, depth, rows, *gates.shape[2:])
+            self.windows = conv.new_zeros(depth, rows, *conv.shape[2:])
+        self.layers[index] = layer
+        # Copies: a captured graph reuses the memory of its tensors.
+        self.gates[:, index, :count] = gates
+        self.windows[index, :count] = conv[index, slots[:count].long()]
 
 
 class ReplayPool(MambaPool):
-    """SGLang's state pool with the convolution's windows and without the state's snapshots."""
+    """SGLang's state pool with the convolution's windows and without the states' snapshots."""
 
     mamba_cache: Any
 
     def __init__(self, **kwargs: Any) -> None:
-        # SGLang leaves the snapshots out for its own replay, which brings a ring: the smallest, and dropped at once.
-        super().__init__(
-            **{**kwargs, "enable_linear_replayssm_spec": True, "linear_replayssm_cache_len": 1}
-        )
+        # SGLang leaves the snapshots out for its own replay, which brings a ring: take the smallest
+        # one and drop it.
+        own_replay = {"enable_linear_replayssm_spec": True, "linear_replayssm_cache_len": 1}
+        super().__init__(**{**kwargs, **own_replay})
         self.enable_linear_replayssm_spec = False
         self.replayssm_spec_write_pos = self.replayssm_cache_base = self.replayssm_is_flush = None
         cache = self.mamba_cache
         state, steps = cache.temporal, cache.intermediate_conv_window[0].shape[2]
-        rings = {field.name: None for field in fields(cache) if field.name.startswith("replayssm_")}
-        # The backend insists on a tensor of this shape; it has no memory of its own and nobody writes to it.
-        nothing = state.new_zeros(()).expand(
-            state.shape[0], kwargs["spec_state_size"] + 1, steps, *state.shape[2:]
-        )
-        self.mamba_cache = replace(cache, intermediate_ssm=nothing, **rings)
+        rings = {f.name: None for f in fields(cache) if f.name.startswith("replayssm_")}
+        # The backend insists on a tensor of this shape. This one has no memory of its own; see
+        # `verify_without_snapshots`.
+        rows = kwargs["spec_state_size"] + 1
+        empty = state.new_zeros(()).expand(state.shape[0], rows, steps, *state.shape[2:])
+        self.mamba_cache = replace(cache, intermediate_ssm=empty, **rings)
+        self.recording = Recording()
+
+
+def _replays(configurator: Any) -> bool:
+    plan = plan_of(configurator)
+    return plan is not None and plan.replay
+
+
+def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
+    """Around `KVCacheConfigurator._build_hybrid_req_pool`: with `ReplayPool` if replay serves."""
+    if not _replays(configurator):
+        return original(configurator, **kwargs)
+    own = HybridReqToTokenPool.mamba_pool_cls
+    HybridReqToTokenPool.mamba_pool_cls = ReplayPool
+    try:
+        return original(configurator, **kwargs)
+    finally:
+        HybridReqToTokenPool.mamba_pool_cls = own
+
+
+def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> float:
+    """Around `KVCacheConfigurator._handle_max_mamba_cache`: reserve what replay needs, and no
+    snapshots. Without a speculative algorithm SGLang reserves none."""
+    if not _replays(configurator):
+        return original(configurator, total_rest_gb)
+    algorithm, configurator.spec_algorithm = configurator.spec_algorithm, SpeculativeAlgorithm.NONE
+    try:
+        return original(configurator, total_rest_gb - replay_bytes(configurator) / 2**30)
+    finally:
+        configurator.spec_algorithm = algorithm
+
+
+def record_verify(
+    original: Any,
+    backend: Any,
+    layer: Any,
+    forward_batch: Any,
+    mixed_qkv: Any,
+    a: Tensor,
+    b: Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Around `GDNAttnBackend.forward_extend`: record the inputs of a verify forward."""
+    pool = backend.req_to_token_pool
+    if forward_batch.forward_mode.is_target_verify() and isinstance(pool.mamba_pool, ReplayPool):
+        slots = backend.forward_metadata.mamba_cache_indices
+        block = forward_batch.spec_info.draft_token_num
+        pool.mamba_pool.recording.record(pool, layer, a, b, slots, block)
+    return original(backend, layer, forward_batch, mixed_qkv, a, b, **kwargs)
+
+
+def verify_without_snapshots(original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `GDNKernelDispatcher.target_verify`: pass no buffer for snapshots if the pool's has no
+    memory."""
+    buffer = kwargs.get("intermediate_states_buffer")
+    if buffer is not None and not any(buffer.stride()):
+        kwargs["intermediate_states_buffer"] = None
+    return original(dispatcher, *args, **kwargs)
 
 
 def replay_bytes(configurator: Any) -> int:
-    """What replay needs beside the states: convolution inputs, the window before them and gate inputs of every running request."""
+    """Bytes that replay needs beside the states: convolution inputs, the window before them and
+    gate inputs of every running request."""
     params = configurator.mambaish_config.mamba2_cache_params
-    block, requests = (
-        get_spec().speculative_num_draft_tokens,
-        get_schedule().max_running_requests // configurator.attn_dp_size + 1,
-    )
+    block = get_spec().speculative_num_draft_tokens
+    requests = get_schedule().max_running_requests // configurator.attn_dp_size + 1
     inputs = sum(math.prod(shape[:-1]) * (block + shape[-1] - 1) for shape in params.shape.conv)
     before = sum(math.prod(shape) for shape in params.shape.conv)
     gates = 2 * block * params.shape.temporal[0]
-    return len(params.layers) * requests * (inputs + before + gates) * params.dtype.conv.itemsize
+    elements = len(params.layers) * requests * (inputs + before + gates)
+    return elements * params.dtype.conv.itemsize

@@ -1,33 +1,21 @@
-"""Request features that SGLang, under DFLASH, gets wrong or leaves out without a word: put right, or refused."""
+"""Request features that SGLang's DFLASH gets wrong or silently leaves out: fixed, or refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-
-def register_hooks() -> None:
-    HookRegistry.register(
-        "sglang.srt.speculative.dflash_utils.validate_dflash_request",
-        refuse_hidden_states,
-        HookType.AROUND,
-    )
-    turn_ends = "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req"
-    HookRegistry.register(turn_ends, without_last_token, HookType.AFTER)
-
 
 def refuse_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
-    """SGLang refuses `return_hidden_states` under overlap scheduling only; without it the answer would have an empty list."""
+    """Around `validate_dflash_request`: refuse `return_hidden_states` without overlap too."""
     del enable_overlap
     return original(request, True)
 
 
 def without_last_token(kept: bool, sessions: Any, request: Any) -> bool:
-    """After a turn of a streaming session: its last token's KV counts as not computed yet, so the next turn computes it.
+    """After a turn of a streaming session: do not count its last token's KV as computed.
 
-    That token may be the target's own after the drafts accepted, which no forward has seen; SGLang would have the next turn
-    attend to whatever its slot held before.
+    That token may be the target's own after the accepted drafts, which no forward has read. The
+    next turn then computes it.
     """
     from sglang.srt.runtime_context import get_spec
 

@@ -1,6 +1,7 @@
-"""The DFLASH spec worker: propose -> verify -> commit, on top of SGLang's target worker.
+"""The DFLASH spec worker: propose -> verify -> commit, on SGLang's target worker.
 
-There is no draft ModelRunner: the drafter is a small network of ours with a cache of its own, keyed by the target's KV slots.
+There is no draft ModelRunner: the drafter is a small network of ours with its own cache, keyed by
+the target's KV slots.
 """
 
 from __future__ import annotations
@@ -9,38 +10,48 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.attention.reference import block_attention
-from sglang_dflash.core.drafter import Drafter, TargetHead
-from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
-from sglang_dflash.core.parallel import argmax_of_shards
-from sglang_dflash.serving import compat, memory
-from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, PrometheusCounters
+from sglang_dflash.serving import memory, sampling, target_model
+from sglang_dflash.serving.batch import (
+    CaptureHiddenMode,
+    DraftInput,
+    GenerationBatchResult,
+    ScheduleBatch,
+    can_recompute_cached_tail,
+    draft_input,
+    host_lengths,
+    recompute_cached_tail,
+    record_stream,
+    verify_batch,
+)
+from sglang_dflash.serving.extension import Step, load_extension
+from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.target_tokens import TargetTokens
 
 logger = logging.getLogger(__name__)
 
+Publish = Callable[[Tensor], None]
+Barrier = Callable[[], None]
 
-class Step(NamedTuple):
-    """One decode step's requests: request rows and committed lengths int64 `[R]`, block positions and KV slots int64 `[R, B]`."""
-
-    rows: Tensor
-    seq_lens: Tensor
-    positions: Tensor
-    slots: Tensor
+# The draft attention backend (core/attention/backend.py).
+ATTENTION = "torch"
 
 
-class DFlashWorker(compat.BaseSpecWorker):
+class DFlashWorker(BaseSpecWorker):
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off."""
 
     def __init__(
@@ -52,51 +63,59 @@ class DFlashWorker(compat.BaseSpecWorker):
         target_worker: Any,
         load_draft: Callable[..., DraftModel],
         options: Options,
+        extension_path: str | None = None,
     ) -> None:
+        """`load_draft`: called with `dtype`, `device` and `tp`. The rest comes from SGLang."""
         super().__init__()
         del gpu_id, nccl_port
         self._target_worker = target_worker
         runner = target_worker.model_runner
         self.device = torch.device(runner.device)
         began = time.perf_counter()
-        self._tp = compat.tensor_parallel()
-        model = load_draft(dtype=runner.dtype, device=self.device, tp=self._tp)
+        self._tp = target_model.tensor_parallel()
+        self._model = load_draft(dtype=runner.dtype, device=self.device, tp=self._tp)
         self._load_seconds = time.perf_counter() - began
-        self.config: DraftConfig = model.config
-        self.options = options.resolve(self.config)
-        assert self.options.block_size is not None
+        self.config, self.options = self._model.config, options.resolve(self._model.config)
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
-        self._accept = compat.accept_rule(self.block_size)
-        if compat.simulated_acceptance() is not None:
+        self.extension = load_extension(extension_path, target_worker)
+        self._accept = sampling.accept_rule(self.block_size)
+        if sampling.simulated_acceptance_length() is not None:
             logger.warning(
-                "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: steps commit so many tokens, right or wrong"
+                "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: steps commit that many tokens, whatever "
+                "the target's are"
             )
         self._offsets = torch.arange(self.block_size, device=self.device)
-        self._model, self._kv_dtype = model, compat.draft_kv_dtype(runner.dtype)
+        self._kv_dtype = target_model.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48
-        if self.options.window is not None:
-            token_bytes = math.prod(model.kv_shape) * self._kv_dtype.itemsize
-            memory.draft_kv.bounded_bytes = (
-                self.options.draft_kv_slots(self._max_running_requests) * token_bytes
-            )
-        labels = compat.metric_labels()
-        prometheus = None if labels is None else PrometheusCounters(labels, self.block_size)
-        self.counts, self.times = AcceptanceCounts(self.block_size, prometheus), PhaseTimes()
-        self.rollback = make_rollback(self.options.recurrent_rollback, runner, self.block_size)
-        self._warn_of_long_contexts(runner.model_config.context_len)
+        self.counts, self.times = self._counters(), PhaseTimes()
+        self.rollback = make_rollback(self.options.recurrent_rollback, runner)
+        memory.hand_plan_to_sizing(runner, self._memory_plan())
+        self._warn_about_long_contexts(runner.model_config.context_len)
 
-    def _warn_of_long_contexts(self, served: int) -> None:
+    def _counters(self) -> AcceptanceCounts:
+        prometheus = prometheus_counters(target_model.metric_labels(), self.block_size)
+        return AcceptanceCounts(self.block_size, prometheus)
+
+    def _memory_plan(self) -> memory.MemoryPlan:
+        slots = self.options.draft_kv_slots(self._max_running_requests)
+        token_bytes = math.prod(self._model.kv_shape) * self._kv_dtype.itemsize
+        return memory.MemoryPlan(
+            bounded_draft_kv_bytes=None if slots is None else slots * token_bytes,
+            replay=self.rollback is not None and self.rollback.name == "replay",
+        )
+
+    def _warn_about_long_contexts(self, served: int) -> None:
         trained = self.config.max_position_embeddings
         if served > trained:
             logger.warning(
-                "DFLASH: the target serves contexts of %d tokens, the draft was made for %d (max_position_embeddings): beyond that "
-                "outputs stay exact and acceptance may fall",
+                "DFLASH: the target serves contexts of %d tokens, the draft was made for %d "
+                "(max_position_embeddings): beyond that outputs stay exact and acceptance may fall",
                 served,
                 trained,
             )
 
-    # -- the scheduler's start-up calls, in their order ---------------------------------------------------------------
+    # -- start-up: SGLang calls these in this order --------------------------------------------
 
     @property
     def draft_worker(self) -> None:
@@ -116,37 +135,27 @@ class DFlashWorker(compat.BaseSpecWorker):
         req_to_token_pool: Any = None,
         token_to_kv_pool_allocator: Any = None,
     ) -> None:
-        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
-        cache = self._draft_kv_cache(
-            token_to_kv_pool_allocator.size + token_to_kv_pool_allocator.page_size
+        allocator = token_to_kv_pool_allocator
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
+        runner = self.target_worker.model_runner
+        self.drafter = self.extension.make_drafter(
+            self._model,
+            target_model.target_head(runner.model, self._tp),
+            self._draft_kv_cache(allocator.size + allocator.page_size),
+            self.options,
+            make_attention(ATTENTION, self.config, self.block_size, self.device),
         )
-        memory.draft_kv.bounded_bytes = 0
-        self.drafter = Drafter(
-            self._model, self._target_head(), cache, self.options, block_attention("torch")
-        )
-        self.target_tokens = TargetTokens(self.target_worker.model_runner.sampler)
+        self.target_tokens = TargetTokens(runner.sampler)
         logger.info("DFLASH: %s", self.describe())
 
     def _draft_kv_cache(self, target_slots: int) -> DraftKVCache:
         shape, dtype = self._model.kv_shape, self._kv_dtype
-        if self.options.window is not None:
-            slots = self.options.draft_kv_slots(self._max_running_requests)
-            # A bound that the target's pool does not exceed bounds nothing.
-            if memory.draft_kv.is_bounded and slots < target_slots:
-                return DraftKVCache(slots, target_slots, shape, dtype, self.device)
-        return IdentityDraftKVCache(target_slots, shape, dtype, self.device)
-
-    def _target_head(self) -> TargetHead:
-        target = self.target_worker.model_runner.model
-        # Adapters are the target's: the drafter is one for all requests, and its tokens are not laid out as the batch's.
-        embed, lm_head = map(
-            compat.unwrap_lora_layer, (target.get_input_embeddings(), target.lm_head)
-        )
-        weight, first_id = compat.vocabulary_shard(lm_head)
-        return TargetHead(
-            embed=embed,
-            argmax=lambda hidden: argmax_of_shards(hidden @ weight.T, first_id, self._tp),
-        )
+        slots = self.options.draft_kv_slots(self._max_running_requests)
+        bounded = memory.is_bounded(self.target_worker.model_runner)
+        # A bound that the target's pool does not exceed saves nothing.
+        if slots is not None and bounded and slots < target_slots:
+            return RingKVCache(slots, target_slots, shape, dtype, self.device)
+        return DirectKVCache(target_slots, shape, dtype, self.device)
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
@@ -158,45 +167,40 @@ class DFlashWorker(compat.BaseSpecWorker):
 
     def describe(self) -> dict[str, Any]:
         """The set-up, as the log and /server_info show it."""
+        cache, rollback, window = self.drafter.cache, self.rollback, self.options.context_window
         return {
             "worker": f"{type(self).__module__}.{type(self).__qualname__}",
             "tensor_parallel": self._tp.size,
             "block_size": self.block_size,
-            "window": self.options.window,
-            "sinks": self.options.sinks,
-            "draft_kv_slots": self.drafter.cache.num_slots,
-            "draft_kv_is_bounded": not self.drafter.cache.keeps_everything,
+            "window": None if window is None else window.tokens,
+            "sinks": 0 if window is None else window.sinks,
+            "draft_kv_slots": cache.num_slots,
+            "draft_kv_is_bounded": cache.is_bounded,
             "recompute_tail": self.options.recompute_tail,
-            "recurrent_rollback": None if self.rollback is None else self.rollback.name,
-            "recurrent_scratch_bytes": None
-            if self.rollback is None
-            else self.rollback.scratch_bytes,
-            "draft_kv_bytes": self.drafter.cache.nbytes,
+            "recurrent_rollback": None if rollback is None else rollback.name,
+            "recurrent_scratch_bytes": None if rollback is None else rollback.scratch_bytes,
+            "draft_kv_bytes": cache.nbytes,
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
-            "draft_attention": "torch",
-            "simulated_acceptance": compat.simulated_acceptance(),
+            "draft_attention": ATTENTION,
+            "simulated_acceptance": sampling.simulated_acceptance_length(),
         }
 
     def report(self) -> dict[str, Any]:
-        """`describe`, and how it is going."""
+        """`describe`, and the counts so far."""
         live_share = round(self.drafter.cache.live_share(), 4)
-        return {
-            **self.describe(),
-            "draft_kv_live_share": live_share,
-            **self.counts.report(),
-            **self.times.report(),
-        }
+        progress = {**self.counts.report(), **self.times.report()}
+        return {**self.describe(), "draft_kv_live_share": live_share, **progress}
 
-    # -- the step ------------------------------------------------------------------------------------------------------
+    # -- the step ------------------------------------------------------------------------------
 
     def forward_batch_generation(
         self,
-        batch: compat.ScheduleBatch,
-        on_publish: Callable[[Tensor], None] | None = None,
-        grammar_barrier: Callable[[], None] | None = None,
+        batch: ScheduleBatch,
+        on_publish: Publish | None = None,
+        grammar_barrier: Barrier | None = None,
         pp_proxy_tensors: Any = None,
-    ) -> compat.GenerationBatchResult:
-        """One scheduler step. `on_publish` takes the new committed lengths as soon as they are known."""
+    ) -> GenerationBatchResult:
+        """One scheduler step. `on_publish` takes the new committed lengths when they are known."""
         publish = on_publish or (lambda _: None)
         if batch.forward_mode.is_idle():
             return self._idle(publish)
@@ -205,87 +209,72 @@ class DFlashWorker(compat.BaseSpecWorker):
         return self._decode(batch, publish, grammar_barrier)
 
     def _decode(
-        self,
-        batch: compat.ScheduleBatch,
-        publish: Callable[[Tensor], None],
-        grammar_barrier: Callable[[], None] | None,
-    ) -> compat.GenerationBatchResult:
+        self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
+    ) -> GenerationBatchResult:
+        step = self._next_step(batch)
+        self.extension.observer.before_step(batch, step)
         with self.times.of("propose"):
-            step = self._next_step(batch)
             block = self._propose(batch, step)
         with self.times.of("verify"):
-            target, accepted = self._verify(batch, step, block, grammar_barrier)
-            if self.rollback is not None:
-                # Before anybody hears of the new lengths: the next forward reads these states.
-                self.rollback.commit(
-                    accepted.lengths, checkpoints_due(batch, step.seq_lens, accepted.lengths)
-                )
+            target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
         with self.times.of("commit"):
             self._commit(step, target.logits_output, accepted)
-        return compat.GenerationBatchResult(
+        self.extension.observer.after_step(batch, step, accepted, new_seq_lens)
+        return GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=accepted.tokens.flatten(),
             accept_lens=accepted.lengths.int(),
             new_seq_lens=new_seq_lens,
-            next_draft_input=compat.draft_input(accepted.bonus, new_seq_lens),
+            next_draft_input=draft_input(accepted.bonus, new_seq_lens),
             speculative_num_draft_tokens=self.block_size,
             can_run_cuda_graph=target.can_run_cuda_graph,
         )
 
-    def _next_step(self, batch: compat.ScheduleBatch) -> Step:
-        compat.hold_for_this_stream(batch.seq_lens)
+    def _next_step(self, batch: ScheduleBatch) -> Step:
+        record_stream(batch.seq_lens)
         rows, seq_lens = batch.req_pool_indices.long(), batch.seq_lens.long()
         positions = seq_lens[:, None] + self._offsets
-        return Step(
-            rows,
-            seq_lens,
-            positions,
-            self.req_to_token_pool.req_to_token[rows[:, None], positions].long(),
-        )
+        return Step(rows, seq_lens, positions, self._target_slots(rows[:, None], positions))
 
-    def _propose(self, batch: compat.ScheduleBatch, step: Step) -> Tensor:
-        lengths = (
-            batch.seq_lens_cpu
-            if batch.seq_lens_cpu is not None
-            else batch.spec_info.nxt_kv_lens_cpu
-        )
-        positions = self.drafter.visible_context(step.seq_lens, longest=int(lengths.max()))
-        slots = self.req_to_token_pool.req_to_token[step.rows[:, None], positions].long()
-        return self.drafter.propose(
-            batch.spec_info.bonus_tokens.long(), step.seq_lens, positions, slots
-        )
+    def _target_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """KV slots int64 of table rows at positions, broadcast against each other."""
+        return self.req_to_token_pool.req_to_token[rows, positions].long()
+
+    def _propose(self, batch: ScheduleBatch, step: Step) -> Tensor:
+        longest = int(host_lengths(batch).max())
+        positions = self.drafter.visible_context(step.seq_lens, longest)
+        slots = self._target_slots(step.rows[:, None], positions)
+        bonus = batch.spec_info.bonus_tokens.long()
+        return self.drafter.propose(bonus, step.seq_lens, positions, slots)
 
     def _verify(
-        self,
-        batch: compat.ScheduleBatch,
-        step: Step,
-        block: Tensor,
-        grammar_barrier: Callable[[], None] | None,
-    ) -> tuple[compat.GenerationBatchResult, Accepted]:
-        forward_batch = compat.verify_batch(
-            batch, self.target_worker, block, step.positions, step.slots
-        )
+        self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
+    ) -> tuple[GenerationBatchResult, Accepted]:
+        forward_batch = verify_batch(batch, self.target_worker, block, step.positions, step.slots)
         target = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
         )
         output = target.logits_output
-        said = self.target_tokens(
-            batch, output.next_token_logits, block, step.positions, grammar_barrier
-        )
-        alone = self.target_tokens.one_at_a_time(batch)
-        if alone is not None:
-            block = block.masked_fill(alone[:, None], -1)
-        accepted = self._accept(block, said)
+        tokens = self.target_tokens(batch, output.next_token_logits, block, step.positions, barrier)
+        single = self.target_tokens.single_token_mask(batch)
+        if single is not None:
+            block = block.masked_fill(single[:, None], -1)
+        accepted = self._accept(block, tokens)
         if batch.return_logprob:
-            compat.compute_spec_logprobs(
+            sampling.compute_spec_logprobs(
                 batch, output, accepted.tokens.flatten(), chain_stride=self.block_size
             )
+        if self.rollback is not None:
+            # Before the new lengths are published: the next forward reads these states.
+            due = checkpoints_due(batch, step.seq_lens, accepted.lengths)
+            self.rollback.commit(accepted.lengths, due)
         return target, accepted
 
-    def _commit(self, step: Step, output: compat.LogitsProcessorOutput, accepted: Accepted) -> None:
-        """Hand the hidden states of the committed tokens (the old bonus and the accepted drafts) to the drafter."""
+    def _commit(self, step: Step, output: Any, accepted: Accepted) -> None:
+        """Pass the hidden states of the committed tokens (the old bonus token and the accepted
+        drafts) to the drafter."""
         committed = self._offsets < accepted.lengths[:, None]
         self.drafter.absorb(
             output.hidden_states,
@@ -293,73 +282,77 @@ class DFlashWorker(compat.BaseSpecWorker):
             step.slots.flatten(),
             keep=committed.flatten(),
         )
-        # Large, and read by nobody else: the overlap loop would copy it to the host.
+        # Large, and no longer needed: the overlap loop would copy it to the host.
         output.hidden_states = None
+
+    # -- prefill -------------------------------------------------------------------------------
 
     def _prefill(
         self,
-        batch: compat.ScheduleBatch,
-        publish: Callable[[Tensor], None],
-        grammar_barrier: Callable[[], None] | None,
+        batch: ScheduleBatch,
+        publish: Publish,
+        barrier: Barrier | None,
         pp_proxy_tensors: Any,
-    ) -> compat.GenerationBatchResult:
-        if grammar_barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
-            # Decoding requests take part: the target samples their next token under grammars that must have seen their last ones.
-            grammar_barrier()
-        again = self._lost_of_prefix(batch)
-        with compat.extended_backwards(batch, again):
+    ) -> GenerationBatchResult:
+        if barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
+            # Decoding requests take part: the target samples their next token under grammars that
+            # must have seen their last ones.
+            barrier()
+        recomputed = self._lost_of_prefix(batch)
+        with recompute_cached_tail(batch, recomputed):
             result = self.target_worker.forward_batch_generation(
                 batch,
                 pp_proxy_tensors=pp_proxy_tensors,
-                capture_hidden_mode=compat.CaptureHiddenMode.FULL,
+                capture_hidden_mode=CaptureHiddenMode.FULL,
             )
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
-        self._absorb_prompt(batch, again, result.logits_output.hidden_states)
+        self._absorb_prompt(batch, recomputed, result.logits_output.hidden_states)
         result.logits_output.hidden_states = None
-        result.next_draft_input = compat.draft_input(result.next_token_ids, batch.seq_lens)
+        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens)
         return result
 
-    def _lost_of_prefix(self, batch: compat.ScheduleBatch) -> list[int]:
-        """How many cached tokens before each request's new ones the target computes again, for their hidden states."""
-        if (
-            not self.options.recompute_tail
-            or self.drafter.cache.keeps_everything
-            or not compat.can_extend_backwards(batch)
-        ):
+    def _lost_of_prefix(self, batch: ScheduleBatch) -> list[int]:
+        """Cached tokens before each request's new ones that the target computes again, for their
+        hidden states."""
+        if not self.options.recompute_tail or not can_recompute_cached_tail(batch):
             return [0] * len(batch.prefix_lens)
-        table = self.req_to_token_pool.req_to_token
         return missing_tails(
-            batch, table, self.drafter.cache, self.options, self.options.recompute_tail
+            batch,
+            self.req_to_token_pool.req_to_token,
+            self.drafter.cache,
+            self.options.context_window,
+            self.options.recompute_tail,
         )
 
     def _absorb_prompt(
-        self, batch: compat.ScheduleBatch, again: list[int], features: Tensor
+        self, batch: ScheduleBatch, recomputed: list[int], target_hidden: Tensor
     ) -> None:
-        """Project the prompt tokens that a draft can ever see; the target slots of the others are marked dead."""
-        starts = [prefix - n for prefix, n in zip(batch.prefix_lens, again, strict=True)]
-        ends = [prefix + n for prefix, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-        tokens = PromptTokens.of(starts, ends, lengths_before_drafting(batch), self.options)
+        """Project the prompt tokens that the cache needs; mark the target slots of the others
+        dead."""
+        starts = [prefix - n for prefix, n in zip(batch.prefix_lens, recomputed, strict=True)]
+        ends = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+        lengths = lengths_before_drafting(batch)
+        tokens = PromptTokens.of(starts, ends, lengths, self.options.context_window)
         rows = batch.req_pool_indices.long()[tokens.rows.to(self.device)]
         positions = tokens.positions.to(self.device)
-        slots = self.req_to_token_pool.req_to_token[rows, positions].long()
-        if self.drafter.cache.keeps_everything:
-            self.drafter.absorb(features, positions, slots)
-            return
-        self.drafter.cache.forget(slots[(~tokens.seen).nonzero()[:, 0].to(self.device)])
-        seen = tokens.newest_last().to(self.device)
-        share = len(batch.reqs) * self.drafter.cache.num_slots // self._max_running_requests
-        self.drafter.absorb(features[seen], positions[seen], slots[seen], share=share)
+        slots = self._target_slots(rows, positions)
+        cache = self.drafter.cache
+        needed = cache.prompt_tokens_to_write(tokens.visible)
+        cache.forget(slots[(~needed).nonzero()[:, 0].to(self.device)])
+        kept = tokens.newest_last(needed).to(self.device)
+        quota = len(batch.reqs) * cache.num_slots // self._max_running_requests
+        self.drafter.absorb(target_hidden[kept], positions[kept], slots[kept], quota=quota)
 
-    def _idle(self, publish: Callable[[Tensor], None]) -> compat.GenerationBatchResult:
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        publish(nothing)
-        return compat.GenerationBatchResult(
+    def _idle(self, publish: Publish) -> GenerationBatchResult:
+        empty = torch.empty(0, dtype=torch.int64, device=self.device)
+        publish(empty)
+        return GenerationBatchResult(
             logits_output=None,
-            next_token_ids=nothing,
-            accept_lens=nothing.int(),
-            new_seq_lens=nothing,
-            next_draft_input=compat.DraftInput.create_idle_input(device=self.device),
+            next_token_ids=empty,
+            accept_lens=empty.int(),
+            new_seq_lens=empty,
+            next_draft_input=DraftInput.create_idle_input(device=self.device),
             speculative_num_draft_tokens=self.block_size,
             can_run_cuda_graph=False,
         )

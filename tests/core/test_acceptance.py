@@ -6,13 +6,13 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from sglang_dflash.core.acceptance import accept, accept_by_decree, sample, target_probabilities
+from sglang_dflash.core.acceptance import accept, sample, simulate_acceptance, target_probabilities
 
 
 def test_greedy_commits_the_agreeing_prefix_and_the_targets_next_token() -> None:
     block = torch.tensor([[9, 1, 2, 3], [9, 1, 5, 3], [9, 7, 2, 3], [9, 1, 2, 7]])
-    said = torch.tensor([[1, 2, 3, 4]] * 4)
-    accepted = accept(block, said)
+    tokens = torch.tensor([[1, 2, 3, 4]] * 4)
+    accepted = accept(block, tokens)
     assert accepted.lengths.tolist() == [4, 2, 1, 3]
     assert accepted.bonus.tolist() == [4, 2, 1, 3]
     committed = [
@@ -22,14 +22,14 @@ def test_greedy_commits_the_agreeing_prefix_and_the_targets_next_token() -> None
 
 
 def test_greedy_equals_a_plain_loop_on_random_blocks() -> None:
-    block, said = torch.randint(0, 3, (500, 6)), torch.randint(0, 3, (500, 6))
-    accepted = accept(block, said)
+    block, tokens = torch.randint(0, 3, (500, 6)), torch.randint(0, 3, (500, 6))
+    accepted = accept(block, tokens)
     for r in range(500):
         n = 0
-        while n < 5 and block[r, n + 1] == said[r, n]:
+        while n < 5 and block[r, n + 1] == tokens[r, n]:
             n += 1
         assert accepted.lengths[r] == n + 1
-        assert accepted.bonus[r] == said[r, n]
+        assert accepted.bonus[r] == tokens[r, n]
 
 
 SETTINGS = [
@@ -84,17 +84,17 @@ def test_filters_keep_what_they_say() -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 4])
 def test_a_simulated_acceptance_commits_what_it_is_told(length: int) -> None:
-    block, said = (
+    block, tokens = (
         torch.tensor([[9, 1, 2, 3], [9, -1, -1, -1]]),
         torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]),
     )
-    simulated = accept_by_decree(block, said, length)
+    simulated = simulate_acceptance(block, tokens, length)
     assert simulated.lengths.tolist() == [length] * 2
     # Drafts, then the target's own; where nothing was drafted the target's own throughout.
     expected = [[*[1, 2, 3][: length - 1], [5, 6, 7, 8][length - 1]], [5, 6, 7, 8][:length]]
     assert simulated.tokens[:, :length].tolist() == expected
     assert simulated.bonus.tolist() == [row[-1] for row in expected]
-    filled = accept_by_decree(block, said, length, filler=100)
+    filled = simulate_acceptance(block, tokens, length, filler=100)
     assert (
         set(filled.tokens[:, :length].flatten().tolist()) == {100}
         and filled.bonus.tolist() == [100] * 2

@@ -1,4 +1,5 @@
-"""The drafter against the dense reference: hidden states and drafted tokens, for every way of limiting what it sees."""
+"""The drafter against the dense reference: hidden states and drafted tokens, for every way of
+limiting what it sees."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dflash.core.attention.backend import make_attention
 from sglang_dflash.core.drafter import Drafter, TargetHead
-from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.weights import load_model, read_tensors, save_model
 from tests.conftest import random_model, raw_config
@@ -48,26 +52,26 @@ LENGTHS = [1, 23, 9, 4, 14]
 
 
 class Requests:
-    """Ragged requests whose tokens lie in scattered, interleaved slots of a target pool, as a server's do."""
+    """Ragged requests in scattered, interleaved slots of a target pool."""
 
-    def __init__(self, count: int, width: int, features: int) -> None:
+    def __init__(self, count: int, width: int, hidden: int) -> None:
         self.lengths = LENGTHS[:count]
-        self.features = [torch.randn(n, features) for n in self.lengths]
+        self.hidden = [torch.randn(n, hidden) for n in self.lengths]
         pool = torch.randperm(count * width)
         self.table = pool.view(count, width)
         self.pool_size = count * width
 
     def absorb_in_pieces(self, drafter: Drafter) -> None:
-        """Feed all requests' tokens in a random interleaving of small pieces, some with unkept (rejected) tokens between."""
+        """Feed all tokens in interleaved small pieces, with rejected tokens between them."""
         left = [0] * len(self.lengths)
         while any(a < n for a, n in zip(left, self.lengths, strict=True)):
             for r, n in enumerate(self.lengths):
                 take = min(int(torch.randint(1, 6, ())), n - left[r])
                 positions = torch.arange(left[r], left[r] + take + 2)
-                rejected = torch.randn(2, self.features[r].shape[1])
-                features = torch.cat([self.features[r][left[r] : left[r] + take], rejected])
+                rejected = torch.randn(2, self.hidden[r].shape[1])
+                hidden = torch.cat([self.hidden[r][left[r] : left[r] + take], rejected])
                 keep = torch.arange(take + 2) < take
-                drafter.absorb(features, positions, self.table[r, positions], keep)
+                drafter.absorb(hidden, positions, self.table[r, positions], keep)
                 left[r] += take
 
 
@@ -84,16 +88,16 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
     options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(
         model.config
     )
-    requests = Requests(count, width=40, features=model.config.num_features)
+    requests = Requests(count, width=40, hidden=model.config.num_features)
     if case.window is None:
-        cache: DraftKVCache = IdentityDraftKVCache(
+        cache: DraftKVCache = DirectKVCache(
             requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
         )
         # Poison: an entry that was never written must never be read.
         cache.entries.fill_(float("nan"))
         cache.entries[-1] = 0
     else:
-        cache = DraftKVCache(
+        cache = RingKVCache(
             4 * requests.pool_size, requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
         )
     seen: list[torch.Tensor] = []
@@ -102,27 +106,29 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         seen.append(hidden)
         return (hidden @ embed.T).argmax(-1)
 
-    drafter = Drafter(model, TargetHead(lambda ids: embed[ids], argmax), cache, options)
+    attention = make_attention("torch", model.config, options.block_size, torch.device("cpu"))
+    head = TargetHead(lambda ids: embed[ids], argmax)
+    drafter = Drafter(model, head, cache, options, attention)
     with torch.inference_mode():
         requests.absorb_in_pieces(drafter)
         lengths, bonus = torch.tensor(requests.lengths), torch.randint(0, 63, (count,))
         positions = drafter.visible_context(lengths, longest=max(requests.lengths))
         slots = requests.table[torch.arange(count)[:, None], positions.clamp(max=39)]
         if case.window is None:
-            # What a request does not own may be anything, but NaN would leak through a mask's 0 * NaN.
+            # A masked entry may hold anything but NaN: 0 * NaN is NaN.
             cache.entries[slots[positions >= lengths[:, None]]] = 1e4
         block = drafter.propose(bonus, lengths, positions, slots)
-    size = options.block_size or 0
+    size = options.block_size
     for r in range(count):
         hidden, tokens = draft_block(
             tensors,
             raw,
-            requests.features[r],
+            requests.hidden[r],
             int(bonus[r]),
             embed,
             size,
             case.window,
-            options.sinks,
+            case.sinks if case.window is not None else 0,
         )
         # float32 through three layers: the two differ by the order of sums only.
         torch.testing.assert_close(
@@ -134,14 +140,6 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
 def test_joined_context_projection_is_the_layers_own() -> None:
     raw = raw_config(attention_bias=True)
     model = random_model(raw)
-    features, positions = torch.randn(5, model.config.num_features), torch.arange(3, 8)
-    before = model.context_kv(features, positions)
-    torch.testing.assert_close(model.freeze().context_kv(features, positions), before)
-
-
-def test_unknown_attention_op_is_refused_with_the_list() -> None:
-    from sglang_dflash.checkpoint.errors import ConfigError
-    from sglang_dflash.core.attention.reference import block_attention
-
-    with pytest.raises(ConfigError, match=r"'fa9' is not known; choose one of \['torch'\]"):
-        block_attention("fa9")
+    hidden, positions = torch.randn(5, model.config.num_features), torch.arange(3, 8)
+    before = model.context_kv(hidden, positions)
+    torch.testing.assert_close(model.freeze().context_kv(hidden, positions), before)

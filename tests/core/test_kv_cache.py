@@ -1,28 +1,30 @@
-"""DraftKVCache against a plain model of it: a list of entries, what is in use, and where the next one goes."""
+"""Draft KV caches against a plain model: a list of entries, those in use, and the next to write."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.core.kv_cache import DraftKVCache, IdentityDraftKVCache
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
 
 TARGET_SLOTS = 24
 SHAPE = (1, 2, 1, 1)
 
 
-def cache_of(num_slots: int) -> DraftKVCache:
-    return DraftKVCache(num_slots, TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+def cache_of(num_slots: int) -> RingKVCache:
+    return RingKVCache(num_slots, TARGET_SLOTS, SHAPE, torch.float32, "cpu")
 
 
 def stamped(values: list[int]) -> torch.Tensor:
-    """K/V entries that carry a number, so that a stranger's entry is told from one's own."""
+    """K/V entries that carry a number, to tell whose they are."""
     return torch.tensor(values, dtype=torch.float32)[:, None, None, None, None].expand(-1, *SHAPE)
 
 
 class PlainRing:
-    """The rule in plain Python: from the cursor on, overwrite what is not in use; if that is too little, whatever comes."""
+    """The rule in plain Python: from the cursor on, overwrite unused entries; if too few, any."""
 
     def __init__(self, num_slots: int) -> None:
         self.size = num_slots
@@ -36,13 +38,13 @@ class PlainRing:
     def forget(self, targets: list[int]) -> None:
         self.entries = [None if e is not None and e[0] in targets else e for e in self.entries]
 
-    def write(self, tokens: list[tuple[int, int]], share: int | None) -> None:
+    def write(self, tokens: list[tuple[int, int]], quota: int | None) -> None:
         order = [(self.cursor + i) % self.size for i in range(self.size)]
         free = [slot for slot in order if slot not in self.in_use]
-        room = self.size if share is None else min(self.size, max(share, len(free)))
-        written = tokens[max(0, len(tokens) - room) :]
-        # Too many for one write of all they are: then the free ones are no better than others.
-        enough = len(free) >= (len(tokens) if share is None else len(written))
+        limit = self.size if quota is None else min(self.size, max(quota, len(free)))
+        written = tokens[max(0, len(tokens) - limit) :]
+        # If the unused entries do not hold a whole write, all entries are alike.
+        enough = len(free) >= (len(tokens) if quota is None else len(written))
         for token, slot in zip(written, free if enough else order, strict=False):
             self.entries[slot] = token
             self.in_use.add(slot)
@@ -59,11 +61,11 @@ class PlainRing:
 
 
 slots = st.lists(st.integers(0, TARGET_SLOTS - 1), min_size=1, max_size=12, unique=True)
-keeps, shares = (
+keeps, quotas = (
     st.lists(st.booleans(), min_size=12, max_size=12),
     st.one_of(st.none(), st.integers(0, 20)),
 )
-write = st.tuples(st.just("write"), slots, keeps, shares)
+write = st.tuples(st.just("write"), slots, keeps, quotas)
 forget, read = (
     st.tuples(st.just(kind), slots, st.none(), st.none()) for kind in ("forget", "read")
 )
@@ -76,9 +78,9 @@ clear = st.tuples(st.just("clear"), st.none(), st.none(), st.none())
     operations=st.lists(st.one_of(write, write, write, read, read, forget, clear), max_size=24),
 )
 def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations: list) -> None:
-    """Recycled target slots, overwritten entries, rejected tokens and more live tokens than the ring holds."""
+    """Recycled target slots, overwritten entries, rejected tokens, more live tokens than entries."""
     cache, plain, number = cache_of(num_slots), PlainRing(num_slots), 0
-    for kind, targets, keep, share in [
+    for kind, targets, keep, quota in [
         *operations,
         ("read", list(range(TARGET_SLOTS)), None, None),
     ]:
@@ -92,46 +94,46 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations
             numbers = list(range(number, number + len(targets)))
             number += len(targets)
             kept = keep[: len(targets)]
-            cache.write(torch.tensor(targets), stamped(numbers), torch.tensor(kept), share)
+            cache.write(torch.tensor(targets), stamped(numbers), torch.tensor(kept), quota)
             plain.forget(targets)
             plain.write(
-                [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], share
+                [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], quota
             )
         else:
-            wanted = torch.zeros(TARGET_SLOTS, dtype=torch.bool)
-            wanted[targets] = True
-            found, live = cache.gather(torch.arange(TARGET_SLOTS)[None], wanted[None], room=1)
+            visible = torch.zeros(TARGET_SLOTS, dtype=torch.bool)
+            visible[targets] = True
+            found, live = cache.read(torch.arange(TARGET_SLOTS)[None], visible[None])
             expected = plain.read(targets)
             assert {t for t in range(TARGET_SLOTS) if live[0, t]} == set(expected)
             for target, stamp in expected.items():
-                assert found[0, target].flatten().tolist() == [stamp, stamp]
-        alive = sum(e is not None for e in plain.entries)
-        assert abs(cache.live_share() - alive / num_slots) < 1e-6
+                assert cache.entries[found[0, target]].flatten().tolist() == [stamp, stamp]
+        live_entries = sum(e is not None for e in plain.entries)
+        assert abs(cache.live_share() - live_entries / num_slots) < 1e-6
 
 
 def test_what_a_request_reads_outlives_any_number_of_others() -> None:
-    """Sinks and the window of a long request stay while short requests come and go through the rest of the ring."""
+    """A long request's entries stay while short requests pass through the rest of the ring."""
     cache, mine = cache_of(8), torch.tensor([[0, 1, 2, 3]])
     cache.write(mine[0], stamped([1, 2, 3, 4]))
     for i in range(20):
-        _, live = cache.gather(mine, torch.ones(1, 4, dtype=torch.bool), room=0)
+        _, live = cache.read(mine, torch.ones(1, 4, dtype=torch.bool))
         assert live.all()
         cache.write(torch.arange(4, 7) + 3 * (i % 5), stamped([9, 9, 9]))
 
 
 def test_a_prompt_yields_to_what_is_read() -> None:
-    """A prompt larger than what is free takes that, or its share; its last tokens are those that stay."""
-    for share, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
+    """A prompt too large for the unused entries takes these, or its quota; its last tokens stay."""
+    for quota, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
         cache, mine = cache_of(6), torch.arange(10, 14)
         cache.write(mine, stamped([1, 2, 3, 4]))
-        cache.gather(mine[None], torch.ones(1, 4, dtype=torch.bool), room=0)
-        cache.write(torch.arange(7), stamped(list(range(7))), share=share)
+        cache.read(mine[None], torch.ones(1, 4, dtype=torch.bool))
+        cache.write(torch.arange(7), stamped(list(range(7))), quota=quota)
         assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
-        assert int(cache.find(mine)[1].sum()) == (4 if share == 1 else 1 + 2)
+        assert int(cache.find(mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
 
 
-def test_a_stranger_in_a_recycled_slot_is_never_read() -> None:
-    """A target slot freed by one request and taken over by another's unprojected token must come back dead."""
+def test_a_recycled_target_slot_is_never_read() -> None:
+    """A target slot freed by one request and reused for a token without draft K/V is dead."""
     cache = cache_of(8)
     cache.write(torch.tensor([3]), stamped([7]))
     cache.forget(torch.tensor([3]))
@@ -144,25 +146,34 @@ def test_of_one_write_larger_than_the_ring_the_last_tokens_stay() -> None:
     assert cache.find(torch.arange(10))[1].tolist() == [False] * 6 + [True] * 4
 
 
-def test_gather_leaves_room_that_is_safe_to_write() -> None:
-    """The free rows are a copy: filling them must change no entry."""
+def test_fresh_entries_are_marked_in_use() -> None:
+    """What was written since the last read is not overwritten while unused entries are left."""
     cache = cache_of(4)
-    cache.write(torch.tensor([5, 6]), stamped([1, 2]))
-    both = torch.ones(1, 2, dtype=torch.bool)
-    kv, live = cache.gather(torch.tensor([[5, 6]]), both, room=3)
-    kv[:, -3:] = 99
-    again, _ = cache.gather(torch.tensor([[5, 6]]), both, room=0)
-    assert live.all() and again.flatten().tolist() == [1, 1, 2, 2]
+    cache.write(torch.tensor([0, 1]), stamped([1, 2]))
+    cache.cursor.zero_()
+    cache.write(torch.tensor([2, 3]), stamped([3, 4]))
+    assert cache.find(torch.arange(4))[1].all()
 
 
-def test_identity_map_keeps_everything_but_rejected_tokens() -> None:
-    cache = IdentityDraftKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
+    cache = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
     cache.entries.zero_()
     cache.write(torch.tensor([4, 5, 6]), stamped([1, 2, 3]), torch.tensor([True, False, True]))
-    kv, live = cache.gather(torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool), room=0)
-    assert live.all() and kv[0, :, 0, 0, 0, 0].tolist() == [1, 0, 3]
+    slots, live = cache.read(torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool))
+    assert live.all() and cache.entries[slots][0, :, 0, 0, 0, 0].tolist() == [1, 0, 3]
+
+
+def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:
+    """Without tags a skipped token would leave the K/V of the slot's last owner in place."""
+    visible = torch.tensor([True, False, True])
+    direct = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+    assert cache_of(4).prompt_tokens_to_write(visible).tolist() == [True, False, True]
+    assert direct.prompt_tokens_to_write(visible).all()
+    direct.forget(torch.tensor([], dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="every token must be written"):
+        direct.forget(torch.tensor([3]))
 
 
 def test_bytes_are_those_of_the_entries() -> None:
-    cache = DraftKVCache(100, TARGET_SLOTS, (3, 2, 4, 16), torch.bfloat16, "cpu")
+    cache = RingKVCache(100, TARGET_SLOTS, (3, 2, 4, 16), torch.bfloat16, "cpu")
     assert cache.nbytes == 101 * 3 * 2 * 4 * 16 * 2

@@ -1,4 +1,4 @@
-"""SGLang's sizing of the target's pool as our hooks bend it: arithmetic on made-up sizes."""
+"""SGLang's sizing of the target's pool with our memory plan: arithmetic on made-up sizes."""
 
 from __future__ import annotations
 
@@ -6,69 +6,106 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+    SpecAuxHiddenStateConfig,
+)
+from sglang.srt.model_executor.pool_configurator import _dflash_draft_cell_size
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.serving.memory import DraftKVBudget
+from sglang_dflash.serving.memory import (
+    MemoryPlan,
+    hand_plan_to_sizing,
+    is_bounded,
+    plan_of,
+    pool_config,
+)
 
-TARGET, DRAFT = 1000, 250
+TARGET, DRAFT, MEMORY = 1000, 250, 10_000_000
 
 
-def sized(budget: DraftKVBudget, memory: int) -> Any:
-    """As SGLang does: bytes per token first, then tokens."""
+def runner_with(plan: MemoryPlan | None, is_draft_worker: bool = False) -> Any:
+    """A target runner whose configurator got SGLang's description of the draft, and our plan."""
+    described = SpecAuxHiddenStateConfig(dflash_draft_num_layers=1, dflash_target_layer_ids=[1, 2])
+    runner = SimpleNamespace(spec_aux_config=described)
+    if plan is not None:
+        hand_plan_to_sizing(runner, plan)
+    runner.kv_cache_configurator = SimpleNamespace(
+        is_draft_worker=is_draft_worker,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        spec_aux_config=runner.spec_aux_config,
+        dflash_draft_cell_size_per_token=DRAFT,
+    )
+    return runner
 
-    def pool_config(_configurator: Any, budget_bytes: int) -> Any:
-        cell = budget.cell_size(
-            lambda **sizes: sum(sizes.values()),
+
+def sglang_sizing(configurator: Any, budget_bytes: int) -> Any:
+    """As `MHAPoolConfigurator` does with the same two functions: bytes per token, then tokens."""
+    layers, cell = configurator.spec_aux_config.dflash_draft_num_layers, TARGET
+    if layers:
+        cell = scale_kv_cell_size_per_token_for_dflash(
             target_cell_size_per_token=TARGET,
-            draft_cell_size_per_token=DRAFT,
+            target_num_layers=4,
+            draft_num_layers=layers,
+            draft_cell_size_per_token=_dflash_draft_cell_size(configurator) or None,
         )
-        return SimpleNamespace(max_total_num_tokens=budget_bytes // cell)
-
-    return budget.pool_config(pool_config, SimpleNamespace(is_draft_worker=False), memory)
+    return SimpleNamespace(max_total_num_tokens=budget_bytes // cell)
 
 
-def test_a_bounded_cache_is_charged_once() -> None:
-    budget = DraftKVBudget()
-    assert sized(budget, 10_000_000).max_total_num_tokens == 8_000 and not budget.is_bounded
-    budget.bounded_bytes = 500_000
-    assert sized(budget, 10_000_000).max_total_num_tokens == 9_500 and budget.is_bounded
-    assert budget.draft_cell_size(lambda _: DRAFT, None) == 0
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor import pool_configurator
+
+    monkeypatch.setattr(pool_configurator, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1))
+
+
+def tokens(runner: Any, budget_bytes: int = MEMORY) -> int:
+    sized = pool_config(sglang_sizing, runner.kv_cache_configurator, budget_bytes)
+    return sized.max_total_num_tokens
+
+
+def test_without_a_plan_sglangs_sizing_stands() -> None:
+    assert tokens(runner_with(None)) == 8_000
+
+
+def test_a_bound_leaves_the_target_more_tokens() -> None:
+    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False))
+    assert tokens(runner) == 9_500 and is_bounded(runner)
+    # Without the row, SGLang's sizing alone:
+    assert sglang_sizing(runner_with(None).kv_cache_configurator, MEMORY).max_total_num_tokens == (
+        8_000
+    )
+
+
+def test_the_rest_of_sglangs_description_stays() -> None:
+    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=True))
+    tokens(runner)
+    kept = runner.kv_cache_configurator.spec_aux_config
+    assert kept.dflash_target_layer_ids == [1, 2]
+    assert plan_of(runner.kv_cache_configurator) == MemoryPlan(500_000, replay=True, bounded=True)
 
 
 @pytest.mark.parametrize("bound", [2_100_000, 20_000_000])
-def test_a_bound_above_what_the_pool_could_hold_gives_way(bound: int) -> None:
-    """Charged once it would leave the target fewer tokens than a draft slot for each of them does."""
-    budget = DraftKVBudget()
-    budget.bounded_bytes = bound
-    assert sized(budget, 10_000_000).max_total_num_tokens == 8_000 and not budget.is_bounded
-    assert budget.draft_cell_size(lambda _: DRAFT, None) == DRAFT
+def test_a_bound_above_what_the_pool_holds_gives_way(bound: int) -> None:
+    """Charged once it would leave the target fewer tokens than a draft slot for each of them."""
+    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=bound, replay=False))
+    assert tokens(runner) == 8_000 and not is_bounded(runner)
+    # SGLang sizes with the configurator again later on: the draft is still charged per token.
+    assert sglang_sizing(runner.kv_cache_configurator, MEMORY).max_total_num_tokens == 8_000
 
 
-def test_once_allocated_the_draft_kv_is_not_charged_again() -> None:
-    budget = DraftKVBudget()
-    budget.bounded_bytes = 0
-    assert sized(budget, 9_000_000).max_total_num_tokens == 9_000
+def test_no_bound_is_sglangs_sizing() -> None:
+    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=None, replay=True))
+    assert tokens(runner) == 8_000 and not is_bounded(runner)
 
 
-def test_the_hooked_functions_have_the_arguments_that_the_hooks_take() -> None:
-    assert scale_kv_cell_size_per_token_for_dflash(
-        target_cell_size_per_token=TARGET,
-        target_num_layers=4,
-        draft_num_layers=1,
-        draft_cell_size_per_token=DRAFT,
-    ) == (TARGET + DRAFT)
+def test_allocated_draft_kv_is_not_charged_again() -> None:
+    """The second sizing, after graphs were captured, finds less memory free by the draft K/V."""
+    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False))
+    tokens(runner)
+    assert tokens(runner, 9_000_000) == 9_000
 
 
-def test_every_hook_found_its_target() -> None:
-    """SGLang only logs a hook whose target has moved."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    ours = {
-        target
-        for target, hooks in HookRegistry._hooks.items()
-        if any("sglang_dflash" in hook.__module__ for _, hook, _ in hooks)
-    }
-    assert len(ours) > 8
-    assert ours <= HookRegistry._patched
+def test_a_draft_runner_has_no_plan() -> None:
+    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False), True)
+    assert tokens(runner) == 8_000

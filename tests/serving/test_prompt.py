@@ -7,31 +7,33 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.core.kv_cache import DraftKVCache
-from sglang_dflash.core.options import Options
-from sglang_dflash.serving import compat
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.serving.batch import recompute_cached_tail
 from sglang_dflash.serving.prompt import PromptTokens, missing_tails
 
-WINDOW = Options(block_size=4, window=6, sinks=2)
+WINDOW = ContextWindow(tokens=6, sinks=2)
 
 
 def test_only_what_a_draft_can_see_is_projected() -> None:
-    """Two requests of 12 and 5 tokens, of which the first has 3 cached: it shows its sinks (cached) and its last 6."""
+    """Two requests of 12 and 5 tokens; of the first 3 are cached, its sinks among them."""
     tokens = PromptTokens.of([3, 0], [12, 5], [12, 5], WINDOW)
     assert tokens.rows.tolist() == [0] * 9 + [1] * 5
-    assert tokens.positions[tokens.seen].tolist() == [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4]
-    # A chunk in the middle of a long prompt: nothing of it will be in the window when drafting begins.
-    assert not PromptTokens.of([4], [8], [40], WINDOW).seen.any()
-    assert PromptTokens.of([4], [8], [40], Options(block_size=4)).seen.all()
+    assert tokens.positions[tokens.visible].tolist() == [6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4]
+    # A chunk in the middle of a long prompt has left the window when drafting begins.
+    assert not PromptTokens.of([4], [8], [40], WINDOW).visible.any()
+    assert PromptTokens.of([4], [8], [40], None).visible.all()
 
 
-def test_where_not_all_fit_each_request_keeps_its_newest() -> None:
+def test_if_not_all_fit_each_request_keeps_its_newest() -> None:
     tokens = PromptTokens.of([8, 0], [12, 3], [12, 3], WINDOW)
-    order = tokens.newest_last()
+    order = tokens.newest_last(tokens.visible)
     assert list(zip(tokens.rows[order].tolist(), tokens.positions[order].tolist(), strict=True)) == [
         (0, 8), (0, 9), (1, 0), (0, 10), (1, 1), (0, 11), (1, 2),
     ]  # fmt: skip
-    assert PromptTokens.of([4], [8], [40], WINDOW).newest_last().tolist() == []
+    hidden = PromptTokens.of([4], [8], [40], WINDOW)
+    assert hidden.newest_last(hidden.visible).tolist() == []
 
 
 def batch_of(prefixes: list[int], lengths: list[int]) -> Any:
@@ -51,19 +53,26 @@ def batch_of(prefixes: list[int], lengths: list[int]) -> Any:
 
 def test_the_tail_begins_at_the_first_lost_token_and_is_bounded() -> None:
     table = torch.arange(60).view(3, 20)
-    cache = DraftKVCache(60, 60, (1, 2, 1, 1), torch.float32, "cpu")
-    # 9, 9 and 9 tokens cached of 10: visible are 0, 1 and 4 to 8. The first has lost 6, the second nothing, the third all.
-    alive = [*table[0, [0, 1, 4, 5, 7, 8]], *table[1, [0, 1, 4, 5, 6, 7, 8]]]
-    cache.write(torch.stack(alive), torch.zeros(len(alive), 1, 2, 1, 1))
+    cache = RingKVCache(60, 60, (1, 2, 1, 1), torch.float32, "cpu")
+    # 9 of 10 tokens are cached, 0, 1 and 4 to 8 visible. The first request has lost 6, the second
+    # nothing, the third all.
+    live = [*table[0, [0, 1, 4, 5, 7, 8]], *table[1, [0, 1, 4, 5, 6, 7, 8]]]
+    cache.write(torch.stack(live), torch.zeros(len(live), 1, 2, 1, 1))
     batch = batch_of([9, 9, 9], [10, 10, 10])
     assert missing_tails(batch, table, cache, WINDOW, limit=5) == [3, 0, 5]
     assert missing_tails(batch, table, cache, WINDOW, limit=2) == [0, 0, 2]
-    # With room for the sinks, too, all the prefix is computed again.
+    # If the limit reaches the sinks, the whole prefix is computed again.
     assert missing_tails(batch, table, cache, WINDOW, limit=50) == [3, 0, 9]
     assert missing_tails(batch_of([0, 0], [3, 4]), table, cache, WINDOW, limit=5) == [0, 0]
 
 
-def test_a_prefill_is_extended_backwards_and_put_back() -> None:
+def test_a_direct_cache_has_lost_nothing() -> None:
+    table = torch.arange(60).view(3, 20)
+    cache = DirectKVCache(60, (1, 2, 1, 1), torch.float32, "cpu")
+    assert missing_tails(batch_of([9, 9], [10, 10]), table, cache, WINDOW, limit=5) == [0, 0]
+
+
+def test_a_cached_tail_is_recomputed_and_the_batch_put_back() -> None:
     batch = batch_of([4, 2], [6, 5])
     batch.input_ids, batch.out_cache_loc = (
         torch.tensor([4, 5, 2, 3, 4]),
@@ -71,9 +80,9 @@ def test_a_prefill_is_extended_backwards_and_put_back() -> None:
     )
     batch.extend_num_tokens, batch.extend_logprob_start_lens = 5, [2, 3]
     before = dict(vars(batch))
-    with compat.extended_backwards(batch, [3, 0]):
+    with recompute_cached_tail(batch, [3, 0]):
         assert batch.input_ids.tolist() == [1, 2, 3, 4, 5, 2, 3, 4]
-        # The recomputed tokens' KV goes to the slot that nobody reads: the shared prefix stays as it is, to the bit.
+        # The KV of recomputed tokens goes to the padding slot: the shared prefix does not change.
         assert batch.out_cache_loc.tolist() == [0, 0, 0, 14, 15, 22, 23, 24]
         assert (batch.prefix_lens, batch.extend_lens, batch.extend_num_tokens) == (
             [1, 2],

@@ -1,83 +1,60 @@
-"""Attention of a drafted block over its context and itself: what may be seen, and the ops that compute it."""
+"""The reference backend: torch operations on a copy of the visible K/V. Runs on every device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import LayerAttention
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.attention.table import ContextTable
+from sglang_dflash.core.attention.visibility import visibility
 
-# (q [R, B, H, D], k [R, C + B, G, D], v [R, C + B, G, D], mask bool [R, 1 or B, C + B]) -> [R, B, H, D]
-BlockAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+class TorchAttention:
+    """`DraftAttention` by scaled_dot_product_attention with a mask per kind of layer."""
+
+    def __init__(self, layers: Sequence[LayerAttention], block_size: int) -> None:
+        self._layers, self._block = tuple(layers), block_size
+        self._kv = torch.empty(0)  # [R, C + B, L, 2, G, D]
+        self._masks: dict[LayerAttention, Tensor] = {}
+
+    def prepare(self, entries: Tensor, table: ContextTable) -> None:
+        """Copy the visible entries, and leave B free columns for the block's own K/V."""
+        free = table.slots.new_full((1, 1), len(entries) - 1).expand(len(table.slots), self._block)
+        rows = torch.cat((table.slots, free), dim=1)
+        self._kv = entries.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        self._masks = {
+            kind: visibility(kind, table.positions, table.seq_lens, table.live, self._block)
+            for kind in set(self._layers)
+        }
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._kv[:, -self._block :, layer, 0] = k
+        self._kv[:, -self._block :, layer, 1] = v
+        kv = self._kv[:, :, layer].to(q.dtype)
+        return torch_block_attention(q, kv[:, :, 0], kv[:, :, 1], self._masks[self._layers[layer]])
 
 
 def torch_block_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """The reference: softmax(q k^T / sqrt(D)) v in torch. Query heads of one kv head become its rows, so no K is repeated."""
-    heads, kv_heads = q.shape[2], k.shape[2]
-    groups, block = heads // kv_heads, q.shape[1]
-    rows = (
-        q.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    )  # [R, G, g * B, D]
-    if mask.shape[1] > 1:
-        mask = mask.repeat(1, groups, 1)
-    out = F.scaled_dot_product_attention(
-        rows, k.transpose(1, 2), v.transpose(1, 2), mask[:, None].expand(-1, -1, rows.shape[2], -1)
-    )
-    return out.unflatten(2, (groups, block)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-ATTENTION_OPS: dict[str, BlockAttention] = {"torch": torch_block_attention}
-
-
-def block_attention(name: str) -> BlockAttention:
-    """The op of that name; raises ConfigError with the list of known names."""
-    if name not in ATTENTION_OPS:
-        raise ConfigError(
-            f"draft attention: {name!r} is not known; choose one of {sorted(ATTENTION_OPS)}"
-        )
-    return ATTENTION_OPS[name]
-
-
-def context_positions(seq_lens: Tensor, width: int, window: int | None, sinks: int) -> Tensor:
-    """Which positions the block of each request reads: the first `sinks` and the last `window` of its committed tokens.
+    """softmax(q k^T / sqrt(D)) v.
 
     Args:
-        seq_lens: int64 `[R]`, committed tokens.
-        width: columns to fill, at most `window + sinks`; enough for the longest request.
+        q: `[R, B, H, D]`.
+        k, v: `[R, C + B, G, D]`.
+        mask: bool `[R, 1 or B, C + B]`.
 
     Returns:
-        int64 `[R, width]`; a column past the request's own tokens holds a position >= its seq_len.
+        `[R, B, H, D]`.
     """
-    column = torch.arange(width, device=seq_lens.device)
-    if window is None:
-        return column.expand(len(seq_lens), -1)
-    tail = (seq_lens - window).clamp(min=sinks)[:, None]
-    return torch.where(column < sinks, column, tail + column - sinks)
-
-
-def visibility(
-    layer: LayerAttention, positions: Tensor, seq_lens: Tensor, live: Tensor, block: int
-) -> Tensor:
-    """Bool mask `[R, 1 or B, C + B]` of what each block position of a layer sees.
-
-    Args:
-        positions: int64 `[R, C]`, the context's (see `context_positions`).
-        live: bool `[R, C]`, whether there is such a token and the cache still holds it.
-    """
-    seen = live[:, None]  # [R, 1, C]
-    step = torch.arange(block, device=seq_lens.device)
-    inside = torch.ones(1, 1, block, dtype=torch.bool, device=seq_lens.device)
-    if layer.causal or layer.window is not None:
-        behind = step[:, None] - step  # how far each key of the block lies behind the query
-        inside = (behind >= 0) if layer.causal else torch.ones_like(behind, dtype=torch.bool)
-        if layer.window is not None:
-            inside = inside & (behind < layer.window)
-            query = (seq_lens[:, None] + step)[..., None]  # [R, B, 1]
-            seen = seen & (query - positions[:, None] < layer.window)
-        inside = inside[None]
-    rows = max(seen.shape[1], inside.shape[1])
-    return torch.cat((seen.expand(-1, rows, -1), inside.expand(len(seen), rows, -1)), dim=-1)
+    heads, kv_heads = q.shape[2], k.shape[2]
+    groups, block = heads // kv_heads, q.shape[1]
+    # Query heads that share a kv head become its rows, so that no K is repeated: [R, G, g * B, D].
+    rows = q.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if mask.shape[1] > 1:
+        mask = mask.repeat(1, groups, 1)
+    mask = mask[:, None].expand(-1, -1, rows.shape[2], -1)
+    out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), mask)
+    return out.unflatten(2, (groups, block)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,108 @@
+"""The interface of draft attention, and the backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.attention.reference import TorchAttention
+from sglang_dflash.core.attention.table import ContextTable
+
+
+class DraftAttention(Protocol):
+    """Attention of the drafted blocks of R requests: `prepare` once per step, then `attend` for
+    every layer of that step.
+
+    Letters in shapes: R requests, B block positions, C context columns, H query heads, G kv heads,
+    D head dim.
+    """
+
+    def prepare(self, entries: Tensor, table: ContextTable) -> None:
+        """Take what all layers of a step share.
+
+        Args:
+            entries: the draft KV cache's entries `[S, L, 2, G, D]`.
+            table: which of them each request reads.
+        """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """softmax(q k^T / sqrt(D)) v over the visible context and the block.
+
+        Args:
+            layer: draft layer, from 0.
+            q: `[R, B, H, D]`, after norm and RoPE.
+            k: `[R, B, G, D]`, the block's own keys, after norm and RoPE.
+            v: `[R, B, G, D]`.
+
+        Returns:
+            `[R, B, H, D]` in q's dtype.
+        """
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can serve, as data. None: no limit.
+
+    Attributes:
+        devices: torch device types.
+        head_dims: head dims.
+        sliding_layers: whether it serves layers with a sliding window.
+        capturable: whether `prepare` and `attend` can be captured in a CUDA graph.
+    """
+
+    devices: frozenset[str] | None = None
+    head_dims: frozenset[int] | None = None
+    sliding_layers: bool = True
+    capturable: bool = False
+
+    def obstacle(self, config: DraftConfig, device: torch.device) -> str | None:
+        """The first reason why this draft cannot be served on that device, or None."""
+        if self.devices is not None and device.type not in self.devices:
+            return f"runs on {', '.join(sorted(self.devices))}, not on {device.type}"
+        if self.head_dims is not None and config.head_dim not in self.head_dims:
+            served = ", ".join(map(str, sorted(self.head_dims)))
+            return f"serves head dim {served}, the draft's is {config.head_dim}"
+        if not self.sliding_layers and any(x.sliding_window is not None for x in config.layers):
+            return "does not serve sliding-window layers, which this draft has"
+        return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A row of the table: what it can serve, and how to make one for a draft and a block size."""
+
+    capabilities: Capabilities
+    make: Callable[[DraftConfig, int], DraftAttention]
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "torch": Backend(Capabilities(), lambda config, block: TorchAttention(config.layers, block)),
+}
+
+
+def make_attention(
+    name: str,
+    config: DraftConfig,
+    block_size: int,
+    device: torch.device,
+    backends: Mapping[str, Backend] = BACKENDS,
+) -> DraftAttention:
+    """The backend of that name for a draft.
+
+    Raises:
+        ConfigError: the name is unknown, or the backend cannot serve this draft on this device; the
+            message lists those that can.
+    """
+    obstacles = {key: row.capabilities.obstacle(config, device) for key, row in backends.items()}
+    able = sorted(key for key, obstacle in obstacles.items() if obstacle is None)
+    if name not in backends:
+        raise ConfigError(f"draft attention: {name!r} is unknown; choose one of {able}")
+    if obstacles[name] is not None:
+        raise ConfigError(f"draft attention: {name!r} {obstacles[name]}; choose one of {able}")
+    return backends[name].make(config, block_size)

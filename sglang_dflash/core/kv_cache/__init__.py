@@ -1,0 +1,85 @@
+"""Draft K/V as a cache keyed by the token's slot in the target's KV pool.
+
+Because the key is the target's slot, shared prefixes, prefix-cache hits, retraction and eviction
+need no code here: a reader of a target slot finds the draft K/V of the token in it, or learns that
+it is gone. A lost entry costs acceptance, never exactness.
+
+`DraftKVCache` is the interface. `ring` bounds the number of entries; `direct` has one per target
+slot.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class DraftKVCache(Protocol):
+    """Draft K/V entries, found by target slot.
+
+    Letters in shapes: N tokens, R requests, C context columns, L draft layers, G kv heads, D head
+    dim. Target slots are int64. No method but `live_share` reads a device value on the host.
+
+    Attributes:
+        num_slots: entries, without the padding row.
+        entries: `[num_slots + 1, L, 2, G, D]`, always finite. The last row is padding: writes that
+            are not kept go there.
+        is_bounded: whether there are fewer entries than target slots. For reports.
+    """
+
+    num_slots: int
+    entries: Tensor
+    is_bounded: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the K/V entries."""
+
+    def write(
+        self,
+        target_slots: Tensor,
+        kv: Tensor,
+        keep: Tensor | None = None,
+        quota: int | None = None,
+    ) -> None:
+        """Enter tokens in order. If not all fit, the last ones stay.
+
+        Args:
+            target_slots: `[N]`, distinct among the kept ones.
+            kv: `[N, L, 2, G, D]`.
+            keep: bool `[N]`; a token that is not kept is marked dead. None keeps all.
+            quota: entries that these tokens may take beyond the unused ones' number: the larger of
+                the two counts. None takes as many as needed.
+        """
+
+    def forget(self, target_slots: Tensor) -> None:
+        """Mark tokens `[N]` dead: their target slots hold tokens that were not written."""
+
+    def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
+
+    def read(self, target_slots: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        """`find` for all running requests at once: until the next `read`, the entries found are the
+        last to be overwritten.
+
+        Args:
+            target_slots: `[R, C]`.
+            visible: bool `[R, C]`, False in columns past a request's tokens.
+
+        Returns:
+            Entry numbers int64 `[R, C]`, and bool `[R, C]`: visible and live.
+        """
+
+    def prompt_tokens_to_write(self, visible: Tensor) -> Tensor:
+        """Which prompt tokens to project, bool `[N]`; the others must be passed to `forget`.
+
+        Args:
+            visible: bool `[N]` on the host, whether a draft of this request can ever see the token.
+        """
+
+    def live_share(self) -> float:
+        """Share of the entries that a reader would find. Synchronizes with the device."""
+
+    def clear(self) -> None:
+        """Forget everything."""

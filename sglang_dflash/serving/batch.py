@@ -1,0 +1,161 @@
+"""SGLang's batch, on its way into the target and back: what a verify forward and a prefill need of
+it, and what the next step is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from torch import Tensor
+
+__all__ = [
+    "PADDING_SLOT",
+    "CaptureHiddenMode",
+    "DraftInput",
+    "GenerationBatchResult",
+    "ScheduleBatch",
+    "can_recompute_cached_tail",
+    "draft_input",
+    "host_lengths",
+    "recompute_cached_tail",
+    "record_stream",
+    "verify_batch",
+]
+
+# SGLang's pools keep slot 0 for padding: it is written and never read.
+PADDING_SLOT = 0
+
+
+@contextmanager
+def restored(batch: ScheduleBatch, *names: str) -> Iterator[None]:
+    """Put these fields of the batch back at the end, whatever happens in between."""
+    before = {name: getattr(batch, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(batch, name, value)
+
+
+def verify_batch(
+    batch: ScheduleBatch, target_worker: Any, block: Tensor, positions: Tensor, cache_locs: Tensor
+) -> ForwardBatch:
+    """The target's forward over the drafted blocks.
+
+    While it is prepared, the host-side lengths of `batch` count the block in; they are put back
+    even if the preparation raises.
+
+    Args:
+        block: int64 `[R, B]`.
+        positions: int64 `[R, B]`.
+        cache_locs: int64 `[R, B]`, the KV slots to write.
+    """
+    block_size = block.shape[1]
+    batch.out_cache_loc = cache_locs.flatten()
+    with restored(batch, "seq_lens_cpu", "seq_lens_sum"):
+        if batch.seq_lens_cpu is not None:
+            batch.seq_lens_cpu = batch.seq_lens_cpu + block_size
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        else:
+            # The backend plans from device lengths; the host knows what is reserved.
+            batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
+            batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_sum
+        verify_input = DFlashVerifyInput(
+            draft_token=block.flatten(),
+            positions=positions.flatten(),
+            draft_token_num=block_size,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+        )
+        forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
+    return forward_batch
+
+
+def host_lengths(batch: ScheduleBatch) -> Tensor:
+    """Upper bounds on the committed lengths that the host knows without reading the device."""
+    if batch.seq_lens_cpu is not None:
+        return batch.seq_lens_cpu
+    return batch.spec_info.nxt_kv_lens_cpu
+
+
+def can_recompute_cached_tail(batch: ScheduleBatch) -> bool:
+    """Whether a prefill can take in cached tokens again: not if log-probabilities, embeddings or
+    another request's decode are laid out along its new tokens."""
+    embeds = (batch.input_embeds, batch.replace_embeds, *(batch.multimodal_inputs or ()))
+    has_embeds = any(embed is not None for embed in embeds)
+    return not (batch.return_logprob or batch.forward_mode.is_mixed() or has_embeds)
+
+
+@contextmanager
+def recompute_cached_tail(batch: ScheduleBatch, counts: list[int]) -> Iterator[None]:
+    """While this lasts, the prefill `batch` begins `counts` tokens earlier in each cached prefix.
+
+    The target computes these tokens from the KV of the prefix as it is. The KV that comes out goes
+    to the padding slot, so that a shared prefix does not change by a rounding.
+    """
+    if not any(counts):
+        yield
+        return
+    ids, slots = [], []
+    lens = batch.extend_lens
+    new = zip(batch.input_ids.split(lens), batch.out_cache_loc.split(lens), strict=True)
+    for request, prefix, count, (new_ids, new_slots) in zip(
+        batch.reqs, batch.prefix_lens, counts, new, strict=True
+    ):
+        recomputed = request.get_fill_ids()[prefix - count : prefix]
+        ids += [new_ids.new_tensor(list(recomputed)), new_ids]
+        slots += [new_slots.new_full((count,), PADDING_SLOT), new_slots]
+    with restored(
+        batch,
+        "input_ids",
+        "out_cache_loc",
+        "prefix_lens",
+        "extend_lens",
+        "extend_num_tokens",
+        "extend_logprob_start_lens",
+    ):
+        starts = batch.extend_logprob_start_lens
+        batch.input_ids, batch.out_cache_loc = torch.cat(ids), torch.cat(slots)
+        batch.prefix_lens = [n - c for n, c in zip(batch.prefix_lens, counts, strict=True)]
+        batch.extend_lens = [n + c for n, c in zip(lens, counts, strict=True)]
+        batch.extend_logprob_start_lens = [n + c for n, c in zip(starts, counts, strict=True)]
+        batch.extend_num_tokens += sum(counts)
+        yield
+
+
+class DraftInput(DFlashDraftInputV2):
+    """What SGLang carries from one step to the next, with penalty counts as in plain decoding.
+
+    SGLang's own class does not count output tokens: frequency, presence and repetition penalties
+    never see one, and min_new_tokens never ends.
+    """
+
+    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
+        if batch.sampling_info.penalizer_orchestrator.is_required:
+            batch.cumulate_penalty_output_tokens()
+        super().prepare_for_decode(batch)
+
+
+def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor) -> DraftInput:
+    """The next step's input: bonus tokens and committed lengths, both int64 `[R]`. The fields of
+    other algorithms stay empty."""
+    empty = bonus_tokens.new_empty((len(bonus_tokens), 0), dtype=torch.float32)
+    return DraftInput(
+        topk_p=empty,
+        topk_index=empty.long(),
+        bonus_tokens=bonus_tokens.long(),
+        new_seq_lens=new_seq_lens.long(),
+        hidden_states=empty,
+    )
+
+
+def record_stream(tensor: Tensor) -> None:
+    """Tell the allocator that our stream uses a tensor that overlap scheduling made on another."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream())

@@ -1,0 +1,123 @@
+"""Every change that serving makes to SGLang, one row each. See docs/upgrading-sglang.md.
+
+Rows name our functions as `MODULE:NAME`, so that this table loads without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from sglang_dflash.plugin.seam import Kind, Seam, lazy
+
+_SRT = "sglang.srt."
+_OURS = "sglang_dflash.serving."
+_ENGINE = "tests/engine/"
+
+
+def engine_arguments(original: Any) -> Any:
+    """The factory of `Engine(**kwargs)` arguments, with our keyword arguments accepted."""
+    build = functools.partial(lazy(_OURS + "arguments:server_args_from_kwargs"), original)
+    return staticmethod(build)
+
+
+SEAMS = (
+    Seam(
+        target=_SRT + "server_args.ServerArgs.add_cli_args",
+        kind=Kind.AFTER,
+        ours=_OURS + "arguments:add_flags",
+        reason="SGLang does not know our flags, nor the published commands' spelling of its own.",
+        proof="tests/serving/test_seams.py::test_our_flags_are_unknown_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "server_args.ServerArgs.from_cli_args",
+        kind=Kind.AFTER,
+        ours=_OURS + "arguments:keep_flags",
+        reason="ServerArgs drops values of flags that are no fields of it.",
+        proof="tests/serving/test_seams.py::test_our_values_are_dropped_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "entrypoints.engine.Engine.server_args_class",
+        kind=Kind.WRAP,
+        ours=engine_arguments,
+        reason="Engine(**kwargs) rejects our keyword arguments; it builds its arguments right "
+        "after the plugins were loaded, without a command line.",
+        proof="tests/serving/test_seams.py::test_engine_rejects_our_arguments_without_the_row",
+        only_if_loaded=_SRT + "entrypoints.engine",
+    ),
+    Seam(
+        target=_SRT + "arg_groups.speculative_hook.handle_speculative_decoding",
+        kind=Kind.BEFORE,
+        ours=_OURS + "pairing:check_pair",
+        reason="A draft that does not fit fails inside a child process, minutes later.",
+        proof=_ENGINE + "test_start_up.py::test_a_pair_that_does_not_fit_is_refused",
+    ),
+    Seam(
+        target=_SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        kind=Kind.AROUND,
+        ours=_OURS + "pairing:create_worker",
+        reason="SGLang's own DFLASH worker would serve.",
+        proof="tests/serving/test_seams.py::test_the_builtin_worker_serves_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",
+        kind=Kind.AROUND,
+        ours=_OURS + "memory:pool_config",
+        reason="SGLang charges a draft slot per target token, whatever the draft's window.",
+        proof="tests/serving/test_memory.py::test_a_bound_leaves_the_target_more_tokens",
+    ),
+    Seam(
+        target=_SRT + "speculative.dflash_utils.validate_dflash_request",
+        kind=Kind.AROUND,
+        ours=_OURS + "request_fixes:refuse_hidden_states",
+        reason="Without overlap, return_hidden_states is accepted and answered with an empty list.",
+        proof="tests/serving/test_seams.py::test_hidden_states_are_accepted_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "session.streaming_session.StreamingSession.try_cache_finished_req",
+        kind=Kind.AFTER,
+        ours=_OURS + "request_fixes:without_last_token",
+        reason="A streaming session's next turn attends to a slot that no forward has written.",
+        proof="tests/serving/test_seams.py::test_a_session_counts_an_unwritten_token",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler_components.internal_state"
+        ".SchedulerInternalStateController._add_speculative",
+        kind=Kind.AFTER,
+        ours=_OURS + "metrics:add_report",
+        reason="/server_info shows nothing of an out-of-tree worker.",
+        proof="tests/serving/test_seams.py::test_server_info_shows_no_worker_without_the_row",
+    ),
+)
+
+# Applied in the scheduler process when replay serves, before the state pool is sized.
+REPLAY_SEAMS = (
+    Seam(
+        target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
+        kind=Kind.AROUND,
+        ours=_OURS + "replay_pool:size_state_pool",
+        reason="SGLang reserves a state per block position and request.",
+        proof="tests/serving/test_replay_pool.py::test_sizing_reserves_no_snapshots",
+    ),
+    Seam(
+        target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
+        kind=Kind.AROUND,
+        ours=_OURS + "replay_pool:build_state_pool",
+        reason="SGLang allocates a state per block position and request.",
+        proof="tests/serving/test_replay_pool.py::test_the_pool_has_no_snapshots",
+    ),
+    Seam(
+        target=_SRT + "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+        kind=Kind.AROUND,
+        ours=_OURS + "replay_pool:record_verify",
+        reason="The gates' inputs of a verify forward are lost, and its window is overwritten.",
+        proof="tests/serving/test_replay_pool.py::test_only_verify_forwards_are_recorded",
+    ),
+    Seam(
+        target=_SRT + "layers.attention.linear.gdn_backend.GDNKernelDispatcher.target_verify",
+        kind=Kind.AROUND,
+        ours=_OURS + "replay_pool:verify_without_snapshots",
+        reason="The kernel would write snapshots to a buffer that has no memory.",
+        proof="tests/serving/test_replay_pool.py::test_a_buffer_without_memory_is_not_passed_on",
+    ),
+)

@@ -1,0 +1,69 @@
+"""Selection of draft attention: by name, refused with the list of what would work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.attention.backend import BACKENDS, Backend, Capabilities, make_attention
+from sglang_dflash.core.attention.reference import TorchAttention
+from sglang_dflash.core.attention.table import ContextTable
+from tests.conftest import raw_config
+
+CPU = torch.device("cpu")
+SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 6}
+
+
+def config(**changes: object) -> DraftConfig:
+    return DraftConfig.from_dict(raw_config(**changes))
+
+
+def only(**limits: object) -> dict[str, Backend]:
+    """The table with one more backend, `narrow`, that has these limits."""
+    narrow = replace(BACKENDS["torch"], capabilities=Capabilities(**limits))  # type: ignore[arg-type]
+    return {**BACKENDS, "narrow": narrow}
+
+
+def test_an_unknown_name_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigError, match=r"'fa9' is unknown; choose one of \['torch'\]"):
+        make_attention("fa9", config(), 4, CPU)
+
+
+@pytest.mark.parametrize(
+    ("limits", "changes", "message"),
+    [
+        ({"devices": frozenset({"cuda"})}, {}, "runs on cuda, not on cpu"),
+        ({"head_dims": frozenset({64, 128})}, {}, "serves head dim 64, 128, the draft's is 16"),
+        ({"sliding_layers": False}, SLIDING, "does not serve sliding-window layers"),
+    ],
+    ids=["device", "head-dim", "sliding"],
+)
+def test_what_a_backend_cannot_serve_is_refused(
+    limits: dict[str, object], changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"'narrow' {message}.*choose one of \['torch'\]"):
+        make_attention("narrow", config(**changes), 4, CPU, only(**limits))
+
+
+def test_within_its_limits_a_backend_serves() -> None:
+    limits = {"devices": frozenset({"cpu"}), "head_dims": frozenset({16}), "sliding_layers": False}
+    assert make_attention("narrow", config(), 4, CPU, only(**limits)) is not None
+
+
+def test_the_reference_leaves_the_cache_as_it_is() -> None:
+    """The block's own K/V goes to free columns of a copy: no entry changes, padding included."""
+    layers, block = config(**SLIDING).layers, 4
+    attention, entries = TorchAttention(layers, block), torch.randn(9, 3, 2, 2, 16)
+    before = entries.clone()
+    slots = torch.tensor([[5, 6], [0, 3]])
+    live = torch.tensor([[True, True], [True, False]])
+    positions, seq_lens = torch.tensor([[0, 1], [0, 1]]), torch.tensor([2, 1])
+    attention.prepare(entries, ContextTable(slots, live, positions, seq_lens))
+    q, kv = torch.randn(2, block, 4, 16), torch.randn(2, block, 2, 16)
+    for layer in range(3):
+        assert attention.attend(layer, q, kv, kv).shape == q.shape
+    assert entries.equal(before)

@@ -1,0 +1,117 @@
+"""Replay's changes to SGLang: no snapshots are sized, allocated or written; verify is recorded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash.serving import replay_pool
+from sglang_dflash.serving.memory import MemoryPlan
+
+REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
+
+
+def configurator(plan: MemoryPlan | None) -> Any:
+    return SimpleNamespace(
+        is_draft_worker=False,
+        spec_aux_config=SimpleNamespace(plan=plan),
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+    )
+
+
+def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reserves them if there is a speculative algorithm; replay's own bytes are taken off."""
+    monkeypatch.setattr(replay_pool, "replay_bytes", lambda _: 2**29)
+    found: list[tuple[Any, float]] = []
+
+    def handle(of: Any, rest_gb: float) -> float:
+        found.append((of.spec_algorithm, rest_gb))
+        return rest_gb
+
+    for plan in (REPLAY, SNAPSHOT, None):
+        of = configurator(plan)
+        replay_pool.size_state_pool(handle, of, 4.0)
+        assert of.spec_algorithm is SpeculativeAlgorithm.DFLASH
+    none, dflash = SpeculativeAlgorithm.NONE, SpeculativeAlgorithm.DFLASH
+    assert found == [(none, 3.5), (dflash, 4.0), (dflash, 4.0)]
+
+
+def test_the_algorithm_is_put_back_if_sizing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_pool, "replay_bytes", lambda _: 0)
+    of = configurator(REPLAY)
+    with pytest.raises(ZeroDivisionError):
+        replay_pool.size_state_pool(lambda *_: 1 / 0, of, 4.0)
+    assert of.spec_algorithm is SpeculativeAlgorithm.DFLASH
+
+
+def test_the_pool_has_no_snapshots() -> None:
+    def build(_configurator: Any, **_: Any) -> type:
+        return HybridReqToTokenPool.mamba_pool_cls
+
+    assert replay_pool.build_state_pool(build, configurator(REPLAY)) is replay_pool.ReplayPool
+    assert replay_pool.build_state_pool(build, configurator(SNAPSHOT)) is MambaPool
+    with pytest.raises(ZeroDivisionError):
+        replay_pool.build_state_pool(lambda *_, **__: 1 / 0, configurator(REPLAY))
+    assert HybridReqToTokenPool.mamba_pool_cls is MambaPool
+
+
+class FakePool(replay_pool.ReplayPool):
+    """Two layers, four state slots, a convolution of width 4 over 3 channels."""
+
+    def __init__(self) -> None:
+        self.mamba_cache = SimpleNamespace(conv=[torch.randn(2, 4, 3, 3)])
+        self.recording = replay_pool.Recording()
+
+
+def verify(is_verify: bool, state_pool: Any) -> None:
+    requests = SimpleNamespace(
+        size=5, mamba_pool=state_pool, mamba2_layer_index=lambda layer_id: layer_id - 10
+    )
+    slots = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1], dtype=torch.int32))
+    forward = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_target_verify=lambda: is_verify),
+        spec_info=SimpleNamespace(draft_token_num=2),
+    )
+    backend = SimpleNamespace(req_to_token_pool=requests, forward_metadata=slots)
+    a = torch.arange(8.0).view(4, 2)
+    calls: list[tuple[Any, ...]] = []
+    for layer in (SimpleNamespace(layer_id=11), SimpleNamespace(layer_id=10)):
+        replay_pool.record_verify(
+            lambda *args, **_: calls.append(args), backend, layer, forward, None, a, -a
+        )
+    assert len(calls) == 2
+
+
+def test_only_verify_forwards_are_recorded() -> None:
+    pool = FakePool()
+    verify(False, pool)
+    assert not pool.recording.layers
+    verify(True, pool)
+    recording = pool.recording
+    assert [recording.layers[i].layer_id for i in (0, 1)] == [10, 11]
+    # Two requests of two tokens, two value heads; a in the first half, b in the second.
+    assert recording.gates.shape == (2, 2, 6, 2, 2)
+    assert recording.gates[0, 0, :2].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert recording.gates[1].equal(-recording.gates[0])
+    assert recording.windows[:, :2].equal(pool.mamba_cache.conv[0][:, [3, 1]])
+
+
+def test_a_target_that_keeps_snapshots_is_not_recorded() -> None:
+    verify(True, SimpleNamespace())
+
+
+def test_a_buffer_without_memory_is_not_passed_on() -> None:
+    passed: list[Any] = []
+
+    def target_verify(_dispatcher: Any, **kwargs: Any) -> None:
+        passed.append(kwargs["intermediate_states_buffer"])
+
+    real = torch.zeros(2, 3)
+    for buffer in (real, torch.zeros(()).expand(2, 3), None):
+        replay_pool.verify_without_snapshots(target_verify, None, intermediate_states_buffer=buffer)
+    assert passed == [real, None, None] or (passed[0] is real and passed[1:] == [None, None])

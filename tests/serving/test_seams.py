@@ -1,0 +1,140 @@
+"""Every row of serving's seams: its target is there, and the defect appears without it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import pkgutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_dflash.plugin.seam import Kind, Seam, check
+from sglang_dflash.serving import arguments, metrics, request_fixes
+from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
+
+ROOT = Path(__file__).parents[2]
+ROWS = [*SEAMS, *REPLAY_SEAMS]
+OURS = ["--speculative-dflash-worker", "builtin"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
+def test_the_target_exists(row: Seam) -> None:
+    import sglang.srt.entrypoints.engine  # noqa: F401
+
+    holder = pkgutil.resolve_name(row.parent)
+    assert hasattr(holder, row.attribute)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
+def test_the_proof_is_a_test(row: Seam) -> None:
+    file, _, name = row.proof.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def original(target: str) -> Any:
+    """The function as SGLang defines it, whether or not the plugins were loaded before."""
+    function = pkgutil.resolve_name(target)
+    return getattr(function, "__wrapped__", function)
+
+
+def row_of(name: str) -> Seam:
+    return next(row for row in ROWS if row.attribute == name)
+
+
+def sglang_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    original(row_of("add_cli_args").target)(parser)
+    return parser
+
+
+def test_our_flags_are_unknown_without_the_row(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = sglang_parser()
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model-path", "x", *OURS])
+    assert "unrecognized arguments: --speculative-dflash-worker" in capsys.readouterr().err
+    arguments.add_flags(None, parser)
+    assert parser.parse_args(["--model-path", "x", *OURS]).speculative_dflash_worker == "builtin"
+
+
+def test_our_values_are_dropped_without_the_row() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = sglang_parser()
+    arguments.add_flags(None, parser)
+    parsed = parser.parse_args(["--model-path", "x", *OURS])
+    made = original(row_of("from_cli_args").target)
+    made = getattr(made, "__func__", made)
+    server_args = made(ServerArgs, parsed)
+    assert not arguments.builtin_requested(server_args)
+    arguments.keep_flags(server_args, ServerArgs, parsed)
+    assert arguments.builtin_requested(server_args)
+
+
+def test_engine_rejects_our_arguments_without_the_row() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    ours = {"model_path": "x", "speculative_dflash_worker": "builtin"}
+    with pytest.raises(TypeError, match="speculative_dflash_worker"):
+        ServerArgs(**ours)
+    made = arguments.server_args_from_kwargs(ServerArgs, **ours)
+    assert arguments.builtin_requested(made)
+
+
+def test_the_builtin_worker_serves_without_the_row() -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    create = original(row_of("create_worker").target)
+    worker = create(SpeculativeAlgorithm.DFLASH, SimpleNamespace())
+    assert worker.__module__ == "sglang.srt.speculative.dflash_worker_v2"
+
+
+def test_hidden_states_are_accepted_without_the_row() -> None:
+    """Without overlap SGLang accepts the request; the answer's list would be empty."""
+    validate = original(row_of("validate_dflash_request").target)
+    request = SimpleNamespace(return_hidden_states=True, sampling_params=SimpleNamespace())
+    assert validate(request, False) is None
+    refusal = request_fixes.refuse_hidden_states(validate, request, False)
+    assert refusal is not None and "hidden" in refusal
+
+
+def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of 4 prompt and 3 output tokens: 6 have been through the target, SGLang counts 7."""
+    from sglang.srt import runtime_context
+
+    spec = SimpleNamespace(speculative_algorithm="DFLASH")
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    kv = SimpleNamespace(kv_committed_len=7)
+    sessions = SimpleNamespace(slots={"s": SimpleNamespace(kv=kv)})
+    request = SimpleNamespace(
+        origin_input_ids=[1, 2, 3, 4],
+        output_ids=[5, 6, 7],
+        session=SimpleNamespace(session_id="s"),
+    )
+    assert request_fixes.without_last_token(True, sessions, request) is True
+    assert kv.kv_committed_len == 6
+    spec.speculative_algorithm = None
+    kv.kv_committed_len = 7
+    request_fixes.without_last_token(True, sessions, request)
+    assert kv.kv_committed_len == 7
+
+
+def test_server_info_shows_no_worker_without_the_row() -> None:
+    state: dict[str, Any] = {}
+    reporting = SimpleNamespace(report=lambda: {"worker": "ours"})
+    for draft_worker, shown in (
+        (SimpleNamespace(), {}),
+        (reporting, {"dflash": {"worker": "ours"}}),
+    ):
+        controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=draft_worker))
+        metrics.add_report(None, controller, state)
+        assert state == shown
+
+
+def test_a_row_that_points_at_a_missing_name_names_itself() -> None:
+    gone = Seam("sglang.srt.server_args.ServerArgs.gone", Kind.AROUND, print, "It is a test.", "")
+    with pytest.raises(SystemExit, match=r"sglang\.srt\.server_args\.ServerArgs\.gone"):
+        check(gone)
