@@ -243,8 +243,9 @@ HYBRID_TP2 = {
     )
     for rollback in ROLLBACKS
 }
+# Refused, but only after the worker has been built: it gets no drafts to start with.
 HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").with_flags(
-    **KEPT_STATES["lazy"], disable_overlap_schedule=True
+    **KEPT_STATES["lazy"], disable_overlap_schedule=True, speculative_dflash_extension=None
 )
 HYBRID_BROKEN = _hybrid("hybrid-broken", HYBRID, HYBRID_PLAIN).with_env(TOO_FEW="1")
 HYBRID_MOE_DFLASH = _hybrid("hybrid-moe-auto", HYBRID_MOE, HYBRID_MOE_PLAIN)

@@ -208,7 +208,8 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
     assert (
-        arguments.wants_builtin(given) and arguments.options(given, settings).draft_kv_tokens == 999
+        arguments.builtin_requested(given)
+        and arguments.options(given, settings).draft_kv_tokens == 999
     )
 
 
@@ -234,7 +235,7 @@ def test_engine_keyword_arguments_are_understood() -> None:
         speculative_dflash_draft_window_size=64,
         speculative_dflash_worker="builtin",
     )
-    assert given.speculative_draft_window_size == 64 and arguments.wants_builtin(given)
+    assert given.speculative_draft_window_size == 64 and arguments.builtin_requested(given)
     with pytest.raises(ConfigError, match=r"speculative_dflash_worker: 'mine'; choose one of"):
         arguments.server_args_from_kwargs(
             ServerArgs, model_path="m", speculative_dflash_worker="mine"
@@ -304,13 +305,13 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
     from sglang_dflash.serving.pairing import unserved_setting
 
     given = resolve(*TARGET, str(PAIR.draft))
-    assert unserved_setting(given, resolving_view(given), str(PAIR.draft)) is None
+    assert unserved_setting(resolving_view(given), str(PAIR.draft)) is None
 
     class Changed:
         def __getattr__(self, name: str) -> Any:
             return NOT_OURS[reason].get(name, getattr(resolving_view(given), name))
 
-    assert unserved_setting(given, Changed(), str(PAIR.draft)) == reason
+    assert unserved_setting(Changed(), str(PAIR.draft)) == reason
 
 
 def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
@@ -377,7 +378,7 @@ def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
     from types import SimpleNamespace
 
-    from sglang_dflash.serving.pairing import unserved_target
+    from sglang_dflash.serving.target_model import unserved_target
 
     def target(weight: torch.Tensor | None) -> Any:
         return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))
