@@ -1,8 +1,10 @@
-"""Shared by all tests: small random draft checkpoints, and Triton's interpreter where there is no GPU."""
+"""Shared by all tests: their tiers, small random draft checkpoints, and Triton's interpreter on a
+machine without a GPU."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -12,37 +14,38 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.core.model import DraftModel
 
 if not torch.cuda.is_available():
-    # Triton reads it when a kernel is defined, its own language included: before anything else imports Triton. Then it is taken
-    # back, so that no server of a test inherits it.
+    # Triton reads it when a kernel is defined, those of its own language included: set it before
+    # anything else imports Triton. Unset it then, so that no server of a test inherits it.
     os.environ["TRITON_INTERPRET"] = "1"
     import dflash_kernels.gated_delta_fold  # noqa: F401
 
     del os.environ["TRITON_INTERPRET"]
 
-
-# Tests that start SGLang servers, in two parts that share none; the first part that fits has a test.
-SERVERS = {
-    "recurrent targets, features and bench": (
-        "tests/engine/test_hybrid",
-        "tests/engine/test_features",
-        "tests/engine/test_bench",
-    ),
-    "all others": ("tests/engine/",),
-}
+# The variable that names a folder shared by the processes of one test session.
+SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers (`-n 2`) a part's servers run one after another, and tests without servers wherever there is time."""
-    from xdist.scheduler import LoadScopeScheduling
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reverse", action="store_true", help="run the tests in reverse order")
 
-    class ByServers(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next(
-                (part for part, tests in SERVERS.items() if nodeid.startswith(tests)), nodeid
-            )
 
-    return ByServers(config, log)
+def pytest_configure(config: pytest.Config) -> None:
+    if SHARED_FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="sglang-dflash-tests-")
+        # The processes of `pytest -n 2` inherit it.
+        os.environ[SHARED_FOLDER] = folder.name
+        config.add_cleanup(lambda: os.environ.pop(SHARED_FOLDER))
+        config.add_cleanup(folder.cleanup)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is neither marked `engine` (see tests/engine/conftest.py) nor `gpu` is `fast`."""
+    for item in items:
+        if not any(item.get_closest_marker(tier) for tier in ("engine", "gpu")):
+            item.add_marker(pytest.mark.fast)
+    if config.getoption("--reverse"):
+        items.reverse()
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +57,23 @@ def raw_config(**changes: Any) -> dict[str, Any]:
     """config.json of a tiny draft in the published layout."""
     own = {"mask_token_id": 63, "target_layer_ids": [1, 3]}
     raw = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 4096, "vocab_size": 64, "block_size": 4,
-        "num_target_layers": 6, "dflash_config": own,
-    }  # fmt: skip
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "vocab_size": 64,
+        "block_size": 4,
+        "num_target_layers": 6,
+        "dflash_config": own,
+    }
     return {**raw, **changes}
 
 

@@ -87,6 +87,7 @@ def test_links_lead_somewhere() -> None:
         assert (ROOT / link).exists(), link
 
 
+@pytest.mark.engine
 def test_every_flag_of_the_table_is_a_flag() -> None:
     shown = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"],

@@ -1,55 +1,22 @@
-"""What a request can ask for: one function per feature, sent alike to every server that is to answer it."""
+"""What a request can ask for: one function per feature, sent to every server that answers it."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
-import torch
-from safetensors.torch import save_file
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
-from tests.engine.conftest import ADAPTER, PAIR
-from tests.engine.processors import NeverAgain, Nudged
+from tests.engine.client import GREEDY, ask, flush, post, stream, together, until
+from tests.engine.processors import NoRepeat, Nudged
 
 PROMPTS = workload.prompts()
-GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
 Answers = list[dict[str, Any]]
-
-
-def post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
-    response = requests.post(f"{server.url}/{path}", json=body, timeout=120)
-    assert response.ok, response.text
-    return response
-
-
-def ask(server: Server, text: str, more: dict[str, Any] | None = None, **sampling: Any) -> Any:
-    """The answer, or the list of them where several are asked for."""
-    return post(
-        server,
-        "generate",
-        {"text": text, "sampling_params": {**GREEDY, **sampling}, **(more or {})},
-    ).json()
-
-
-def together(jobs: Iterable[Callable[[], Any]]) -> list[Any]:
-    jobs = list(jobs)
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        return list(pool.map(lambda job: job(), jobs))
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, "waited for 30 s in vain"
-        time.sleep(0.01)
-
 
 POINT = {
     "type": "object",
@@ -66,7 +33,8 @@ POINT = {
     "required": ["name", "kind", "lines"],
     "additionalProperties": False,
 }
-# What the target would write anyway, so that drafts are accepted under a grammar too; and what it would never.
+# The first is what the target writes anyway, so that drafts are accepted under a grammar too; the
+# others are what it never writes.
 REGULAR = [
     r"[a-zA-Z_ .,:=()\n\[\]]{100,140}",
     r"(\d{2}-[xyz]{3};){6}",
@@ -112,7 +80,7 @@ def logprobs(server: Server) -> Answers:
 
 
 BIASES = [{}, {"77": 3.0, "260": 3.0, "14": -4.0}, {str(token): 2.5 for token in range(64, 91)}]
-# Where the target is not so sure of itself that nothing mild would change its mind.
+# The target is so unsure of these that a mild bias changes the output.
 UNSURE = PROMPTS["short"][8:11]
 
 
@@ -122,10 +90,10 @@ def biases(server: Server) -> Answers:
 
 
 def penalties(server: Server) -> Answers:
-    """Each alone and several at once, in batches with requests that have none.
+    """Each by itself and several at once, in batches with requests that have none.
 
-    Not the repetition penalty with another: without overlap scheduling SGLang keeps penalties in a set, and the order in which a
-    factor and a term are applied differs from one process to the next.
+    Not the repetition penalty with another: without overlap scheduling SGLang keeps penalties in a
+    set, and the order in which a factor and a term are applied differs between processes.
     """
     several = {
         "frequency_penalty": 0.4,
@@ -142,7 +110,7 @@ def penalties(server: Server) -> Answers:
 
 
 def choices(server: Server) -> Answers:
-    """Several answers to one prompt: greedy, and drawn among likely tokens where that leaves no choice."""
+    """Several answers to one prompt: greedy, and sampled from the top token only."""
     jobs = [
         (t, k)
         for t in PROMPTS["demo"][:2]
@@ -156,7 +124,7 @@ def choices(server: Server) -> Answers:
 
 
 def earliest_stops(server: Server) -> Answers:
-    """A token that the request would soon stop at, forbidden until 20 tokens are out; then allowed."""
+    """A token that stops the request early: first forbidden for 20 tokens, then allowed."""
     text = PROMPTS["demo"][2]
     token = ask(server, text)["output_ids"][4]
     stop = {"stop_token_ids": [token], "ignore_eos": False, "max_new_tokens": 60}
@@ -176,7 +144,7 @@ def stops(server: Server) -> Answers:
 
 
 def processors(server: Server) -> Answers:
-    """As with biases; the processor knows nothing of the output before."""
+    """Like the biases; the processor does not read the output so far."""
     nudge = {"custom_logit_processor": Nudged.to_str()}
     ways = [
         ({}, None),
@@ -189,26 +157,15 @@ def processors(server: Server) -> Answers:
 
 
 def processors_of_history(server: Server) -> Answers:
-    more = {"custom_logit_processor": NeverAgain.to_str()}
+    more = {"custom_logit_processor": NoRepeat.to_str()}
     return together(lambda t=t: ask(server, t, more, custom_params={"unused": 0}) for t in UNSURE)
 
 
-def stream(server: Server, body: dict[str, Any], begun: threading.Event) -> dict[str, Any]:
-    """The last of the streamed answers; `begun` is set by the first."""
-    last = {}
-    with requests.post(
-        f"{server.url}/generate", json={**body, "stream": True}, stream=True, timeout=120
-    ) as response:
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                last = json.loads(line[6:])
-                begun.set()
-    assert "output_ids" in last, last
-    return last
-
-
 def priorities(server: Server) -> Answers:
-    """12 requests for 8 places, and once these are taken an urgent one: the answers, the urgent one's first, with their end times."""
+    """12 requests for 8 places, and an urgent one once these are taken.
+
+    Returns the answers, the urgent one's first, with their end times.
+    """
     begun = [threading.Event() for _ in range(13)]
 
     def timed(i: int, text: str, priority: int, tokens: int) -> dict[str, Any]:
@@ -229,7 +186,10 @@ def priorities(server: Server) -> Answers:
 
 
 def aborts(server: Server) -> Answers:
-    """Two of four requests are aborted by their ids once they have begun; then everything is given back, and one is asked again."""
+    """Two of four requests are aborted by their ids once they have begun.
+
+    The cache is then flushed, which needs all memory to be free, and one is sent a second time.
+    """
     begun = [threading.Event() for _ in range(4)]
     tokens = [40, 20_000, 20_000, 40]
     bodies = [
@@ -249,13 +209,12 @@ def aborts(server: Server) -> Answers:
             assert begun[i].wait(60)
             post(server, "abort_request", {"rid": f"aborts-{i}"})
         answers = [one.result() for one in streams]
-    # Refused while anything runs or holds memory.
-    until(lambda: requests.post(f"{server.url}/flush_cache", timeout=60).ok)
+    flush(server)
     return [*answers, ask(server, PROMPTS["demo"][1])]
 
 
 def hidden_states(server: Server) -> Answers:
-    """What was said to a request for them, and the next answer."""
+    """The response to a request for them, and the next answer."""
     body = {"text": PROMPTS["demo"][0], "sampling_params": GREEDY, "return_hidden_states": True}
     response = requests.post(f"{server.url}/generate", json=body, timeout=60)
     return [{"status": response.status_code, **response.json()}, ask(server, PROMPTS["demo"][0])]
@@ -269,7 +228,8 @@ TURNS = [
 
 
 def sessions(server: Server) -> Answers:
-    """A conversation of three turns whose first is then replaced; and two streaming sessions, their turns of 23 and 24 tokens."""
+    """A conversation of three turns whose first is then replaced; and two streaming sessions with
+    turns of 23 and 24 tokens."""
 
     def branching() -> Answers:
         session, answers = post(server, "open_session", {"capacity_of_str_len": 4000}).json(), []
@@ -284,7 +244,7 @@ def sessions(server: Server) -> Answers:
             )
         replaced = {"id": session, "rid": f"{session}-0", "replace": True}
         answers.append(
-            ask(server, "import os\n", {"session_params": replaced, "rid": f"{session}-again"})
+            ask(server, "import os\n", {"session_params": replaced, "rid": f"{session}-replaced"})
         )
         post(server, "close_session", {"session_id": session})
         return answers
@@ -308,7 +268,7 @@ def sessions(server: Server) -> Answers:
 
 
 def mixed_chunks(server: Server) -> Answers:
-    """Six requests decode, two of them under a grammar; once the first of them has begun, prompts of several chunks are prefilled."""
+    """Prompts of several chunks are prefilled while six requests decode, two under a grammar."""
     kinds = [{"regex": REGULAR[0]}, {"ebnf": NESTED}, {}, {}, {}, {}]
     bodies = [
         {
@@ -329,73 +289,13 @@ def mixed_chunks(server: Server) -> Answers:
 
 
 def adapters(server: Server) -> Answers:
-    """The same prompts with and without the adapter, in one batch; then one pair again, so that prefixes of both are cached."""
+    """The same prompts with and without the adapter, in one batch.
+
+    Then one pair a second time, so that prefixes of both are cached.
+    """
     jobs = [(t, more) for t in PROMPTS["demo"][:3] for more in ({"lora_path": "adapter"}, {})]
     return [
         a
         for some in (jobs, jobs[:2])
         for a in together(lambda t=t, m=m: ask(server, t, m) for t, m in some)
     ]
-
-
-def worker(server: Server) -> Answers:
-    return [server.dflash()]
-
-
-WITH, WITHOUT = "features-dflash", "features-dflash-no-overlap"
-_BOTH = (grammars, hidden_states, sessions, mixed_chunks)
-# What each configuration is asked for: both kinds of scheduling where they differ.
-ASKED: dict[str, tuple[Callable[[Server], Answers], ...]] = {
-    WITH: (
-        *_BOTH,
-        choices,
-        logprobs,
-        biases,
-        earliest_stops,
-        stops,
-        processors,
-        priorities,
-        aborts,
-        adapters,
-        worker,
-    ),
-    WITHOUT: (*_BOTH, penalties, processors_of_history),
-}
-ASKED["features-plain"] = tuple(
-    dict.fromkeys(one for asked in ASKED.values() for one in asked if one is not worker)
-)
-
-
-def write_adapter() -> None:
-    """Random, of rank 4, in the embedding and in every projection: strong enough to change what is said."""
-    shapes = json.loads((PAIR.target / "config.json").read_text())
-    hidden, inner, head = shapes["hidden_size"], shapes["intermediate_size"], shapes["head_dim"]
-    queries, keys = shapes["num_attention_heads"] * head, shapes["num_key_value_heads"] * head
-    sizes = {
-        "self_attn.q_proj": (hidden, queries), "self_attn.k_proj": (hidden, keys), "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (queries, hidden), "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }  # fmt: skip
-    random, rank, tensors = torch.Generator().manual_seed(0), 4, {}
-    for layer in range(shapes["num_hidden_layers"]):
-        for name, (before, after) in sizes.items():
-            key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = (
-                torch.randn(rank, before, generator=random) / before**0.5
-            )
-            tensors[f"{key}.lora_B.weight"] = torch.randn(after, rank, generator=random) / 2
-    key = "base_model.model.model.embed_tokens"
-    tensors[f"{key}.lora_embedding_A"] = torch.randn(rank, shapes["vocab_size"], generator=random)
-    tensors[f"{key}.lora_embedding_B"] = torch.randn(hidden, rank, generator=random) / 50
-    ADAPTER.mkdir(exist_ok=True)
-    save_file(tensors, ADAPTER / "adapter_model.safetensors")
-    modules = ["embed_tokens", *(name.split(".")[1] for name in sizes)]
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": modules,
-        "bias": "none",
-        "task_type": "CAUSAL_LM",
-    }
-    (ADAPTER / "adapter_config.json").write_text(json.dumps(config))

@@ -1,4 +1,5 @@
-"""Small random Qwen3.5 targets: three Gated DeltaNet layers and one of full attention, dense or with experts."""
+"""Small random Qwen3.5 targets, dense or with experts: three Gated DeltaNet layers and one of full
+attention."""
 
 from __future__ import annotations
 
@@ -11,13 +12,26 @@ import torch
 from sglang_dflash.checkpoint.embedded import demo_pair
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    "max_position_embeddings": 8192, "eos_token_id": 1022, "pad_token_id": 1020, "tie_word_embeddings": False, "dtype": "float32",
-    # At a request's first tokens a head's output, a product of two random vectors, can be nearly nothing. Normalising it with the usual
-    # 1e-6 magnifies its rounding, to ten times what it is elsewhere; which tokens are hit depends on the machine and on the batches.
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "max_position_embeddings": 8192,
+    "eos_token_id": 1022,
+    "pad_token_id": 1020,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+    # At a request's first tokens a head's output, a product of two random vectors, can be nearly
+    # zero. Normalizing it with the usual 1e-6 magnifies its rounding, to ten times what it is
+    # elsewhere; which tokens are hit depends on the machine and on the batches.
     "rms_norm_eps": 1e-3,
-}  # fmt: skip
+}
 
 
 def save_random_hybrid(folder: Path, moe: bool = False) -> None:
@@ -46,7 +60,8 @@ def save_random_hybrid(folder: Path, moe: bool = False) -> None:
         elif name.endswith("dt_bias"):
             parameter.data.uniform_(-2, 0, generator=random)
         else:
-            # Wide enough that every layer moves the logits: greedy tokens then depend on the recurrent states.
+            # Wide enough that every layer moves the logits: greedy tokens then depend on the
+            # recurrent states.
             mean = float("norm" in name and "linear_attn" in name)
             parameter.data.normal_(mean, 0.14 if parameter.ndim > 1 else 0.1, generator=random)
     model.save_pretrained(folder)

@@ -1,11 +1,12 @@
-"""Servers as children of one process that has SGLang's modules imported: starting one takes seconds.
+"""Servers forked from one process that has SGLang's modules imported: a start takes seconds.
 
-A server started from the command line imports SGLang three times, once per process, and that is most of its start. Here it is forked,
-before anything has been configured; what runs afterwards is `python -m sglang.launch_server`'s own code. Servers as a user starts
-them, from the command line, are tested in test_5_as_installed.py.
+A server started from the command line imports SGLang three times, once per process, which is most
+of its start. Here it is forked before anything has been configured; what runs then is the code of
+`python -m sglang.launch_server`. Servers as a user starts them, from the command line, are tested
+in test_as_installed.py.
 
-Protocol, one JSON value per line: `{"module", "args", "env", "log"}` is answered with a process id; a process id with its exit status,
-or null while it runs.
+Protocol, one JSON value per line: `{"module", "args", "env", "log"}` is answered with a process id;
+a process id with its exit status, or null while it runs.
 """
 
 from __future__ import annotations

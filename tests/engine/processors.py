@@ -19,7 +19,7 @@ class Nudged(CustomLogitProcessor):
         return logits
 
 
-class NeverAgain(CustomLogitProcessor):
+class NoRepeat(CustomLogitProcessor):
     """Forbids every token that is already in the request's output."""
 
     def __call__(

@@ -1,6 +1,6 @@
-"""`sglang.launch_server` on a machine of 16 GiB that is all its own: how many KV tokens it finds room for depends on nobody else.
+"""`sglang.launch_server` on a machine that seems to have 16 GiB, all of it free.
 
-A module for the nursery to run (see nursery.py): what it changes is inherited by the scheduler process.
+A module for the nursery to run (see nursery.py): the scheduler process inherits what it changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Acceptance length: ours, SGLang's built-in worker's and the offline loop's are the same, for the drafter is the same."""
+"""Acceptance length: our worker, SGLang's built-in one and the offline loop agree."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.bench import load
+from sglang_dflash.bench.server import Server
 from sglang_dflash.core.weights import load_model
 from sglang_dflash.hf.generation import spec_generate
 from tests.engine import workload
-from tests.engine.conftest import PAIR, Running
+from tests.engine.servers import BUILTIN, DFLASH, PAIR, SIMULATED
 
 
+@pytest.mark.server(DFLASH)
 def test_as_the_offline_loop_over_transformers(answers: Any) -> None:
-    got = answers("dflash")["demo"]
+    got = answers(DFLASH, workload.run)["demo"]
     target = AutoModelForCausalLM.from_pretrained(PAIR.target, dtype=torch.float32)
     tokenizer, draft = (
         AutoTokenizer.from_pretrained(PAIR.target),
@@ -32,8 +34,10 @@ def test_as_the_offline_loop_over_transformers(answers: Any) -> None:
     assert workload.acceptance_length(got) == pytest.approx(tokens / steps, rel=0.01)
 
 
+@pytest.mark.server(BUILTIN)
+@pytest.mark.recorded(DFLASH, workload.run)
 def test_as_the_built_in_worker(answers: Any) -> None:
-    ours, builtin = answers("dflash"), answers("builtin")
+    ours, builtin = answers(DFLASH, workload.run), answers(BUILTIN, workload.run)
     workload.assert_same_outputs(ours, builtin)
     for kind in ("demo", "long"):
         assert workload.acceptance_length(ours[kind]) == pytest.approx(
@@ -41,9 +45,10 @@ def test_as_the_built_in_worker(answers: Any) -> None:
         )
 
 
-def test_a_simulated_acceptance_needs_no_weights(running: Running) -> None:
-    """SGLang's variable for timing without weights: both checkpoints are config files alone, and so many tokens per step come out."""
-    server = running.get("simulated")
+@pytest.mark.server(SIMULATED)
+def test_a_simulated_acceptance_needs_no_weights(server: Server) -> None:
+    """SGLang's variable for timing: both checkpoints are config files only, and every step commits
+    the configured number of tokens on average."""
     report = server.dflash()
     assert report["simulated_acceptance"] == 3.5
     answers = [

@@ -1,4 +1,4 @@
-"""`sglang-dflash bench` on real servers, which it starts itself; all else of it is tested in tests/test_bench.py."""
+"""`sglang-dflash bench` on real servers, which it starts itself. The rest of it: tests/bench."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from PIL import Image
 
 from sglang_dflash import cli
 from sglang_dflash.bench import arms
-from tests.engine.conftest import Running
 from tests.engine.nursery import ForkedServer
+from tests.engine.session import ServerSession
 
 
 def test_two_servers_side_by_side(
-    running: Running,
+    servers: ServerSession,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    running.stop()
-    monkeypatch.setattr(arms, "Server", functools.partial(ForkedServer, running.nursery))
+    servers.stop()
+    monkeypatch.setattr(arms, "Server", functools.partial(ForkedServer, servers.nursery))
     asked = [
         "--num-prompts",
         "2",

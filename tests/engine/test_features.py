@@ -1,11 +1,13 @@
-"""What a request can ask for, with and without speculation: equal answers, in float32, with everything it needs switched on at once.
+"""What a request can ask for, with and without speculation: equal answers, in float32, from servers
+that have everything switched on at once.
 
-The plain server runs without overlap scheduling: with it, SGLang counts output tokens for penalties and custom processors a step
-late, depending on what else is being prefilled.
+The plain server runs without overlap scheduling: with it, SGLang counts output tokens for penalties
+and custom processors a step late, depending on what else is being prefilled.
 
-What is asked is in feature_requests. What is tested elsewhere, on a server of its own: stop strings and stop tokens inside a block, a
-bias of +-100, `n` choices and clients that hang up (test_4_requests), seeds, temperatures and `n` samples (test_3_sampling), penalties
-under overlap, one request at a time (test_1_exact).
+The requests are in feature_requests.py. Tested elsewhere, each on a server of its own: stop strings
+and stop tokens inside a block, a bias of +-100, `n` choices and clients that hang up
+(test_requests.py), seeds, temperatures and `n` samples (test_sampling.py), penalties under overlap,
+one request at a time (test_exact.py).
 """
 
 from __future__ import annotations
@@ -13,93 +15,103 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import pytest
-import requests
 
-from tests.engine import feature_requests as asked
-from tests.engine.conftest import Running
-from tests.engine.feature_requests import ASKED, WITH, WITHOUT, Answers
+from sglang_dflash.bench.server import Server
+from tests.engine import feature_requests as features
+from tests.engine.feature_requests import Answers
+from tests.engine.servers import (
+    FEATURES_DFLASH,
+    FEATURES_DFLASH_NO_OVERLAP,
+    FEATURES_PLAIN,
+    ServerConfig,
+)
 from tests.engine.workload import assert_same_outputs
 
-PLAIN = "features-plain"
-either = pytest.mark.parametrize("name", [WITH, WITHOUT])
+either = pytest.mark.parametrize("config", [FEATURES_DFLASH, FEATURES_DFLASH_NO_OVERLAP], ids=str)
+overlapped = pytest.mark.server(FEATURES_DFLASH)
+not_overlapped = pytest.mark.server(FEATURES_DFLASH_NO_OVERLAP)
 
 
-class Said:
-    """What configurations say to a feature's requests. Each server is asked for all in one go; what fails, fails its own tests."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-        self._known: dict[tuple[str, Any], Answers | Exception] = {}
-
-    def __call__(self, name: str, feature: Any) -> Answers:
-        if (name, feature) not in self._known:
-            server = self._running.get(name)
-            for each in ASKED[name]:
-                try:
-                    self._known[name, each] = each(server)
-                except (requests.RequestException, AssertionError) as error:
-                    self._known[name, each] = error
-        said = self._known[name, feature]
-        if isinstance(said, Exception):
-            raise said
-        return said
-
-
-@pytest.fixture(scope="module")
-def said(running: Running) -> Said:
-    asked.write_adapter()
-    return Said(running)
+def compared(*asks: Callable[[Server], Answers]) -> pytest.MarkDecorator:
+    return pytest.mark.recorded(FEATURES_PLAIN, *asks)
 
 
 def drafts_accepted(answers: Answers) -> list[bool]:
     return [a["meta_info"].get("spec_num_correct_drafts", 0) > 2 for a in answers]
 
 
-# Whose answers are compared token by token here; of the others, more is asked below.
-SAME = (
-    asked.grammars, asked.choices, asked.logprobs, asked.biases, asked.penalties, asked.earliest_stops, asked.stops, asked.processors,
-    asked.priorities, asked.sessions, asked.mixed_chunks, asked.adapters,
-)  # fmt: skip
+# Features whose answers are compared token by token. Where the two kinds of scheduling differ, both
+# are asked.
+SAME = {
+    FEATURES_DFLASH: (
+        features.grammars,
+        features.sessions,
+        features.mixed_chunks,
+        features.choices,
+        features.logprobs,
+        features.biases,
+        features.earliest_stops,
+        features.stops,
+        features.processors,
+        features.priorities,
+        features.adapters,
+    ),
+    FEATURES_DFLASH_NO_OVERLAP: (
+        features.grammars,
+        features.sessions,
+        features.mixed_chunks,
+        features.penalties,
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "feature"),
-    [(name, feature) for name in (WITH, WITHOUT) for feature in ASKED[name] if feature in SAME],
-    ids=lambda one: getattr(one, "__name__", one),
+    ("config", "feature"),
+    [
+        pytest.param(config, feature, marks=compared(feature), id=f"{config}-{feature.__name__}")
+        for config, asked in SAME.items()
+        for feature in asked
+    ],
 )
-def test_answers_are_plain_decodings(said: Said, name: str, feature: Any) -> None:
-    ours, plain = said(name, feature), said(PLAIN, feature)
+def test_answers_are_plain_decodings(
+    config: ServerConfig, feature: Callable[[Server], Answers], answers: Any
+) -> None:
+    ours, plain = answers(config, feature), answers(FEATURES_PLAIN, feature)
     assert_same_outputs({"all": ours}, {"all": plain})
     # A drafter that is never right would pass the comparison, too.
     assert any(drafts_accepted(ours))
 
 
-def test_the_worker_is_ours(said: Said) -> None:
-    [report] = said(WITH, asked.worker)
-    assert (
-        report["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
-        and report["acceptance_length"] > 1.3
-    )
+@overlapped
+def test_the_worker_is_ours(answers: Any, server: Server) -> None:
+    answers(FEATURES_DFLASH, features.choices)
+    report = server.dflash()
+    assert report["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
+    assert report["acceptance_length"] > 1.3
 
 
 @either
-def test_outputs_under_a_grammar_follow_it(said: Said, name: str) -> None:
-    texts = [a["text"] for a in said(name, asked.grammars)]
+def test_outputs_under_a_grammar_follow_it(config: ServerConfig, answers: Any) -> None:
+    constrained = answers(config, features.grammars)
+    texts = [a["text"] for a in constrained]
     for text in texts[:2]:
-        jsonschema.validate(json.loads(text), asked.POINT)
-    for i, regular in enumerate(asked.REGULAR):
+        jsonschema.validate(json.loads(text), features.POINT)
+    for i, regular in enumerate(features.REGULAR):
         assert all(re.fullmatch(regular, text) for text in texts[2 + 2 * i : 4 + 2 * i])
     term = r"([a-z]{1,4}|[0-9]{1,3}|\([^\[\]]*\))"
     total = rf"{term}( \+ {term}){{0,2}}"
     assert all(re.fullmatch(rf"\[{total}(, {total}){{1,3}}\]", text) for text in texts[8:10])
     # The grammar that the target would follow anyway costs no drafts.
-    assert all(drafts_accepted(said(name, asked.grammars)[2:4]))
+    assert all(drafts_accepted(constrained[2:4]))
 
 
+@overlapped
+@compared(features.logprobs)
 @pytest.mark.parametrize(
     "key",
     [
@@ -111,20 +123,25 @@ def test_outputs_under_a_grammar_follow_it(said: Said, name: str) -> None:
         "output_token_ids",
     ],
 )
-def test_logprobs_are_plain_decodings(said: Said, key: str) -> None:
-    for ours, plain in zip(said(WITH, asked.logprobs), said(PLAIN, asked.logprobs), strict=True):
+def test_logprobs_are_plain_decodings(key: str, answers: Any) -> None:
+    pairs = zip(
+        answers(FEATURES_DFLASH, features.logprobs),
+        answers(FEATURES_PLAIN, features.logprobs),
+        strict=True,
+    )
+    for ours, plain in pairs:
         got, expected = (flat(answer["meta_info"][f"{key}_logprobs"]) for answer in (ours, plain))
         assert [token for _, token in got] == [token for _, token in expected]
         assert [p for p, _ in got] == pytest.approx([p for p, _ in expected], abs=1e-4)
-        wanted = ours["meta_info"][
-            "completion_tokens" if key.startswith("output") else "prompt_tokens"
-        ]
+        counted = "completion_tokens" if key.startswith("output") else "prompt_tokens"
+        tokens = ours["meta_info"][counted]
         each = {"token": 1, "top": 4, "token_ids": 2}[key.split("_", 1)[1]]
-        assert wanted - 1 <= len(got) / each <= wanted
+        assert tokens - 1 <= len(got) / each <= tokens
 
 
 def flat(entries: Any) -> list[tuple[float, int]]:
-    """(log-probability, token) of all entries, one position after another; SGLang leaves the prompt's first one open."""
+    """(log-probability, token) of all entries, position by position; SGLang leaves the prompt's
+    first one open."""
     if entries is None or (entries[0] is None and isinstance(entries[1], int)):
         return []
     if isinstance(entries[0], float):
@@ -132,42 +149,48 @@ def flat(entries: Any) -> list[tuple[float, int]]:
     return [one for entry in entries for one in flat(entry)]
 
 
-@pytest.mark.parametrize("feature", [asked.biases, asked.processors], ids=lambda f: f.__name__)
-def test_a_bias_changes_what_is_said(said: Said, feature: Any) -> None:
-    ids = [a["output_ids"] for a in said(WITH, feature)]
+@overlapped
+@pytest.mark.parametrize(
+    "feature", [features.biases, features.processors], ids=lambda f: f.__name__
+)
+def test_a_bias_changes_the_output(feature: Callable[[Server], Answers], answers: Any) -> None:
+    ids = [a["output_ids"] for a in answers(FEATURES_DFLASH, feature)]
     changed = [[ids[i] != ids[i + way] for i in range(0, len(ids), 3)] for way in (1, 2)]
     assert all(map(any, changed))
 
 
-def test_a_processor_sees_the_whole_output_before(said: Said) -> None:
+@not_overlapped
+@compared(features.processors_of_history)
+def test_a_processor_sees_the_whole_output_before(answers: Any) -> None:
     """Without overlap; with it, SGLang's own processors may see all but the last token."""
     ours, plain = (
-        said(WITHOUT, asked.processors_of_history),
-        said(PLAIN, asked.processors_of_history),
+        answers(config, features.processors_of_history)
+        for config in (FEATURES_DFLASH_NO_OVERLAP, FEATURES_PLAIN)
     )
     assert_same_outputs({"all": ours}, {"all": plain})
     assert all(len(set(a["output_ids"])) == len(a["output_ids"]) for a in ours)
 
 
-def test_no_stop_before_min_new_tokens(said: Said) -> None:
-    held, free = said(WITH, asked.earliest_stops)
+@overlapped
+def test_no_stop_before_min_new_tokens(answers: Any) -> None:
+    held, free = answers(FEATURES_DFLASH, features.earliest_stops)
     stop = free["output_ids"][-1]
-    assert (
-        len(free["output_ids"]) <= 5
-        and stop not in held["output_ids"][:19]
-        and len(held["output_ids"]) >= 20
-    )
+    assert len(free["output_ids"]) <= 5
+    assert stop not in held["output_ids"][:19] and len(held["output_ids"]) >= 20
 
 
-def test_an_urgent_request_overtakes(said: Said) -> None:
-    urgent, *ordinary = [a["ended"] for a in said(WITH, asked.priorities)]
-    # At the least the four that waited when it came.
+@overlapped
+def test_an_urgent_request_overtakes(answers: Any) -> None:
+    urgent, *ordinary = [a["ended"] for a in answers(FEATURES_DFLASH, features.priorities)]
+    # At least the four that waited when it came.
     assert sum(ended > urgent for ended in ordinary) >= 4
 
 
-def test_aborted_requests_end_and_the_others_go_on(said: Said) -> None:
-    """Nothing is held any more, either: the cache was flushed in between."""
-    ours, plain = said(WITH, asked.aborts), said(PLAIN, asked.aborts)
+@overlapped
+@compared(features.aborts)
+def test_aborted_requests_end_and_the_others_continue(answers: Any) -> None:
+    """They hold nothing afterwards: the cache was flushed in between."""
+    ours, plain = (answers(config, features.aborts) for config in (FEATURES_DFLASH, FEATURES_PLAIN))
     for i, (a, b) in enumerate(zip(ours, plain, strict=True)):
         x, y = a["output_ids"], b["output_ids"]
         assert x[: len(y)] == y[: len(x)]
@@ -178,34 +201,35 @@ def test_aborted_requests_end_and_the_others_go_on(said: Said) -> None:
 
 
 @either
-def test_hidden_states_are_refused(said: Said, name: str) -> None:
-    """As by SGLang under overlap; without it, SGLang's own worker answers with an empty list."""
-    (ours, after), (plain, same) = said(name, asked.hidden_states), said(PLAIN, asked.hidden_states)
+@compared(features.hidden_states)
+def test_hidden_states_are_refused(config: ServerConfig, answers: Any) -> None:
+    """As SGLang does under overlap; without it, SGLang's own worker answers with an empty list."""
+    ours, after = answers(config, features.hidden_states)
+    plain, expected = answers(FEATURES_PLAIN, features.hidden_states)
     assert plain["status"] == 200 and len(plain["meta_info"]["hidden_states"]) == 32
-    assert (
-        ours["status"] == 400
-        and "does not support return_hidden_states" in ours["error"]["message"]
-    )
-    assert after["output_ids"] == same["output_ids"]
+    assert ours["status"] == 400
+    assert "does not support return_hidden_states" in ours["error"]["message"]
+    assert after["output_ids"] == expected["output_ids"]
 
 
 @either
-def test_sessions_continue_from_what_is_cached(said: Said, name: str) -> None:
-    """A turn's prompt is all that was said before, and cached but for its last token where no forward has seen that."""
-    answers = said(name, asked.sessions)
-    for turns in (answers[:3], answers[4:7], answers[7:10]):
-        for before, turn in itertools.pairwise(turns):
-            said_before = (
-                before["meta_info"]["prompt_tokens"] + before["meta_info"]["completion_tokens"]
-            )
-            assert said_before - turn["meta_info"]["cached_tokens"] in (0, 1)
-            assert turn["meta_info"]["prompt_tokens"] > said_before
+def test_sessions_continue_from_what_is_cached(config: ServerConfig, answers: Any) -> None:
+    """A turn's prompt is the whole conversation, cached but for its last token if no forward has
+    computed that."""
+    turns = answers(config, features.sessions)
+    for session in (turns[:3], turns[4:7], turns[7:10]):
+        for before, turn in itertools.pairwise(session):
+            info = before["meta_info"]
+            length = info["prompt_tokens"] + info["completion_tokens"]
+            assert length - turn["meta_info"]["cached_tokens"] in (0, 1)
+            assert turn["meta_info"]["prompt_tokens"] > length
 
 
 @either
-def test_prompts_were_prefilled_among_decoding_requests(said: Said, name: str) -> None:
-    """Tokens that no verify step gave, beyond each request's first: those of mixed steps. A last step's surplus hides some."""
-    infos = [a["meta_info"] for a in said(name, asked.mixed_chunks)[:6]]
+def test_prompts_were_prefilled_among_decoding_requests(config: ServerConfig, answers: Any) -> None:
+    """Mixed steps commit tokens too: those beyond a request's first that no verify step gave. The
+    surplus of a last step hides some."""
+    infos = [a["meta_info"] for a in answers(config, features.mixed_chunks)[:6]]
     mixed = [
         i["completion_tokens"]
         - 1
@@ -216,12 +240,12 @@ def test_prompts_were_prefilled_among_decoding_requests(said: Said, name: str) -
     assert sum(mixed) > 10
 
 
-def test_adapters_change_what_is_said(said: Said) -> None:
-    answers = said(WITH, asked.adapters)
-    assert all(
-        a["output_ids"] != b["output_ids"] for a, b in zip(answers[::2], answers[1::2], strict=True)
-    )
-    assert [a["output_ids"] for a in answers[6:]] == [a["output_ids"] for a in answers[:2]]
-    assert all(a["meta_info"]["cached_tokens"] > 50 for a in answers[6:])
+@overlapped
+def test_adapters_change_the_output(answers: Any) -> None:
+    got = answers(FEATURES_DFLASH, features.adapters)
+    pairs = zip(got[::2], got[1::2], strict=True)
+    assert all(a["output_ids"] != b["output_ids"] for a, b in pairs)
+    assert [a["output_ids"] for a in got[6:]] == [a["output_ids"] for a in got[:2]]
+    assert all(a["meta_info"]["cached_tokens"] > 50 for a in got[6:])
     # Drafts are made for the target without an adapter.
-    assert all(drafts_accepted(answers[1::2]))
+    assert all(drafts_accepted(got[1::2]))

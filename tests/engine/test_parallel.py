@@ -1,16 +1,20 @@
-"""Tensor and data parallelism over gloo: two ranks on one machine say what one says. Recurrent targets: test_7_hybrid.py."""
+"""Tensor and data parallelism over gloo: two ranks on one machine answer as one does.
+
+Recurrent targets on two ranks: test_hybrid.py.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import requests
 
 from sglang_dflash.bench.server import Server
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from tests.engine import workload
-from tests.engine.conftest import Running
+from tests.engine.servers import BUILTIN_TP2, DFLASH, DP2, PAIR, PLAIN, TP2
 
 KINDS = ("short", "demo")
 
@@ -28,50 +32,50 @@ def ask(server: Server, kinds: tuple[str, ...] = KINDS) -> dict[str, list[dict[s
         return {kind: list(pool.map(one, texts[kind])) for kind in kinds}
 
 
-def test_a_sharded_drafter_drafts_as_the_whole_one(answers: Any, running: Running) -> None:
-    plain = {kind: answers("plain")[kind] for kind in KINDS}
-    alone = {kind: answers("dflash")[kind] for kind in KINDS}
-    server = running.get("tp2")
+def of_kinds(answers: dict[str, Any], kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
+    return {kind: answers[kind] for kind in kinds}
+
+
+@pytest.mark.server(TP2)
+@pytest.mark.recorded(PLAIN, workload.run)
+@pytest.mark.recorded(DFLASH, workload.run)
+def test_a_sharded_drafter_drafts_as_the_whole_one(answers: Any, server: Server) -> None:
     got = ask(server)
-    workload.assert_same_outputs(got, plain)
+    workload.assert_same_outputs(got, of_kinds(answers(PLAIN, workload.run)))
     report = server.dflash()
     assert report["tensor_parallel"] == 2
-    # Every step of every request commits as much: the drafts are the same too, sums of two shards rounded otherwise.
+    # Every step of every request commits as much: the drafts are the same too, but for the rounding
+    # of sums of two shards.
     steps = [
         sum(answer["meta_info"]["spec_verify_ct"] for kind in KINDS for answer in every[kind])
-        for every in (got, alone)
+        for every in (got, answers(DFLASH, workload.run))
     ]
     assert abs(steps[0] - steps[1]) <= 0.01 * steps[1]
 
 
-def test_a_draft_kv_cache_is_split_by_heads(running: Running) -> None:
+@pytest.mark.server(TP2)
+def test_a_draft_kv_cache_is_split_by_heads(server: Server) -> None:
     """Per rank half the bytes per entry: heads are sharded, entries are not."""
-    report = running.get("tp2").dflash()
-    whole = demo_config().kv_shape
+    report = server.dflash()
+    layers, two, heads, width = DraftConfig.from_pretrained(PAIR.draft).kv_shape
     bytes_per_entry = report["draft_kv_bytes"] / (report["draft_kv_slots"] + 1)
-    assert bytes_per_entry == whole[0] * whole[1] * whole[2] * whole[3] * 4 / 2
+    assert bytes_per_entry == layers * two * heads * width * 4 / 2
 
 
-def demo_config() -> Any:
-    from sglang_dflash.checkpoint.draft_config import DraftConfig
-
-    return DraftConfig.from_pretrained(demo_pair("dense").draft)
-
-
-def test_the_built_in_worker_runs_on_two_ranks_too(answers: Any, running: Running) -> None:
-    """What we do not serve goes to it: the platform owes it the same."""
-    workload.assert_same_outputs(
-        ask(running.get("builtin-tp2"), ("demo",)), {"demo": answers("plain")["demo"]}
-    )
+@pytest.mark.server(BUILTIN_TP2)
+@pytest.mark.recorded(PLAIN, workload.run)
+def test_the_built_in_worker_runs_on_two_ranks_too(answers: Any, server: Server) -> None:
+    """It serves what we do not: the platform must support it as well."""
+    expected = of_kinds(answers(PLAIN, workload.run), ("demo",))
+    workload.assert_same_outputs(ask(server, ("demo",)), expected)
 
 
-def test_data_parallel_replicas_answer_alike(answers: Any, running: Running) -> None:
-    server = running.get("dp2")
-    workload.assert_same_outputs(ask(server), {kind: answers("plain")[kind] for kind in KINDS})
-    states = [
-        state["dflash"]
-        for state in requests.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]
-    ]
-    assert len(states) == 2 and all(
-        state["verify_steps"] > 0 and state["acceptance_length"] > 1.5 for state in states
-    )
+@pytest.mark.server(DP2)
+@pytest.mark.recorded(PLAIN, workload.run)
+def test_data_parallel_replicas_answer_alike(answers: Any, server: Server) -> None:
+    workload.assert_same_outputs(ask(server), of_kinds(answers(PLAIN, workload.run)))
+    info = requests.get(f"{server.url}/server_info", timeout=60).json()
+    states = [state["dflash"] for state in info["internal_states"]]
+    assert len(states) == 2
+    for state in states:
+        assert state["verify_steps"] > 0 and state["acceptance_length"] > 1.5

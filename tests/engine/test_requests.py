@@ -1,4 +1,4 @@
-"""What clients do: OpenAI chat and completions, streaming, stops, several at once, and requests that are wrong."""
+"""What clients do: OpenAI chat and completions, streaming, stops, several at once, bad requests."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from openai import OpenAI
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
-from tests.engine.conftest import Running
+from tests.engine.servers import DFLASH
+
+pytestmark = pytest.mark.server(DFLASH)
 
 QUESTION = [
     {
         "role": "user",
-        "content": '"""A generally useful event scheduler class.\n\nEach instance of this class manages its own queue.\n',
+        "content": '"""A generally useful event scheduler class.\n\n'
+        "Each instance of this class manages its own queue.\n",
     }
 ]
-
-
-@pytest.fixture
-def server(running: Running) -> Server:
-    return running.get("dflash")
 
 
 @pytest.fixture
@@ -82,7 +80,7 @@ def test_max_tokens_is_kept_to_the_token(server: Server, limit: int) -> None:
     )
 
 
-def test_two_at_once_answer_as_they_do_alone(client: OpenAI) -> None:
+def test_two_at_once_answer_as_one_by_one(client: OpenAI) -> None:
     prompts = workload.prompts()["demo"][3:5]
 
     def ask(prompt: str) -> str:
@@ -101,11 +99,13 @@ def test_n_choices(client: OpenAI) -> None:
     assert len({c.message.content for c in choices}) == 1 and len(choices) == 3
 
 
-def test_logprobs_are_those_of_the_committed_tokens(server: Server, running: Running) -> None:
+def test_logprobs_are_those_of_the_committed_tokens(server: Server) -> None:
     request = {
-        "text": workload.prompts()["demo"][0], "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
-        "return_logprob": True, "top_logprobs_num": 2,
-    }  # fmt: skip
+        "text": workload.prompts()["demo"][0],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
     answer = requests.post(f"{server.url}/generate", json=request, timeout=60).json()
     info = answer["meta_info"]
     assert [token for _, token, _ in info["output_token_logprobs"]] == answer["output_ids"]
@@ -142,7 +142,7 @@ def test_an_aborted_request_leaves_the_server_well(server: Server) -> None:
 
 
 def test_a_logit_bias_holds_at_every_position_of_a_block(server: Server) -> None:
-    """A logit bias of +100 forces one token at every position of a block; -100 on the greedy token avoids it."""
+    """A bias of +100 forces one token at every position; -100 on the greedy token avoids it."""
     forced = server.generate(
         "import os\n", temperature=0, max_new_tokens=12, ignore_eos=True, logit_bias={"77": 100}
     )

@@ -11,19 +11,23 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_dflash.bench.server import Server
 from sglang_dflash.core.acceptance import target_probabilities
 from tests.engine import workload
-from tests.engine.conftest import PAIR, Running
+from tests.engine.servers import DFLASH, PAIR, SEEDED, SEEDED_PLAIN
 
 # Without min-p: SGLang's own sampler asserts that a seeded request has none.
 SAMPLING = [
-    {"temperature": 0.8}, {"temperature": 1.0, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9},
-    {"temperature": 0.7, "top_k": 50, "top_p": 0.95}, {"temperature": 0},
-]  # fmt: skip
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    {"temperature": 0},
+]
 
 
-def seeded(running: Running, name: str) -> list[Any]:
-    server, jobs = running.get(name), []
+def seeded(server: Server) -> list[Any]:
+    jobs = []
     for i, text in enumerate(workload.prompts()["demo"][:12] + workload.prompts()["short"][8:14]):
         jobs.append(
             (
@@ -40,10 +44,12 @@ def seeded(running: Running, name: str) -> list[Any]:
         return list(pool.map(lambda job: server.generate(job[0], **job[1]), jobs))
 
 
-def test_seeded_samples_are_plain_decodings_tokens(running: Running) -> None:
-    """The accept rule keeps a draft iff it is what the target samples with that request's seed at that position."""
-    plain = seeded(running, "seeded-plain")
-    ours = seeded(running, "seeded")
+@pytest.mark.server(SEEDED)
+@pytest.mark.recorded(SEEDED_PLAIN, seeded)
+def test_seeded_samples_are_plain_decodings_tokens(answers: Any) -> None:
+    """The accept rule keeps a draft if and only if the target samples it at that position with the
+    request's seed."""
+    ours, plain = answers(SEEDED, seeded), answers(SEEDED_PLAIN, seeded)
     workload.assert_same_outputs({"seeded": ours}, {"seeded": plain})
     assert workload.acceptance_length(ours) > 1.3
     assert len({tuple(a["output_ids"]) for a in ours}) == len(ours)
@@ -56,10 +62,11 @@ LAWS = [
 ]
 
 
+@pytest.mark.server(DFLASH)
 @pytest.mark.parametrize("how", LAWS, ids=str)
-def test_unseeded_samples_follow_the_targets_law(running: Running, how: dict[str, Any]) -> None:
-    """Pairs of tokens after one prompt, 480 draws; the second and third token come out of a verify step."""
-    server, text = running.get("dflash"), "def get(self, block=True, timeout=None):\n    if "
+def test_unseeded_samples_follow_the_targets_law(server: Server, how: dict[str, Any]) -> None:
+    """480 pairs of tokens after one prompt; the second token comes from a verify step."""
+    text = "def get(self, block=True, timeout=None):\n    if "
     draws = []
     for _ in range(10):
         answer = server.generate(text, **how, n=48, max_new_tokens=3, ignore_eos=True)
@@ -87,10 +94,10 @@ def test_unseeded_samples_follow_the_targets_law(running: Running, how: dict[str
     observed = [counts[pair] for pair in often] + [
         sum(c for pair, c in counts.items() if pair not in often)
     ]
-    wanted = [expected[pair] * len(draws) for pair in often]
-    wanted.append(len(draws) - sum(wanted))
-    if wanted[-1] < 1e-6:
-        observed, wanted = observed[:-1], wanted[:-1]
-    assert len(wanted) > 2, "the prompt leaves the target no choice: nothing would be tested"
+    likely = [expected[pair] * len(draws) for pair in often]
+    likely.append(len(draws) - sum(likely))
+    if likely[-1] < 1e-6:
+        observed, likely = observed[:-1], likely[:-1]
+    assert len(likely) > 2, "the target has no choice after this prompt: nothing would be tested"
     # By accident once in 10,000 runs.
-    assert chisquare(observed, wanted).pvalue > 1e-4
+    assert chisquare(observed, likely).pvalue > 1e-4

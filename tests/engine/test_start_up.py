@@ -1,4 +1,4 @@
-"""What is refused before serving, by SGLang's own argument resolution with our plugin loaded; and who serves what."""
+"""What SGLang's argument resolution refuses with our plugin loaded, and which worker serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
-from tests.engine.conftest import DFLASH, PAIR
+from tests.engine.servers import PAIR
 
 TARGET = [
     "--model-path",
@@ -208,7 +208,8 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
     assert (
-        arguments.wants_builtin(given) and arguments.options(given, settings).draft_kv_tokens == 999
+        arguments.builtin_requested(given)
+        and arguments.options(given, settings).draft_kv_tokens == 999
     )
 
 
@@ -234,7 +235,7 @@ def test_engine_keyword_arguments_are_understood() -> None:
         speculative_dflash_draft_window_size=64,
         speculative_dflash_worker="builtin",
     )
-    assert given.speculative_draft_window_size == 64 and arguments.wants_builtin(given)
+    assert given.speculative_draft_window_size == 64 and arguments.builtin_requested(given)
     with pytest.raises(ConfigError, match=r"speculative_dflash_worker: 'mine'; choose one of"):
         arguments.server_args_from_kwargs(
             ServerArgs, model_path="m", speculative_dflash_worker="mine"
@@ -249,12 +250,12 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     draft = edited(tmp_path, {"dflash_config": {"projector_type": "domino"}})
     worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(*TARGET, draft))
     assert worker.__name__ == "DFlashWorkerV2"
-    told = [
+    warned = [
         line
         for line in capfd.readouterr().err.splitlines()
         if "built-in worker serves instead" in line
     ]
-    assert len(told) == 1 and "projector_type: 'domino'" in told[0]
+    assert len(warned) == 1 and "projector_type: 'domino'" in warned[0]
 
 
 REFUSED_BY_SGLANG = {
@@ -284,7 +285,7 @@ def test_ranks_among_which_the_draft_does_not_divide_are_refused(
         resolve(*TARGET, str(PAIR.draft), "--tp-size", "3")
 
 
-# Setting as SGLang resolves it, its value, and how the warning calls it.
+# The warning's words -> the setting as SGLang resolves it, and its value.
 NOT_OURS = {
     "data-parallel attention": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
@@ -297,19 +298,20 @@ NOT_OURS = {
 
 @pytest.mark.parametrize("reason", NOT_OURS)
 def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> None:
-    """Some of them SGLang takes on an accelerator only: the choice is asked with the setting as it would arrive there."""
+    """SGLang takes some of them on an accelerator only: the choice is tested with the setting as it
+    would arrive there."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_dflash.serving.pairing import unserved_setting
 
     given = resolve(*TARGET, str(PAIR.draft))
-    assert unserved_setting(given, resolving_view(given), str(PAIR.draft)) is None
+    assert unserved_setting(resolving_view(given), str(PAIR.draft)) is None
 
     class Changed:
         def __getattr__(self, name: str) -> Any:
             return NOT_OURS[reason].get(name, getattr(resolving_view(given), name))
 
-    assert unserved_setting(given, Changed(), str(PAIR.draft)) == reason
+    assert unserved_setting(Changed(), str(PAIR.draft)) == reason
 
 
 def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
@@ -321,12 +323,12 @@ def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
         resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill")
     )
     assert worker.__name__ == "DFlashWorkerV2"
-    told = [
+    warned = [
         line
         for line in capfd.readouterr().err.splitlines()
         if "built-in worker serves instead" in line
     ]
-    assert len(told) == 1 and "because of --disaggregation-mode" in told[0]
+    assert len(warned) == 1 and "because of --disaggregation-mode" in warned[0]
 
 
 def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path) -> None:
@@ -348,7 +350,7 @@ def test_a_refusal_ends_the_launcher_with_a_message_and_no_server(tmp_path: Path
 
 
 def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
-    """Every option of ours, found in our own parser; `--help` answers before any model is looked at."""
+    """Every option of ours, found in our own parser; `--help` needs no model."""
     import argparse
 
     from sglang_dflash.serving import arguments
@@ -369,14 +371,14 @@ def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
         "--help": shown,
         **{p: (root / p).read_text() for p in ("README.md", "docs/flags.md")},
     }.items():
-        missing = [flag for flag in [*ours, DFLASH[0]] if flag not in text]
+        missing = [flag for flag in [*ours, "--speculative-algorithm"] if flag not in text]
         assert not missing, f"{place}: {missing}"
 
 
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
     from types import SimpleNamespace
 
-    from sglang_dflash.serving.pairing import unserved_target
+    from sglang_dflash.serving.target_model import unserved_target
 
     def target(weight: torch.Tensor | None) -> Any:
         return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))

@@ -1,4 +1,4 @@
-"""The prompts that every server configuration must answer alike, and how they are sent."""
+"""The prompts to which all server configurations must give the same answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from sglang_dflash.checkpoint.embedded import demo_pair
 NEW_TOKENS = 40
 # Requests whose logits depend on every token before, and one that does not.
 PENALTIES = [
-    {"frequency_penalty": 0.9}, {"presence_penalty": 1.5}, {"repetition_penalty": 1.4}, {"min_new_tokens": 25, "ignore_eos": False}, {},
-]  # fmt: skip
+    {"frequency_penalty": 0.9},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.4},
+    {"min_new_tokens": 25, "ignore_eos": False},
+    {},
+]
 
 
 def prompts() -> dict[str, list[str]]:
@@ -24,10 +28,11 @@ def prompts() -> dict[str, list[str]]:
     return {
         # One to about 40 tokens.
         "short": [wrap[i * 311 : i * 311 + 3 + 5 * i] for i in range(20)],
-        # 300 to 1,100 tokens: longer than the draft window and than one prefill chunk of the configurations that have them.
+        # 300 to 1,100 tokens: longer than any draft window and prefill chunk that is configured.
         "long": [lex[i * 400 : i * 400 + 900 + 200 * i] for i in range(10)],
         "demo": demo_pair("dense").prompts[:16],
-        # Three prefixes with five continuations each: all but the first of each find their prefix cached.
+        # Three prefixes with five continuations each: all but the first of each find their prefix
+        # cached.
         "shared prefix": [
             wrap[s : s + 1200] + f"\n    # {c}\n    def {c}"
             for s in (0, 2500, 5000)
@@ -37,7 +42,7 @@ def prompts() -> dict[str, list[str]]:
 
 
 def run(server: Server) -> dict[str, list[dict[str, Any]]]:
-    """All answers: ragged batches of 8 for the short, long and demo prompts; one after another for the shared prefixes."""
+    """All answers: ragged batches of 8, but the shared prefixes one after another."""
     answers = {}
     for name, texts in prompts().items():
         with ThreadPoolExecutor(1 if name == "shared prefix" else 8) as pool:
@@ -53,8 +58,8 @@ def run(server: Server) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_penalised(server: Server) -> list[dict[str, Any]]:
-    """One request after another: under overlap SGLang counts an output token a step late, and which one that is depends on
-    what else is being prefilled, in plain decoding too."""
+    """One request after another: under overlap SGLang counts an output token a step late, and which
+    one that is depends on what else is being prefilled, in plain decoding too."""
     send = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     texts = prompts()["demo"][:10]
     return [
@@ -66,7 +71,7 @@ def run_penalised(server: Server) -> list[dict[str, Any]]:
 def assert_same_outputs(
     got: dict[str, list[dict[str, Any]]], expected: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """Token ids, bitwise; the first differing position of every differing prompt is reported."""
+    """Compare token ids; report the first differing position of every differing prompt."""
     differing = []
     for name in expected:
         for i, (a, b) in enumerate(zip(got[name], expected[name], strict=True)):

@@ -1,149 +1,30 @@
-"""The launch commands of the model cards, as printed, through SGLang's own parser and resolution, by every way of starting it."""
+"""The launch commands of the model cards, as printed, through SGLang's own parser and resolution.
+
+`sglang.Engine` with the same flags: tests/engine/test_published_engine.py.
+"""
 
 from __future__ import annotations
 
-import ast
 import itertools
-import json
-import os
 import runpy
-import shlex
-import shutil
-import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.core.weights import save_model
-from tests.conftest import random_model, raw_config
-from tests.engine.hybrid import SHAPE
-
-LAUNCH = Path(__file__).parents[2] / "launch"
-LINE = """python -m sglang.launch_server --model-path Qwen/Qwen3.5-27B --speculative-algorithm DFLASH \\
-    --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --speculative-num-draft-tokens 16 --tp-size 1 \\
-    --attention-backend fa3 --mem-fraction-static 0.75 --mamba-scheduler-strategy extra_buffer --trust-remote-code"""
-BLACKWELL = "--attention-backend trtllm_mha --speculative-draft-attention-backend fa4"
-PUBLISHED = {
-    "qwen3.5-27b": LINE,
-    "qwen3.5-35b-a3b": LINE.replace("Qwen3.5-27B", "Qwen3.5-35B-A3B").replace(
-        "--attention-backend fa3", BLACKWELL
-    ),
-    "qwen3.6-27b": LINE.replace("Qwen3.5-27B", "Qwen3.6-27B"),
-    "qwen3.6-35b-a3b": LINE.replace("Qwen3.5-27B", "Qwen3.6-35B-A3B"),
-}
-# Published nowhere: the first command less what is for recurrent layers.
-QWEN3 = LINE.replace("Qwen3.5-27B-DFlash", "Qwen3-8B-DFlash-b16").replace("Qwen3.5-27B", "Qwen3-8B")
-SCRIPTS = {**PUBLISHED, "qwen3-8b": QWEN3.replace("--mamba-scheduler-strategy extra_buffer ", "")}
-WINDOW = ["--speculative-dflash-draft-window-size", "4096"]
-MODELS = ("--model-path", "--speculative-draft-model-path")
-BACKENDS = ("--attention-backend", "--speculative-draft-attention-backend")
-
-
-def flags(command: str) -> list[str]:
-    return shlex.split(command.replace("\\\n", " "))[3:]
-
-
-def with_values(argv: list[str], **values: str) -> list[str]:
-    """`argv` with the values of those flags that it has replaced."""
-    of = {f"--{name.replace('_', '-')}": value for name, value in values.items()}
-    return [of.get(before, word) for before, word in zip(["", *argv], argv, strict=False)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Tiny stand-ins: the published architectures, dense and with experts, a dense Qwen3, and a draft for each."""
-    import transformers
-
-    root = tmp_path_factory.mktemp("published")
-    experts = {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    configs: dict[str, Any] = {
-        "27b": (
-            transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128),
-            "Qwen3_5ForCausalLM",
-        ),
-        "a3b": (transformers.Qwen3_5MoeTextConfig(**SHAPE, **experts), "Qwen3_5MoeForCausalLM"),
-    }
-    for name, (config, architecture) in configs.items():
-        # Published configurations have it, and SGLang goes by it rather than by `layer_types`.
-        config.architectures, config.full_attention_interval = [architecture], 4
-        config.save_pretrained(root / name)
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(demo_pair("dense").target / file, root / name)
-    # Made for half the positions of the targets, as published drafts are made for fewer than theirs.
-    raw = raw_config(hidden_size=64, vocab_size=1024, num_target_layers=4, block_size=16)
-    save_model(random_model(raw), raw, root / "draft", torch.float32)
-    dense = demo_pair("dense")
-    return {
-        **{name: str(root / name) for name in (*configs, "draft")},
-        "8b": str(dense.target),
-        "8b-draft": str(dense.draft),
-    }
-
-
-def local(argv: list[str], folders: dict[str, str]) -> list[str]:
-    """`argv` with its two model paths replaced, and nothing else."""
-    kind = argv[argv.index("--model-path") + 1].lower().rsplit("-", 1)[-1]
-    return with_values(
-        argv,
-        model_path=folders[kind],
-        speculative_draft_model_path=folders["8b-draft" if kind == "8b" else "draft"],
-    )
-
-
-def on_this_machine(argv: list[str]) -> list[str]:
-    """And with the backends that a plain CPU has."""
-    return with_values(
-        argv, attention_backend="torch_native", speculative_draft_attention_backend="torch_native"
-    )
-
-
-@pytest.fixture(scope="module")
-def resolve() -> Callable[[list[str]], Any]:
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-    def of(argv: list[str]) -> Any:
-        from sglang.srt.server_args import prepare_server_args
-
-        server_args = prepare_server_args(argv)
-        server_args.resolve_once()
-        return server_args
-
-    return of
-
-
-ASKED = {
-    "speculative_algorithm": "DFLASH",
-    "speculative_num_draft_tokens": 16,
-    "tp_size": 1,
-    "mem_fraction_static": 0.75,
-    "mamba_radix_cache_strategy": "extra_buffer",
-    "trust_remote_code": True,
-    "speculative_draft_window_size": 4096,
-    "disable_overlap_schedule": False,
-}
-
-
-def resolved_fields(server_args: Any) -> dict[str, Any]:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    settings = resolving_view(server_args)
-    return {name: getattr(settings, name) for name in ASKED}
-
-
-needs_plain_cpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="this machine has the published backends"
+from tests.serving.published import (
+    ASKED,
+    BACKENDS,
+    LINE,
+    MODELS,
+    PUBLISHED,
+    SCRIPTS,
+    WINDOW,
+    flags,
+    local,
+    needs_plain_cpu,
+    on_this_machine,
+    resolved_fields,
 )
 
 
@@ -239,64 +120,8 @@ def test_every_command_line_reaches_the_server(
     assert resolved_fields(stopped.value.args[0]) == ASKED
 
 
-ENGINE = """
-import json, sys
-import sglang
-from sglang.srt.entrypoints.engine import Engine
-
-class Stopped(Exception):
-    pass
-
-def stop(self, server_args, **others):
-    server_args.resolve_once()
-    raise Stopped(server_args)
-
-Engine._launch_subprocesses = stop
-from tests.test_published_commands import resolved_fields
-found = []
-for kwargs in json.loads(sys.argv[1]):
-    try:
-        sglang.Engine(**kwargs)
-    except Stopped as stopped:
-        found.append(resolved_fields(stopped.args[0]))
-print(json.dumps(found))
-sys.stdout.flush()
-import os; os._exit(0)
-"""
-
-
 @needs_plain_cpu
-def test_engine_takes_the_published_flags_as_keywords(folders: Any) -> None:
-    def literal(word: str) -> Any:
-        try:
-            return ast.literal_eval(word)
-        except (ValueError, SyntaxError):
-            return word
-
-    def keywords(argv: list[str]) -> dict[str, Any]:
-        pairs = zip(argv, [*argv[1:], "--"], strict=True)
-        return {
-            f[2:].replace("-", "_"): True if v.startswith("--") else literal(v)
-            for f, v in pairs
-            if f.startswith("--")
-        }
-
-    calls = [
-        keywords([*on_this_machine(local(flags(command), folders)), *WINDOW])
-        for command in PUBLISHED.values()
-    ]
-    assert {"mamba_scheduler_strategy", "speculative_dflash_draft_window_size"} <= set(calls[0])
-    command = [sys.executable, "-W", "ignore", "-c", ENGINE, json.dumps(calls)]
-    done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [ASKED] * len(PUBLISHED)
-
-
-# -- the variables that the cards export
-
-
-@needs_plain_cpu
-def test_retired_variables_are_told_of_in_one_line(
+def test_retired_variables_are_warned_of_in_one_line(
     resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     argv = on_this_machine(local(flags(LINE), folders))
@@ -309,16 +134,16 @@ def test_retired_variables_are_told_of_in_one_line(
     ):
         monkeypatch.setenv(name, "1")
     resolve(argv)
-    told = [line for line in capfd.readouterr().err.splitlines() if "SGLANG_ENABLE" in line]
+    warned = [line for line in capfd.readouterr().err.splitlines() if "SGLANG_ENABLE" in line]
     assert (
-        len(told) == 1
+        len(warned) == 1
         and "SGLANG_ENABLE_SPEC_V2=1, SGLANG_ENABLE_DFLASH_SPEC_V2=1: SGLang no longer reads this"
-        in told[0]
+        in warned[0]
     )
-    assert "PLAN_STREAM" not in told[0]
+    assert "PLAN_STREAM" not in warned[0]
 
 
-def test_what_is_told_of_the_variables_is_true_of_this_sglang() -> None:
+def test_the_warning_about_variables_is_true_of_this_sglang() -> None:
     """A new SGLang may take one up again, or drop another."""
     from sglang.srt.environ import envs
 
@@ -353,67 +178,3 @@ def test_a_longer_context_still_needs_its_variable(
         resolve(argv)
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     resolve(argv)
-
-
-# -- launch/serve_*.sh
-
-
-def run_script(
-    name: str, *arguments: str, tmp_path: Path, **environment: str
-) -> tuple[list[str], dict[str, str]]:
-    """What the script hands to Python, and the variables that it exports."""
-    show = tmp_path / "python"
-    show.write_text('#!/usr/bin/env bash\nenv > "$(dirname "$0")/env"\nprintf "%s\\n" "$@"\n')
-    show.chmod(0o755)
-    before = {**os.environ, "PYTHON": str(show), **environment}
-    script = str(LAUNCH / f"serve_{name}.sh")
-    shown = subprocess.run(
-        ["bash", script, *arguments], env=before, capture_output=True, text=True, check=True
-    ).stdout
-    after = dict(
-        line.split("=", 1)
-        for line in (tmp_path / "env").read_text().splitlines()
-        if line.startswith("SGLANG_")
-    )
-    return shown.splitlines(), {k: v for k, v in after.items() if before.get(k) != v}
-
-
-def test_there_is_a_script_for_every_command() -> None:
-    assert {path.stem for path in LAUNCH.glob("serve_*.sh")} == {
-        f"serve_{name}" for name in SCRIPTS
-    }
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_its_published_command(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("TARGET", "DRAFT", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"):
-        monkeypatch.delenv(variable, raising=False)
-    subprocess.run(["bash", "-n", str(LAUNCH / f"serve_{name}.sh")], check=True)
-    words, exported = run_script(name, tmp_path=tmp_path)
-    assert words == ["-m", "sglang.launch_server", *flags(SCRIPTS[name])]
-    assert exported == (
-        {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if name == "qwen3.5-35b-a3b" else {}
-    )
-
-
-@needs_plain_cpu
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_takes_models_and_arguments_and_resolves(
-    name: str, resolve: Any, folders: Any, tmp_path: Path
-) -> None:
-    at_home = local(flags(SCRIPTS[name]), folders)
-    target, draft = (at_home[at_home.index(flag) + 1] for flag in MODELS)
-    words, _ = run_script(
-        name,
-        *WINDOW,
-        "--served-model-name",
-        "two words",
-        tmp_path=tmp_path,
-        TARGET=target,
-        DRAFT=draft,
-    )
-    assert words[2:] == [*at_home, *WINDOW, "--served-model-name", "two words"]
-    fields = resolved_fields(resolve(on_this_machine(words[2:])))
-    assert fields == {**ASKED, "mamba_radix_cache_strategy": fields["mamba_radix_cache_strategy"]}

@@ -1,0 +1,103 @@
+"""Files that servers of the tests are started with, made when a configuration names them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.core.weights import save_model
+from tests.conftest import random_model, raw_config
+from tests.engine.hybrid import SHAPE, save_random_hybrid
+from tests.engine.hybrid_requests import BLOCK_SIZE
+
+PAIR = demo_pair("dense")
+
+
+def short_draft(folder: Path) -> None:
+    """The demo draft with a config that claims training on no more than 64 positions."""
+    shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+
+
+def config_only(folder: Path) -> None:
+    """The demo pair without weights."""
+    shutil.copytree(
+        PAIR.target.parent,
+        folder,
+        ignore=shutil.ignore_patterns("*.safetensors"),
+        dirs_exist_ok=True,
+    )
+
+
+def hybrid_moe(folder: Path) -> None:
+    save_random_hybrid(folder, moe=True)
+
+
+def hybrid_draft(folder: Path) -> None:
+    """A random draft, with sliding layers like Qwen3.6-27B's."""
+    raw = raw_config(
+        hidden_size=SHAPE["hidden_size"],
+        vocab_size=SHAPE["vocab_size"],
+        num_target_layers=4,
+        block_size=BLOCK_SIZE,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        sliding_window=32,
+        dflash_config={"mask_token_id": 1023, "target_layer_ids": [0, 1, 2]},
+    )
+    torch.manual_seed(0)
+    save_model(random_model(raw), raw, folder, torch.float32)
+
+
+def adapter(folder: Path) -> None:
+    """Random, of rank 4, in the embedding and every projection: strong enough to change outputs."""
+    shapes = json.loads((PAIR.target / "config.json").read_text())
+    hidden, inner, head = shapes["hidden_size"], shapes["intermediate_size"], shapes["head_dim"]
+    queries, keys = shapes["num_attention_heads"] * head, shapes["num_key_value_heads"] * head
+    sizes = {
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    random, rank = torch.Generator().manual_seed(0), 4
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(shapes["num_hidden_layers"]):
+        for name, (before, after) in sizes.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            down = torch.randn(rank, before, generator=random) / before**0.5
+            up = torch.randn(after, rank, generator=random) / 2
+            tensors |= {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up}
+    key = "base_model.model.model.embed_tokens"
+    tensors[f"{key}.lora_embedding_A"] = torch.randn(rank, shapes["vocab_size"], generator=random)
+    tensors[f"{key}.lora_embedding_B"] = torch.randn(hidden, rank, generator=random) / 50
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["embed_tokens", *(name.split(".")[1] for name in sizes)],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+# The first folder of a path after `{files}` -> what fills it.
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "short-draft": short_draft,
+    "config-only": config_only,
+    "hybrid": save_random_hybrid,
+    "hybrid-moe": hybrid_moe,
+    "hybrid-draft": hybrid_draft,
+    "adapter": adapter,
+}

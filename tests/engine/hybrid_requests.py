@@ -1,0 +1,61 @@
+"""The prompts and chats that servers of recurrent targets answer."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sglang_dflash.bench.server import Server
+
+NEW_TOKENS, BLOCK_SIZE = 40, 8
+TURNS = 3
+
+# (prompt ids, answer) of every request.
+Answers = list[tuple[list[int], dict[str, Any]]]
+
+
+def prompts() -> list[list[int]]:
+    """64 prompts: short ones, ones around the 64-token chunk of prefill, long ones, and ones that
+    share a prefix of 300 tokens.
+
+    Of the seeds tried, here and for the chats, these leave no two tokens equally likely (see CLEAR
+    in test_hybrid.py).
+    """
+    rng = random.Random(4)
+    lengths = [1, 2, 5, 17, 40, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 300] * 3
+    separate = [[rng.randrange(1000) for _ in range(n)] for n in lengths]
+    trunk = [rng.randrange(1000) for _ in range(300)]
+    return separate + [trunk + [rng.randrange(1000) for _ in range(1 + i)] for i in range(16)]
+
+
+def hybrid_answers(server: Server) -> tuple[Answers, Answers]:
+    """To all prompts, eight at a time, the shared prefixes one after another; and to six chats of
+    three turns."""
+
+    def one(prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+        return prompt, server.generate(
+            prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
+        )
+
+    def chat(index: int) -> Answers:
+        """Every turn repeats the one before: its states were kept while it was decoded."""
+        rng, text, done = random.Random(50 + index), [], []
+        for _ in range(TURNS):
+            text = text + [rng.randrange(1000) for _ in range(30 + 7 * index)]
+            done.append(one(text))
+            text = text + done[-1][1]["output_ids"]
+        return done
+
+    every = prompts()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, every[:-16])) + [one(prompt) for prompt in every[-16:]]
+        return answers, [turn for turns in pool.map(chat, range(6)) for turn in turns]
+
+
+def outputs(answers: Answers) -> list[list[int]]:
+    return [answer["output_ids"] for _, answer in answers]
+
+
+def cached(answers: Answers) -> list[int]:
+    return [answer["meta_info"]["cached_tokens"] for _, answer in answers]

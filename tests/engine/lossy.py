@@ -1,0 +1,25 @@
+"""An extension of our worker: its draft KV cache loses a random half of the entries per step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang_dflash.serving.extension import Extension
+from torch import Tensor
+
+from sglang_dflash.core.drafter import Drafter
+
+
+class LossyDrafter(Drafter):
+    """Proposes from what is left of a bounded cache."""
+
+    def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        owner = self.cache.owner
+        owner[torch.rand(len(owner)) < 0.5] = -1
+        return super().propose(bonus, seq_lens, positions, slots)
+
+
+def extension(target_worker: Any) -> Extension:
+    del target_worker
+    return Extension(make_drafter=LossyDrafter)

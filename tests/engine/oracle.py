@@ -1,0 +1,99 @@
+"""An extension of our worker for recurrent targets: known drafts, and the states on show.
+
+ORACLE: a pickle of `hybrid_requests.hybrid_answers`. Drafts are then some tokens of the true
+continuation and wrong ones after them; how many depends on the position, from none to all. Batches
+mix every case, which a real draft does only by chance.
+
+SHOWN: a folder. After every verify step, the first rank writes to it the states of all requests
+(see shown_states.py) and to `accepted.jsonl` one line with their accepted lengths.
+
+TOO_FEW: replay commits one token too few of every block of which more than one is accepted, to see
+that the tests would notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang_dflash.serving.extension import Extension, Step, StepObserver
+from torch import Tensor
+
+from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.core.drafter import Drafter
+from tests.engine.shown_states import show_states
+
+
+class Observer(StepObserver):
+    """Knows the requests of the current step, and writes down how it ended."""
+
+    def __init__(self, folder: Path, model_runner: Any, tp_rank: int) -> None:
+        self.requests: list[Any] = []
+        self._folder, self._runner, self._tp_rank = folder, model_runner, tp_rank
+
+    def before_step(self, batch: Any, step: Step) -> None:
+        self.requests = batch.reqs
+
+    def after_step(self, batch: Any, step: Step, accepted: Accepted, new_seq_lens: Tensor) -> None:
+        if self._tp_rank > 0:
+            return
+        show_states(self._folder, batch, new_seq_lens, self._runner)
+        with (self._folder / "accepted.jsonl").open("a") as file:
+            print(json.dumps(accepted.lengths.tolist()), file=file)
+
+
+class KnownDrafts:
+    """A drafter whose drafts are replaced, after they have been made."""
+
+    def __init__(
+        self, drafter: Drafter, observer: Observer, continuations: dict[tuple[int, ...], list[int]]
+    ) -> None:
+        """`continuations`: prompt ids to output ids."""
+        self._drafter, self._observer, self._continuations = drafter, observer, continuations
+        self.cache = drafter.cache
+        self.absorb, self.visible_context = drafter.absorb, drafter.visible_context
+
+    def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        block = self._drafter.propose(bonus, seq_lens, positions, slots)
+        rows = zip(self._observer.requests, seq_lens.tolist(), strict=True)
+        for row, (request, length) in enumerate(rows):
+            drafts = self._drafts(tuple(request.origin_input_ids), length, block.shape[1])
+            block[row, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=block.dtype)
+        return block
+
+    def _drafts(self, prompt: tuple[int, ...], length: int, block_size: int) -> list[int]:
+        """Up to B - 1 tokens after position `length`, fewer at the end of what is known."""
+        known = [*prompt, *self._continuations.get(prompt, [])][length + 1 : length + block_size]
+        right = random.Random(1000 * length + len(prompt)).randrange(block_size)
+        return [token if i < right else (token + 1) % 1000 for i, token in enumerate(known)]
+
+
+def commit_one_too_few(replay: Any) -> None:
+    commit = replay.commit
+    replay.commit = lambda self, lengths, checkpoints: commit(
+        self, (lengths - 1).clamp(min=1), checkpoints
+    )
+
+
+def extension(target_worker: Any) -> Extension:
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_dflash.serving.recurrent import Replay
+
+    if "TOO_FEW" in os.environ:
+        commit_one_too_few(Replay)
+    answers, chats = pickle.loads(Path(os.environ["ORACLE"]).read_bytes())
+    continuations = {tuple(prompt): answer["output_ids"] for prompt, answer in answers + chats}
+    folder = Path(os.environ["SHOWN"])
+    folder.mkdir(exist_ok=True)
+    observer = Observer(folder, target_worker.model_runner, get_parallel().tp_rank)
+
+    def make_drafter(*args: Any) -> KnownDrafts:
+        return KnownDrafts(Drafter(*args), observer, continuations)
+
+    return Extension(make_drafter=make_drafter, observer=observer)

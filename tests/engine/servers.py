@@ -1,0 +1,251 @@
+"""Every server that the tests start, by name.
+
+A configuration is a value: another one is made of it by changing flags. It contains no path of the
+test session; `{files}` in a flag or a variable stands for the session's folder (see session.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sglang_dflash.bench.server import Server
+from sglang_dflash.checkpoint.embedded import demo_pair
+from tests.engine import hybrid_requests
+
+PAIR = demo_pair("dense")
+FILES = "{files}"
+CHAT_WINDOW = 512
+
+# A function that sends requests to a server and returns what came back, in a form that pickles.
+Ask = Callable[[Server], Any]
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One server: its flags in order, its environment and the module that launches it.
+
+    Attributes:
+        flags: (flag, value) in order; a switch has the value "".
+        env: (variable, value), on top of the environment of the tests.
+        read_on_import: what SGLang reads when it is imported, too late for a fork of a process that
+            has imported it; "" if the server can be forked.
+    """
+
+    name: str
+    flags: tuple[tuple[str, str], ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    module: str = "sglang.launch_server"
+    read_on_import: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def named(self, name: str) -> ServerConfig:
+        return replace(self, name=name)
+
+    def with_flags(self, **flags: Any) -> ServerConfig:
+        """Add or replace flags: `tp_size=2` is `--tp-size 2`, True is a switch, None removes."""
+        merged = dict(self.flags)
+        for name, value in flags.items():
+            flag = f"--{name.replace('_', '-')}"
+            if value is None:
+                del merged[flag]
+            else:
+                merged[flag] = "" if value is True else str(value)
+        return replace(self, flags=tuple(merged.items()))
+
+    def with_env(self, **env: str) -> ServerConfig:
+        return replace(self, env=tuple({**dict(self.env), **env}.items()))
+
+    def with_module(self, module: str) -> ServerConfig:
+        return replace(self, module=module)
+
+    def arguments(self) -> list[str]:
+        """The command line after the module's name."""
+        return [word for flag in self.flags for word in flag if word]
+
+
+def recording_name(config: ServerConfig, ask: Ask) -> str:
+    """The file in the session's folder that holds a server's answers to `ask`."""
+    return f"{config}.{ask.__module__.rpartition('.')[2]}.{ask.__name__}.pickle"
+
+
+# -- the demo pair
+
+PLAIN = ServerConfig("plain").with_flags(
+    model_path=PAIR.target, dtype="float32", sleep_on_idle=True, max_total_tokens=32768
+)
+DFLASH_FLAGS: dict[str, Any] = {
+    "speculative_algorithm": "DFLASH",
+    "speculative_draft_model_path": PAIR.draft,
+}
+DFLASH = PLAIN.named("dflash").with_flags(**DFLASH_FLAGS)
+BUILTIN = DFLASH.named("builtin").with_flags(speculative_dflash_worker="builtin")
+PAGES = DFLASH.with_flags(page_size=16, chunked_prefill_size=256)
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").with_flags(disable_overlap_schedule=True)
+WINDOW: dict[str, Any] = {
+    "speculative_dflash_draft_window_size": 96,
+    "speculative_draft_sink_size": 4,
+}
+# Its draft's config claims training on no more than 64 positions.
+PAGE16_WINDOW = PAGES.named("page16-window").with_flags(
+    speculative_draft_model_path=f"{FILES}/short-draft", **WINDOW
+)
+# An eighth of the KV, too little draft KV, and SGLang's own test switch: it retracts requests every
+# 25 steps.
+TIGHT = replace(
+    DFLASH.named("tight")
+    .with_flags(
+        max_total_tokens=4000,
+        speculative_dflash_draft_kv_tokens=150,
+        max_running_requests=8,
+        enable_metrics=True,
+        **WINDOW,
+    )
+    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25"),
+    read_on_import="SGLang reads SGLANG_TEST_RETRACT, and prometheus_client its folder",
+)
+# Neither checkpoint has weights.
+SIMULATED = (
+    DFLASH.named("simulated")
+    .with_flags(
+        model_path=f"{FILES}/config-only/target",
+        speculative_draft_model_path=f"{FILES}/config-only/draft",
+        load_format="dummy",
+    )
+    .with_env(SGLANG_SIMULATE_ACC_LEN="3.5", SGLANG_SIMULATE_ACC_TOKEN_MODE="real-draft-token")
+)
+TP2 = DFLASH.named("tp2").with_flags(tp_size=2)
+BUILTIN_TP2 = BUILTIN.named("builtin-tp2").with_flags(tp_size=2)
+DP2 = DFLASH.named("dp2").with_flags(dp_size=2)
+
+# -- the draft KV cache
+
+CHATS_DEFAULT = DFLASH.named("chats-default").with_flags(
+    speculative_draft_window_size=CHAT_WINDOW, max_running_requests=8
+)
+CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").with_flags(
+    speculative_dflash_draft_kv_tokens=100000
+)
+# A tenth of the default: 2 * 8 * (512 + 8) / 10.
+CHATS_TENTH = CHATS_DEFAULT.named("chats-tenth").with_flags(speculative_dflash_draft_kv_tokens=832)
+CHATS_RECOMPUTE = CHATS_DEFAULT.named("chats-recompute").with_flags(
+    speculative_dflash_recompute_tail=512
+)
+# As many KV tokens as the server finds memory for, on a machine of fixed size.
+SIZED = PLAIN.with_module("tests.engine.sized_server").with_flags(
+    max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16
+)
+LOSSY = SIZED.named("lossy").with_flags(
+    **DFLASH_FLAGS,
+    speculative_draft_window_size=512,
+    speculative_dflash_extension="tests.engine.lossy:extension",
+)
+
+# -- sampling with seeds
+
+SEEDED_PLAIN = SIZED.named("seeded-plain").with_flags(enable_deterministic_inference=True)
+SEEDED = DFLASH.named("seeded").with_flags(enable_deterministic_inference=True)
+
+# -- request features: what all of them need of a server, at once
+
+FEATURES = PLAIN.with_flags(
+    max_running_requests=8,
+    enable_mixed_chunk=True,
+    chunked_prefill_size=128,
+    enable_priority_scheduling=True,
+    enable_custom_logit_processor=True,
+    enable_return_hidden_states=True,
+    enable_streaming_session=True,
+    constrained_json_disable_any_whitespace=True,
+    enable_lora=True,
+    lora_paths=f"adapter={FILES}/adapter",
+    # SGLang compiles what applies a penalty: half a minute of every server here, and not tested.
+).with_env(TORCHDYNAMO_DISABLE="1")
+FEATURES_PLAIN = FEATURES.named("features-plain").with_flags(disable_overlap_schedule=True)
+FEATURES_DFLASH = FEATURES.named("features-dflash").with_flags(**DFLASH_FLAGS)
+FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").with_flags(
+    disable_overlap_schedule=True
+)
+
+# -- targets with recurrent layers: random ones, dense and with experts, and one draft for both
+
+# States are kept for the prefix cache every 64 tokens: many verify steps cross such a boundary.
+HYBRID = ServerConfig("hybrid").with_flags(
+    dtype="float32",
+    sleep_on_idle=True,
+    max_total_tokens=16384,
+    max_mamba_cache_size=64,
+    max_running_requests=8,
+    mamba_track_interval=64,
+    model_path=f"{FILES}/hybrid",
+)
+HYBRID_MOE = HYBRID.with_flags(model_path=f"{FILES}/hybrid-moe")
+# Every way that SGLang allows of keeping recurrent states for the prefix cache, overlapped or not.
+KEPT_STATES: dict[str, dict[str, Any]] = {
+    "extra-buffer": {"mamba_scheduler_strategy": "extra_buffer"},
+    "extra-buffer-no-overlap": {
+        "mamba_scheduler_strategy": "extra_buffer",
+        "disable_overlap_schedule": True,
+    },
+    "lazy": {"mamba_radix_cache_strategy": "extra_buffer_lazy"},
+    "no-buffer": {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True},
+}
+
+
+def shown_states(config: ServerConfig) -> str:
+    """The folder to which a hybrid server writes its recurrent states (see shown_states.py)."""
+    return f"{FILES}/shown-{config}"
+
+
+def _plain_hybrid(name: str, base: ServerConfig, **flags: Any) -> ServerConfig:
+    config = base.named(name).with_flags(**flags)
+    return config.with_module("tests.engine.states_server").with_env(SHOWN=shown_states(config))
+
+
+def _hybrid(name: str, base: ServerConfig, plain: ServerConfig, **flags: Any) -> ServerConfig:
+    """Drafts are made of the answers of `plain`, which must have been recorded before the start."""
+    config = base.named(name).with_flags(
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=f"{FILES}/hybrid-draft",
+        speculative_dflash_extension="tests.engine.oracle:extension",
+        **flags,
+    )
+    oracle = recording_name(plain, hybrid_requests.hybrid_answers)
+    return config.with_env(SHOWN=shown_states(config), ORACLE=f"{FILES}/{oracle}")
+
+
+HYBRID_PLAIN = _plain_hybrid("hybrid-plain", HYBRID)
+HYBRID_PLAIN_NO_BUFFER = _plain_hybrid("hybrid-plain-no-buffer", HYBRID, **KEPT_STATES["no-buffer"])
+HYBRID_MOE_PLAIN = _plain_hybrid("hybrid-moe-plain", HYBRID_MOE)
+HYBRID_DFLASH = _hybrid("hybrid-dflash", HYBRID, HYBRID_PLAIN)
+ROLLBACKS = ("replay", "snapshot")
+HYBRID_ROLLBACK = {
+    (rollback, kept): _hybrid(
+        f"hybrid-{rollback}-{kept}",
+        HYBRID,
+        HYBRID_PLAIN,
+        speculative_dflash_recurrent_rollback=rollback,
+        **flags,
+    )
+    for rollback in ROLLBACKS
+    for kept, flags in KEPT_STATES.items()
+}
+HYBRID_TP2 = {
+    rollback: _hybrid(
+        f"hybrid-{rollback}-tp2",
+        HYBRID,
+        HYBRID_PLAIN,
+        speculative_dflash_recurrent_rollback=rollback,
+        tp_size=2,
+    )
+    for rollback in ROLLBACKS
+}
+# Refused, but only after the worker has been built: it gets no drafts to start with.
+HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").with_flags(
+    **KEPT_STATES["lazy"], disable_overlap_schedule=True, speculative_dflash_extension=None
+)
+HYBRID_BROKEN = _hybrid("hybrid-broken", HYBRID, HYBRID_PLAIN).with_env(TOO_FEW="1")
+HYBRID_MOE_DFLASH = _hybrid("hybrid-moe-auto", HYBRID_MOE, HYBRID_MOE_PLAIN)
