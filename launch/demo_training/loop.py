@@ -68,6 +68,56 @@ def lr_scale(step: int, steps: int, warmup: int = 30, hold: float = 0.5) -> floa
     return max(0.01, min(1.0, left))
 
 
+class Run:
+    """The state of a training run: model, optimizers, step and CPU seconds spent."""
+
+    def __init__(self, name: str, model: nn.Module, lr: float, work: Path) -> None:
+        """Resumes from the state under `work` if there is one."""
+        self.name, self.model, self.lr = name, model, lr
+        self.optimizers = make_optimizers(model, lr)
+        self.file = work / f"{name}.state.pt"
+        self.step, self._spent, self._began = 0, 0.0, time.process_time()
+        self._saved_at = time.monotonic()
+        if self.file.exists():
+            state = torch.load(self.file)
+            model.load_state_dict(state["model"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step, self._spent = state["step"], state["spent"]
+
+    @property
+    def spent(self) -> float:
+        """CPU seconds so far, interruptions included."""
+        return self._spent + time.process_time() - self._began
+
+    def save(self, every_s: float = 0.0) -> None:
+        """Save unless the last save is less than `every_s` seconds ago."""
+        if time.monotonic() - self._saved_at < every_s:
+            return
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "spent": self.spent,
+        }
+        # Replaced in one operation: a cut leaves the old state or the new one.
+        torch.save(state, self.file.with_suffix(".tmp"))
+        self.file.with_suffix(".tmp").replace(self.file)
+        self._saved_at = time.monotonic()
+
+    def update(self, loss: torch.Tensor, scale: float) -> None:
+        """One optimizer step at `scale` times the learning rate."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * scale
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+
+
 def train(
     name: str,
     model: nn.Module,
@@ -83,27 +133,7 @@ def train(
     The state is saved under `work`, from which an interrupted run resumes. `name` names the state
     file and seeds the data.
     """
-    optimizers = make_optimizers(model, lr)
-    state_file = work / f"{name}.state.pt"
-    step, spent = 0, 0.0
-    if state_file.exists():
-        state = torch.load(state_file)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step, spent = state["step"], state["spent"]
-    began, saved_at, shown = time.process_time(), time.monotonic(), {}
-
-    def save() -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizers": [o.state_dict() for o in optimizers],
-            "step": step,
-            "spent": spent + time.process_time() - began,
-        }
-        torch.save(state, state_file.with_suffix(".tmp"))
-        state_file.with_suffix(".tmp").replace(state_file)
-
+    run, shown = Run(name, model, lr, work), {}
     columns = (
         TextColumn(name),
         BarColumn(),
@@ -112,31 +142,17 @@ def train(
         TimeRemainingColumn(),
     )
     with Progress(*columns, refresh_per_second=1) as bar:
-        task = bar.add_task(name, total=steps, completed=step, shown="")
-        while step < steps:
+        task = bar.add_task(name, total=steps, completed=run.step, shown="")
+        while run.step < steps:
             # One generator per step: a resumed run sees the same data as an uninterrupted one.
-            rng = random.Random(f"{seed}-{name}-{step}")
-            loss, figures = loss_of(rng)
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * lr_scale(step, steps)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-            step += 1
+            loss, figures = loss_of(random.Random(f"{seed}-{name}-{run.step}"))
+            run.update(loss, lr_scale(run.step, steps))
             for key, value in {"loss": loss.item(), **figures}.items():
                 shown[key] = value if key not in shown else 0.95 * shown[key] + 0.05 * value
-            bar.update(
-                task, completed=step, shown=" ".join(f"{k} {v:.3f}" for k, v in shown.items())
-            )
-            if step % 100 == 0:
-                print(
-                    f"{name} {step}/{steps}", {k: round(v, 4) for k, v in shown.items()}, flush=True
-                )
-            if time.monotonic() - saved_at > SAVE_EVERY_S:
-                save()
-                saved_at = time.monotonic()
-    save()
-    print(f"{name}: {step} steps, {spent + time.process_time() - began:.0f} CPU-seconds")
+            text = " ".join(f"{key} {value:.3f}" for key, value in shown.items())
+            bar.update(task, completed=run.step, shown=text)
+            if run.step % 100 == 0:
+                print(f"{name} {run.step}/{steps} {text}", flush=True)
+            run.save(every_s=SAVE_EVERY_S)
+    run.save()
+    print(f"{name}: {run.step} steps, {run.spent:.0f} CPU-seconds")

@@ -33,18 +33,23 @@ def test_greedy_equals_a_plain_loop_on_random_blocks() -> None:
 
 
 SETTINGS = [
-    {"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4}, {"temperature": 0.7, "top_k": 3},
-    {"temperature": 1.0, "top_p": 0.8}, {"temperature": 0.7, "top_p": 0.6}, {"temperature": 1.0, "min_p": 0.1},
-]  # fmt: skip
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 4},
+    {"temperature": 0.7, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.7, "top_p": 0.6},
+    {"temperature": 1.0, "min_p": 0.1},
+]
 
 
 @pytest.mark.parametrize("how", SETTINGS, ids=str)
 @pytest.mark.parametrize("draft", ["likeliest", "unlikely"])
 def test_sampled_output_is_distributed_as_the_target(how: dict, draft: str) -> None:
-    """20,000 two-token outputs over a vocabulary of 8, where the second token's law depends on the first.
+    """20,000 two-token outputs over a vocabulary of 8; the second token's law depends on the first.
 
-    A wrong residual, or a draft accepted too often, shifts these counts by far more than chance: at a p-value of 1e-4 the
-    test fails by accident once in 10,000 runs, and the seed is fixed.
+    A wrong residual, or a draft accepted too often, shifts these counts by far more than chance. At
+    a p-value of 1e-4 the test fails by accident once in 10,000 runs, and the seed is fixed.
     """
     vocabulary, draws = 8, 20_000
     first, second = torch.randn(vocabulary), torch.randn(vocabulary, vocabulary)
@@ -52,7 +57,7 @@ def test_sampled_output_is_distributed_as_the_target(how: dict, draft: str) -> N
     drafted = int(
         p_first.argmax() if draft == "likeliest" else p_first.masked_fill(p_first == 0, 2).argmin()
     )
-    # The target's law after the drafted token stands at position 1; after a rejection the next block begins.
+    # Position 1 has the target's law after the drafted token; a rejection begins the next block.
     p_target = torch.stack([p_first, p_second[drafted]]).expand(draws, -1, -1)
     block = torch.tensor([[0, drafted]]).expand(draws, -1)
     accepted = accept(block, sample(p_target))

@@ -78,7 +78,7 @@ clear = st.tuples(st.just("clear"), st.none(), st.none(), st.none())
     operations=st.lists(st.one_of(write, write, write, read, read, forget, clear), max_size=24),
 )
 def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations: list) -> None:
-    """Recycled target slots, overwritten entries, rejected tokens, more live tokens than entries."""
+    """Recycled target slots, overwritten entries, rejected tokens, more tokens than entries."""
     cache, plain, number = cache_of(num_slots), PlainRing(num_slots), 0
     for kind, targets, keep, quota in [
         *operations,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang_dflash.serving.extension import Extension
 from torch import Tensor
 
 from sglang_dflash.core.drafter import Drafter
+from sglang_dflash.serving.extension import Extension
 
 
 class LossyDrafter(Drafter):

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_dflash.serving.extension import Extension, Step, StepObserver
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.drafter import Drafter
+from sglang_dflash.serving.extension import Extension, Step, StepObserver
 from tests.engine.shown_states import show_states
 
 

@@ -1,4 +1,4 @@
-"""Which prompt tokens are projected, and which cached ones are computed again, on a made-up batch."""
+"""Which prompt tokens are projected, and which cached ones are recomputed, on a made-up batch."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def configurator(plan: MemoryPlan | None) -> Any:
 
 
 def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang reserves them if there is a speculative algorithm; replay's own bytes are taken off."""
+    """SGLang reserves them for a speculative algorithm; replay's own bytes are taken off."""
     monkeypatch.setattr(replay_pool, "replay_bytes", lambda _: 2**29)
     found: list[tuple[Any, float]] = []
 
