@@ -1,7 +1,7 @@
 """Loads our CPU plugin as SGLang does, in a process of its own: hooks stay for its life.
 
-Run as a module by test_plugin.py; prints one JSON object. Every case but the last is a fork, so
-that SGLang is imported once.
+Run as a module by test_plugin.py; prints one JSON object. Every case but the last is a fork of a
+process that has imported all that is patched, so that this is done once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -25,16 +26,25 @@ from sglang_dflash.plugin.seam import Kind, Seam, install, verify
 TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
 
-def forked(prepare: Callable[[], None]) -> dict[str, Any]:
-    """Exit status and stderr of a process that loads the plugins after `prepare`."""
+def forked(prepare: Callable[[], None], clean_up: bool = False) -> dict[str, Any]:
+    """Exit status and stderr of a process that loads the plugins after `prepare`.
+
+    The interpreter takes seconds to clean up after SGLang; other cases than one skip that.
+    """
     with tempfile.TemporaryFile() as errors:
         child = os.fork()
         if child == 0:
             os.dup2(errors.fileno(), 2)
             prepare()
-            load_plugins()
-            print(json.dumps(sorted(HookRegistry._hooks)), file=sys.stderr)
-            sys.exit(0)
+            try:
+                load_plugins()
+                print(json.dumps(sorted(HookRegistry._hooks)), file=sys.stderr, flush=True)
+                os._exit(0)
+            except SystemExit as end:
+                if clean_up:
+                    raise
+                print(end.code, file=sys.stderr, flush=True)
+                os._exit(1)
         _, status = os.waitpid(child, 0)
         errors.seek(0)
         return {"status": os.waitstatus_to_exitcode(status), "stderr": errors.read().decode()}
@@ -79,8 +89,10 @@ def loaded() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    for row in seams.SEAMS:
+        pkgutil.resolve_name(row.parent)
     results = {
-        "missing name": forked(lambda: add_row("sglang.srt.environ.no_such_name")),
+        "missing name": forked(lambda: add_row("sglang.srt.environ.no_such_name"), clean_up=True),
         "missing module": forked(lambda: add_row("sglang.srt.no_such_module.run")),
         "hook": forked(hook_of_another_plugin),
         "assignment": forked(assignment_of_another_plugin),

@@ -1,4 +1,4 @@
-"""The CPU attention against a loop over single queries and keys, and the replaced helpers against other implementations."""
+"""The CPU attention against a loop over queries and keys; the helpers against other libraries."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_encoder_only_attention_sees_everything() -> None:
 
 
 def test_a_request_does_not_depend_on_its_batch() -> None:
-    """Bitwise: the same request alone and beside another."""
+    """Bitwise: the same request by itself and beside another."""
     backend = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
     keys, values = torch.randn(2, 64, GROUPS, DIM)
     backend.token_to_kv_pool = SimpleNamespace(
@@ -73,8 +73,8 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
         set_kv_buffer=lambda *a: None,
     )
     fake = SimpleNamespace(
-        **layer().__dict__, is_cross_attention=False, layer_id=0, tp_k_head_num=GROUPS, tp_q_head_num=GROUPS * SHARED, qk_head_dim=DIM,
-        v_head_dim=DIM,
+        **layer().__dict__, is_cross_attention=False, layer_id=0, tp_k_head_num=GROUPS,
+        tp_q_head_num=GROUPS * SHARED, qk_head_dim=DIM, v_head_dim=DIM,
     )  # fmt: skip
     slots = torch.randperm(64)
     one, other = (
@@ -114,7 +114,7 @@ def test_slots_are_entered_and_found_again() -> None:
         and table.sum() == new.sum()
     )
     found = speculative_cache_locs(
-        req_pool_indices=torch.tensor([2, 0]), req_to_token=table, start_offset=torch.tensor([4, 5]), end_offset=torch.tensor([7, 8]),
-        batch_size=2, draft_token_num=3, device="cpu",
+        req_pool_indices=torch.tensor([2, 0]), req_to_token=table,
+        start_offset=torch.tensor([4, 5]), end_offset=torch.tensor([7, 8]), batch_size=2, draft_token_num=3, device="cpu",
     )  # fmt: skip
     assert found.tolist() == [101, 102, 103, 104, 105, 106]
