@@ -23,7 +23,7 @@ def test_the_architecture_page_names_every_module(package: str) -> None:
     assert stems <= named, f"not on the page: {sorted(stems - named)}"
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")) + [ROOT / "CONTRIBUTING.md"], ids=str)
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md"], ids=str)
 def test_paths_in_the_docs_exist(page: Path) -> None:
     """`serving/seams.py` and the like, from the root or from the package."""
     text = page.read_text()

@@ -29,7 +29,8 @@ def test_only_what_a_draft_can_see_is_projected() -> None:
 def test_if_not_all_fit_each_request_keeps_its_newest() -> None:
     tokens = PromptTokens.of([8, 0], [12, 3], [12, 3], WINDOW)
     order = tokens.newest_last(tokens.visible)
-    assert list(zip(tokens.rows[order].tolist(), tokens.positions[order].tolist(), strict=True)) == [
+    rows, positions = tokens.rows[order].tolist(), tokens.positions[order].tolist()
+    assert list(zip(rows, positions, strict=True)) == [
         (0, 8), (0, 9), (1, 0), (0, 10), (1, 1), (0, 11), (1, 2),
     ]  # fmt: skip
     hidden = PromptTokens.of([4], [8], [40], WINDOW)
