@@ -162,18 +162,19 @@ def fused_sigmoid_gating_delta_rule_update(
         tokens = slice(bounds[first], bounds[first] + count * length)
         sequences = slice(first, first + count)
         rows, slots = real_rows(initial_state_indices[sequences])
-        inputs = [x[tokens].unflatten(0, (count, length))[rows] for x in (q, k, v, g, beta)]
-        states = initial_state_source[slots]
+        inputs = (x[tokens].unflatten(0, (count, length))[rows] for x in (q, k, v, g, beta))
+        run_q, run_k, run_v, run_g, run_beta = inputs
+        run = run_q, run_k, run_v, run_g, run_beta, initial_state_source[slots]
         run_out = out[tokens].unflatten(0, (count, length))
         if intermediate_states_buffer is None:
             if disable_state_update:
-                run_out[rows] = gdn.block_outputs(*inputs, states).to(out.dtype)
+                run_out[rows] = gdn.block_outputs(*run).to(out.dtype)
                 continue
-            outputs, after = gdn.recurrent(*inputs, states)
+            outputs, after = gdn.recurrent(*run)
         elif intermediate_state_indices is None:
             raise ValueError("intermediate_states_buffer needs intermediate_state_indices")
         else:
-            outputs, after = gdn.recurrent(*inputs, states, every=True)
+            outputs, after = gdn.recurrent(*run, every=True)
             kept = intermediate_state_indices[sequences][rows].long()
             snapshots = after.transpose(0, 1).to(intermediate_states_buffer.dtype)
             intermediate_states_buffer[kept, :length] = snapshots
