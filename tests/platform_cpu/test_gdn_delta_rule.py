@@ -48,7 +48,9 @@ def test_both_forms_compute_the_gated_delta_rule(tokens: int, with_state: bool) 
     same, end = gdn.recurrent(q[None], k[None], x.v[None], g[None], beta[None], state[None])
     assert torch.equal(same, one_by_one) and torch.equal(end[0], after[-1])
     if tokens <= 65:
-        at_once = replay.block_outputs(q[None], k[None], x.v[None], g[None], beta[None], state[None])
+        at_once = replay.block_outputs(
+            q[None], k[None], x.v[None], g[None], beta[None], state[None]
+        )
         torch.testing.assert_close(at_once[0], expected.float(), **CLOSE)
     torch.testing.assert_close(out, expected.float(), **CLOSE)
     torch.testing.assert_close(last, states[-1].float(), **CLOSE)
