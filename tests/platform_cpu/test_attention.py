@@ -115,12 +115,7 @@ def test_slots_are_entered_and_found_again() -> None:
     )
     found = speculative_cache_locs(
         req_pool_indices=torch.tensor([2, 0]), req_to_token=table,
-<<<<<<< HEAD
         start_offset=torch.tensor([4, 5]), end_offset=torch.tensor([7, 8]),
         batch_size=2, draft_token_num=3, device="cpu",
-=======
-        start_offset=torch.tensor([4, 5]), end_offset=torch.tensor([7, 8]), batch_size=2,
-        draft_token_num=3, device="cpu",
->>>>>>> wt-cpu
     )  # fmt: skip
     assert found.tolist() == [101, 102, 103, 104, 105, 106]

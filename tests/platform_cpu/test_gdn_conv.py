@@ -97,11 +97,7 @@ def test_convolution_of_a_verified_block(shared: bool) -> None:
 
 
 def test_decoding_continues_a_prefill() -> None:
-<<<<<<< HEAD
     """Convolution and recurrence: 70 prefilled and 6 decoded tokens are 76 prefilled, rounded."""
-=======
-    """Convolution and recurrence: 70 tokens prefilled and 6 decoded equal 76 prefilled."""
->>>>>>> wt-cpu
     p, (weight, bias), x = parameters(), convolution(), inputs(76)
     conv, pool, slot = conv_pool([]), torch.zeros(SLOTS, VALUE_HEADS, V, K), torch.tensor([3])
 

@@ -198,7 +198,6 @@ def _run(
     for first, count, length in equal_runs(bounds):
         tokens = slice(bounds[first], bounds[first] + count * length)
         sequences = slice(first, first + count)
-<<<<<<< HEAD
         rows, slots = real_rows(indices[sequences])
         run = inputs.of_run(tokens, count, length, rows)
         run_out = out[tokens].unflatten(0, (count, length))
@@ -206,25 +205,6 @@ def _run(
             run_out[rows] = replay.block_outputs(*run, pool[slots]).to(out.dtype)
             continue
         outputs, after = gdn.recurrent(*run, pool[slots], every=snapshots is not None)
-=======
-        rows, slots = real_rows(initial_state_indices[sequences])
-        inputs = (x[tokens].unflatten(0, (count, length))[rows] for x in (q, k, v, g, beta))
-        run_q, run_k, run_v, run_g, run_beta = inputs
-        run = run_q, run_k, run_v, run_g, run_beta, initial_state_source[slots]
-        run_out = out[tokens].unflatten(0, (count, length))
-        if intermediate_states_buffer is None:
-            if disable_state_update:
-                run_out[rows] = gdn.block_outputs(*run).to(out.dtype)
-                continue
-            outputs, after = gdn.recurrent(*run)
-        elif intermediate_state_indices is None:
-            raise ValueError("intermediate_states_buffer needs intermediate_state_indices")
-        else:
-            outputs, after = gdn.recurrent(*run, every=True)
-            kept = intermediate_state_indices[sequences][rows].long()
-            snapshots = after.transpose(0, 1).to(intermediate_states_buffer.dtype)
-            intermediate_states_buffer[kept, :length] = snapshots
->>>>>>> wt-cpu
         run_out[rows] = outputs.to(out.dtype)
         if snapshots is not None and snapshot_rows is not None:
             kept = snapshot_rows[sequences][rows].long()
