@@ -40,7 +40,7 @@ SEAMS = (
         kind=Kind.BEFORE,
         ours=_OURS + "pairing:check_pair",
         reason="A draft that does not fit fails inside a child process, minutes later.",
-        proof=_ENGINE + "test_start_up.py::test_a_pair_that_does_not_fit_is_refused",
+        proof=_ENGINE + "test_start_up.py::test_a_draft_that_cannot_work_is_refused",
     ),
     Seam(
         target=_SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker",

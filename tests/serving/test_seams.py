@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import pkgutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +38,8 @@ def test_the_proof_is_a_test(row: Seam) -> None:
 
 def original(target: str) -> Any:
     """The function as SGLang defines it, whether or not the plugins were loaded before."""
-    function = pkgutil.resolve_name(target)
-    return getattr(function, "__wrapped__", function)
+    # Other plugins may hook the same function.
+    return inspect.unwrap(pkgutil.resolve_name(target))
 
 
 def row_of(name: str) -> Seam:
