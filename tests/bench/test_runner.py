@@ -75,6 +75,21 @@ def draw(result: dict[str, Any], path: Path) -> None:
     path.write_text(str(result["answers"]))
 
 
+def experiment_of(name: str) -> Experiment[Any, Any]:
+    return importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
+
+
+def committed_results() -> list[tuple[list[str], dict[str, Any]]]:
+    """Arguments of `python -m benchmarks` and the result of each."""
+    found = []
+    for path in sorted((runner.HOME.parent / "results").glob("*.json")):
+        result = json.loads(path.read_text())
+        words = result["command"].split()
+        if words[:3] == ["python", "-m", "benchmarks"]:
+            found.append((words[3:], result))
+    return found
+
+
 FAKE: Experiment[Options, Any] = Experiment(
     name="fake",
     description="A fake.",
@@ -185,7 +200,7 @@ def test_an_unknown_name_is_refused_with_near_matches(
 
 @pytest.mark.parametrize("name", runner.experiments())
 def test_experiments_are_known_by_their_module(name: str) -> None:
-    experiment = importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
+    experiment = experiment_of(name)
     assert experiment.name == name
     assert experiment.description.startswith(runner.experiments()[name])
     options = experiment.options()
@@ -202,13 +217,9 @@ def test_a_configuration_error_is_one_line(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_committed_results_name_commands_that_parse() -> None:
-    results = [json.loads(p.read_text()) for p in (runner.HOME.parent / "results").glob("*.json")]
-    commands = [result["command"].split() for result in results]
-    ours = [words[3:] for words in commands if words[:3] == ["python", "-m", "benchmarks"]]
-    assert len(ours) >= 9
-    for name, *argv in ours:
-        experiment = importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
-        runner._parser(experiment).parse_args(argv)
+    assert len(committed_results()) >= 9
+    for (name, *argv), _ in committed_results():
+        runner._parser(experiment_of(name)).parse_args(argv)
 
 
 def test_the_list_and_the_gpu_experiment_need_neither_sglang_nor_requests() -> None:
@@ -220,3 +231,22 @@ def test_the_list_and_the_gpu_experiment_need_neither_sglang_nor_requests() -> N
         "from sglang_dflash.bench import measure; assert measure.hardware()['torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=runner.HOME.parent.parent)
+
+
+def test_committed_results_have_a_table_and_hold() -> None:
+    for (name, *_), result in committed_results():
+        assert all(isinstance(line, str) for line in experiment_of(name).table(result))
+        assert experiment_of(name).failure(result) is None
+
+
+def test_reports_have_the_keys_of_the_committed_results() -> None:
+    by_name = {name: result for (name, *_), result in committed_results()}
+    memory, tokens = by_name["recurrent_memory"], by_name["target_kv_tokens"]
+    measured = {
+        f"{scenario}/{arm}": sizes
+        for scenario in ("states_given", "most_requests")
+        for arm, sizes in memory[scenario].items()
+    }
+    assert experiment_of("recurrent_memory").report(measured, NoOptions()).items() <= memory.items()
+    counts = tokens["target_kv_tokens"]
+    assert experiment_of("target_kv_tokens").report(counts, NoOptions()).items() <= tokens.items()
