@@ -227,7 +227,7 @@ def _in_place(row: Seam) -> bool:
         return False
     if row.kind is Kind.ASSIGN:
         return current is row.ours
-    if isinstance(row.ours, str):  # Equal strings may be one object, whoever made them.
+    if isinstance(row.ours, str):  # Equal strings may be one object.
         own = [entry for entry in _list(current) if isinstance(entry, Entry)]
         return row.ours in own
     return any(entry is row.ours for entry in _list(current))
