@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.runner import Arms, Experiment, NoOptions, Progress, case_by_case
-from sglang_dflash.core.attention.reference import context_positions
+from sglang_dflash.core.attention.visibility import context_positions
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.options import ContextWindow
 
@@ -138,7 +138,7 @@ def found_share(cache: SimulatedCache, turns: Iterator[Turn]) -> float:
             prefill(cache, running[-1])
         lengths = torch.tensor([t.length for t in running])
         width = min(int(lengths.max()), WINDOW.size)
-        positions = context_positions(lengths, width, WINDOW.tokens, WINDOW.sinks)
+        positions = context_positions(lengths, width, WINDOW)
         slots = torch.stack([t.slots(p) for t, p in zip(running, positions, strict=True)])
         visible = positions < lengths[:, None]
         found_tokens += cache.find(slots, visible)
