@@ -16,6 +16,11 @@ from sglang_dflash.platform_cpu.seams import SEAMS
 from tests.platform_cpu.loading import TARGET
 
 
+def starts_sglang(test: Any) -> Any:
+    """Not of the fast tier: real SGLang processes, started once for all of these tests."""
+    return pytest.mark.engine(pytest.mark.xdist_group("cpu plugin")(test))
+
+
 @pytest.fixture(scope="module")
 def loading() -> dict[str, Any]:
     """What loading.py prints; only our CPU plugin is loaded there."""
@@ -60,6 +65,7 @@ no_accelerator = pytest.mark.skipif(
     ("hook", [TARGET, "builtins:print", "plugin=rival, dist=rival-dist"]),
     ("assignment", [TARGET, "forked"]),
 ])  # fmt: skip
+@starts_sglang
 def test_a_seam_that_cannot_be_applied_ends_the_process(
     case: str, named: list[str], loading: dict[str, Any]
 ) -> None:
@@ -72,6 +78,7 @@ def test_a_seam_that_cannot_be_applied_ends_the_process(
 
 
 @no_accelerator
+@starts_sglang
 def test_another_sglang_is_left_as_it_is(loading: dict[str, Any]) -> None:
     result = loading["version"]
     assert result["status"] == 0 and "sglang==0.0.1" in result["stderr"]
@@ -79,6 +86,7 @@ def test_another_sglang_is_left_as_it_is(loading: dict[str, Any]) -> None:
 
 
 @no_accelerator
+@starts_sglang
 def test_every_row_is_applied_once(loading: dict[str, Any]) -> None:
     state = loading["loaded"]
     hooks = {row.target for row in SEAMS if row.kind.is_hook}
