@@ -94,7 +94,16 @@ def load_corpus() -> Corpus:
 
 
 def train_tokenizer(corpus: Corpus) -> Tokenizer:
-    """Byte-level BPE of `VOCAB_SIZE` entries, the last four being the special tokens."""
+    """The tokenizer of the dense and the hybrid pair."""
+    # The named files twice, so that the small vocabulary covers the demo and its held-out
+    # counterpart.
+    named = {**corpus.memorized, **{name: corpus.held_out[name] for name in HELD_OUT}}
+    texts = list(corpus.general.values()) + 2 * [named[name] for name in sorted(named)]
+    return train_bpe(texts, VOCAB_SIZE)
+
+
+def train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE of `vocab_size` entries, the last four being the special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -104,14 +113,10 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL_TOKENS),
+        vocab_size=vocab_size - len(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # The named files twice, so that the small vocabulary covers the demo and its held-out
-    # counterpart.
-    named = {**corpus.memorized, **{name: corpus.held_out[name] for name in HELD_OUT}}
-    texts = list(corpus.general.values()) + 2 * [named[name] for name in sorted(named)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(SPECIAL_TOKENS)
     return tokenizer
