@@ -53,6 +53,7 @@ no_accelerator = pytest.mark.skipif(
 )
 
 
+@pytest.mark.engine
 @no_accelerator
 @pytest.mark.parametrize(("case", "named"), [
     ("missing name", ["sglang.srt.environ.no_such_name", "no such name", "something else."]),
@@ -71,6 +72,7 @@ def test_a_seam_that_cannot_be_applied_ends_the_process(
     assert all(text in message for text in named), message
 
 
+@pytest.mark.engine
 @no_accelerator
 def test_another_sglang_is_left_as_it_is(loading: dict[str, Any]) -> None:
     result = loading["version"]
@@ -78,6 +80,7 @@ def test_another_sglang_is_left_as_it_is(loading: dict[str, Any]) -> None:
     assert json.loads(result["stderr"].splitlines()[-1]) == []
 
 
+@pytest.mark.engine
 @no_accelerator
 def test_every_row_is_applied_once(loading: dict[str, Any]) -> None:
     state = loading["loaded"]
