@@ -7,7 +7,7 @@ import os
 PLATFORM = "sglang_dflash.platform_cpu.platform.PlainCpuPlatform"
 ATTENTION_BACKEND = "torch_native"
 # Completes the message of a failed version check.
-WITHOUT_US = "SGLang's own CPU path stays as it is"
+WITHOUT_US = "the plain-CPU platform is disabled"
 
 
 def activate() -> str | None:

@@ -151,7 +151,7 @@ def verify(rows: Iterable[Seam]) -> None:
         if not row.applies():
             continue
         if not _in_place(row):
-            raise _error(row, "not in place, or changed again since")
+            raise _error(row, "not installed, or overwritten afterwards")
         if row.kind.is_hook and row.target not in HookRegistry._patched:
             raise _error(row, "SGLang did not apply the hook; its log has the exception")
         _refuse_other_hooks(row)
@@ -176,18 +176,18 @@ def check(row: Seam) -> None:
     try:
         current = _current(row)
     except Exception as error:  # The import of the target's module may fail in any way.
-        raise _error(row, f"no such name in this SGLang ({error})") from error
+        raise _error(row, f"cannot resolve it ({error})") from error
     if row.kind is Kind.EXTEND:
         if not isinstance(current, list):
-            raise _error(row, f"no list but a {type(current).__name__}")
+            raise _error(row, f"expected a list, found a {type(current).__name__}")
         if row.ours in current:
             raise _error(row, f"{row.ours!r} is in the list already")
         return
     if row.kind.is_hook:
         if not callable(_function(current)):
-            raise _error(row, f"no function but a {type(current).__name__}")
+            raise _error(row, f"expected a function, found a {type(current).__name__}")
         if isinstance(current, type) and row.kind is not Kind.REPLACE:
-            raise _error(row, "a class, which can only be replaced")
+            raise _error(row, "the target is a class; only kind replace works on a class")
         _refuse_other_hooks(row)
         _refuse_applied(row)
     own = row.target.partition(".")[0]
@@ -199,7 +199,7 @@ def check(row: Seam) -> None:
 def _error(row: Seam, problem: str) -> SeamError:
     return SeamError(
         f"sglang-dflash: cannot apply the seam {row.target} ({row.kind.value}): {problem}. "
-        f"Why the seam exists: {row.reason} See docs/upgrading-sglang.md"
+        f"Without it: {row.reason} See docs/upgrading-sglang.md"
     )
 
 
@@ -261,7 +261,8 @@ def _refuse_applied(row: Seam) -> None:
 
     if row.target in HookRegistry._patched:
         others = ", ".join(f"{_name(hook)}, hook of {source}" for _, hook, source in _hooks(row))
-        raise _error(row, f"already changed by {others or 'a hook'}, and hooks are applied once")
+        changed = f"already changed by {others or 'a hook'}"
+        raise _error(row, f"{changed}, and SGLang applies hooks to a target only once")
 
 
 def _function(value: Any) -> Any:

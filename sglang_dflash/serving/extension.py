@@ -73,9 +73,10 @@ def load_extension(path: str | None, target_worker: Any) -> Extension:
     if path.count(":") != 1:
         raise ConfigError(f"{flag}; give MODULE:FUNCTION")
     try:
-        made = pkgutil.resolve_name(path)(target_worker)
-    except (ImportError, AttributeError) as error:
+        function = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"{flag} cannot be imported ({error})") from error
+    made = function(target_worker)
     if not isinstance(made, Extension):
         raise ConfigError(f"{flag} returned a {type(made).__name__}, not an Extension")
     return made

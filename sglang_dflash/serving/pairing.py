@@ -76,9 +76,9 @@ def _check_recurrent_target(options: Options, settings: Any) -> None:
         )
     if settings.enable_streaming_session:
         raise ConfigError(
-            "--enable-streaming-session: this target has recurrent layers; SGLang would begin a "
-            "turn with their state after all that the last verify step committed, which may be "
-            "more than the turn before has returned. Sessions without streaming are served"
+            "--enable-streaming-session: not supported for targets with recurrent layers: a turn "
+            "could start from a state that includes tokens that were not returned to the client. "
+            "Use sessions without streaming"
         )
 
 
@@ -102,7 +102,9 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     if arguments.builtin_requested(server_args):
-        logger.info("DFLASH: SGLang's built-in worker, by --speculative-dflash-worker builtin")
+        logger.info(
+            "DFLASH: SGLang's built-in worker, as requested by --speculative-dflash-worker builtin"
+        )
         return original(algorithm, server_args)
     settings = resolving_view(server_args)
     folder = _folder(settings)

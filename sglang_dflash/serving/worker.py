@@ -82,8 +82,8 @@ class DFlashWorker(BaseSpecWorker):
         self._accept = sampling.accept_rule(self.block_size)
         if sampling.simulated_acceptance_length() is not None:
             logger.warning(
-                "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: steps commit that many tokens, whatever "
-                "the target's are"
+                "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
+                "right or wrong; the output has no meaning"
             )
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._kv_dtype = target_model.draft_kv_dtype(runner.dtype)

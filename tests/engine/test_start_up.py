@@ -172,7 +172,9 @@ BAD_WITH_STATES = {
     "--speculative-dflash-recompute-tail: 16, but this target has recurrent layers": [
         "--speculative-draft-window-size", "64", "--speculative-dflash-recompute-tail", "16",
     ],
-    "--enable-streaming-session: this target has recurrent layers": ["--enable-streaming-session"],
+    "--enable-streaming-session: not supported for targets with recurrent layers": [
+        "--enable-streaming-session"
+    ],
 }  # fmt: skip
 
 

@@ -60,8 +60,8 @@ no_accelerator = pytest.mark.skipif(
 
 @no_accelerator
 @pytest.mark.parametrize(("case", "named"), [
-    ("missing name", ["sglang.srt.environ.no_such_name", "no such name", "something else."]),
-    ("missing module", ["sglang.srt.no_such_module.run", "no such name"]),
+    ("missing name", ["sglang.srt.environ.no_such_name", "cannot resolve it", "something else."]),
+    ("missing module", ["sglang.srt.no_such_module.run", "cannot resolve it"]),
     ("hook", [TARGET, "builtins:print", "plugin=rival, dist=rival-dist"]),
     ("assignment", [TARGET, "forked"]),
 ])  # fmt: skip

@@ -132,7 +132,7 @@ def refused(row: Seam) -> str:
     "home.mod.missing", "home.mod.Worker.missing", "home.missing.plain", "missing.plain", "plain",
 ])  # fmt: skip
 def test_a_missing_target_is_refused(target: str, kind: Kind) -> None:
-    assert "no such name" in refused(seam(target, kind, doubled))
+    assert "cannot resolve it" in refused(seam(target, kind, doubled))
 
 
 def test_a_module_that_cannot_be_imported_is_refused(
@@ -145,7 +145,7 @@ def test_a_module_that_cannot_be_imported_is_refused(
 
 @pytest.mark.parametrize("kind", [Kind.BEFORE, Kind.AFTER, Kind.AROUND, Kind.REPLACE])
 def test_what_cannot_be_hooked_is_refused(kind: Kind) -> None:
-    assert "no function but a list" in refused(seam("home.mod.names", kind, doubled))
+    assert "expected a function, found a list" in refused(seam("home.mod.names", kind, doubled))
     if kind is not Kind.REPLACE:
         assert "a class" in refused(seam("home.mod.Worker", kind, doubled))
 
@@ -234,7 +234,7 @@ def test_a_target_whose_hooks_are_applied_is_refused(kind: Kind) -> None:
     HookRegistry.register(TARGET, lambda x: None, HookType.BEFORE, source=OTHER)
     HookRegistry.apply_hooks()
     message = refused(seam(TARGET, kind, doubled))
-    assert "plugin=rival" in message and "applied once" in message
+    assert "plugin=rival" in message and "only once" in message
 
 
 def test_a_hook_that_is_no_longer_registered_is_found(mod: ModuleType) -> None:
@@ -249,8 +249,8 @@ def test_lists_are_extended(mod: ModuleType) -> None:
     install([seam("home.mod.names", Kind.EXTEND, "ours")])
     assert mod.names == ["one", "ours"]
     assert "in the list already" in refused(seam("home.mod.names", Kind.EXTEND, "one"))
-    assert "no list" in refused(seam("home.mod.nothing", Kind.EXTEND, "ours"))
-    assert "no list" in refused(seam(TARGET, Kind.EXTEND, "ours"))
+    assert "expected a list" in refused(seam("home.mod.nothing", Kind.EXTEND, "ours"))
+    assert "expected a list" in refused(seam(TARGET, Kind.EXTEND, "ours"))
 
 
 def table(mod: ModuleType) -> tuple[Seam, ...]:
@@ -328,7 +328,7 @@ def test_changes_after_ours_are_found(mod: ModuleType, foreign: ModuleType) -> N
     with pytest.raises(SeamError, match=r"home\.mod\.plain.*rival_plugin:bare.*plugin=rival"):
         verify(rows)
     mod.no_grad = foreign.bare
-    with pytest.raises(SeamError, match=r"home\.mod\.no_grad.*changed again"):
+    with pytest.raises(SeamError, match=r"home\.mod\.no_grad.*overwritten"):
         verify(rows[4:])
     verify([seam("home.missing.name", Kind.REPLACE, tenfold, only_if_loaded="home.missing")])
 
