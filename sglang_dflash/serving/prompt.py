@@ -48,15 +48,13 @@ class PromptTokens:
         first = torch.tensor(lengths) - window.tokens
         return cls(rows, positions, (positions >= first[rows]) | (positions < window.sinks))
 
-    def newest_last(self, selected: Tensor) -> Tensor:
-        """Indices int64 of the `selected` tokens, bool `[N]`; those nearest to their request's end
-        come last, because they stay in the cache if not all fit."""
-        chosen = selected.nonzero()[:, 0]
+    @property
+    def age(self) -> Tensor:
+        """Int64 `[N]`: tokens between each one and its request's last one here."""
         requests = int(self.rows.max()) + 1 if len(self.rows) else 0
         last = torch.zeros(requests, dtype=torch.int64)
         last.scatter_reduce_(0, self.rows, self.positions, "amax")
-        age = (last[self.rows] - self.positions)[chosen]
-        return chosen[age.argsort(descending=True, stable=True)]
+        return last[self.rows] - self.positions
 
 
 def lengths_before_drafting(batch: ScheduleBatch) -> list[int]:

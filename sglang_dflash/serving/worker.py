@@ -338,9 +338,11 @@ class DFlashWorker(BaseSpecWorker):
         positions = tokens.positions.to(self.device)
         slots = self._target_slots(rows, positions)
         cache = self.drafter.cache
-        needed = cache.prompt_tokens_to_write(tokens.visible)
-        cache.forget(slots[(~needed).nonzero()[:, 0].to(self.device)])
-        kept = tokens.newest_last(needed).to(self.device)
+        # What these slots held before must not be read, whether or not their tokens are written.
+        cache.forget(slots)
+        kept = cache.prompt_tokens_to_write(tokens.visible, tokens.age)
+        if isinstance(kept, Tensor):
+            kept = kept.to(self.device)
         quota = len(batch.reqs) * cache.num_slots // self._max_running_requests
         self.drafter.absorb(target_hidden[kept], positions[kept], slots[kept], quota=quota)
 

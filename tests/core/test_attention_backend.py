@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,9 @@ def config(**changes: object) -> DraftConfig:
     return DraftConfig.from_dict(raw_config(**changes))
 
 
-def only(**limits: object) -> dict[str, Backend]:
+def only(**limits: Any) -> dict[str, Backend]:
     """The table with one more backend, `narrow`, that has these limits."""
-    narrow = replace(BACKENDS["torch"], capabilities=Capabilities(**limits))  # type: ignore[arg-type]
+    narrow = replace(BACKENDS["torch"], capabilities=Capabilities(**limits))
     return {**BACKENDS, "narrow": narrow}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,14 +163,11 @@ def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
 
 
 def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:
-    """Without tags a skipped token would leave the K/V of the slot's last owner in place."""
-    visible = torch.tensor([True, False, True])
+    """Without marks a skipped token would leave the K/V of the slot's last owner in place."""
+    visible, age = torch.tensor([True, False, True, True]), torch.tensor([1, 9, 0, 3])
     direct = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
-    assert cache_of(4).prompt_tokens_to_write(visible).tolist() == [True, False, True]
-    assert direct.prompt_tokens_to_write(visible).all()
-    direct.forget(torch.tensor([], dtype=torch.int64))
-    with pytest.raises(NotImplementedError, match="every token must be written"):
-        direct.forget(torch.tensor([3]))
+    assert cache_of(4).prompt_tokens_to_write(visible, age).tolist() == [3, 0, 2]
+    assert torch.arange(4)[direct.prompt_tokens_to_write(visible, age)].tolist() == [0, 1, 2, 3]
 
 
 def test_bytes_are_those_of_the_entries() -> None:

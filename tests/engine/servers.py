@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sglang_dflash.bench import server_config
 from sglang_dflash.bench.server import Server
 from sglang_dflash.checkpoint.embedded import demo_pair
 from tests.engine import hybrid_requests
@@ -23,21 +24,19 @@ Ask = Callable[[Server], Any]
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """One server: its flags in order, its environment and the module that launches it.
+class ServerConfig(server_config.ServerConfig):
+    """A server of the tests, by name.
 
     Attributes:
-        flags: (flag, value) in order; a switch has the value "".
-        env: (variable, value), on top of the environment of the tests.
         read_on_import: what SGLang reads when it is imported, too late for a fork of a process that
             has imported it; "" if the server can be forked.
     """
 
-    name: str
-    flags: tuple[tuple[str, str], ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    module: str = "sglang.launch_server"
+    name: str = ""
     read_on_import: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def __str__(self) -> str:
         return self.name
@@ -47,24 +46,21 @@ class ServerConfig:
 
     def with_flags(self, **flags: Any) -> ServerConfig:
         """Add or replace flags: `tp_size=2` is `--tp-size 2`, True is a switch, None removes."""
-        merged = dict(self.flags)
-        for name, value in flags.items():
-            flag = f"--{name.replace('_', '-')}"
-            if value is None:
-                del merged[flag]
-            else:
-                merged[flag] = "" if value is True else str(value)
-        return replace(self, flags=tuple(merged.items()))
+        given = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+        kept = self.without_flags(*(flag for flag, value in given.items() if value is None))
+        return super(ServerConfig, kept).with_flags(
+            {
+                flag: value if value is True else str(value)
+                for flag, value in given.items()
+                if value is not None
+            }
+        )
 
     def with_env(self, **env: str) -> ServerConfig:
-        return replace(self, env=tuple({**dict(self.env), **env}.items()))
+        return replace(self, env={**self.env, **env})
 
     def with_module(self, module: str) -> ServerConfig:
         return replace(self, module=module)
-
-    def arguments(self) -> list[str]:
-        """The command line after the module's name."""
-        return [word for flag in self.flags for word in flag if word]
 
 
 def recording_name(config: ServerConfig, ask: Ask) -> str:
@@ -74,7 +70,7 @@ def recording_name(config: ServerConfig, ask: Ask) -> str:
 
 # -- the demo pair
 
-PLAIN = ServerConfig("plain").with_flags(
+PLAIN = ServerConfig(name="plain").with_flags(
     model_path=PAIR.target, dtype="float32", sleep_on_idle=True, max_total_tokens=32768
 )
 DFLASH_FLAGS: dict[str, Any] = {
@@ -173,7 +169,7 @@ FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap")
 # -- targets with recurrent layers: random ones, dense and with experts, and one draft for both
 
 # States are kept for the prefix cache every 64 tokens: many verify steps cross such a boundary.
-HYBRID = ServerConfig("hybrid").with_flags(
+HYBRID = ServerConfig(name="hybrid").with_flags(
     dtype="float32",
     sleep_on_idle=True,
     max_total_tokens=16384,

@@ -40,7 +40,7 @@ class ServerSession:
         if self._live is not None and self._live[0] == config:
             return self._live[1]
         self.stop()
-        env = {name: self._rendered(value) for name, value in config.env}
+        env = {name: self._rendered(value) for name, value in config.env.items()}
         make: Callable[..., Server] = functools.partial(ForkedServer, self.nursery)
         if config.read_on_import:
             make = Server
@@ -61,7 +61,7 @@ class ServerSession:
 
     def arguments(self, config: ServerConfig) -> list[str]:
         """The command line of a configuration, with the files that it names made."""
-        return [self._rendered(word) for word in config.arguments()]
+        return [self._rendered(word) for word in config.args()]
 
     def path(self, text: str) -> Path:
         """A path that starts with `{files}`."""

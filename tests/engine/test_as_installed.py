@@ -14,7 +14,7 @@ from tests.engine import workload
 from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig
 from tests.engine.session import ServerSession
 
-AS_PRINTED = ServerConfig("as-printed").with_flags(model_path=PAIR.target, **DFLASH_FLAGS)
+AS_PRINTED = ServerConfig(name="as-printed").with_flags(model_path=PAIR.target, **DFLASH_FLAGS)
 
 
 @pytest.mark.server(DFLASH)

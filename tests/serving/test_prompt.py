@@ -28,13 +28,14 @@ def test_only_what_a_draft_can_see_is_projected() -> None:
 
 def test_if_not_all_fit_each_request_keeps_its_newest() -> None:
     tokens = PromptTokens.of([8, 0], [12, 3], [12, 3], WINDOW)
-    order = tokens.newest_last(tokens.visible)
+    cache = RingKVCache(60, 60, (1, 2, 1, 1), torch.float32, "cpu")
+    order = cache.prompt_tokens_to_write(tokens.visible, tokens.age)
     rows, positions = tokens.rows[order].tolist(), tokens.positions[order].tolist()
     assert list(zip(rows, positions, strict=True)) == [
         (0, 8), (0, 9), (1, 0), (0, 10), (1, 1), (0, 11), (1, 2),
     ]  # fmt: skip
     hidden = PromptTokens.of([4], [8], [40], WINDOW)
-    assert hidden.newest_last(hidden.visible).tolist() == []
+    assert cache.prompt_tokens_to_write(hidden.visible, hidden.age).tolist() == []
 
 
 def batch_of(prefixes: list[int], lengths: list[int]) -> Any:

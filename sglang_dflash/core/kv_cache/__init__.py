@@ -54,7 +54,7 @@ class DraftKVCache(Protocol):
         """
 
     def forget(self, target_slots: Tensor) -> None:
-        """Mark tokens `[N]` dead: their target slots hold tokens that were not written."""
+        """Mark target slots `[N]` dead: they hold tokens whose K/V is not written yet, or never."""
 
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
@@ -71,11 +71,15 @@ class DraftKVCache(Protocol):
             Entry numbers int64 `[R, C]`, and bool `[R, C]`: visible and live.
         """
 
-    def prompt_tokens_to_write(self, visible: Tensor) -> Tensor:
-        """Which prompt tokens to project, bool `[N]`; the others must be passed to `forget`.
+    def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
+        """Which prompt tokens to project, in the order in which to write them.
 
         Args:
             visible: bool `[N]` on the host, whether a draft of this request can ever see the token.
+            age: int64 `[N]` on the host, tokens between it and its request's newest one here.
+
+        Returns:
+            Indices int64 `[M]` on the host; a slice if all are written where they are.
         """
 
     def live_share(self) -> float:

@@ -44,8 +44,7 @@ class DirectKVCache:
         self.entries[target_slots] = kv.to(self.entries.dtype)
 
     def forget(self, target_slots: Tensor) -> None:
-        if len(target_slots):
-            raise NotImplementedError("a direct cache has no tags: every token must be written")
+        """Nothing to mark: every token is written before a draft reads it."""
 
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         return target_slots, torch.ones_like(target_slots, dtype=torch.bool)
@@ -53,8 +52,8 @@ class DirectKVCache:
     def read(self, target_slots: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         return target_slots, visible
 
-    def prompt_tokens_to_write(self, visible: Tensor) -> Tensor:
-        return torch.ones_like(visible)
+    def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
+        return slice(None)
 
     def live_share(self) -> float:
         return 1.0

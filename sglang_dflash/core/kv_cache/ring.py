@@ -86,8 +86,10 @@ class RingKVCache:
         self.in_use.index_fill_(0, torch.where(live, slots, self.num_slots).flatten(), True)
         return slots, live
 
-    def prompt_tokens_to_write(self, visible: Tensor) -> Tensor:
-        return visible
+    def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
+        chosen = visible.nonzero()[:, 0]
+        # Newest last: of a write that does not fit, the last tokens stay.
+        return chosen[age[chosen].argsort(descending=True, stable=True)]
 
     def live_share(self) -> float:
         owner = self.owner[: self.num_slots]
