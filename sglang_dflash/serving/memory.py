@@ -63,8 +63,11 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
     """Around `KVCacheConfigurator.config_from_budget`: take the way that gives the target more
     tokens, and note in the configurator's plan which one that is."""
     plan = plan_of(configurator)
-    if plan is None or plan.bounded is not None:
-        # Decided before: the draft K/V is allocated and no longer part of the budget.
+    if plan is None:
+        return original(configurator, budget_bytes, **others)
+    if plan.bounded is not None:
+        # Sized again, after graphs were captured: the draft K/V is allocated and not in the budget.
+        _charge_draft(configurator, plan, layers=0, cell=None)
         return original(configurator, budget_bytes, **others)
     per_token = original(configurator, budget_bytes, **others)
     bound = plan.bounded_draft_kv_bytes

@@ -90,7 +90,7 @@ def test_a_bound_above_what_the_pool_holds_gives_way(bound: int) -> None:
     """Charged once it would leave the target fewer tokens than a draft slot for each of them."""
     runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=bound, replay=False))
     assert tokens(runner) == 8_000 and not is_bounded(runner)
-    # SGLang sizes with the configurator again later on: the draft is still charged per token.
+    # Until it is allocated, the draft is charged per token.
     assert sglang_sizing(runner.kv_cache_configurator, MEMORY).max_total_num_tokens == 8_000
 
 
@@ -99,11 +99,13 @@ def test_no_bound_is_sglangs_sizing() -> None:
     assert tokens(runner) == 8_000 and not is_bounded(runner)
 
 
-def test_allocated_draft_kv_is_not_charged_again() -> None:
+@pytest.mark.parametrize("bound", [500_000, 20_000_000, None], ids=["ring", "direct", "no-window"])
+def test_allocated_draft_kv_is_not_charged_again(bound: int | None) -> None:
     """The second sizing, after graphs were captured, finds less memory free by the draft K/V."""
-    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False))
-    tokens(runner)
-    assert tokens(runner, 9_000_000) == 9_000
+    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=bound, replay=False))
+    first = tokens(runner)
+    decided = is_bounded(runner)
+    assert tokens(runner, first * TARGET) == first and is_bounded(runner) is decided
 
 
 def test_a_draft_runner_has_no_plan() -> None:
