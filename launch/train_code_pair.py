@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from demo_training import code_pair, data  # noqa: E402
-from demo_training.card import held_out_loss  # noqa: E402
+from demo_training.card import mean_loss  # noqa: E402
 from demo_training.split import load_split  # noqa: E402
 from demo_training.target import load_target, save_target  # noqa: E402
 
@@ -44,7 +44,7 @@ def main() -> None:
     target = code_pair.train_target(stream, tokenizer, args.work, args.steps, args.begin)
     save_target(target, tokenizer, args.out / "target")
     held_out = data.token_stream(tokenizer, split.held_out)
-    per_token = held_out_loss(load_target(args.out / "target"), tokenizer, split.held_out)
+    per_token = mean_loss(load_target(args.out / "target"), tokenizer, split.held_out)
     per_byte = per_token * len(held_out) / sum(len(t.encode()) for t in split.held_out.values())
     print(f"held-out loss: {per_token:.3f} nats per token, {per_byte:.3f} per byte")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Self
 
 from sglang_dflash.checkpoint.embedded import DemoPair
 
@@ -54,11 +55,11 @@ class ServerConfig:
                 rendered += map(str, values)
         return [*rendered, *self.extra_args]
 
-    def with_flags(self, flags: Mapping[str, FlagValue]) -> ServerConfig:
+    def with_flags(self, flags: Mapping[str, FlagValue]) -> Self:
         """The same server with these flags set; a flag that was set keeps its place."""
         return replace(self, flags={**self.flags, **flags})
 
-    def without_flags(self, *names: str) -> ServerConfig:
+    def without_flags(self, *names: str) -> Self:
         """The same server without these flags. Raises KeyError if one of them is not set."""
         flags = dict(self.flags)
         for name in names:

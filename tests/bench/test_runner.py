@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -67,7 +67,7 @@ def arms(_: Options) -> Arms:
 def in_turns(arms: Arms, options: Options, progress: Progress) -> dict[str, list[int]]:
     with runner.all_at_once(arms) as servers:
         return runner.take_turns(
-            servers, options.rounds, lambda name, i: servers[name].ask(i + 1), progress
+            servers, options.rounds, lambda name, i: cast(Any, servers[name]).ask(i + 1), progress
         )
 
 
@@ -143,7 +143,7 @@ def test_servers_end_if_the_workload_fails(log: list[str]) -> None:
 def test_one_server_after_another(log: list[str]) -> None:
     steps: list[str] = []
     answers = runner.one_after_another(
-        arms(Options()), lambda name, server: (name, server.ask()), steps.append
+        arms(Options()), lambda name, server: (name, cast(Any, server).ask()), steps.append
     )
     assert answers == {"one": ("one", 3), "three": ("three", 5)} and steps == ["one", "three"]
     assert log == [f"{what} {name}" for name in answers for what in ("start", "ask", "stop")]

@@ -79,8 +79,8 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
             for i in range(DEPTH) if to >= 0 else ():
                 expected, history = before[i, at].clone(), kept.window[i, row].clone()
                 for t in range(length):
-                    token = (x[i, row, t] for x in (kept.inputs, kept.a, kept.b))
-                    one_token(layers, i, history, *token, expected)
+                    x, a, b = (kept_at[i, row, t] for kept_at in (kept.inputs, kept.a, kept.b))
+                    one_token(layers, i, history, x, a, b, expected)
                 # float32, five tokens: only the order of sums differs.
                 torch.testing.assert_close(states[i, to], expected, atol=3e-5, rtol=3e-5)
         untouched = [i for i in range(2 * count) if i not in target.tolist()]

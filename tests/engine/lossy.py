@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.core.drafter import Drafter
+from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.serving.extension import Extension
 
 
@@ -15,6 +16,7 @@ class LossyDrafter(Drafter):
     """Proposes from what is left of a bounded cache."""
 
     def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        assert isinstance(self.cache, RingKVCache)
         owner = self.cache.owner
         owner[torch.rand(len(owner)) < 0.5] = -1
         return super().propose(bonus, seq_lens, positions, slots)

@@ -44,7 +44,7 @@ def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
     os.environ.update(env)
     multiprocessing.set_start_method("fork", force=True)
     # SGLang asks for "spawn", which imports everything again.
-    multiprocessing.set_start_method = lambda *args, **kwargs: None  # type: ignore[assignment]
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -133,7 +133,7 @@ class ForkedServer(Server):
         args = ["--host", "127.0.0.1", "--port", str(self.port), *self.args]
         self.process = Forked(
             self._nursery, module=self.module, args=args, env=self._env, log=str(self.log)
-        )  # type: ignore[assignment]
+        )
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ class ServerConfig(server_config.ServerConfig):
     def named(self, name: str) -> ServerConfig:
         return replace(self, name=name)
 
-    def with_flags(self, **flags: Any) -> ServerConfig:
+    def having(self, **flags: Any) -> ServerConfig:
         """Add or replace flags: `tp_size=2` is `--tp-size 2`, True is a switch, None removes."""
         given = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
         kept = self.without_flags(*(flag for flag, value in given.items() if value is None))
-        return super(ServerConfig, kept).with_flags(
+        return kept.with_flags(
             {
                 flag: value if value is True else str(value)
                 for flag, value in given.items()
@@ -70,30 +70,30 @@ def recording_name(config: ServerConfig, ask: Ask) -> str:
 
 # -- the demo pair
 
-PLAIN = ServerConfig(name="plain").with_flags(
+PLAIN = ServerConfig(name="plain").having(
     model_path=PAIR.target, dtype="float32", sleep_on_idle=True, max_total_tokens=32768
 )
 DFLASH_FLAGS: dict[str, Any] = {
     "speculative_algorithm": "DFLASH",
     "speculative_draft_model_path": PAIR.draft,
 }
-DFLASH = PLAIN.named("dflash").with_flags(**DFLASH_FLAGS)
-BUILTIN = DFLASH.named("builtin").with_flags(speculative_dflash_worker="builtin")
-PAGES = DFLASH.with_flags(page_size=16, chunked_prefill_size=256)
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").with_flags(disable_overlap_schedule=True)
+DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
+BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
+PAGES = DFLASH.having(page_size=16, chunked_prefill_size=256)
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
 }
 # Its draft's config claims training on no more than 64 positions.
-PAGE16_WINDOW = PAGES.named("page16-window").with_flags(
+PAGE16_WINDOW = PAGES.named("page16-window").having(
     speculative_draft_model_path=f"{FILES}/short-draft", **WINDOW
 )
 # An eighth of the KV, too little draft KV, and SGLang's own test switch: it retracts requests every
 # 25 steps.
 TIGHT = replace(
     DFLASH.named("tight")
-    .with_flags(
+    .having(
         max_total_tokens=4000,
         speculative_dflash_draft_kv_tokens=150,
         max_running_requests=8,
@@ -106,35 +106,37 @@ TIGHT = replace(
 # Neither checkpoint has weights.
 SIMULATED = (
     DFLASH.named("simulated")
-    .with_flags(
+    .having(
         model_path=f"{FILES}/config-only/target",
         speculative_draft_model_path=f"{FILES}/config-only/draft",
         load_format="dummy",
     )
     .with_env(SGLANG_SIMULATE_ACC_LEN="3.5", SGLANG_SIMULATE_ACC_TOKEN_MODE="real-draft-token")
 )
-TP2 = DFLASH.named("tp2").with_flags(tp_size=2)
-BUILTIN_TP2 = BUILTIN.named("builtin-tp2").with_flags(tp_size=2)
-DP2 = DFLASH.named("dp2").with_flags(dp_size=2)
+TP2 = DFLASH.named("tp2").having(tp_size=2)
+BUILTIN_TP2 = BUILTIN.named("builtin-tp2").having(tp_size=2)
+DP2 = DFLASH.named("dp2").having(dp_size=2)
 
 # -- the draft KV cache
 
-CHATS_DEFAULT = DFLASH.named("chats-default").with_flags(
+CHATS_DEFAULT = DFLASH.named("chats-default").having(
     speculative_draft_window_size=CHAT_WINDOW, max_running_requests=8
 )
-CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").with_flags(
+CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").having(
     speculative_dflash_draft_kv_tokens=100000
 )
-# A tenth of the default: 2 * 8 * (512 + 8) / 10.
-CHATS_TENTH = CHATS_DEFAULT.named("chats-tenth").with_flags(speculative_dflash_draft_kv_tokens=832)
-CHATS_RECOMPUTE = CHATS_DEFAULT.named("chats-recompute").with_flags(
+# A twentieth of the default: 2 * 8 * (512 + 8) / 20. At a tenth the loss is within its own spread.
+CHATS_TWENTIETH = CHATS_DEFAULT.named("chats-twentieth").having(
+    speculative_dflash_draft_kv_tokens=416
+)
+CHATS_RECOMPUTE = CHATS_DEFAULT.named("chats-recompute").having(
     speculative_dflash_recompute_tail=512
 )
 # As many KV tokens as the server finds memory for, on a machine of fixed size.
-SIZED = PLAIN.with_module("tests.engine.sized_server").with_flags(
+SIZED = PLAIN.with_module("tests.engine.sized_server").having(
     max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16
 )
-LOSSY = SIZED.named("lossy").with_flags(
+LOSSY = SIZED.named("lossy").having(
     **DFLASH_FLAGS,
     speculative_draft_window_size=512,
     speculative_dflash_extension="tests.engine.lossy:extension",
@@ -142,12 +144,12 @@ LOSSY = SIZED.named("lossy").with_flags(
 
 # -- sampling with seeds
 
-SEEDED_PLAIN = SIZED.named("seeded-plain").with_flags(enable_deterministic_inference=True)
-SEEDED = DFLASH.named("seeded").with_flags(enable_deterministic_inference=True)
+SEEDED_PLAIN = SIZED.named("seeded-plain").having(enable_deterministic_inference=True)
+SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True)
 
 # -- request features: what all of them need of a server, at once
 
-FEATURES = PLAIN.with_flags(
+FEATURES = PLAIN.having(
     max_running_requests=8,
     enable_mixed_chunk=True,
     chunked_prefill_size=128,
@@ -160,16 +162,16 @@ FEATURES = PLAIN.with_flags(
     lora_paths=f"adapter={FILES}/adapter",
     # SGLang compiles what applies a penalty: half a minute of every server here, and not tested.
 ).with_env(TORCHDYNAMO_DISABLE="1")
-FEATURES_PLAIN = FEATURES.named("features-plain").with_flags(disable_overlap_schedule=True)
-FEATURES_DFLASH = FEATURES.named("features-dflash").with_flags(**DFLASH_FLAGS)
-FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").with_flags(
+FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
+FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
+FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )
 
 # -- targets with recurrent layers: random ones, dense and with experts, and one draft for both
 
 # States are kept for the prefix cache every 64 tokens: many verify steps cross such a boundary.
-HYBRID = ServerConfig(name="hybrid").with_flags(
+HYBRID = ServerConfig(name="hybrid").having(
     dtype="float32",
     sleep_on_idle=True,
     max_total_tokens=16384,
@@ -178,7 +180,7 @@ HYBRID = ServerConfig(name="hybrid").with_flags(
     mamba_track_interval=64,
     model_path=f"{FILES}/hybrid",
 )
-HYBRID_MOE = HYBRID.with_flags(model_path=f"{FILES}/hybrid-moe")
+HYBRID_MOE = HYBRID.having(model_path=f"{FILES}/hybrid-moe")
 # Every way that SGLang allows of keeping recurrent states for the prefix cache, overlapped or not.
 KEPT_STATES: dict[str, dict[str, Any]] = {
     "extra-buffer": {"mamba_scheduler_strategy": "extra_buffer"},
@@ -197,13 +199,13 @@ def shown_states(config: ServerConfig) -> str:
 
 
 def _plain_hybrid(name: str, base: ServerConfig, **flags: Any) -> ServerConfig:
-    config = base.named(name).with_flags(**flags)
+    config = base.named(name).having(**flags)
     return config.with_module("tests.engine.states_server").with_env(SHOWN=shown_states(config))
 
 
 def _hybrid(name: str, base: ServerConfig, plain: ServerConfig, **flags: Any) -> ServerConfig:
     """Drafts are made of the answers of `plain`, which must have been recorded before the start."""
-    config = base.named(name).with_flags(
+    config = base.named(name).having(
         speculative_algorithm="DFLASH",
         speculative_draft_model_path=f"{FILES}/hybrid-draft",
         speculative_dflash_extension="tests.engine.oracle:extension",
@@ -240,7 +242,7 @@ HYBRID_TP2 = {
     for rollback in ROLLBACKS
 }
 # Refused, but only after the worker has been built: it gets no drafts to start with.
-HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").with_flags(
+HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").having(
     **KEPT_STATES["lazy"], disable_overlap_schedule=True, speculative_dflash_extension=None
 )
 HYBRID_BROKEN = _hybrid("hybrid-broken", HYBRID, HYBRID_PLAIN).with_env(TOO_FEW="1")

@@ -14,7 +14,7 @@ from tests.engine import workload
 from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig
 from tests.engine.session import ServerSession
 
-AS_PRINTED = ServerConfig(name="as-printed").with_flags(model_path=PAIR.target, **DFLASH_FLAGS)
+AS_PRINTED = ServerConfig(name="as-printed").having(model_path=PAIR.target, **DFLASH_FLAGS)
 
 
 @pytest.mark.server(DFLASH)
@@ -30,7 +30,7 @@ def test_generate_prints_what_is_served(answers: Any, capsys: pytest.CaptureFixt
 def test_the_readme_command_serves_in_bfloat16(servers: ServerSession) -> None:
     assert "TRITON_INTERPRET" not in os.environ
     servers.stop()
-    with Server(AS_PRINTED.arguments()) as server:
+    with Server(AS_PRINTED) as server:
         assert server.dflash()["draft_kv_dtype"] == "bfloat16"
         answers = [
             server.generate(text, temperature=0, max_new_tokens=40, ignore_eos=True)

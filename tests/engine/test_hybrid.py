@@ -182,7 +182,7 @@ def test_no_buffer_under_overlap_is_refused(servers: ServerSession) -> None:
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
-    config = HYBRID_DFLASH.with_flags(mamba_scheduler_strategy="no_buffer")
+    config = HYBRID_DFLASH.having(mamba_scheduler_strategy="no_buffer")
     arguments = prepare_server_args(servers.arguments(config))
     with pytest.raises(
         AssertionError,

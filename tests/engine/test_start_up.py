@@ -227,21 +227,16 @@ def test_the_published_mamba_spelling_is_understood() -> None:
 
 
 def test_engine_keyword_arguments_are_understood() -> None:
-    from sglang.srt.server_args import ServerArgs
-
     from sglang_dflash.serving import arguments
 
     given = arguments.server_args_from_kwargs(
-        ServerArgs,
         model_path="m",
         speculative_dflash_draft_window_size=64,
         speculative_dflash_worker="builtin",
     )
     assert given.speculative_draft_window_size == 64 and arguments.builtin_requested(given)
     with pytest.raises(ConfigError, match=r"speculative_dflash_worker: 'mine'; choose one of"):
-        arguments.server_args_from_kwargs(
-            ServerArgs, model_path="m", speculative_dflash_worker="mine"
-        )
+        arguments.server_args_from_kwargs(model_path="m", speculative_dflash_worker="mine")
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
@@ -288,7 +283,7 @@ def test_ranks_among_which_the_draft_does_not_divide_are_refused(
 
 
 # The warning's words -> the setting as SGLang resolves it, and its value.
-NOT_OURS = {
+NOT_OURS: dict[str, dict[str, Any]] = {
     "data-parallel attention": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
     "--disaggregation-mode": {"disaggregation_mode": "prefill"},

@@ -50,7 +50,7 @@ def test_it_does_not_activate_for_another_sglang(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0.1")
     assert activate() is None
-    assert "sglang==0.0.1" in caplog.text and "stays as it is" in caplog.text
+    assert "sglang==0.0.1" in caplog.text and "plain-CPU platform is disabled" in caplog.text
 
 
 no_accelerator = pytest.mark.skipif(

@@ -92,8 +92,8 @@ def mod(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
     package = module("home", "__path__ = []", monkeypatch)
-    package.other = module("home.other", "def borrowed(x): return x", monkeypatch)
-    package.mod = module("home.mod", HOME, monkeypatch)
+    package.__dict__["other"] = module("home.other", "def borrowed(x): return x", monkeypatch)
+    package.__dict__["mod"] = module("home.mod", HOME, monkeypatch)
     return package.mod
 
 
@@ -327,7 +327,7 @@ def test_changes_after_ours_are_found(mod: ModuleType, foreign: ModuleType) -> N
     HookRegistry.apply_hooks()
     with pytest.raises(SeamError, match=r"home\.mod\.plain.*rival_plugin:bare.*plugin=rival"):
         verify(rows)
-    mod.no_grad = foreign.bare
+    mod.__dict__["no_grad"] = foreign.bare
     with pytest.raises(SeamError, match=r"home\.mod\.no_grad.*overwritten"):
         verify(rows[4:])
     verify([seam("home.missing.name", Kind.REPLACE, tenfold, only_if_loaded="home.missing")])
