@@ -33,10 +33,10 @@ class SimulatedCache:
 
     KV_SHAPE = (1, 2, 1, 1)
 
-    def __init__(self, num_slots: int, oldest_first: bool) -> None:
+    def __init__(self, num_entries: int, oldest_first: bool) -> None:
         num_target_slots = LONGEST * 1024
-        self.cache = RingKVCache(num_slots, num_target_slots, self.KV_SHAPE, torch.float32, "cpu")
-        self.quota, self.oldest_first = num_slots // RUNNING, oldest_first
+        self.cache = RingKVCache(num_entries, num_target_slots, self.KV_SHAPE, torch.float32, "cpu")
+        self.quota, self.oldest_first = num_entries // RUNNING, oldest_first
 
     def find(self, slots: Tensor, visible: Tensor) -> int:
         """Read as a proposal does: how many of the `visible` tokens `[R, C]` have an entry."""

@@ -119,7 +119,7 @@ def cache_under_load(
     config = DraftConfig.from_dict(LARGE)
     options = Options(window=window, sinks=4).resolve(config)
     block, model = options.block_size, DraftModel(config).to(device, torch.bfloat16).freeze()
-    slots = options.draft_kv_slots(requests)
+    slots = options.draft_kv_entries(requests)
     before = torch.cuda.memory_allocated()
     cache = RingKVCache(slots, requests * 4096, config.kv_shape, torch.bfloat16, device)
     allocated = torch.cuda.memory_allocated() - before

@@ -34,7 +34,7 @@ def arms(_: NoOptions) -> Arms:
         "--max-running-requests": AT_A_TIME,
     }
     resolved = Options(window=WINDOW).resolve(DraftConfig.from_pretrained(pair.draft))
-    tenth = resolved.draft_kv_slots(AT_A_TIME) // 10
+    tenth = resolved.draft_kv_entries(AT_A_TIME) // 10
     entries = "--speculative-dflash-draft-kv-tokens"
     recompute: dict[str, FlagValue] = {"--speculative-dflash-recompute-tail": WINDOW}
     default = demo_config(pair, dflash=True).with_flags(

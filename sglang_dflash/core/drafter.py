@@ -119,7 +119,7 @@ class Drafter:
         ids[:, 1:] = self.model.config.mask_token_id
         block_positions = seq_lens[:, None] + torch.arange(block, device=seq_lens.device)
         entries, live = self.cache.read(slots, positions < seq_lens[:, None])
-        self.attention.prepare(self.cache.entries, ContextTable(entries, live, positions, seq_lens))
+        self.attention.prepare(self.cache.kv, ContextTable(entries, live, positions, seq_lens))
         embedded = self.head.embed(ids.flatten()).unflatten(0, ids.shape)
         hidden = self.model(embedded, block_positions, self.attention.attend)
         # A v1 draft proposes its argmax, a point mass.

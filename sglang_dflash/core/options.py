@@ -47,7 +47,7 @@ class ResolvedOptions:
     recompute_tail: int
     recurrent_rollback: str
 
-    def draft_kv_slots(self, max_running_requests: int) -> int | None:
+    def draft_kv_entries(self, max_running_requests: int) -> int | None:
         """Entries of a bounded draft KV cache for that many requests; None without a window.
 
         By default `DRAFT_KV_HEADROOM` times what the requests can see or are about to commit.

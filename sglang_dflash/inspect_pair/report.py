@@ -112,7 +112,7 @@ def inspect(
     states = recurrent.state_bytes + recurrent.replay_bytes(block_size) if recurrent else 0
     weights = {"target": target.weight_bytes, "draft": known.weight_bytes}
     memory = kv_memory_bytes(serving, weights, states)
-    slots = resolved.draft_kv_slots(serving.max_running_requests)
+    slots = resolved.draft_kv_entries(serving.max_running_requests)
     worker, reason = _worker(target, geometry, known)
     return Inspection(
         target=target.name,

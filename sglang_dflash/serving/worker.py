@@ -98,10 +98,10 @@ class DFlashWorker(BaseSpecWorker):
         return AcceptanceCounts(self.block_size, prometheus)
 
     def _memory_plan(self) -> memory.MemoryPlan:
-        slots = self.options.draft_kv_slots(self._max_running_requests)
+        entries = self.options.draft_kv_entries(self._max_running_requests)
         token_bytes = math.prod(self._model.kv_shape) * self._kv_dtype.itemsize
         return memory.MemoryPlan(
-            bounded_draft_kv_bytes=None if slots is None else slots * token_bytes,
+            bounded_draft_kv_bytes=None if entries is None else entries * token_bytes,
             replay=self.rollback is not None and self.rollback.name == "replay",
         )
 
@@ -150,11 +150,11 @@ class DFlashWorker(BaseSpecWorker):
 
     def _draft_kv_cache(self, target_slots: int) -> DraftKVCache:
         shape, dtype = self._model.kv_shape, self._kv_dtype
-        slots = self.options.draft_kv_slots(self._max_running_requests)
+        entries = self.options.draft_kv_entries(self._max_running_requests)
         bounded = memory.is_bounded(self.target_worker.model_runner)
         # A bound that the target's pool does not exceed saves nothing.
-        if slots is not None and bounded and slots < target_slots:
-            return RingKVCache(slots, target_slots, shape, dtype, self.device)
+        if entries is not None and bounded and entries < target_slots:
+            return RingKVCache(entries, target_slots, shape, dtype, self.device)
         return DirectKVCache(target_slots, shape, dtype, self.device)
 
     def clear_cache_pool(self) -> None:
@@ -174,7 +174,7 @@ class DFlashWorker(BaseSpecWorker):
             "block_size": self.block_size,
             "window": None if window is None else window.tokens,
             "sinks": 0 if window is None else window.sinks,
-            "draft_kv_slots": cache.num_slots,
+            "draft_kv_slots": cache.num_entries,
             "draft_kv_is_bounded": cache.is_bounded,
             "recompute_tail": self.options.recompute_tail,
             "recurrent_rollback": None if rollback is None else rollback.name,
@@ -343,7 +343,7 @@ class DFlashWorker(BaseSpecWorker):
         kept = cache.prompt_tokens_to_write(tokens.visible, tokens.age)
         if isinstance(kept, Tensor):
             kept = kept.to(self.device)
-        quota = len(batch.reqs) * cache.num_slots // self._max_running_requests
+        quota = len(batch.reqs) * cache.num_entries // self._max_running_requests
         self.drafter.absorb(target_hidden[kept], positions[kept], slots[kept], quota=quota)
 
     def _idle(self, publish: Publish) -> GenerationBatchResult:

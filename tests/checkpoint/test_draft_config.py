@@ -146,6 +146,6 @@ def test_options_are_checked(options: dict, message: str) -> None:
 def test_options_take_the_checkpoints_block_size_and_size_the_cache() -> None:
     resolved = Options(window=100, sinks=4).resolve(DraftConfig.from_dict(raw_config()))
     assert resolved.block_size == 4
-    assert resolved.draft_kv_slots(16) == 2 * 16 * (100 + 4 + 4)
+    assert resolved.draft_kv_entries(16) == 2 * 16 * (100 + 4 + 4)
     chosen = Options(window=100, draft_kv_tokens=7).resolve(DraftConfig.from_dict(raw_config()))
-    assert chosen.draft_kv_slots(16) == 7
+    assert chosen.draft_kv_entries(16) == 7

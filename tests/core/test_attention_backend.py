@@ -58,13 +58,13 @@ def test_within_its_limits_a_backend_serves() -> None:
 def test_the_reference_leaves_the_cache_as_it_is() -> None:
     """The block's own K/V goes to free columns of a copy: no entry changes, padding included."""
     layers, block = config(**SLIDING).layers, 4
-    attention, entries = TorchAttention(layers, block), torch.randn(9, 3, 2, 2, 16)
-    before = entries.clone()
-    slots = torch.tensor([[5, 6], [0, 3]])
+    attention, kv = TorchAttention(layers, block), torch.randn(9, 3, 2, 2, 16)
+    before = kv.clone()
+    entries = torch.tensor([[5, 6], [0, 3]])
     live = torch.tensor([[True, True], [True, False]])
     positions, seq_lens = torch.tensor([[0, 1], [0, 1]]), torch.tensor([2, 1])
-    attention.prepare(entries, ContextTable(slots, live, positions, seq_lens))
-    q, kv = torch.randn(2, block, 4, 16), torch.randn(2, block, 2, 16)
+    attention.prepare(kv, ContextTable(entries, live, positions, seq_lens))
+    q, own = torch.randn(2, block, 4, 16), torch.randn(2, block, 2, 16)
     for layer in range(3):
-        assert attention.attend(layer, q, kv, kv).shape == q.shape
-    assert entries.equal(before)
+        assert attention.attend(layer, q, own, own).shape == q.shape
+    assert kv.equal(before)

@@ -94,8 +94,8 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
             requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
         )
         # Poison: an entry that was never written must never be read.
-        cache.entries.fill_(float("nan"))
-        cache.entries[-1] = 0
+        cache.kv.fill_(float("nan"))
+        cache.kv[-1] = 0
     else:
         cache = RingKVCache(
             4 * requests.pool_size, requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
@@ -116,7 +116,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         slots = requests.table[torch.arange(count)[:, None], positions.clamp(max=39)]
         if case.window is None:
             # A masked entry may hold anything but NaN: 0 * NaN is NaN.
-            cache.entries[slots[positions >= lengths[:, None]]] = 1e4
+            cache.kv[slots[positions >= lengths[:, None]]] = 1e4
         block = drafter.propose(bonus, lengths, positions, slots)
     size = options.block_size
     for r in range(count):

@@ -13,8 +13,8 @@ TARGET_SLOTS = 24
 SHAPE = (1, 2, 1, 1)
 
 
-def cache_of(num_slots: int) -> RingKVCache:
-    return RingKVCache(num_slots, TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+def cache_of(num_entries: int) -> RingKVCache:
+    return RingKVCache(num_entries, TARGET_SLOTS, SHAPE, torch.float32, "cpu")
 
 
 def stamped(values: list[int]) -> torch.Tensor:
@@ -25,8 +25,8 @@ def stamped(values: list[int]) -> torch.Tensor:
 class PlainRing:
     """The rule in plain Python: from the cursor on, overwrite unused entries; if too few, any."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.size = num_slots
+    def __init__(self, num_entries: int) -> None:
+        self.size = num_entries
         self.clear()
 
     def clear(self) -> None:
@@ -73,12 +73,12 @@ clear = st.tuples(st.just("clear"), st.none(), st.none(), st.none())
 
 @settings(max_examples=400, deadline=None)
 @given(
-    num_slots=st.integers(1, 16),
+    num_entries=st.integers(1, 16),
     operations=st.lists(st.one_of(write, write, write, read, read, forget, clear), max_size=24),
 )
-def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations: list) -> None:
+def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operations: list) -> None:
     """Recycled target slots, overwritten entries, rejected tokens, more tokens than entries."""
-    cache, plain, number = cache_of(num_slots), PlainRing(num_slots), 0
+    cache, plain, number = cache_of(num_entries), PlainRing(num_entries), 0
     for kind, targets, keep, quota in [
         *operations,
         ("read", list(range(TARGET_SLOTS)), None, None),
@@ -105,9 +105,9 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_slots: int, operations
             expected = plain.read(targets)
             assert {t for t in range(TARGET_SLOTS) if live[0, t]} == set(expected)
             for target, stamp in expected.items():
-                assert cache.entries[found[0, target]].flatten().tolist() == [stamp, stamp]
+                assert cache.kv[found[0, target]].flatten().tolist() == [stamp, stamp]
         live_entries = sum(e is not None for e in plain.entries)
-        assert abs(cache.live_share() - live_entries / num_slots) < 1e-6
+        assert abs(cache.live_share() - live_entries / num_entries) < 1e-6
 
 
 def test_what_a_request_reads_outlives_any_number_of_others() -> None:
@@ -156,10 +156,10 @@ def test_fresh_entries_are_marked_in_use() -> None:
 
 def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
     cache = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
-    cache.entries.zero_()
+    cache.kv.zero_()
     cache.write(torch.tensor([4, 5, 6]), stamped([1, 2, 3]), torch.tensor([True, False, True]))
     slots, live = cache.read(torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool))
-    assert live.all() and cache.entries[slots][0, :, 0, 0, 0, 0].tolist() == [1, 0, 3]
+    assert live.all() and cache.kv[slots][0, :, 0, 0, 0, 0].tolist() == [1, 0, 3]
 
 
 def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:

@@ -23,11 +23,11 @@ class DraftAttention(Protocol):
     D head dim.
     """
 
-    def prepare(self, entries: Tensor, table: ContextTable) -> None:
+    def prepare(self, kv: Tensor, table: ContextTable) -> None:
         """Take what all layers of a step share.
 
         Args:
-            entries: the draft KV cache's entries `[S, L, 2, G, D]`.
+            kv: the draft KV cache's entries `[S, L, 2, G, D]`.
             table: which of them each request reads.
         """
 

@@ -21,11 +21,12 @@ class TorchAttention:
         self._kv = torch.empty(0)  # [R, C + B, L, 2, G, D]
         self._masks: dict[LayerAttention, Tensor] = {}
 
-    def prepare(self, entries: Tensor, table: ContextTable) -> None:
+    def prepare(self, kv: Tensor, table: ContextTable) -> None:
         """Copy the visible entries, and leave B free columns for the block's own K/V."""
-        free = table.slots.new_full((1, 1), len(entries) - 1).expand(len(table.slots), self._block)
-        rows = torch.cat((table.slots, free), dim=1)
-        self._kv = entries.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        padding = table.entries.new_full((1, 1), len(kv) - 1)
+        free = padding.expand(len(table.entries), self._block)
+        entries = torch.cat((table.entries, free), dim=1)
+        self._kv = kv.index_select(0, entries.flatten()).unflatten(0, entries.shape)
         self._masks = {
             kind: visibility(kind, table.positions, table.seq_lens, table.live, self._block)
             for kind in set(self._layers)

@@ -12,13 +12,13 @@ class ContextTable:
     """What the block of each request reads of the draft KV cache.
 
     Attributes:
-        slots: int64 `[R, C]`, entry numbers; any valid number where not live.
+        entries: int64 `[R, C]`, entry numbers; any valid number where not live.
         live: bool `[R, C]`, whether the entry is to be read.
         positions: int64 `[R, C]`, the tokens' positions.
         seq_lens: int64 `[R]`, committed tokens: the position of the block's first token.
     """
 
-    slots: Tensor
+    entries: Tensor
     live: Tensor
     positions: Tensor
     seq_lens: Tensor

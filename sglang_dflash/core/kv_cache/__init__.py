@@ -22,14 +22,14 @@ class DraftKVCache(Protocol):
     dim. Target slots are int64. No method but `live_share` reads a device value on the host.
 
     Attributes:
-        num_slots: entries, without the padding row.
-        entries: `[num_slots + 1, L, 2, G, D]`, always finite. The last row is padding: writes that
+        num_entries: entries, without the padding one.
+        kv: `[num_entries + 1, L, 2, G, D]`, always finite. The last entry is padding: writes that
             are not kept go there.
         is_bounded: whether there are fewer entries than target slots. For reports.
     """
 
-    num_slots: int
-    entries: Tensor
+    num_entries: int
+    kv: Tensor
     is_bounded: bool
 
     @property

@@ -24,13 +24,13 @@ class DirectKVCache:
         device: torch.device | str,
     ) -> None:
         """`kv_shape`: K/V of one token, `(L, 2, G, D)`."""
-        self.num_slots = num_target_slots
+        self.num_entries = num_target_slots
         # Finite from the start: a masked entry still takes part in 0 times NaN.
-        self.entries = torch.zeros(num_target_slots + 1, *kv_shape, dtype=dtype, device=device)
+        self.kv = torch.zeros(num_target_slots + 1, *kv_shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self.entries.nbytes
+        return self.kv.nbytes
 
     def write(
         self,
@@ -40,8 +40,8 @@ class DirectKVCache:
         quota: int | None = None,
     ) -> None:
         if keep is not None:
-            target_slots = torch.where(keep, target_slots, self.num_slots)
-        self.entries[target_slots] = kv.to(self.entries.dtype)
+            target_slots = torch.where(keep, target_slots, self.num_entries)
+        self.kv[target_slots] = kv.to(self.kv.dtype)
 
     def forget(self, target_slots: Tensor) -> None:
         """Nothing to mark: every token is written before a draft reads it."""
