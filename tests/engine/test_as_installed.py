@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
+from tests.commands import commands, snippets
 from tests.engine import workload
 from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig
 from tests.engine.session import ServerSession
@@ -37,3 +40,16 @@ def test_the_readme_command_serves_in_bfloat16(servers: ServerSession) -> None:
             for text in workload.prompts()["demo"][:6]
         ]
         assert workload.acceptance_length(answers) > 2
+
+
+@pytest.mark.server(DFLASH)
+def test_the_readmes_clients_get_an_answer(server: Any) -> None:
+    """`curl` and the Python of the README, at this server's address instead of the default one."""
+    here = ("http://127.0.0.1:30000", server.url)
+    (curl,) = commands("curl")
+    words = [word.replace(*here) for word in curl.words]
+    done = subprocess.run([*words, "-sf"], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+    (snippet,) = snippets()
+    python = [sys.executable, "-c", snippet.replace(*here)]
+    assert subprocess.run(python, check=True, capture_output=True, text=True).stdout.strip()

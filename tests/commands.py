@@ -1,0 +1,50 @@
+"""The commands that README and docs print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# What begins a command, in an indented line or between backticks.
+PROGRAMS = ("bash", "curl", "git", "pip", "python", "sglang-dflash", "torchrun", "sglang")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A command as printed, and the page that prints it."""
+
+    page: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text[:60]}"
+
+
+def commands(start: str = "") -> list[Printed]:
+    """All commands that begin with `start`, continuation lines joined, in the order of the pages.
+
+    A command stands on an indented line or between backticks. `bash` and the like, a program
+    without arguments, is none.
+    """
+    found: dict[Printed, None] = {}
+    for page in PAGES:
+        text = re.sub(r"\\\n\s*", "", page.read_text())
+        for line in re.findall(r"^ {4}(\S.*)$|`([^`\n]+)`", text, re.M):
+            command = line[0] or line[1]
+            program, _, rest = command.partition(" ")
+            if program in PROGRAMS and rest and command.startswith(start):
+                found[Printed(page.relative_to(ROOT).as_posix(), command)] = None
+    return list(found)
+
+
+def snippets() -> list[str]:
+    """The README's Python, one string per block."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)

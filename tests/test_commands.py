@@ -1,0 +1,130 @@
+"""Every command that README and docs print is tried here or in the test that `ELSEWHERE` names."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from benchmarks import runner
+from sglang_dflash import cli
+from tests.commands import ROOT, Printed, commands
+
+ENGINE = "tests/engine/test_as_installed.py::"
+
+# Commands that are run by another test, or not at all: what they begin with -> where or why.
+ELSEWHERE = {
+    "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
+    "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
+    "python tools/figures.py": "tests/test_figures.py",
+    "python tools/models_page.py": "tests/checkpoint/test_published.py",
+    "python tools/seams_page.py": "tests/test_docs.py",
+    "git clone": "needs a repository's address",
+    "git grep": "a search for a maintainer to read",
+    "pip download": "the beginning of a maintainer's command, and needs the network",
+    "sglang serve": "SGLang's own name of launch_server; its arguments are tested as such",
+}
+
+
+def parsed_by_sglang(command: Printed) -> None:
+    """The arguments of a launch command; without arguments it is a mention."""
+    if len(command.words) == 3 or "..." in command.words:
+        return
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import prepare_server_args
+
+    args = prepare_server_args(command.words[3:])
+    assert args.speculative_algorithm == "DFLASH" and args.speculative_draft_model_path
+
+
+def script_is_valid(command: Printed) -> None:
+    script = ROOT / command.words[1]
+    assert script.is_file()
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def experiment_takes_the_options(command: Printed) -> None:
+    name, *options = command.words[3:]
+    if name == "--list":
+        assert runner.main(["--list"]) == 0
+        return
+    assert name in runner.experiments()
+    run = [sys.executable, "-m", "benchmarks", name, *options, "--help"]
+    subprocess.run(run, check=True, cwd=ROOT, capture_output=True)
+
+
+def bench_takes_the_options(command: Printed) -> None:
+    parser = argparse.ArgumentParser()
+    cli.COMMANDS["bench"].arguments(parser)
+    parser.parse_args(command.words[2:])
+
+
+def runs(command: Printed) -> None:
+    """The verb of our command; one whose arguments are placeholders is a mention."""
+    arguments = command.words[1:]
+    if len(arguments) == 1 and arguments[0] not in ("env",):
+        assert arguments[0] in cli.COMMANDS
+    elif not {"TARGET", "DRAFT"} & set(arguments):
+        assert cli.main(arguments) == 0
+
+
+def drafts_well(command: Printed) -> None:
+    """The prompt shown is one that the pair has memorized."""
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_dflash.cli", *command.words[1:], "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout)["acceptance_length"] > 4
+
+
+# The first that matches.
+CHECKS: dict[str, Callable[[Printed], None]] = {
+    r"python -m sglang\.launch_server": parsed_by_sglang,
+    r"python -m benchmarks ": experiment_takes_the_options,
+    r"bash ": script_is_valid,
+    r"sglang-dflash generate ": drafts_well,
+    r"sglang-dflash bench": bench_takes_the_options,
+    r"sglang-dflash ": runs,
+}
+
+
+@pytest.mark.parametrize("command", commands(), ids=str)
+def test_a_printed_command_works(command: Printed) -> None:
+    if any(command.text.startswith(start) for start in ELSEWHERE):
+        return
+    check = next((f for start, f in CHECKS.items() if re.match(start, command.text)), None)
+    assert check is not None, "add a check, or say in ELSEWHERE where it is run"
+    check(command)
+
+
+def test_what_is_run_elsewhere_is_printed_and_the_test_exists() -> None:
+    printed = [command.text for command in commands()]
+    for start, where in ELSEWHERE.items():
+        assert any(text.startswith(start) for text in printed), start
+        if where.startswith("tests/"):
+            file, _, test = where.partition("::")
+            assert (ROOT / file).is_file() and test in (ROOT / file).read_text()
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".venv").exists(),
+    reason="set up without launch/test.sh: the demo would make its own .venv",
+)
+def test_the_demo_script_passes_its_arguments_on() -> None:
+    shown = subprocess.run(
+        ["bash", str(ROOT / "launch/demo.sh"), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    ).stdout
+    assert "--check" in shown and "--model" in shown

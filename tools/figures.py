@@ -1,0 +1,273 @@
+"""Write the figures in README and docs from benchmarks/results: `python tools/figures.py`.
+
+A table stands between `<!-- figures NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def read(name: str) -> dict[str, Any]:
+    """The result file `benchmarks/results/NAME.json`."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Sequence[object], *rows: Sequence[object]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def summary() -> str:
+    """The README's rows: one figure each, with its command."""
+    dense, hybrid, bench = (
+        read("demo_cpu"),
+        read("demo_hybrid_cpu"),
+        read("bench_dense_cpu/results"),
+    )
+    overhead, kv = read("worker_overhead_cpu"), read("target_kv_tokens_cpu")["share_of_plain"]
+    rows = [
+        (
+            f"{name} demo pair, memorized text: output tokens/s against plain decoding",
+            f"{result['speedup']}x at acceptance length {result['acceptance_length']}",
+            f"`{result['command']}`",
+        )
+        for name, result in (("dense", dense), ("hybrid", hybrid))
+    ]
+    unseen = [r for r in bench["rows"] if (r["dataset"], r["arm"]) == ("stdlib", "dflash")]
+    ratios = ", ".join(f"{row['ratio']}x" for row in unseen)
+    at = ", ".join(str(row["concurrency"]) for row in unseen)
+    rows.append(
+        (
+            f"the same dense pair, text that it has never seen, concurrency {at}",
+            f"{ratios} at acceptance length {unseen[0]['acceptance_length']}",
+            f"`{bench['command']}`",
+        )
+    )
+    steps = [overhead[f"concurrency_{n}"]["step_time_ratio"] for n in (1, 8)]
+    rows.append(
+        (
+            "step time, divided by the built-in worker's, concurrency 1 and 8",
+            f"{steps[0]} and {steps[1]}",
+            f"`{overhead['command']}`",
+        )
+    )
+    rows.append(
+        (
+            "target KV tokens with a window of 512, as a share of those without a draft",
+            f"{share(kv['bounded'])}; built-in worker {share(kv['builtin'])}",
+            "`python -m benchmarks target_kv_tokens`",
+        )
+    )
+    return table(("what", "result", "command"), *rows)
+
+
+def demo(name: str) -> str:
+    result = read(name)
+    outputs = "identical" if result["identical"] else "different"
+    return table(
+        (f"`{result['command']}` (12 prompts, concurrency 1)", "plain decoding", "DFLASH"),
+        ("output tokens/s", result["ar_tok_s"], f"{result['dflash_tok_s']} ({result['speedup']}x)"),
+        ("tokens per target forward", 1, result["acceptance_length"]),
+        ("outputs", "", outputs),
+    )
+
+
+def overhead(name: str, other: str, ours: str) -> str:
+    """Step times of two ways to serve, from `worker_overhead`."""
+    result = read(name)
+    key = next(k for k in result["concurrency_1"] if k in ("builtin", "snapshot"))
+    rows = []
+    for n in (1, 8):
+        at = result[f"concurrency_{n}"]
+        step = [f"{at[arm]['step_ms']} ms" for arm in (key, "ours")]
+        rows.append((f"step time, concurrency {n}", *step, at["step_time_ratio"]))
+    for n in (1, 8):
+        at = result[f"concurrency_{n}"]
+        rate = [at[arm]["tokens_per_second"] for arm in (key, "ours")]
+        rows.append((f"output tokens/s, concurrency {n}", *rate, at["throughput_ratio"]))
+    return table(
+        (f"`{result['command']}`", other, ours, f"{ours} / {other.removesuffix(' worker')}"), *rows
+    )
+
+
+def bench_dense() -> str:
+    result = read("bench_dense_cpu/results")
+    levels = sorted({row["concurrency"] for row in result["rows"]})
+    lines = []
+    for dataset in result["prompts"]:
+        for arm in result["arms"]:
+            rows = [r for r in result["rows"] if (r["dataset"], r["arm"]) == (dataset, arm)]
+            cells = [f"{row['output_tok_s']} ({row['ratio']}x)" for row in rows]
+            lines.append((f"{dataset}, {arm}", *cells, rows[0]["acceptance_length"] or "-"))
+    head = [f"`{result['command']}`", *(f"{n} at a time" for n in levels), "acceptance length"]
+    return table(head, *lines)
+
+
+def multi_turn() -> str:
+    result = read("multi_turn_cpu")
+    arms = [result["arms"][name] for name in ("unbounded", "default", "tenth")]
+    same = ["plain decoding's" if arm["chats"]["identical"] else "different" for arm in arms]
+    return table(
+        (
+            f"`{result['command']}`: 20 chats of 6 turns, window {result['window']}, "
+            f"{result['max_running_requests']} requests",
+            "one entry per target slot",
+            "default size",
+            "a tenth of it",
+        ),
+        ("draft KV entries", *(arm["draft_kv_slots"] for arm in arms)),
+        ("acceptance length", *(arm["chats"]["acceptance_length"] for arm in arms)),
+        ("outputs", *same),
+        ("prompt tokens found cached", *(arm["chats"]["cached_tokens"] for arm in arms)),
+    )
+
+
+def target_kv() -> str:
+    result = read("target_kv_tokens_cpu")
+    names = ("plain", "bounded", "per_target_token", "builtin")
+    cells = [
+        f"{result['target_kv_tokens'][n]} ({share(result['share_of_plain'][n])})" for n in names
+    ]
+    return table(
+        (
+            f"`{result['command']}`: window {result['window']}, "
+            f"{result['max_running_requests']} requests, the same memory",
+            "no draft",
+            "ours",
+            "ours without a window",
+            "built-in with the window",
+        ),
+        ("target KV tokens", *cells),
+    )
+
+
+def headroom() -> str:
+    result = read("draft_kv_headroom")
+    first = result["sizes"].index(1.0)
+    sizes = [f"**{size}** (default)" if size == 2.0 else size for size in result["sizes"][first:]]
+    rows = [
+        (name.replace(", ring", ": overwriting the oldest first"), *map(share, found[first:]))
+        for name, found in result["found_share"].items()
+    ]
+    title = f"`{result['command']}`: share of what running requests may see that the cache holds"
+    return table((title, *sizes), *rows)
+
+
+def long_context() -> str:
+    result = read("long_context_cpu")
+    step, prefill = result["draft_side_step"], result["prefill"]
+    return table(
+        (f"`{result['command']}`, window {result['window']}", "", "", "ratio"),
+        (
+            f"draft side of a step (propose and commit), {result['short']} and {result['long']} "
+            "tokens of context",
+            f"{step['short_ms']} ms",
+            f"{step['long_ms']} ms",
+            step["ratio"],
+        ),
+        (
+            f"prefill of {result['long']} tokens, plain decoding and DFLASH",
+            f"{prefill['plain_s']} s",
+            f"{prefill['dflash_s']} s",
+            prefill["ratio"],
+        ),
+    )
+
+
+def admission() -> str:
+    result = read("admission_cpu")
+    return table(
+        (
+            f"`{result['command']}`, {result['max_running_requests']} slots",
+            "waiting",
+            "not",
+            "ratio",
+        ),
+        *(
+            (title, result["wait"][key], result["off"][key], result[ratio])
+            for title, key, ratio in (
+                ("median time to first token, s", "first_token_s_median", "first_token_ratio"),
+                ("output tokens/s", "tokens_per_second", "throughput_ratio"),
+            )
+        ),
+    )
+
+
+def recurrent_memory() -> str:
+    result = read("recurrent_memory_cpu")
+    given, most = result["states_given"], result["most_requests"]
+    arms = ("plain", "replay", "snapshot")
+    scratch = [given[arm]["scratch_bytes_per_request"] or "" for arm in arms]
+    requests, states = given["plain"]["running_requests"], given["plain"]["recurrent_states"]
+    return table(
+        (
+            f"`{result['command']}`: hybrid demo pair, {result['block_size']} tokens verified per "
+            "step, the same memory",
+            "plain decoding",
+            "replay",
+            "snapshots",
+        ),
+        ("bytes that verification keeps per request", *scratch),
+        (
+            f"target KV tokens, {requests} requests and {states} states",
+            *(given[arm]["target_kv_tokens"] for arm in arms),
+        ),
+        ("most running requests", *(most[arm]["running_requests"] for arm in arms)),
+    )
+
+
+def hardware() -> str:
+    """One sentence on the machine and the dates of all result files."""
+    found = [json.loads(path.read_text())["hardware"] for path in sorted(RESULTS.rglob("*.json"))]
+    machines = sorted({f"{h['cores']} cores of an {h['processor']}" for h in found})
+    dates = sorted({h["date"] for h in found})
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"Measured on {' and '.join(machines)}, no accelerator, {span}."
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "hardware": hardware,
+    "demo": lambda: demo("demo_cpu"),
+    "demo_hybrid": lambda: demo("demo_hybrid_cpu"),
+    "worker_overhead": lambda: overhead("worker_overhead_cpu", "built-in worker", "ours"),
+    "replay_overhead": lambda: overhead("worker_overhead_hybrid_cpu", "snapshots", "replay"),
+    "bench_dense": bench_dense,
+    "multi_turn": multi_turn,
+    "target_kv": target_kv,
+    "headroom": headroom,
+    "long_context": long_context,
+    "admission": admission,
+    "recurrent_memory": recurrent_memory,
+}
+
+
+def page(text: str) -> str:
+    """`text` with every marked table written anew. Raises KeyError for an unknown name."""
+
+    def block(match: re.Match[str]) -> str:
+        return f"<!-- figures {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+
+    return re.sub(r"<!-- figures (\w+) -->\n.*?<!-- end -->", block, text, flags=re.S)
+
+
+def main() -> None:
+    for path in PAGES:
+        path.write_text(page(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
