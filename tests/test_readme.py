@@ -44,7 +44,9 @@ def test_every_flag_that_is_named_is_a_flag() -> None:
     ).stdout
     sources = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     ours = "\n".join(path.read_text() for path in sources)
-    flags = {flag for text in PAGES for flag in re.findall(r"`(--[a-z][a-z-]*[a-z])(?![a-z-])", text)}
+    flags = {
+        flag for text in PAGES for flag in re.findall(r"`(--[a-z][a-z-]*[a-z])(?![a-z-])", text)
+    }
     assert len(flags) > 20
     for flag in flags:
         assert re.search(rf"{flag}[\s,\]]", shown) or f'"{flag}"' in ours, flag

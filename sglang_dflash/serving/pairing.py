@@ -20,6 +20,7 @@ from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, tensor_shapes
+from sglang_dflash.plugin.seam import verify
 from sglang_dflash.serving import arguments
 
 logger = logging.getLogger(__name__)
@@ -123,10 +124,14 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
 
 
 def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
-    """What SGLang calls as the worker's class. By now the target is loaded and can be examined."""
+    """What SGLang calls as the worker's class. By now all plugins have run, and the target is
+    loaded and can be examined."""
+    from sglang_dflash.serving.seams import SEAMS
     from sglang_dflash.serving.target_model import unserved_target
     from sglang_dflash.serving.worker import DFlashWorker
 
+    # A row with `only_if_loaded` may be of the launcher, another process.
+    verify(row for row in SEAMS if not row.only_if_loaded)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
         ours = ("load_draft", "options", "extension_path")
