@@ -15,7 +15,7 @@ from sglang_dflash import cli
 from sglang_dflash.checkpoint.embedded import DemoPair, demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.hf import chat_tokens
-from sglang_dflash.hf.generate import TextStream
+from sglang_dflash.hf.text_stream import TextStream
 
 NEW_TOKENS = 40
 
