@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,12 +159,12 @@ def _device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> 
     if device_map is None:
         device_map = "cpu"
     if device_map in _SPREAD:
-        device_map = torch.accelerator.current_accelerator() or "cpu"
+        device_map = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return device_named("device_map", device_map)
 
 
 def _dtype(field: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of that name; None for the checkpoint's. Raises ConfigError, which names `field`."""
+    """The dtype of that name, None for the checkpoint's. Raises ConfigError, naming `field`."""
     if value is None or value == "auto":
         return None
     dtype = DTYPES.get(str(value).removeprefix("torch."))
@@ -174,7 +175,7 @@ def _dtype(field: str, value: str | torch.dtype | None) -> torch.dtype | None:
 
 def _stored_dtype(folder: str) -> torch.dtype:
     """The dtype that a draft's config.json names; that of its weights in float32 if none."""
-    raw = read_json_object(f"{folder}/config.json", "draft checkpoint")
+    raw = read_json_object(Path(folder) / "config.json", "draft checkpoint")
     for field in ("dtype", "torch_dtype"):
         named = _dtype(f"{field} in the draft's config.json", raw.get(field))
         if named is not None:

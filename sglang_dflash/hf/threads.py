@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 # A matrix product of a few megabytes takes as long as handing parts of it to another thread. Worse,
-# every product ends at a barrier: if another program holds one of the cores, all threads spin there
+# every product ends at a barrier: if another program holds one of the cores, all threads wait there
 # until the operating system gives that core back, milliseconds later, hundreds of times per step.
-# On 2 cores, one of them busy, 64 tokens of the embedded pair (6 MB) took {measured}.
-BYTES_PER_THREAD = 64 << 20
+# A forward of 8 tokens on 2 cores that ten processes share: through 10 MiB of weights 44 ms with
+# one thread and 3.1 s with two; 13 ms and 34 ms if waiting threads sleep (see `cli/generate.py`).
+# Through 456 MiB 0.69 s and 7.8 s; sleeping 0.43 s and 0.39 s.
+BYTES_PER_THREAD = 128 << 20
 # Whoever sets one of these has chosen.
 _CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
