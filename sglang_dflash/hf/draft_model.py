@@ -149,18 +149,15 @@ class DFlashDraftModel(DraftModel):
 
 
 def _device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> torch.device:
-    if isinstance(device_map, Mapping):
-        devices = set(device_map.values())
-        if len(devices) != 1:
-            raise ConfigError(
-                f"device_map: {dict(device_map)!r}; one device for the whole draft is required"
-            )
-        (device_map,) = devices
-    if device_map is None:
-        device_map = "cpu"
-    if device_map in _SPREAD:
-        device_map = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    return device_named("device_map", device_map)
+    named = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if len(named) != 1:
+        raise ConfigError(f"device_map: {device_map!r}; one device for the whole draft is required")
+    (name,) = named
+    if name is None:
+        name = "cpu"
+    if name in _SPREAD:
+        name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return device_named("device_map", name)
 
 
 def _dtype(field: str, value: str | torch.dtype | None) -> torch.dtype | None:
