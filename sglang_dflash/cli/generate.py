@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -85,9 +86,17 @@ def run(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         device=args.device,
     )
+    _let_waiting_threads_sleep()
     from sglang_dflash.hf.generate import main as generate
 
     generate(request, as_json=args.json)
+
+
+def _let_waiting_threads_sleep() -> None:
+    """By default OpenMP's threads spin while they wait for one another, and hold the core that the
+    last of them needs. The OpenMP library reads the variable when torch loads it."""
+    if "torch" not in sys.modules:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _text(args: argparse.Namespace) -> str:

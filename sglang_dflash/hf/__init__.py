@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sglang_dflash.hf.draft_model import DFlashDraftModel
     from sglang_dflash.hf.generation import (
         Generation,
         Prefill,
@@ -18,10 +19,19 @@ if TYPE_CHECKING:
         spec_generate,
     )
 
-__all__ = ["Generation", "Prefill", "chat_tokens", "prefill", "sampler", "spec_generate"]
+__all__ = [
+    "DFlashDraftModel",
+    "Generation",
+    "Prefill",
+    "chat_tokens",
+    "prefill",
+    "sampler",
+    "spec_generate",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("sglang_dflash.hf.generation"), name)
+    module = "draft_model" if name == "DFlashDraftModel" else "generation"
+    return getattr(import_module(f"sglang_dflash.hf.{module}"), name)

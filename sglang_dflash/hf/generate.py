@@ -18,7 +18,10 @@ from sglang_dflash.checkpoint.hub import draft_folder
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.weights import load_model
 from sglang_dflash.hf.arguments import GenerateArgs
+from sglang_dflash.hf.checks import device_named
 from sglang_dflash.hf.generation import Generation, chat_tokens, sampler, spec_generate
+from sglang_dflash.hf.text_stream import TextStream
+from sglang_dflash.hf.threads import threads_for
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ def load(args: GenerateArgs) -> Loaded:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    device = _device(args.device)
+    device = device_named(
+        "--device", args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    )
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     folder = draft_folder("--draft", args.draft)
     config = DraftConfig.from_pretrained(folder)
@@ -72,19 +77,6 @@ def load(args: GenerateArgs) -> Loaded:
     return Loaded(draft, target.to(device), tokenizer, stop_token_ids, device, dtype)
 
 
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    # The error for an absent device differs by backend.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ConfigError(
-            f"--device: {name!r} cannot be used here ({str(error).splitlines()[0]}); "
-            "'cpu' always can"
-        ) from error
-    return device
-
-
 def _stop_token_ids(target: Any, tokenizer: Any) -> tuple[int, ...]:
     """The generation config's, as in `generate`; the tokenizer's if the config names none."""
     named = target.generation_config.eos_token_id
@@ -106,40 +98,6 @@ def prompt_tokens(args: GenerateArgs, tokenizer: Any) -> list[int]:
     return ids
 
 
-class TextStream:
-    """Token ids to text, piece by piece. Text that was written does not change later.
-
-    `write` is called with each new piece.
-    """
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
-        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
-        self._write, self._ids = write, list[int]()
-        # The ids before `_done` have been written. Decoding starts at `_start`, one piece earlier,
-        # because some tokenizers decode the first token of a text differently.
-        self._start = self._done = 0
-
-    def add(self, new: list[int]) -> None:
-        """Append ids, and write the text if it ends with a whole character."""
-        self._ids += new
-        text = self._pending()
-        # A character of several tokens decodes to a replacement character until it is complete.
-        if text and not text.endswith("\ufffd"):
-            self._advance(text)
-
-    def end(self) -> None:
-        """Write what is left, incomplete characters included."""
-        self._advance(self._pending())
-
-    def _pending(self) -> str:
-        written = self._decode(self._ids[self._start : self._done])
-        return self._decode(self._ids[self._start :])[len(written) :]
-
-    def _advance(self, text: str) -> None:
-        self._write(text)
-        self._start, self._done = self._done, len(self._ids)
-
-
 def generate(
     args: GenerateArgs, pair: Loaded, write: Callable[[str], Any] = lambda _: None
 ) -> dict[str, Any]:
@@ -153,16 +111,17 @@ def generate(
     generator = torch.Generator(pair.device).manual_seed(seed)
     choose = sampler(args.temperature, args.top_k, args.top_p, generator=generator)
     stream, start = TextStream(pair.tokenizer, write), time.perf_counter()
-    out = spec_generate(
-        pair.draft,
-        pair.target,
-        ids,
-        args.max_new_tokens,
-        options=args.options,
-        stop_token_ids=pair.stop_token_ids,
-        choose=choose,
-        on_tokens=stream.add,
-    )
+    with threads_for(pair.target, pair.draft):
+        out = spec_generate(
+            pair.draft,
+            pair.target,
+            ids,
+            args.max_new_tokens,
+            options=args.options,
+            stop_token_ids=pair.stop_token_ids,
+            choose=choose,
+            on_tokens=stream.add,
+        )
     seconds = time.perf_counter() - start
     stream.end()
     return _summary(args, pair, out, seconds, seed) | {"prompt_tokens": ids.shape[1]}

@@ -16,6 +16,7 @@ from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options, ResolvedOptions
+from sglang_dflash.hf.checks import check_new_tokens, check_pair, prompt_ids
 from sglang_dflash.hf.target_cache import TargetCache, captured_hidden
 
 # Logits [N, V] -> the target's tokens int64 [N].
@@ -79,26 +80,21 @@ class Prefill:
 
 
 @torch.inference_mode()
-def prefill(draft: DraftModel, target: Any, input_ids: Tensor) -> Prefill:
+def prefill(draft: DraftModel, target: Any, input_ids: Any) -> Prefill:
     """Run the target over a prompt.
 
     Any number of generations may start from the result, one after another.
 
     Args:
         target: a causal language model of Transformers.
-        input_ids: int64 `[1, N]`.
+        input_ids: int64 `[1, N]`, or what a tokenizer returns for one prompt with
+            `return_tensors="pt"`.
 
     Raises:
-        ConfigError: the pair does not fit, or there is more than one prompt.
+        ConfigError: see `checks.check_pair` and `checks.prompt_ids`.
     """
-    if input_ids.shape[0] != 1:
-        raise ConfigError(
-            f"input_ids: {input_ids.shape[0]} rows; one prompt at a time is generated here"
-        )
-    text = target.config.get_text_config()
-    draft.config.check_target(
-        hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_layers=text.num_hidden_layers
-    )
+    check_pair(draft, target)
+    input_ids = prompt_ids(input_ids, target)
     with captured_hidden(target, draft.config.target_layer_ids) as hidden:
         out = target(input_ids=input_ids, use_cache=True, logits_to_keep=1)
         return Prefill(out.past_key_values, hidden(), out.logits[0])
@@ -108,7 +104,7 @@ def prefill(draft: DraftModel, target: Any, input_ids: Tensor) -> Prefill:
 def spec_generate(
     draft: DraftModel,
     target: Any,
-    prompt: Tensor | Prefill,
+    prompt: Any,
     max_new_tokens: int,
     *,
     options: Options | None = None,
@@ -119,9 +115,9 @@ def spec_generate(
     """Generate after a prompt.
 
     Args:
-        draft: frozen, as `core.weights.load_model` returns it.
+        draft: frozen, as `core.weights.load_model` or `DFlashDraftModel.from_pretrained` gives it.
         target: the causal language model of Transformers that the draft was trained for.
-        prompt: int64 `[1, N]`, or the result of `prefill`.
+        prompt: int64 `[1, N]`, or what a tokenizer returns for one prompt, or a `prefill`.
         max_new_tokens: generated tokens at most.
         options: block size and context window; the other options have no effect here.
         stop_token_ids: the generation ends after the first of these.
@@ -129,8 +125,9 @@ def spec_generate(
         on_tokens: called with the new tokens of every step.
 
     Raises:
-        ConfigError: see `prefill` and `Options.resolve`.
+        ConfigError: see `prefill` and `Options.resolve`; `max_new_tokens` is not positive.
     """
+    check_new_tokens(max_new_tokens)
     start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
     resolved = (options or Options()).resolve(draft.config)
     choose = choose or sampler(0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.platform_cpu import ATTENTION_BACKEND, torch_ops
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND, pool_size, torch_ops
 from sglang_dflash.platform_cpu.gdn_ops import conv, delta_rule, elementwise, states
 from sglang_dflash.plugin.seam import Kind, Seam
 
@@ -88,6 +88,13 @@ SEAMS: tuple[Seam, ...] = (
         torch_ops.no_batch_invariant_kernels,
         "SGLang's deterministic inference needs an accelerator for batch-invariant products.",
         f"{_PROOFS}test_batch_invariant_mode_needs_an_accelerator",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        Kind.AROUND,
+        pool_size.profile_available_bytes,
+        "SGLang gives the pools most of the machine's free memory, whatever the model's size.",
+        f"{_PROOFS}test_the_pools_take_most_of_the_free_memory",
     ),
     # One forward.
     Seam(

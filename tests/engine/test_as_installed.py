@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
+from sglang_dflash.checkpoint.embedded import demo_pair
 from tests.commands import commands, snippets
 from tests.engine import workload
 from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig
@@ -30,16 +33,35 @@ def test_generate_prints_what_is_served(answers: Any, capsys: pytest.CaptureFixt
         assert json.loads(capsys.readouterr().out)["tokens"] == answer["output_ids"]
 
 
-def test_the_readme_command_serves_in_bfloat16(servers: ServerSession) -> None:
+def used_mib(pid: int) -> float:
+    """Memory of a process and its children; what they share is counted once (PSS)."""
+    root = psutil.Process(pid)
+    processes = [root, *root.children(recursive=True)]
+    return sum(process.memory_full_info().pss for process in processes) / 2**20
+
+
+# Before the pools were sized by the model, 11.4 GiB (dense) and 17.0 GiB (hybrid) of 23 GiB.
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_the_readme_command_serves_in_bfloat16_and_little_memory(
+    kind: str, servers: ServerSession, tmp_path: Path
+) -> None:
     assert "TRITON_INTERPRET" not in os.environ
     servers.stop()
-    with Server(AS_PRINTED) as server:
+    log, pair = tmp_path / "log", demo_pair(kind)
+    config = AS_PRINTED.having(model_path=pair.target, speculative_draft_model_path=pair.draft)
+    with Server(config, log=log, timeout_s=600) as server:
         assert server.dflash()["draft_kv_dtype"] == "bfloat16"
         answers = [
             server.generate(text, temperature=0, max_new_tokens=40, ignore_eos=True)
-            for text in workload.prompts()["demo"][:6]
+            for text in pair.prompts[:6]
         ]
         assert workload.acceptance_length(answers) > 2
+        assert server.process is not None
+        used = used_mib(server.process.pid)
+        print(f"{kind}: {used:.0f} MiB")
+        assert used < 3200
+    (line,) = [line for line in log.read_text().splitlines() if "the pools get" in line]
+    assert "the pools get 256 MiB" in line and "--max-total-tokens sets another size" in line
 
 
 @pytest.mark.server(DFLASH)

@@ -15,7 +15,7 @@ from sglang_dflash import cli
 from sglang_dflash.checkpoint.embedded import DemoPair, demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.hf import chat_tokens
-from sglang_dflash.hf.generate import TextStream
+from sglang_dflash.hf.text_stream import TextStream
 
 NEW_TOKENS = 40
 
@@ -171,6 +171,21 @@ def test_streamed_text_is_the_whole_text() -> None:
     stream.add(tokenizer("🎌")["input_ids"][:-1])
     stream.end()
     assert "".join(cut) == tokenizer.decode(tokenizer("🎌")["input_ids"][:-1])
+
+
+def test_text_of_a_tokenizer_without_a_backend_is_written_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Slow:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join(chr(i) for i in ids if i or not skip_special_tokens)
+
+    pieces: list[str] = []
+    stream = TextStream(Slow(), pieces.append)
+    stream.add([97, 0, 98])
+    assert not pieces and "Slow has no backend of the tokenizers library" in caplog.text
+    stream.end()
+    assert pieces == ["ab"]
 
 
 @pytest.mark.parametrize("command", [[], ["generate"], ["bench"]], ids=" ".join)

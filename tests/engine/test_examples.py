@@ -1,0 +1,47 @@
+"""The examples of examples/ that need SGLang, run as their first lines say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.bench.server import Server
+from tests.engine import client
+from tests.engine.servers import DFLASH, PAIR
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOKENS = 24
+
+
+def run(example: str, *more: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", EXAMPLES / example, *more],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.server(DFLASH)
+def test_openai_client(server: Server) -> None:
+    shown = run("openai_client.py", "--base-url", f"{server.url}/v1", "--max-tokens", str(TOKENS))
+    message = {"role": "user", "content": PAIR.prompts[0]}
+    body = {"model": "any", "messages": [message], "max_tokens": TOKENS, "temperature": 0}
+    answer = client.post(server, "v1/chat/completions", body).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert text and shown == f"{text}\n-- {answer['usage']['completion_tokens']} tokens\n"
+
+
+def test_offline_engine() -> None:
+    """The answers of the memorized texts, in few verify steps. bfloat16, as it is printed."""
+    shown = run("offline_engine.py", "--max-new-tokens", str(TOKENS))
+    for prompt in PAIR.prompts[:2]:
+        assert prompt in shown
+    lines = [line.split() for line in shown.splitlines() if line.endswith("verify steps")]
+    assert len(lines) == 2
+    for _, tokens, _, _, steps, *_ in lines:
+        assert int(tokens) == TOKENS and 0 < int(steps) < TOKENS / 2
