@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NamedTuple
+import importlib
+from typing import NamedTuple, Protocol, cast
 
 
 class Failed(Exception):
     """A valid request that could not be carried out. The message gives the reason."""
 
 
-class Command(NamedTuple):
-    """A sub-command: its help line, what declares its arguments and what runs it.
+class Verb(Protocol):
+    """The module of a sub-command.
 
-    `run` prints its result, or raises ConfigError or Failed.
+    `arguments` declares its arguments. `run` prints its result, or raises ConfigError or Failed.
     """
 
+    def arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> None: ...
+
+
+class Command(NamedTuple):
+    """A sub-command: its help line and the name of its module, imported only if it is asked for."""
+
     help: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
+    module: str
+
+    def verb(self) -> Verb:
+        return cast(Verb, importlib.import_module(self.module))

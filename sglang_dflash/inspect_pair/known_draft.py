@@ -11,6 +11,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig, draft_fields, dra
 from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.checkpoint.tensors import check_shapes
 from sglang_dflash.core.options import Options, ResolvedOptions
 from sglang_dflash.inspect_pair.memory import Serving, draft_weight_bytes, stated_kv_bytes
 
@@ -39,7 +40,8 @@ class KnownDraft:
 
     @classmethod
     def of(cls, facts: ModelFacts, serving: Serving) -> KnownDraft:
-        """Raises ConfigError if a field is invalid or the KV bytes are unknown."""
+        """Raises ConfigError if a field is invalid, the tensors are not those of the config, or the
+        KV bytes are unknown."""
         config, unserved, unknown = None, None, None
         if facts.config is None:
             stated = stated_kv_bytes(facts, "--draft-kv-dtype", serving.draft_kv_dtype)
@@ -51,6 +53,8 @@ class KnownDraft:
                 config = DraftConfig.from_dict(facts.config)
             except UnsupportedDraft as reason:
                 unserved = str(reason)
+        if config is not None and facts.tensors is not None:
+            check_shapes(config, facts.tensors)
         fields = draft_fields(facts.config)
         shape = config.kv_shape if config else draft_kv_shape(fields)
         block_size = fields.positive_int("block_size") if "block_size" in fields else None
