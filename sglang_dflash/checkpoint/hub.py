@@ -62,13 +62,13 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
     import httpx
 
     with _hub_errors(
-        f"{kind.upper()}: {name!r} is neither a folder here nor a model whose config.json could be "
-        "fetched from the hub"
+        f"{kind.upper()}: {name!r} is neither a folder here nor a model whose config.json "
+        f"{'is in the local cache' if offline else 'could be fetched from the hub'}"
     ):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
-        unreachable = "the hub is not asked"
+        unreachable = "--offline: the hub is not asked"
         if not offline:
             try:
                 # `hf_hub_download` would retry a connection that fails for half a minute.
@@ -81,7 +81,9 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
                 Path(hf_hub_download(name, CONFIG, local_files_only=True)), online=False
             )
         except LocalEntryNotFoundError as error:
-            raise OSError(f"{unreachable}, and the local cache does not have it") from error
+            raise OSError(
+                unreachable if offline else f"{unreachable}, and it is not in the local cache"
+            ) from error
 
 
 def hub_tensors(kind: str, name: str) -> tuple[dict[str, list[int]], int] | None:

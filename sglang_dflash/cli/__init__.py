@@ -45,9 +45,9 @@ class _Version(argparse.Action):
     """Prints the version, which is looked up only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from sglang_dflash import __version__
+        import sglang_dflash
 
-        print(f"sglang-dflash {__version__}")
+        print(f"sglang-dflash {sglang_dflash.__version__}")
         parser.exit()
 
 

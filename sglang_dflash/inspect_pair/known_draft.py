@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class KnownDraft:
         kv_bytes_per_token: draft KV bytes of one token.
         weight_bytes: None if unknown.
         block_size: the checkpoint's; None if unknown.
+        tensors: see `ModelFacts`.
     """
 
     raw: Mapping[str, Any] | None
@@ -37,11 +38,11 @@ class KnownDraft:
     kv_bytes_per_token: int
     weight_bytes: int | None
     block_size: int | None
+    tensors: Mapping[str, Sequence[int]] | None = None
 
     @classmethod
     def of(cls, facts: ModelFacts, serving: Serving) -> KnownDraft:
-        """Raises ConfigError if a field is invalid, the tensors are not those of the config, or the
-        KV bytes are unknown."""
+        """Raises ConfigError if a field is invalid or the KV bytes are unknown."""
         config, unserved, unknown = None, None, None
         if facts.config is None:
             stated = stated_kv_bytes(facts, "--draft-kv-dtype", serving.draft_kv_dtype)
@@ -53,8 +54,6 @@ class KnownDraft:
                 config = DraftConfig.from_dict(facts.config)
             except UnsupportedDraft as reason:
                 unserved = str(reason)
-        if config is not None and facts.tensors is not None:
-            check_shapes(config, facts.tensors)
         fields = draft_fields(facts.config)
         shape = config.kv_shape if config else draft_kv_shape(fields)
         block_size = fields.positive_int("block_size") if "block_size" in fields else None
@@ -66,6 +65,7 @@ class KnownDraft:
             kv_bytes_per_token=math.prod(shape) * serving.draft_kv_dtype_bytes,
             weight_bytes=draft_weight_bytes(config) if config else facts.weight_bytes,
             block_size=config.block_size if config else block_size,
+            tensors=facts.tensors,
         )
 
     def check_target(self, geometry: TargetGeometry) -> None:
@@ -81,6 +81,17 @@ class KnownDraft:
                 vocab_size=geometry.vocab_size,
                 num_layers=geometry.num_hidden_layers,
             )
+
+    @property
+    def checked_tensors(self) -> int | None:
+        """How many tensors `check_weights` checks; None for none."""
+        return None if self.config is None or self.tensors is None else len(self.tensors)
+
+    def check_weights(self) -> None:
+        """Raise ConfigError if the tensors at hand are not those of the config, as a server does.
+        Those of a draft that our worker does not serve are not checked."""
+        if self.config is not None and self.tensors is not None:
+            check_shapes(self.config, self.tensors)
 
     def resolve(self, options: Options) -> ResolvedOptions:
         """Fill in the draft's block size. Raises ConfigError if it is unknown and not given."""

@@ -113,6 +113,7 @@ def inspect(
     known = KnownDraft.of(draft, serving)
     if geometry is not None:
         known.check_target(geometry)
+    known.check_weights()
     resolved = known.resolve(options)
     window, block_size = resolved.context_window, resolved.block_size
     replay = recurrent.replay_bytes(block_size) if recurrent else None
@@ -141,7 +142,7 @@ def inspect(
         kv=kv,
         target_weight_bytes=target.weight_bytes,
         draft_weight_bytes=known.weight_bytes,
-        draft_tensors=None if draft.tensors is None else len(draft.tensors),
+        draft_tensors=known.checked_tensors,
         recurrent_layers=geometry.recurrent_layers if geometry else None,
         recurrent_rollback=_rollback(geometry, worker),
         recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
@@ -169,6 +170,7 @@ def choose_worker(target: ModelFacts, draft: ModelFacts) -> tuple[str, str | Non
     known = KnownDraft.of(draft, Serving())
     if geometry is not None:
         known.check_target(geometry)
+    known.check_weights()
     return _worker(target, geometry, known)
 
 
@@ -186,7 +188,7 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     ]
     width = max(len(name) for name, _ in facts)
     indent = " " * (width + 2)
-    head = [report["verdict"], weights_verdict(report["draft_tensors"])]
+    head = [report["verdict"], weights_verdict(report["worker"], report["draft_tensors"])]
     notes = [
         textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
         for text in (report["sources"] if sources else ())

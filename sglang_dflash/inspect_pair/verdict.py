@@ -35,8 +35,10 @@ def verdict(
     return f"{who}; window {window} leaves +{gain} KV tokens for the target"
 
 
-def weights_verdict(tensors: int | None) -> str:
+def weights_verdict(worker: str, tensors: int | None) -> str:
     """What was checked of the draft's weights: `tensors` of them, or None for no weights."""
+    if worker == "builtin":
+        return "draft weights: not checked, SGLang's worker reads them"
     if tensors is None:
         return "draft weights: not checked, only the config is known here"
     return f"draft weights: {tensors} tensors, with the names and shapes that the config asks for"

@@ -106,7 +106,7 @@ def test_hub_errors_name_argument_and_value(hub: Hub) -> None:
         ConfigError, match=r"DRAFT: 'no/such' is neither .* \(the hub cannot be reached: no route"
     ):
         look_up("draft", "no/such")
-    with pytest.raises(ConfigError, match=r"'no/such' is neither .* the hub is not asked"):
+    with pytest.raises(ConfigError, match=r"is in the local cache \(--offline: the hub is not"):
         look_up("draft", "no/such", offline=True)
 
 

@@ -86,11 +86,11 @@ def test_the_verdict_tells_whether_weights_were_checked(
     count = len(load_file(draft / "model.safetensors"))
     assert inspected(capsys, str(PAIR.target), str(draft))["draft_tensors"] == count
     assert cli.main(["inspect", str(PAIR.target), str(draft)]) == 0
-    assert f"draft weights: {count} tensors" in capsys.readouterr().out.splitlines()[1]
+    assert f"\ndraft weights: {count} tensors" in capsys.readouterr().out
     (draft / "model.safetensors").unlink()
     assert inspected(capsys, str(PAIR.target), str(draft))["draft_tensors"] is None
     assert cli.main(["inspect", str(PAIR.target), str(draft)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("draft weights: not checked")
+    assert "\ndraft weights: not checked, only the config" in capsys.readouterr().out
 
 
 def test_tensors_of_another_head_are_not_checked(
@@ -103,6 +103,8 @@ def test_tensors_of_another_head_are_not_checked(
     report = inspected(capsys, str(PAIR.target), str(draft))
     assert report["worker"] == "builtin"
     assert report["verdict"].startswith("served by SGLang's built-in worker, because of selector")
+    assert cli.main(["inspect", str(PAIR.target), str(draft)]) == 0
+    assert "\ndraft weights: not checked, SGLang's worker" in capsys.readouterr().out
 
 
 def test_inspecting_checkpoints_needs_no_torch(tmp_path: Path) -> None:
