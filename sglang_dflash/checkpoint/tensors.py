@@ -105,9 +105,14 @@ def each_tensor(folder: str | Path, *, framework: str) -> Iterator[tuple[str, st
     Raises:
         ConfigError: as `tensor_shapes`.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = _named(folder, "*.safetensors")
     if not files:
-        raise ConfigError(f"draft checkpoint: no .safetensors file in {str(folder)!r}")
+        others = _named(folder, *_PICKLES)
+        only = f", only {others[0].name!r}{_more(len(others) - 1)}" if others else ""
+        raise ConfigError(
+            f"draft checkpoint: no .safetensors file in {str(folder)!r}{only}; "
+            "a draft is read from safetensors files"
+        )
     seen: set[str] = set()
     for file in files:
         with _opened("draft", file, framework) as opened:
@@ -128,20 +133,12 @@ def plain_name(stored: str) -> str:
 
 
 def local_draft_shapes(folder: Path) -> dict[str, list[int]] | None:
-    """`tensor_shapes`, or None if the folder holds no weights at all.
+    """`tensor_shapes`, or None if the folder holds no weights of any format."""
+    return tensor_shapes(folder) if _named(folder, "*.safetensors", *_PICKLES) else None
 
-    Raises:
-        ConfigError: as `tensor_shapes`, also if there are weights but no safetensors file.
-    """
-    if any(folder.glob("*.safetensors")):
-        return tensor_shapes(folder)
-    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
-    if pickles:
-        raise ConfigError(
-            f"draft checkpoint: no .safetensors file in {str(folder)!r}, only {pickles[0]!r}"
-            f"{_more(len(pickles) - 1)}; a draft is read from safetensors files"
-        )
-    return None
+
+def _named(folder: str | Path, *patterns: str) -> list[Path]:
+    return sorted(file for pattern in patterns for file in Path(folder).glob(pattern))
 
 
 def local_weight_bytes(kind: str, folder: Path) -> int | None:
@@ -151,7 +148,7 @@ def local_weight_bytes(kind: str, folder: Path) -> int | None:
     Raises:
         ConfigError: a file is damaged, or the index names one that is not there.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = _named(folder, "*.safetensors")
     for file in files:
         with _opened(kind, file, "numpy"):
             pass
