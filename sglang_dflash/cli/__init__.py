@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         ours, argparse.Namespace(server_flags=theirs, asked=shlex.join(["sglang-dflash", *argv]))
     )
     try:
-        COMMANDS[args.command].verb().run(args)
+        COMMANDS[args.command].run(args)
     except (ConfigError, Failed) as error:
         print(f"sglang-dflash: {_with_own_flags(error)}", file=sys.stderr)
         return 1
@@ -81,7 +81,7 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         of_command = parsers.add_parser(name, help=command.help)
         if name == asked:
-            command.verb().arguments(of_command)
+            command.arguments(of_command)
     return parser
 
 

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 
 class Failed(Exception):
     """A valid request that could not be carried out. The message gives the reason."""
 
 
-class Verb(Protocol):
-    """The module of a sub-command.
-
-    `arguments` declares its arguments. `run` prints its result, or raises ConfigError or Failed.
-    """
-
-    def arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> None: ...
-
-
 class Command(NamedTuple):
-    """A sub-command: its help line and the name of its module, imported only if it is asked for."""
+    """A sub-command: its help line and the name of its module.
+
+    The module has the functions `arguments` and `run`. It is imported only if it is asked for.
+    """
 
     help: str
     module: str
 
-    def verb(self) -> Verb:
-        return cast(Verb, importlib.import_module(self.module))
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        importlib.import_module(self.module).arguments(parser)
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Print the result. Raises ConfigError or Failed if there is none."""
+        importlib.import_module(self.module).run(args)
