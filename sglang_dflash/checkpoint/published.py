@@ -3,8 +3,9 @@ config.json on the hub."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.fields import read_json_object
-from sglang_dflash.checkpoint.hub import fetch_config
+from sglang_dflash.checkpoint.hub import fetch_config, hub_tensors
+from sglang_dflash.checkpoint.tensors import local_draft_shapes, local_weight_bytes, plain_name
 
 FOLDER = Path(__file__).parent / "published"
+_OTHER = {"target": "draft", "draft": "target"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class ModelFacts:
         source: where the facts were read.
         unknown: fields of the config.json that serving needs and that the source does not show.
         file: the shipped file with these facts; None if they are not shipped.
+        tensors: shape by name of a draft's tensors, from the headers of its weights; None if no
+            weights are at hand.
     """
 
     name: str
@@ -38,6 +43,7 @@ class ModelFacts:
     source: str
     unknown: tuple[str, ...] = ()
     file: str | None = None
+    tensors: Mapping[str, Sequence[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,47 +95,97 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
 
 
 def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
-    """Facts of the target or draft `name`: a folder, a shipped name or, unless `offline`, a hub
-    name.
+    """Facts of the target or draft `name`: a folder, a shipped name in any case, or a hub name,
+    which `offline` looks for in the local cache only.
 
     Raises:
-        ConfigError: nothing is known under that name, or its config.json cannot be fetched or read.
+        ConfigError: nothing is known under that name, its files cannot be fetched or read, or it is
+            a draft given as target or a target given as draft.
     """
     if Path(name).is_dir():
         return _of_folder(kind, Path(name))
-    if name in shipped(kind):
-        return shipped(kind)[name]
-    if offline:
-        names = ", ".join(shipped(kind))
-        raise ConfigError(
-            f"{kind.upper()}: {name!r} is neither a folder here nor a {kind} with shipped facts; "
-            f"those are {names}"
-        )
-    return ModelFacts(
-        name=name,
-        config=read_json_object(fetch_config(kind, name), kind.upper()),
-        weight_bytes=None,
-        kv_bytes_per_token=None,
-        source=f"config.json of {name} on the hub",
+    ours = _shipped_name(kind, name)
+    if ours is not None:
+        return shipped(kind)[ours]
+    if _shipped_name(_OTHER[kind], name) is not None:
+        raise _swapped(kind, name)
+    try:
+        found = fetch_config(kind, name, offline=offline)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_suggestion(kind, name)}") from error
+    raw = read_json_object(found.config, kind.upper())
+    _check_kind(kind, name, raw)
+    source = f"config.json of {name} {'on the hub' if found.online else 'in the local cache'}"
+    if not found.online:
+        return _of_files(kind, name, raw, found.config.parent, source)
+    weights = hub_tensors(kind, name)
+    if weights is None:
+        if kind == "draft":
+            raise ConfigError(
+                f"DRAFT: {name!r} has no safetensors weights on the hub; a draft is read from "
+                "safetensors files"
+            )
+        return ModelFacts(name, raw, None, None, source)
+    shapes, total = weights
+    tensors = {plain_name(stored): shape for stored, shape in shapes.items()}
+    source = f"{source}, and the headers of its weights"
+    return ModelFacts(name, raw, total, None, source, tensors=tensors)
+
+
+def _shipped_name(kind: str, name: str) -> str | None:
+    names = {known.casefold(): known for known in shipped(kind)}
+    return names.get(name.casefold())
+
+
+def _suggestion(kind: str, name: str) -> str:
+    """The shipped names that are like `name`, or all of them."""
+    asked = name.casefold()
+    by_text = {known.casefold(): known for known in shipped(kind)}
+    by_text |= {known.casefold().rpartition("/")[2]: known for known in shipped(kind)}
+    texts = difflib.get_close_matches(asked, by_text, n=4, cutoff=0.75)
+    texts += difflib.get_close_matches(asked.rpartition("/")[2], by_text, n=4, cutoff=0.75)
+    near = list(dict.fromkeys(by_text[text] for text in texts))[:3]
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"facts of these {kind}s are shipped: {', '.join(shipped(kind))}"
+
+
+def _swapped(kind: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{kind.upper()}: {name!r} is a {_OTHER[kind]}; the target comes first, then the draft"
     )
+
+
+def _check_kind(kind: str, name: str, raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a config.json is clearly that of the other kind."""
+    names = raw.get("architectures")
+    named = isinstance(names, list) and any("dflash" in str(name).casefold() for name in names)
+    is_draft = named or "dflash_config" in raw
+    if kind == "target" and is_draft:
+        raise _swapped(kind, name)
+    if kind == "draft" and not is_draft and "num_target_layers" not in raw:
+        raise ConfigError(
+            f"DRAFT: {name!r} is no DFlash draft: its config.json has neither dflash_config nor "
+            "num_target_layers; the target comes first, then the draft"
+        )
 
 
 def _of_folder(kind: str, folder: Path) -> ModelFacts:
+    raw = read_json_object(folder / "config.json", kind.upper())
+    _check_kind(kind, str(folder), raw)
+    source = f"config.json and weight files in {folder}"
+    return _of_files(kind, str(folder), raw, folder, source)
+
+
+def _of_files(
+    kind: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
+) -> ModelFacts:
+    tensors = local_draft_shapes(folder) if kind == "draft" else None
     return ModelFacts(
-        name=str(folder),
-        config=read_json_object(folder / "config.json", kind.upper()),
-        weight_bytes=_weight_bytes(kind, folder),
+        name=name,
+        config=raw,
+        weight_bytes=local_weight_bytes(kind, folder),
         kv_bytes_per_token=None,
-        source=f"config.json and weight files in {folder}",
+        source=source,
+        tensors=tensors,
     )
-
-
-def _weight_bytes(kind: str, folder: Path) -> int | None:
-    """Bytes of the safetensors weights: their index's total, or else the size of the files. None
-    if there are no weights."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        total = read_json_object(index, kind.upper()).get("metadata", {}).get("total_size")
-        if isinstance(total, int):
-            return total
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None

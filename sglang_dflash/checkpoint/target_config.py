@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.fields import Fields, read_json_object
 
 _RECURRENT_FIELDS = (
@@ -72,6 +71,8 @@ class TargetGeometry:
             token.
         recurrent: shape of the recurrent layers; None if there are none or the config does not
             give it.
+        latent_width: elements of one token that a layer of multi-head latent attention (MLA) keeps
+            in place of K and V; None for other targets.
     """
 
     hidden_size: int
@@ -82,6 +83,7 @@ class TargetGeometry:
     num_key_value_heads: int
     head_dim: int
     recurrent: RecurrentShape | None
+    latent_width: int | None = None
 
     @property
     def recurrent_state_bytes(self) -> int | None:
@@ -104,14 +106,9 @@ class TargetGeometry:
         """Build from a parsed config.json.
 
         Raises:
-            ConfigError: a field is missing or invalid, or the target keeps no K/V (MLA).
+            ConfigError: a field is missing or invalid.
         """
         text = Fields.of(raw, "target")
-        if text.get("kv_lora_rank"):
-            raise ConfigError(
-                f"{text.path('kv_lora_rank')}: {text.get('kv_lora_rank')!r}; "
-                "the KV size of MLA targets is not known here"
-            )
         depth, heads = (
             text.positive_int("num_hidden_layers"),
             text.positive_int("num_attention_heads"),
@@ -127,11 +124,20 @@ class TargetGeometry:
             num_key_value_heads=text.positive_int("num_key_value_heads", default=heads),
             head_dim=text.positive_int("head_dim", default=hidden // heads),
             recurrent=_recurrent_shape(text, recurrent),
+            latent_width=_latent_width(text),
         )
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of one token's K and V over all attention layers."""
-        return self.attention_layers * 2 * self.num_key_value_heads * self.head_dim * dtype_bytes
+        """Bytes of one token's K and V, or of its latent, over all attention layers."""
+        elements = self.latent_width or 2 * self.num_key_value_heads * self.head_dim
+        return self.attention_layers * elements * dtype_bytes
+
+
+def _latent_width(text: Fields) -> int | None:
+    """The compressed K/V and the rotary key of MLA, as SGLang's `MLATokenToKVPool` keeps them."""
+    if "kv_lora_rank" not in text:
+        return None
+    return text.positive_int("kv_lora_rank") + text.positive_int("qk_rope_head_dim")
 
 
 def _recurrent_layers(text: Fields, depth: int) -> int:

@@ -7,7 +7,6 @@ import shlex
 import sys
 
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.cli import bench, demo_models, generate, inspect
 from sglang_dflash.cli.command import Command, Failed
 
 # Errors of `Options` name the server's flags; these commands have shorter ones.
@@ -18,36 +17,42 @@ OWN_FLAGS = {
     "--speculative-dflash-draft-kv-tokens": "--draft-kv-tokens",
 }
 
+_CLI = "sglang_dflash.cli."
 COMMANDS = {
+    "env": Command(
+        "versions, devices, plugins and seams, and which worker serves: for a bug report",
+        _CLI + "env",
+    ),
     "demo-models": Command(
         "print the directories of an embedded pair: the target's, then the draft's",
-        demo_models.arguments,
-        demo_models.run,
+        _CLI + "demo_models",
     ),
     "inspect": Command(
-        "whether a pair can be served and what it costs, from the configs",
-        inspect.arguments,
-        inspect.run,
+        "whether a pair can be served and what it costs, before any weight is loaded",
+        _CLI + "inspect",
     ),
     "generate": Command(
-        "continue one prompt over Transformers, without a server", generate.arguments, generate.run
+        "continue one prompt over Transformers, without a server", _CLI + "generate"
     ),
     "bench": Command(
         "compare ways of decoding: throughput, latency, acceptance, and that outputs are the same",
-        bench.arguments,
-        bench.run,
+        _CLI + "bench",
     ),
 }
 
 
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import sglang_dflash
+
+        print(f"sglang-dflash {sglang_dflash.__version__}")
+        parser.exit()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one sub-command. Returns 1, with the reason on stderr, if it cannot be done."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-dflash", description="DFlash speculative decoding for SGLang"
-    )
-    parsers = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        command.arguments(parsers.add_parser(name, help=command.help))
     argv = sys.argv[1:] if argv is None else argv
     # Flags after -- are the servers' and are not parsed here.
     ours, theirs = (
@@ -55,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         if "--" in argv and argv[0] == "bench"
         else (argv, [])
     )
-    args = parser.parse_args(
+    args = _parser(asked=ours[0] if ours else None).parse_args(
         ours, argparse.Namespace(server_flags=theirs, asked=shlex.join(["sglang-dflash", *argv]))
     )
     try:
@@ -64,6 +69,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"sglang-dflash: {_with_own_flags(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _parser(asked: str | None) -> argparse.ArgumentParser:
+    """The parser of all commands, with the arguments of the one that is asked for."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-dflash", description="DFlash speculative decoding for SGLang"
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parsers = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        of_command = parsers.add_parser(name, help=command.help)
+        if name == asked:
+            command.arguments(of_command)
+    return parser
 
 
 def _with_own_flags(error: Exception) -> str:

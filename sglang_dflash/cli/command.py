@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import importlib
 from typing import NamedTuple
 
 
@@ -12,11 +12,18 @@ class Failed(Exception):
 
 
 class Command(NamedTuple):
-    """A sub-command: its help line, what declares its arguments and what runs it.
+    """A sub-command: its help line and the name of its module.
 
-    `run` prints its result, or raises ConfigError or Failed.
+    The module has the functions `arguments` and `run`. It is imported only if it is asked for.
     """
 
     help: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
+    module: str
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments."""
+        importlib.import_module(self.module).arguments(parser)
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Print the result. Raises ConfigError or Failed if there is none."""
+        importlib.import_module(self.module).run(args)

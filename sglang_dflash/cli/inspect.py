@@ -51,6 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", choices=dtypes, help="target KV (default: bfloat16)")
     add("--draft-kv-dtype", choices=dtypes, help="draft KV (default: the target's)")
     add("--offline", action="store_true", help="do not ask the hub")
+    add("--sources", action="store_true", help="also print where the facts were read")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -73,4 +74,4 @@ def run(args: argparse.Namespace) -> None:
         look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft")
     )
     report = inspect(target, draft, options, serving).report()
-    print(json.dumps(report) if args.json else as_table(report))
+    print(json.dumps(report) if args.json else as_table(report, sources=args.sources))

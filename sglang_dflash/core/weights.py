@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.checkpoint.tensors import check_shapes, each_tensor
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.rope import Rotary
@@ -50,72 +48,17 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: there is no such file, a file is damaged, or two files hold the same name.
     """
-    return {name: opened.get_tensor(stored) for name, stored, opened in _each_tensor(folder)}
-
-
-def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
-    """Name, stored name and open file of every tensor. Some exports prefix names with `model.`."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"draft checkpoint: no .safetensors file in {str(folder)!r}")
-    seen: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
-                    name = stored.removeprefix("model.")
-                    if name in seen:
-                        raise ConfigError(
-                            f"draft checkpoint: tensor {name!r} is in two files, "
-                            f"the second is {file.name!r}"
-                        )
-                    seen.add(name)
-                    yield name, stored, opened
-        except SafetensorError as error:
-            raise ConfigError(
-                f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); "
-                "download it again"
-            ) from error
-
-
-def tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor, from the headers. Raises ConfigError as `read_tensors`."""
     return {
-        name: opened.get_slice(stored).get_shape() for name, stored, opened in _each_tensor(folder)
+        name: opened.get_tensor(stored)
+        for name, stored, opened in each_tensor(folder, framework="pt")
     }
-
-
-def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ConfigError if a tensor is missing, unexpected, or not of the config's shape."""
-    with torch.device("meta"):
-        whole = DraftModel(config).state_dict()
-    used: set[str] = set()
-    for parameter, like in whole.items():
-        names = checkpoint_names(parameter)
-        missing = [n for n in names if n not in shapes]
-        if missing:
-            raise ConfigError(f"draft checkpoint: tensor {missing[0]!r} is missing")
-        used.update(names)
-        rows = sum(shapes[n][0] for n in names)
-        columns = {tuple(shapes[n][1:]) for n in names}
-        if rows != like.shape[0] or columns != {tuple(like.shape[1:])}:
-            got = ", ".join(f"{n} {list(shapes[n])}" for n in names)
-            raise ConfigError(
-                f"draft checkpoint: {got}; the config asks for {list(like.shape)} in all"
-            )
-    # Copies of the target's embedding and head are ignored: the draft borrows the target's.
-    unexpected = sorted(set(shapes) - used - {"embed_tokens.weight", "lm_head.weight"})
-    if unexpected:
-        raise ConfigError(
-            f"draft checkpoint: {len(unexpected)} tensors that no DFlash v1 draft has, "
-            f"the first is {unexpected[0]!r}"
-        )
 
 
 def load_state(
     config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel
 ) -> dict[str, Tensor]:
-    """This rank's state dict from whole tensors. Raises ConfigError as `check_shapes`."""
+    """This rank's state dict from whole tensors. Raises ConfigError as
+    `checkpoint.tensors.check_shapes`."""
     check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
     with torch.device("meta"):
         parameters = list(DraftModel(config).state_dict())
@@ -151,7 +94,8 @@ def load_model(
     """Read a draft checkpoint's folder into a frozen network.
 
     Raises:
-        ConfigError: see `DraftConfig.from_pretrained`, `read_tensors` and `check_shapes`.
+        ConfigError: see `DraftConfig.from_pretrained`, `read_tensors` and
+            `checkpoint.tensors.check_shapes`.
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     state = load_state(config, read_tensors(folder), tp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig, draft_fields, dra
 from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import TargetGeometry
+from sglang_dflash.checkpoint.tensors import check_shapes
 from sglang_dflash.core.options import Options, ResolvedOptions
 from sglang_dflash.inspect_pair.memory import Serving, draft_weight_bytes, stated_kv_bytes
 
@@ -27,6 +28,7 @@ class KnownDraft:
         kv_bytes_per_token: draft KV bytes of one token.
         weight_bytes: None if unknown.
         block_size: the checkpoint's; None if unknown.
+        tensors: see `ModelFacts`.
     """
 
     raw: Mapping[str, Any] | None
@@ -36,6 +38,7 @@ class KnownDraft:
     kv_bytes_per_token: int
     weight_bytes: int | None
     block_size: int | None
+    tensors: Mapping[str, Sequence[int]] | None = None
 
     @classmethod
     def of(cls, facts: ModelFacts, serving: Serving) -> KnownDraft:
@@ -62,6 +65,7 @@ class KnownDraft:
             kv_bytes_per_token=math.prod(shape) * serving.draft_kv_dtype_bytes,
             weight_bytes=draft_weight_bytes(config) if config else facts.weight_bytes,
             block_size=config.block_size if config else block_size,
+            tensors=facts.tensors,
         )
 
     def check_target(self, geometry: TargetGeometry) -> None:
@@ -77,6 +81,17 @@ class KnownDraft:
                 vocab_size=geometry.vocab_size,
                 num_layers=geometry.num_hidden_layers,
             )
+
+    @property
+    def checked_tensors(self) -> int | None:
+        """How many tensors `check_weights` checks; None for none."""
+        return None if self.config is None or self.tensors is None else len(self.tensors)
+
+    def check_weights(self) -> None:
+        """Raise ConfigError if the tensors at hand are not those of the config, as a server does.
+        Those of a draft that our worker does not serve are not checked."""
+        if self.config is not None and self.tensors is not None:
+            check_shapes(self.config, self.tensors)
 
     def resolve(self, options: Options) -> ResolvedOptions:
         """Fill in the draft's block size. Raises ConfigError if it is unknown and not given."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.published import ModelFacts
+from sglang_dflash.checkpoint.tensors import expected_tensors
 
 GIB = 2**30
 DTYPE_BYTES: Mapping[str, int] = {
@@ -171,16 +172,8 @@ def kv_memory_bytes(
 
 
 def draft_weight_bytes(config: DraftConfig) -> int:
-    """Bytes of a DFlash v1 draft in bfloat16: the projection of the target hidden states, layers
-    and norms. Embedding and lm_head are the target's."""
-    width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    biases = q + 2 * kv + width if config.attention_bias else 0
-    attention = 2 * width * q + 2 * width * kv + biases
-    layer = attention + 3 * width * inner + 2 * width + 2 * dim
-    return _WEIGHT_BYTES * (
-        config.target_hidden_width * width + 2 * width + config.num_hidden_layers * layer
-    )
+    """Bytes of a DFlash v1 draft in bfloat16. Embedding and lm_head are the target's."""
+    return _WEIGHT_BYTES * sum(map(math.prod, expected_tensors(config).values()))
 
 
 def stated_kv_bytes(facts: ModelFacts, flag: str, dtype: str | None) -> int:

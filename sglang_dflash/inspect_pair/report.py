@@ -27,6 +27,7 @@ from sglang_dflash.inspect_pair.memory import (
     split_kv,
     stated_kv_bytes,
 )
+from sglang_dflash.inspect_pair.verdict import verdict, weights_verdict
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,12 @@ class Inspection:
     """The report. Every size is in bytes; None if unknown.
 
     Attributes:
+        verdict: who serves the pair and what its draft KV costs the target, in words.
         worker: what serves the pair without further flags: "sglang-dflash", "builtin" (SGLang's
             own worker; the bounded figures are then those of ours) or "unknown".
         worker_reason: why it is not "sglang-dflash".
+        draft_tensors: how many tensors of the draft's weights were checked against its config; None
+            if there are no weights at hand.
         recurrent_rollback: how that worker follows an accepted prefix in recurrent layers; None if
             there are none.
         recurrent_state_bytes: of one request.
@@ -44,6 +48,7 @@ class Inspection:
         recurrent_replay_bytes: the same with rollback by replay.
     """
 
+    verdict: str
     target: str
     draft: str
     worker: str
@@ -60,6 +65,7 @@ class Inspection:
     kv: KvSplit
     target_weight_bytes: int | None
     draft_weight_bytes: int | None
+    draft_tensors: int | None
     recurrent_layers: int | None
     recurrent_rollback: str | None
     recurrent_state_bytes: int | None
@@ -70,7 +76,8 @@ class Inspection:
     def report(self) -> dict[str, Any]:
         """All fields in one flat dictionary, sources last."""
         facts = asdict(self)
-        head = {name: facts.pop(name) for name in ("target", "draft", "worker", "worker_reason")}
+        names = ("verdict", "target", "draft", "worker", "worker_reason")
+        head = {name: facts.pop(name) for name in names}
         described = {**facts.pop("target_description"), **facts.pop("draft_description")}
         split, sources = facts.pop("kv"), facts.pop("sources")
         split["draft_kv_map"] = "bounded" if split.pop("bounded") else "one slot per target token"
@@ -106,6 +113,7 @@ def inspect(
     known = KnownDraft.of(draft, serving)
     if geometry is not None:
         known.check_target(geometry)
+    known.check_weights()
     resolved = known.resolve(options)
     window, block_size = resolved.context_window, resolved.block_size
     replay = recurrent.replay_bytes(block_size) if recurrent else None
@@ -114,7 +122,10 @@ def inspect(
     memory = kv_memory_bytes(serving, weights, states)
     slots = resolved.draft_kv_entries(serving.max_running_requests)
     worker, reason = _worker(target, geometry, known)
+    kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, slots)
+    tokens, requests = window.tokens if window else None, serving.max_running_requests
     return Inspection(
+        verdict=verdict(worker, reason, kv, window=tokens, requests=requests),
         target=target.name,
         draft=draft.name,
         worker=worker,
@@ -122,15 +133,16 @@ def inspect(
         target_description=describe_target(target.config, geometry),
         draft_description=describe_draft(draft.config, known.config),
         block_size=block_size,
-        window=window.tokens if window else None,
+        window=tokens,
         sinks=window.sinks if window else 0,
-        max_running_requests=serving.max_running_requests,
+        max_running_requests=requests,
         target_kv_bytes_per_token=target_bytes,
         draft_kv_bytes_per_token=known.kv_bytes_per_token,
         kv_memory_bytes=memory,
-        kv=split_kv(memory, target_bytes, known.kv_bytes_per_token, slots),
+        kv=kv,
         target_weight_bytes=target.weight_bytes,
         draft_weight_bytes=known.weight_bytes,
+        draft_tensors=known.checked_tensors,
         recurrent_layers=geometry.recurrent_layers if geometry else None,
         recurrent_rollback=_rollback(geometry, worker),
         recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
@@ -148,17 +160,41 @@ def inspect_draft(draft: ModelFacts) -> DraftInspection:
     return DraftInspection(worker, reason, known.block_size, description)
 
 
-def as_table(report: Mapping[str, Any]) -> str:
-    """`Inspection.report()` for reading: one aligned line per fact, byte counts also in GiB. Lines
-    have up to 120 columns."""
-    facts = [(name, _readable(name, value)) for name, value in report.items() if name != "sources"]
+def choose_worker(target: ModelFacts, draft: ModelFacts) -> tuple[str, str | None]:
+    """`worker` and `worker_reason` of a pair, as in `Inspection`, without the memory arithmetic.
+
+    Raises:
+        ConfigError: the pair does not fit, or a field or tensor is invalid.
+    """
+    geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
+    known = KnownDraft.of(draft, Serving())
+    if geometry is not None:
+        known.check_target(geometry)
+    known.check_weights()
+    return _worker(target, geometry, known)
+
+
+def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
+    """`Inspection.report()` for reading: the verdict, then one aligned line per fact, byte counts
+    also in GiB. Facts that are unknown, empty or 0 have no line. Lines have up to 120 columns.
+
+    Args:
+        sources: also give the source of the facts.
+    """
+    facts = [
+        (name, _readable(name, value))
+        for name, value in report.items()
+        if name not in ("verdict", "sources") and value not in (None, 0, "")
+    ]
     width = max(len(name) for name, _ in facts)
     indent = " " * (width + 2)
-    sources = [
+    head = [report["verdict"], weights_verdict(report["worker"], report["draft_tensors"])]
+    notes = [
         textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
-        for text in report["sources"]
+        for text in (report["sources"] if sources else ())
     ]
-    return "\n".join([f"{name:<{width}}  {text}" for name, text in facts] + sources)
+    lines = [f"{name:<{width}}  {text}" for name, text in facts]
+    return "\n".join([*(textwrap.fill(text, 120) for text in head), "", *lines, *notes])
 
 
 def _worker(
@@ -195,8 +231,6 @@ def _rollback(geometry: TargetGeometry | None, worker: str) -> str | None:
 
 
 def _readable(name: str, value: Any) -> str:
-    if value is None:
-        return "-"
     if "gain" in name:
         return f"{value:.2%}"
     if "bytes" in name and value >= GIB // 1024:

@@ -171,6 +171,24 @@ def describe(rows: Iterable[Seam]) -> list[dict[str, str]]:
     ]
 
 
+def state(row: Seam) -> tuple[str, str]:
+    """How a row stands in this process, and the reason if it is not applied.
+
+    "applied"; "not here", because the process has not loaded what it changes; "not applied", but
+    its target is as expected; "missing", because it cannot be applied.
+    """
+    if not row.applies():
+        return "not here", f"{row.only_if_loaded} is not loaded in this process"
+    try:
+        if not _in_place(row):
+            check(row)
+            return "not applied", ""
+        verify([row])
+    except SeamError as error:
+        return "missing", str(error)
+    return "applied", ""
+
+
 def check(row: Seam) -> None:
     """Raise SeamError unless the row's target exists and only its own package has defined it."""
     try:

@@ -16,10 +16,11 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.checkpoint.hub import draft_folder
+from sglang_dflash.checkpoint.tensors import check_shapes, tensor_shapes
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.weights import check_shapes, dummy_model, load_model, tensor_shapes
+from sglang_dflash.core.weights import dummy_model, load_model
 from sglang_dflash.plugin.seam import verify
 from sglang_dflash.serving import arguments
 

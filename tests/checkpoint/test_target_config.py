@@ -39,7 +39,8 @@ def test_a_recurrent_state_of_unknown_shape_is_none() -> None:
         ({"num_hidden_layers": None}, "num_hidden_layers: missing from the target's config.json"),
         ({"hidden_size": "32"}, "hidden_size: '32' in the target's config.json; a positive"),
         ({"layer_types": ["full_attention"]}, "layer_types: 1 entries for 6 layers"),
-        ({"kv_lora_rank": 512}, "kv_lora_rank: 512"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim: missing from the target's config.json"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank: '512' in the target's config.json"),
     ],
 )
 def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
@@ -47,6 +48,11 @@ def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
         TargetGeometry.from_dict({**TARGET, **change})
     with pytest.raises(ConfigError, match=message):
         TargetGeometry.from_dict({"text_config": {**TARGET, **change}})
+
+
+def test_latent_attention_keeps_one_vector_per_token_and_layer() -> None:
+    geometry = TargetGeometry.from_dict({**TARGET, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    assert geometry.kv_bytes_per_token(2) == 6 * (512 + 64) * 2
 
 
 def test_a_target_is_read_from_its_folder(tmp_path: Path) -> None:

@@ -14,17 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.checkpoint.tensors import check_shapes, expected_tensors, tensor_shapes
 from sglang_dflash.core.attention.reference import torch_block_attention
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.parallel import TensorParallel, argmax_of_shards
 from sglang_dflash.core.weights import (
-    check_shapes,
     dummy_model,
     load_model,
     load_state,
     read_tensors,
     save_model,
-    tensor_shapes,
 )
 from tests.conftest import random_model, raw_config
 
@@ -66,6 +65,26 @@ def test_a_prefix_and_copies_of_the_targets_tensors_are_accepted(folder: Path) -
 
     rewrite(folder, change)
     load_model(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_expected_tensors_are_those_of_the_network(bias: bool, tmp_path: Path) -> None:
+    raw = raw_config(attention_bias=bias)
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    written = {name: tuple(tensor.shape) for name, tensor in read_tensors(tmp_path).items()}
+    assert expected_tensors(DraftConfig.from_dict(raw)) == written
+
+
+def test_every_tensor_is_checked_by_itself(folder: Path) -> None:
+    """q and k of each other's size have as many rows together as the right ones."""
+
+    def swap(tensors: dict) -> None:
+        q, k = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+        tensors[q], tensors[k] = tensors[k], tensors[q]
+
+    rewrite(folder, swap)
+    with pytest.raises(ConfigError, match=r"q_proj\.weight \[32, 32\]; the config asks for \[64"):
+        load_model(folder, dtype=torch.float32)
 
 
 def test_missing_tensor_is_named(folder: Path) -> None:

@@ -19,6 +19,12 @@ PUBLISHED_PAIRS = [
     ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash@8-layers"),
     ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash"),
     ("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash"),
+    ("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash"),
+    ("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash"),
+    ("Qwen/Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash"),
+    ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
+    ("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"),
+    ("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash"),
 ]
 
 

@@ -47,7 +47,7 @@ def test_a_pair_that_does_not_fit_is_refused(
 def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target, draft = PUBLISHED_PAIRS[0]
     shown = refusal(capsys, "Qwen/Nonesuch", draft)
-    assert "TARGET: 'Qwen/Nonesuch'" in shown
+    assert "TARGET: 'Qwen/Nonesuch'" in shown and "did you mean" not in shown
     assert all(published in shown for published, _ in PUBLISHED_PAIRS)
     assert "DRAFT: 'Qwen/Nonesuch'" in refusal(capsys, target, "Qwen/Nonesuch")
     assert "DRAFT: no config.json in" in refusal(capsys, target, str(tmp_path))
@@ -62,14 +62,58 @@ def test_errors_name_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) 
     assert "sglang-dflash: --window: 3 is smaller than the block size 16" in shown
 
 
-def test_the_table_shows_every_fact(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*PUBLISHED_PAIRS[2], "--window", "1024"]
+def test_the_table_begins_with_the_verdict_and_hides_empty_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*PUBLISHED_PAIRS[2], "--window", "1024", "--max-running-requests", "16"]
     report = inspected(capsys, *arguments)
-    assert cli.main(["inspect", *arguments, "--offline"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    shown = {line.split()[0] for line in lines if not line.startswith(" ")}
-    assert shown == {*report, "source"} - {"sources"}
-    assert max(map(len, lines)) <= 120
+    for flags in ([], ["--sources"]):
+        assert cli.main(["inspect", *arguments, "--offline", *flags]) == 0
+        first, weights, empty, *lines = capsys.readouterr().out.splitlines()
+        gain = "window 1024 leaves +12.6 % KV tokens for the target"
+        assert first == report["verdict"] == f"served by sglang-dflash; {gain}"
+        assert weights.startswith("draft weights: not checked") and empty == ""
+        shown = [line.split()[0] for line in lines if not line.startswith(" ")]
+        known = {name for name, value in report.items() if value not in (None, 0)}
+        expected = known - {"verdict", "sources"}
+        assert set(shown) == (expected | {"source"} if flags else expected)
+        assert max(map(len, lines)) <= 120
+
+
+def test_the_verdict_of_a_window_that_frees_nothing_and_of_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pair = PUBLISHED_PAIRS[2]
+    wide = inspected(capsys, *pair, "--window", "32768")["verdict"]
+    assert "; window 32768 frees nothing: 48 running requests need as many" in wide
+    # 20,480 of 147,456 + 20,480 bytes of a token are the draft's.
+    without = inspected(capsys, *pair)["verdict"]
+    assert "without --window its draft KV takes 12.2 % of the KV memory" in without
+    assert "up to +13.9 % KV tokens" in without
+
+
+def test_names_are_found_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft = PUBLISHED_PAIRS[2]
+    report = inspected(capsys, target.upper(), draft.lower())
+    assert (report["target"], report["draft"]) == (target, draft)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen/Qwen3-8b-", "qwen/qwen-3-8b", "Qwen3-8"])
+def test_near_names_are_suggested(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    shown = refusal(capsys, name, PUBLISHED_PAIRS[2][1])
+    assert "did you mean 'Qwen/Qwen3-8B'" in shown and "gpt-oss" not in shown
+
+
+def test_a_swapped_pair_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    target, draft = PUBLISHED_PAIRS[2]
+    swapped = "is a draft; the target comes first, then the draft"
+    assert f"TARGET: '{draft}' {swapped}" in refusal(capsys, draft, target)
+    pair = demo_pair("dense")
+    folders = str(pair.draft), str(pair.target)
+    assert f"TARGET: '{folders[0]}' {swapped}" in refusal(capsys, *folders)
+    shown = refusal(capsys, str(pair.target), str(pair.target))
+    assert f"DRAFT: '{folders[1]}' is no DFlash draft" in shown
+    assert f"DRAFT: '{target}' is a target" in refusal(capsys, target, target)
 
 
 def test_help_imports_no_engine() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.published import FOLDER, collection, look_up, shipped
+from sglang_dflash.checkpoint.published import FOLDER, Pair, collection, look_up, shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.core.options import DRAFT_KV_HEADROOM
 from sglang_dflash.inspect_pair.memory import GIB, draft_weight_bytes
@@ -108,6 +108,48 @@ def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     # Replay against snapshots at block 16, per request: 19.8 MiB and 2.27 GiB.
     assert report["recurrent_replay_bytes"] < report["recurrent_snapshot_bytes"] / 100
     assert 0 <= report["target_tokens_gain"] < 0.3125 and report["worker"] == "sglang-dflash"
+
+
+# Billions of parameters as publishers or others count them: model cards, ollama, a public test.
+PUBLISHED_PARAMETERS = {
+    "Qwen/Qwen3.5-4B": 4.2058 + 0.3335,
+    "Qwen/Qwen3.5-9B": 9.6531 - 0.2433,  # without the MTP layer
+    "Qwen/Qwen3-Coder-Next": 79.67,
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": 30.53,
+    "meta-llama/Llama-3.1-8B-Instruct": 8.03,
+    "Qwen/Qwen3.5-122B-A10B": 122.56,
+}
+QUANTIZED_GIB = {"openai/gpt-oss-20b": 12.8, "openai/gpt-oss-120b": 60.8}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_target_weights_as_others_count_them(name: str) -> None:
+    weights = shipped("target")[name].weight_bytes
+    assert weights is not None
+    assert weights / 2e9 == pytest.approx(PUBLISHED_PARAMETERS[name], abs=0.005)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_GIB)
+def test_quantized_targets_have_the_size_of_their_checkpoints(name: str) -> None:
+    weights = shipped("target")[name].weight_bytes
+    assert weights is not None and weights / GIB == pytest.approx(QUANTIZED_GIB[name], abs=0.05)
+
+
+@pytest.mark.parametrize("pair", collection().pairs, ids=lambda pair: pair.target)
+def test_facts_of_every_target_of_the_collection_are_shipped(
+    capsys: pytest.CaptureFixture[str], pair: Pair
+) -> None:
+    for draft in pair.drafts:
+        found = inspected(capsys, pair.target, draft, "--window", "512", "--memory-gib", "1000")
+        seen = not shipped("draft")[draft].unknown
+        assert found["worker"] == ("sglang-dflash" if seen else "unknown")
+        assert found["target_tokens_gain"] > 0
+
+
+def test_a_latent_target_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash"]
+    report = inspected(capsys, *pair, "--memory-gib", "1000")
+    assert report["target_kv_bytes_per_token"] == 61 * (512 + 64) * 2
 
 
 @pytest.mark.parametrize(("target", "draft"), PUBLISHED_PAIRS[:2])

@@ -22,6 +22,7 @@ from sglang_dflash.plugin.seam import (
     describe,
     install,
     install_late,
+    state,
     verify,
 )
 
@@ -353,3 +354,21 @@ def test_rows_are_described(mod: ModuleType) -> None:
     assert [row["ours"] for row in described[2:7]] == [
         "operator:add", "operator:neg", f"{__name__}:tenfold", f"{__name__}:tenfold", "ours",
     ]  # fmt: skip
+
+
+def test_rows_tell_their_state(mod: ModuleType, foreign: ModuleType) -> None:
+    row = seam(TARGET, Kind.AROUND, doubled)
+    assert state(row) == ("not applied", "")
+    install_late([row])
+    assert state(row) == ("applied", "")
+    absent = seam(TARGET, Kind.AROUND, doubled, only_if_loaded="nonesuch")
+    assert state(absent) == ("not here", "nonesuch is not loaded in this process")
+    found, detail = state(seam("home.mod.gone", Kind.AROUND, doubled))
+    assert found == "missing" and "cannot resolve it" in detail
+    mod.__dict__["spare"] = foreign.bare
+    found, detail = state(seam("home.mod.spare", Kind.AROUND, doubled))
+    assert found == "missing" and "already changed by" in detail
+    registered = seam("home.mod.no_grad", Kind.AROUND, doubled)
+    install([registered])
+    found, detail = state(registered)
+    assert found == "missing" and "did not apply the hook" in detail

@@ -1,0 +1,8 @@
+"""`python -m sglang_dflash`."""
+
+import sys
+
+from sglang_dflash.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The answer of a pre-flight report in words."""
+
+from __future__ import annotations
+
+from sglang_dflash.inspect_pair.memory import KvSplit
+
+
+def verdict(
+    worker: str, reason: str | None, kv: KvSplit, *, window: int | None, requests: int
+) -> str:
+    """Who serves the pair, and what its draft KV costs the target.
+
+    Args:
+        worker, reason: as in `Inspection`.
+        requests: `max_running_requests`.
+    """
+    who = {
+        "sglang-dflash": "served by sglang-dflash",
+        "builtin": f"served by SGLang's built-in worker, because of {reason}",
+    }.get(worker, f"which worker serves is not known: {reason}")
+    share = _percent(kv.draft_kv_bytes_unbounded / _total_bytes(kv))
+    if worker == "builtin":
+        return f"{who}; its draft KV takes {share} of the KV memory, whatever the window"
+    if window is None:
+        return (
+            f"{who}; without --window its draft KV takes {share} of the KV memory, a window leaves "
+            f"up to +{_percent(kv.target_tokens_gain_ceiling)} KV tokens for the target"
+        )
+    if not kv.bounded:
+        return (
+            f"{who}; window {window} frees nothing: {requests} running requests need as many draft "
+            f"entries as the target has KV tokens ({kv.target_tokens:,})"
+        )
+    gain = _percent(kv.target_tokens_gain)
+    return f"{who}; window {window} leaves +{gain} KV tokens for the target"
+
+
+def weights_verdict(worker: str, tensors: int | None) -> str:
+    """What was checked of the draft's weights: `tensors` of them, or None for no weights."""
+    if worker == "builtin":
+        return "draft weights: not checked, SGLang's worker reads them"
+    if tensors is None:
+        return "draft weights: not checked, only the config is known here"
+    return f"draft weights: {tensors} tensors, with the names and shapes that the config asks for"
+
+
+def _total_bytes(kv: KvSplit) -> float:
+    """Of both KV pools with a draft entry per target token."""
+    return kv.draft_kv_bytes_unbounded * (1 + 1 / kv.target_tokens_gain_ceiling)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
