@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench import datasets
-from sglang_dflash.bench.compare import encoder
+from sglang_dflash.bench.compare import encode_of
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.settings import Settings
 from sglang_dflash.checkpoint.errors import ConfigError
@@ -68,7 +68,7 @@ def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Tokenizer())
     chat = {"own": [Prompt(("one", "two"), True)]}
     for thinking, expected in ((None, None), ("on", True), ("off", False)):
-        encode = encoder(Settings(target="t", draft="d", thinking=thinking).resolve(False), chat)
+        encode = encode_of(Settings(target="t", draft="d", thinking=thinking).resolve(False), chat)
         assert encode(chat["own"][0], ["answer"]) == [4]
         messages, how = seen[-1]
         assert [m["content"] for m in messages] == ["one", "answer", "two"] and how.get(
