@@ -69,6 +69,8 @@ HUB = {
 }
 BUILT_IN = ("demo", "stdlib")
 NAMES = (*BUILT_IN, *HUB)
+# A count that no set reaches.
+ALL = 10**9
 
 # The library modules that the embedded pairs were not trained on: HELD_OUT of
 # launch/demo_training/data.py.
