@@ -11,8 +11,8 @@ import numpy as np
 
 from sglang_dflash.bench import load, report
 from sglang_dflash.bench.compare import WARM_UP_TOKENS
-from sglang_dflash.bench.encoding import Encode, encoder
 from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.encoding import Encode, encoder
 from sglang_dflash.bench.load import (
     Answer,
     Endpoint,
@@ -181,8 +181,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         shown.append(f"Accept length:    {result['acceptance_length']:.3f}")
     if result["counters_acceptance_length"] is not None:
         shown.append(
-            f"Accept length:    {result['counters_acceptance_length']:.3f} (vLLM's counters: tokens "
-            "beyond the end of an answer are counted)"
+            f"Accept length:    {result['counters_acceptance_length']:.3f} (vLLM's counters: "
+            "tokens beyond the end of an answer are counted)"
         )
     if result["spec_accept_length"] is not None:
         shown.append(
