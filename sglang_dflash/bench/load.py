@@ -246,12 +246,11 @@ class OpenAI:
         response = requests.get(f"{self.url}/metrics", timeout=60)
         totals = {"drafts": 0, "accepted_tokens": 0}
         for family in text_string_to_metric_families(response.text) if response.ok else ():
-            name = family.name.removeprefix("vllm:spec_decode_num_")
-            if name in totals:
-                # A series per engine.
-                totals[name] += sum(
-                    int(sample.value) for sample in family.samples if sample.name.endswith("_total")
-                )
+            for sample in family.samples:
+                name = sample.name.removeprefix("vllm:spec_decode_num_").removesuffix("_total")
+                if name in totals and sample.name == f"vllm:spec_decode_num_{name}_total":
+                    # A series per engine.
+                    totals[name] += int(sample.value)
         return Speculation(totals["drafts"], totals["drafts"] + totals["accepted_tokens"])
 
 
