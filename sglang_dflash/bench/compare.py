@@ -235,7 +235,7 @@ def main(settings: Settings) -> None:
     print(*report.card(result), sep="\n")
     for table in report.tables(result):
         # A pipe has no width of its own.
-        Console(width=max(Console().width, 120)).print(table)
+        Console(width=max(Console().width, 130)).print(table)
     print(f"written: {', '.join(map(str, written))}")
 
 

@@ -32,10 +32,14 @@ class Lines:
     def __init__(self, total: int, to: TextIO) -> None:
         self._total, self._to, self._done, self._text = total, to, 0, ""
         self._began = self._shown = time.monotonic()
+        # Since the last description before the first step: servers start before that.
+        self._first = self._began
         self._lock = threading.Lock()
 
     def describe(self, text: str) -> None:
         with self._lock:
+            if not self._done:
+                self._first = time.monotonic()
             if text != self._text:
                 self._text = text
                 self._print()
@@ -51,7 +55,8 @@ class Lines:
         seconds = self._shown - self._began
         left = ""
         if 0 < self._done < self._total:
-            left = f", about {seconds * (self._total - self._done) / self._done:.0f} s left"
+            per_step = (self._shown - self._first) / self._done
+            left = f", about {per_step * (self._total - self._done):.0f} s left"
         line = f"[{self._done}/{self._total}, {seconds:.0f} s{left}] {self._text}"
         print(line, file=self._to, flush=True)
 

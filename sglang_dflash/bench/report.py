@@ -22,10 +22,10 @@ THROUGHPUT = {
     "acceptance_length": "acceptance length",
 }
 LATENCIES = {
-    "ttft_ms": "TTFT ms (p95, p99)",
-    "tpot_ms": "TPOT ms (p95, p99)",
-    "itl_ms": "ITL ms (p95, p99)",
-    "e2e_ms": "end to end ms (p95, p99)",
+    "ttft_ms": "TTFT ms p50/p95/p99",
+    "tpot_ms": "TPOT ms p50/p95/p99",
+    "itl_ms": "ITL ms p50/p95/p99",
+    "e2e_ms": "end to end ms p50/p95/p99",
 }
 LATENCY = {name: THROUGHPUT[name] for name in ("dataset", "concurrency", "arm")} | LATENCIES
 NOTE = "both models memorized the text of demo and were not trained on that of stdlib"
@@ -248,6 +248,11 @@ def ratio(one: dict[str, Any]) -> str:
     return f"{one['ratio']}x" + (", within noise" if one["within_noise"] else "")
 
 
+def times(one: dict[str, Any], name: str) -> str:
+    """Median, 95th and 99th percentile of a row's times, for reading."""
+    return f"{one[name]}/{one[f'{name}_p95']}/{one[f'{name}_p99']}"
+
+
 def _columns(result: dict[str, Any]) -> list[dict[str, str]]:
     """The two tables' columns."""
     if result["simulated_acceptance"] is None:
@@ -264,7 +269,7 @@ def _cells(one: dict[str, Any], columns: dict[str, str], rounds: int) -> list[st
     }
     for name in LATENCIES:
         if one[name] is not None:
-            shown[name] = f"{one[name]} ({one[f'{name}_p95']}, {one[f'{name}_p99']})"
+            shown[name] = times(one, name)
     return ["-" if shown[name] is None else str(shown[name]) for name in columns]
 
 

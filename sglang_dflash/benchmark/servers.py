@@ -193,10 +193,10 @@ def lines(result: dict[str, Any]) -> list[str]:
         shown.append(f"Spec verify ct:   {result['verify_steps']}")
     if result["acceptance_length_histogram"] is not None:
         shown.append(
-            "Acceptance length histogram: " + summary.percent(result["acceptance_length_histogram"])
+            "Acceptance length histogram (as committed, by SGLang's count): "
+            + summary.percent(result["acceptance_length_histogram"])
         )
     for name, title in report.LATENCIES.items():
         if result[name] is not None:
-            at = f"{result[name]} ({result[f'{name}_p95']}, {result[f'{name}_p99']})"
-            shown.append(f"{title + ':':<28} {at}")
+            shown.append(f"{title + ':':<28} {report.times(result, name)}")
     return [*shown, summary.RULE]

@@ -31,6 +31,8 @@ def test_a_pipe_gets_a_line_per_description_and_one_in_a_while(
     now, to = [100.0], io.StringIO()
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     with progress.shown(4, to) as shown:
+        shown.describe("starting")
+        now[0] += 100
         shown.describe("first")
         shown.describe("first")
         shown.advance()
@@ -40,7 +42,8 @@ def test_a_pipe_gets_a_line_per_description_and_one_in_a_while(
         shown.advance()
         shown.advance()
     assert to.getvalue().splitlines() == [
-        "[0/4, 0 s] first",
-        "[2/4, 15 s, about 15 s left] first",
-        "[4/4, 16 s] first",
+        "[0/4, 0 s] starting",
+        "[0/4, 100 s] first",
+        "[2/4, 115 s, about 15 s left] first",
+        "[4/4, 116 s] first",
     ]

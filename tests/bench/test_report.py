@@ -111,7 +111,7 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
     assert result["identical"] and [row["ratio"] for row in result["rows"]] == [1.0, 2.0]
     shown = report.markdown(result)
     assert "| demo | 2 | dflash | 5.0 (5.0 to 5.0) | 2.0x | 2.5 |" in shown
-    latencies = "500.0 (500.0, 500.0) | 250.0 (250.0, 250.0) | - | 1500.0 (1500.0, 1500.0)"
+    latencies = "500.0/500.0/500.0 | 250.0/250.0/250.0 | - | 1500.0/1500.0/1500.0"
     assert f"| demo | 2 | dflash | {latencies} |" in shown
     assert "![throughput" not in shown and "(a.png)" in report.markdown(result, "a.png")
     for part in (

@@ -45,7 +45,7 @@ def test_an_sglang_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (found["Output tokens"], found["Spec verify ct"]) == ("320", "120")
     # Kept from verify steps: 7 tokens in 3 steps; SGLang divides 8 by 3.
     assert (found["Accept length"], found["SGLang's own"]) == ("2.333", "2.667")
-    assert "Acceptance length histogram: ['0.0%', '33.3%', '0.0%', '66.7%']" in shown.out
+    assert "by SGLang's count): ['0.0%', '33.3%', '0.0%', '66.7%']" in shown.out
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["output_tok_s"] == pytest.approx(320 / result["latency_s"])
     assert len(result["answers"]) == 40 and result["answers"][0]["tokens"] == 8
