@@ -3,7 +3,8 @@
     python -m benchmarks --list
     python -m benchmarks EXPERIMENT [--out FILE] [--rounds N ...]
 
-The last line of the output is the result as one JSON object. Loads without torch, SGLang and
+The last line of the output is the result as one JSON object; progress goes to stderr, as a bar on a
+terminal and as lines elsewhere. Loads without torch, SGLang and
 `requests`: some experiments run on machines that lack them.
 """
 
@@ -17,11 +18,12 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from sglang_dflash.bench import progress
 from sglang_dflash.bench.server_config import ServerConfig
 from sglang_dflash.checkpoint.errors import ConfigError
 
@@ -37,8 +39,8 @@ Case = TypeVar("Case")
 T = TypeVar("T")
 
 Arms = Mapping[str, ServerConfig]
-# Takes one line that tells how far a run is.
-Progress = Callable[[str], None]
+# Takes what begins now, how many steps of this stage are done, and how many there are.
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ def case_by_case(
 ) -> dict[str, T]:
     """`work(name, case)` for each case in order; without a server unless `work` asks one."""
     results = {}
-    for name, case in cases.items():
-        progress(name)
+    for done, (name, case) in enumerate(cases.items()):
+        progress(name, done, len(cases))
         results[name] = work(name, case)
     return results
 
@@ -122,8 +124,9 @@ def take_turns(
     order = list(names)
     results: dict[str, list[T]] = {name: [] for name in order}
     for i in range(rounds):
-        for name in reversed(order) if i % 2 else order:
-            progress(f"round {i + 1} of {rounds}: {name}")
+        for at, name in enumerate(reversed(order) if i % 2 else order):
+            line = f"round {i + 1} of {rounds}: {name}"
+            progress(line, i * len(order) + at, rounds * len(order))
             results[name].append(work(name, i))
     return results
 
@@ -177,7 +180,8 @@ def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
 
     args = _parser(experiment).parse_args(argv)
     options = experiment.options(**{f.name: getattr(args, f.name) for f in _fields(experiment)})
-    measured = experiment.workload(experiment.arms(options), options, _print_step)
+    with _Stages() as progress:
+        measured = experiment.workload(experiment.arms(options), options, progress)
     result = {
         "command": command(experiment, options),
         "hardware": measure.hardware(),
@@ -205,8 +209,34 @@ def command(experiment: Experiment[Any, Any], options: Any) -> str:
     return shlex.join(words)
 
 
-def _print_step(line: str) -> None:
-    print(line, flush=True)
+class _Stages:
+    """Shows a run's progress, stage by stage: a stage ends where another number of steps, or one
+    that has been done, begins."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._shown: progress.Progress | None = None
+        self._done = self._of = 0
+
+    def __enter__(self) -> _Stages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def __call__(self, line: str, done: int, of: int) -> None:
+        if self._shown is None or of != self._of or done <= self._done:
+            self._end()
+            self._shown = self._open.enter_context(progress.shown(of))
+            self._done = 0
+        if done > self._done:
+            self._shown.advance(done - self._done)
+        self._shown.describe(line)
+        self._done, self._of = done, of
+
+    def _end(self) -> None:
+        self._open.close()
+        self._shown = None
 
 
 def _fields(experiment: Experiment[Any, Any]) -> tuple[Field[Any], ...]:

@@ -19,6 +19,7 @@ ENGINE = "tests/engine/test_as_installed.py::"
 
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
 ELSEWHERE = {
+    "sglang-dflash env": "tests/cli/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
     "python tools/figures.py": "tests/test_figures.py",

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from benchmarks.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
 from sglang_dflash.bench.load import Answer, SGLang
-from sglang_dflash.bench.report import percentile
 from sglang_dflash.bench.server_config import demo_config
 from sglang_dflash.checkpoint.embedded import demo_pair
 
@@ -49,7 +50,7 @@ def workload(arms: Arms, options: Options, progress: Progress) -> dict[str, list
         def one_round(name: str, _: int) -> Load:
             return load(SGLang(servers[name].url), prompts)
 
-        take_turns(servers, 1, one_round, lambda step: progress(f"warm-up, {step}"))
+        take_turns(servers, 1, one_round, lambda step, *of: progress(f"warm-up, {step}", *of))
         return take_turns(servers, options.rounds, one_round, progress)
 
 
@@ -95,7 +96,7 @@ def figures(rounds: list[Load]) -> dict[str, float]:
     return {
         "tokens_per_second": round(statistics.median(one.tokens_per_second for one in rounds), 2),
         "first_token_s_median": round(statistics.median(firsts), 3),
-        "first_token_s_p95": round(percentile(firsts, 0.95), 3),
+        "first_token_s_p95": round(float(np.percentile(firsts, 95)), 3),
     }
 
 

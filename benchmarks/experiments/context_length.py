@@ -53,7 +53,7 @@ def workload(_: Arms, options: Options, progress: Progress) -> Lengths:
     return case_by_case(
         prompts,
         lambda _, of_length: acceptance(draft, target, of_length),
-        lambda context: progress(f"{context} tokens"),
+        lambda context, *of: progress(f"{context} tokens", *of),
     )
 
 

@@ -320,7 +320,8 @@ def workload(_: Arms, __: NoOptions, progress: Progress) -> dict[str, dict[str, 
         except Exception as error:
             # GPU machines are lent for minutes: one failed part must not cost the others' figures.
             figures = {"failed": f"{type(error).__name__}: {error}"}
-        progress(f"{name} {json.dumps(figures)}")
+        # At once: the machine may be taken away before the last part is done.
+        print(name, json.dumps(figures), flush=True)
         return figures
 
     return case_by_case(PARTS, measure, progress)

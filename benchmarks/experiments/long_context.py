@@ -60,8 +60,10 @@ def workload(arms: Arms, options: Options, progress: Progress) -> Measured:
         def step(name: str, _: int) -> float:
             return draft_side_seconds(servers["dflash"], prompts[name])
 
-        prefills = take_turns(servers, options.prefills, prefill, progress)
-        take_turns(prompts, 1, step, lambda line: progress(f"warm-up, {line}"))
+        prefills = take_turns(
+            servers, options.prefills, prefill, lambda line, *of: progress(f"prefill, {line}", *of)
+        )
+        take_turns(prompts, 1, step, lambda line, *of: progress(f"warm-up, {line}", *of))
         return Measured(prefills, take_turns(prompts, options.repetitions, step, progress))
 
 

@@ -60,9 +60,11 @@ def run_level(
     def one_pass(name: str, _: int) -> measure.Run:
         return measure.run(servers[name], prompts, concurrency, NEW_TOKENS)
 
-    progress(f"{concurrency} at a time")
-    take_turns(servers, 1, one_pass, lambda step: progress(f"warm-up, {step}"))
-    runs = take_turns(servers, rounds, one_pass, progress)
+    def at_a_time(step: str, done: int, of: int) -> None:
+        progress(f"{concurrency} at a time, {step}", done, of)
+
+    take_turns(servers, 1, one_pass, lambda step, *of: at_a_time(f"warm-up, {step}", *of))
+    runs = take_turns(servers, rounds, one_pass, at_a_time)
     if any(a.outputs != b.outputs for a, b in zip(*runs.values(), strict=True)):
         raise RuntimeError("the two servers' outputs differ: no figure without exactness")
     return runs

@@ -123,10 +123,16 @@ def _arm_server(
     settings: ResolvedSettings, kind: str, base: ServerConfig, draft: str
 ) -> ServerConfig:
     """The server of a kind of arm; the user's own flags come last and win."""
+    dflash = dflash_flags(draft)
+    builtin: dict[str, FlagValue] = {**dflash, "--speculative-dflash-worker": "builtin"}
+    no_overlap: dict[str, FlagValue] = {"--disable-overlap-schedule": True}
     by_kind: dict[str, dict[str, FlagValue]] = {
         "ar": {},
-        "dflash": dflash_flags(draft),
-        "builtin": {**dflash_flags(draft), "--speculative-dflash-worker": "builtin"},
+        "ar-no-overlap": no_overlap,
+        "dflash": dflash,
+        "dflash-no-overlap": dflash | no_overlap,
+        "builtin": builtin,
+        "builtin-no-overlap": builtin | no_overlap,
         "ngram": {"--speculative-algorithm": "NGRAM"},
     }
     flags: dict[str, FlagValue] = {
@@ -143,18 +149,23 @@ def _arm_server(
 
 
 @contextmanager
-def opened(arms: list[Arm], timeout_s: float = 1800) -> Iterator[dict[str, Endpoint]]:
+def opened(
+    arms: list[Arm], timeout_s: float = 1800, port: int | None = None
+) -> Iterator[dict[str, Endpoint]]:
     """The arms' endpoints by name. Servers that are started here all run at once, until the end.
+
+    Args:
+        port: of the first server that is started, the next ones for the others; None for any.
 
     Raises:
         ServerFailed: a server does not start.
         RequestFailed: a running server does not answer.
     """
-    started = {
-        arm.name: Server(arm.server, timeout_s=timeout_s)
-        for arm in arms
-        if isinstance(arm.server, ServerConfig)
-    }
+    started: dict[str, Server] = {}
+    for arm in arms:
+        if isinstance(arm.server, ServerConfig):
+            at = None if port is None else port + len(started)
+            started[arm.name] = Server(arm.server, timeout_s=timeout_s, port=at)
     with together(started.values()):
         yield {
             arm.name: endpoint(arm.server)

@@ -6,18 +6,19 @@ A report is written only if their outputs agree.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_dflash.bench import load, measure, picture, report
 from sglang_dflash.bench.arms import Arm, arms_of, opened
 from sglang_dflash.bench.datasets import Prompt, from_file, select
 from sglang_dflash.bench.datasets import load as load_dataset
+from sglang_dflash.bench.encoding import Encode, encoder
 from sglang_dflash.bench.gate import OutputsDiffer, Runs, differences
+from sglang_dflash.bench.progress import Progress, shown
 from sglang_dflash.bench.settings import GivenPair, ResolvedSettings, RunningServers, Settings
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
@@ -48,6 +49,12 @@ class Comparison:
     def first_arm(self) -> str:
         return self.arms[0].name
 
+    @property
+    def steps(self) -> int:
+        """Conversations of all passes."""
+        prompts = sum(map(len, self.prompts.values()))
+        return prompts * len(self.settings.levels) * len(self.arms) * self.settings.rounds
+
     def measure(self, progress: Progress) -> None:
         """Run all arms at once in turns, or one server after another.
 
@@ -55,15 +62,12 @@ class Comparison:
             OutputsDiffer: an arm's answers are not the first arm's, in float32.
             ServerFailed, RequestFailed: a server cannot be started or asked.
         """
-        prompts = sum(map(len, self.prompts.values()))
-        passes = len(self.settings.levels) * len(self.arms) * self.settings.rounds
-        task = progress.add_task("starting", total=prompts * passes)
         for group in [[arm] for arm in self.arms] if self.settings.in_turn else [self.arms]:
-            progress.update(task, description=f"starting {', '.join(arm.name for arm in group)}")
-            with opened(group) as endpoints:
+            progress.describe(f"starting {', '.join(arm.name for arm in group)}")
+            with opened(group, port=self.settings.port) as endpoints:
                 for dataset in self.prompts:
                     for concurrency in self.settings.levels:
-                        self._level(endpoints, dataset, concurrency, progress, task)
+                        self._level(endpoints, dataset, concurrency, progress)
 
     def _level(
         self,
@@ -71,23 +75,33 @@ class Comparison:
         dataset: str,
         concurrency: int,
         progress: Progress,
-        task: Any,
     ) -> None:
         prompts, passes = self.prompts[dataset], self.runs.setdefault((dataset, concurrency), {})
+        at = f"{dataset}, {concurrency} at a time"
         for name, to in endpoints.items():
-            progress.update(task, description=f"{dataset}, {concurrency} at a time: warming {name}")
+            progress.describe(f"{at}: warming {name}")
             load.run(to, prompts[:concurrency], concurrency, self._warm)
         for i in range(self.settings.rounds):
             # The order reverses every round: a machine that slows down slows all arms alike.
             for name in list(endpoints)[:: -1 if i % 2 else 1]:
-                progress.update(task, description=f"{dataset}, {concurrency} at a time: {name}")
+                progress.describe(f"{at}: {name}, round {i + 1} of {self.settings.rounds}")
                 if not endpoints[name].flush():
                     self.kept_prefixes.add(name)
                 done = load.run(
-                    endpoints[name], prompts, concurrency, self._ask, lambda: progress.advance(task)
+                    endpoints[name],
+                    prompts,
+                    concurrency,
+                    self._ask,
+                    progress.advance,
+                    self._sent_at_s(len(prompts)),
                 )
                 passes.setdefault(name, []).append(done)
         self._check()
+
+    def _sent_at_s(self, count: int) -> list[float] | None:
+        """When each prompt is sent: the same times in every pass."""
+        rate = self.settings.request_rate
+        return None if rate is None else load.arrivals(count, rate, self.settings.seed)
 
     def _check(self) -> None:
         if self.settings.simulated_acceptance is not None:
@@ -112,14 +126,17 @@ def load_prompts(settings: ResolvedSettings) -> dict[str, list[Prompt]]:
     count = settings.num_prompts
     if settings.dataset_file is not None:
         path = settings.dataset_file
-        found = {path.stem: select(from_file(path), count)}
+        found = {path.stem: select(from_file(path), count, settings.seed)}
     else:
         found = {
-            name: load_dataset(name, count, model=settings.model, cache=settings.cache_dir)
+            name: load_dataset(
+                name, count, model=settings.model, cache=settings.cache_dir, seed=settings.seed
+            )
             for name in settings.dataset
         }
     for name, prompts in found.items():
-        if len(prompts) < max(settings.levels):
+        # With a request rate more clients than prompts are no limit, and that is the default.
+        if len(prompts) < max(settings.levels) and settings.request_rate is None:
             raise ConfigError(
                 f"--concurrency: {max(settings.levels)} clients, but {name} has "
                 f"{len(prompts)} prompts; see --num-prompts"
@@ -127,15 +144,11 @@ def load_prompts(settings: ResolvedSettings) -> dict[str, list[Prompt]]:
     return found
 
 
-def encoder(
-    settings: ResolvedSettings, prompts: dict[str, list[Prompt]]
-) -> Callable[[Prompt, list[str]], load.Input]:
+def encode_of(settings: ResolvedSettings, prompts: dict[str, list[Prompt]]) -> Encode:
     """How a turn and the answers so far become a request.
 
-    Token ids, so that all arms read the same; text if no tokenizer is known.
-
     Raises:
-        ConfigError: a chat, but no tokenizer or no chat template.
+        ConfigError: a chat, but no tokenizer or no chat template; or thinking without a chat.
     """
     chats = any(prompt.chat for many in prompts.values() for prompt in many)
     if settings.thinking is not None and not chats:
@@ -144,31 +157,12 @@ def encoder(
             "goes through a chat template"
         )
     source = _tokenizer(settings)
-    if source is None:
-        if chats:
-            raise ConfigError(
-                "--target: missing; chats need the chat template of the model that the servers run"
-            )
-        return lambda prompt, _answers: prompt.turns[0]
-    from transformers import AutoTokenizer
-
-    from sglang_dflash.hf.generation import chat_tokens
-
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    if source is None and chats:
+        raise ConfigError(
+            "--target: missing; chats need the chat template of the model that the servers run"
+        )
     thinking = None if settings.thinking is None else settings.thinking == "on"
-
-    def encode(prompt: Prompt, answers: list[str]) -> load.Input:
-        if not prompt.chat:
-            return tokenizer(prompt.turns[0])["input_ids"]
-        messages = []
-        for turn, answer in zip(prompt.turns, answers, strict=False):
-            messages += [
-                {"role": "user", "content": turn},
-                {"role": "assistant", "content": answer},
-            ]
-        messages.append({"role": "user", "content": prompt.turns[len(answers)]})
-        return chat_tokens(tokenizer, messages, thinking)
-
+    encode = encoder(source, thinking)
     for many in prompts.values():
         # A missing template is an error before a server starts.
         encode(many[0], [])
@@ -184,7 +178,7 @@ def _tokenizer(settings: ResolvedSettings) -> str | None:
     return None
 
 
-def compare(settings: ResolvedSettings, accelerator: bool, progress: Progress) -> dict[str, Any]:
+def compare(settings: ResolvedSettings, accelerator: bool) -> dict[str, Any]:
     """Measure, and return the report as one object.
 
     Raises:
@@ -192,7 +186,7 @@ def compare(settings: ResolvedSettings, accelerator: bool, progress: Progress) -
         OutputsDiffer, ServerFailed, RequestFailed: see `Comparison.measure`.
     """
     arms, prompts = arms_of(settings, accelerator), load_prompts(settings)
-    encode = encoder(settings, prompts)
+    encode = encode_of(settings, prompts)
 
     def asking(max_new_tokens: int) -> Ask:
         def ask(to: load.Endpoint, prompt: Prompt, answers: list[str]) -> load.Answer:
@@ -204,7 +198,8 @@ def compare(settings: ResolvedSettings, accelerator: bool, progress: Progress) -
 
     warm = asking(min(WARM_UP_TOKENS, settings.max_new_tokens))
     comparison = Comparison(settings, arms, prompts, asking(settings.max_new_tokens), warm)
-    comparison.measure(progress)
+    with shown(comparison.steps) as progress:
+        comparison.measure(progress)
     return report.summarize(
         settings,
         [arm.name for arm in arms],
@@ -216,31 +211,47 @@ def compare(settings: ResolvedSettings, accelerator: bool, progress: Progress) -
 
 
 def main(settings: Settings) -> None:
-    """Compare, print card and table, and write results.json, table.md and throughput.png.
+    """Compare, print card and tables, and write results.json and table.md.
 
-    The last line of the output is the report as one JSON object.
+    With `json` the output is the report as one JSON object instead. With `picture`,
+    throughput.png is written too.
     """
     import torch
 
     # What would fail at the end fails at the beginning.
-    picture.check()
+    if settings.picture:
+        picture.check()
     accelerator = torch.cuda.is_available()
     resolved = settings.resolve(accelerator)
     out = resolved.out
     out.mkdir(parents=True, exist_ok=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        result = compare(resolved, accelerator, progress)
-    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "table.md").write_text(report.markdown(result))
-    picture.draw(result, out / "throughput.png")
+    if resolved.output_file is not None:
+        resolved.output_file.parent.mkdir(parents=True, exist_ok=True)
+    result = compare(resolved, accelerator)
+    written = write(resolved, result)
+    if resolved.json:
+        print(json.dumps(result))
+        return
     print(*report.card(result), sep="\n")
-    # A pipe has no width of its own.
-    Console(width=max(Console().width, 120)).print(report.table(result))
-    print(f"written to {out}: results.json, table.md, throughput.png")
-    print(json.dumps(result))
+    for table in report.tables(result):
+        # A pipe has no width of its own.
+        Console(width=max(Console().width, 130)).print(table)
+    print(f"written: {', '.join(map(str, written))}")
+
+
+def write(settings: ResolvedSettings, result: dict[str, Any]) -> list[Path]:
+    """Write the files of a report; their paths."""
+    results, table = settings.out / "results.json", settings.out / "table.md"
+    drawn = settings.out / "throughput.png" if settings.picture else None
+    results.write_text(json.dumps(result, indent=1) + "\n")
+    table.write_text(report.markdown(result, None if drawn is None else drawn.name))
+    written = [results, table]
+    if drawn is not None:
+        picture.draw(result, drawn)
+        written.append(drawn)
+    if settings.output_file is not None:
+        # A line per run, as SGLang's bench_serving writes it.
+        with settings.output_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        written.append(settings.output_file)
+    return written

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import inspect
 import json
+import os
 import random
 import textwrap
 from collections.abc import Callable
@@ -67,6 +69,8 @@ HUB = {
 }
 BUILT_IN = ("demo", "stdlib")
 NAMES = (*BUILT_IN, *HUB)
+# A count that no set reaches.
+ALL = 10**9
 
 # The library modules that the embedded pairs were not trained on: HELD_OUT of
 # launch/demo_training/data.py.
@@ -74,28 +78,43 @@ HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.e
 _LEAST_LINES = 8
 
 
-def load(name: str, count: int, *, model: str | None, cache: Path) -> list[Prompt]:
-    """`count` prompts of a set, always the same ones; all of them if there are fewer.
+def default_cache() -> Path:
+    """Folder of fetched data sets."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("sglang-dflash", appauthor=False) / "datasets"
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError, with near matches, if there is no such data set."""
+    if name in NAMES:
+        return
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), NAMES)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(
+        f"--dataset: {name!r}; {meant}choose from {', '.join(NAMES)}, or give --dataset-file"
+    )
+
+
+def load(name: str, count: int, *, model: str | None, cache: Path, seed: int = 0) -> list[Prompt]:
+    """`count` prompts of a set, the same ones for a seed; all of them if there are fewer.
 
     Raises:
         ConfigError: no such set, or it is not cached and cannot be fetched.
     """
+    check_name(name)
     if name == "demo":
         found = [Prompt((text,), chat=False) for text in demo_pair(model or "dense").prompts]
     elif name == "stdlib":
         found = stdlib_functions()
-    elif name in HUB:
-        found = from_file(_cached(name, cache))
     else:
-        raise ConfigError(
-            f"--dataset: {name!r}; choose from {', '.join(NAMES)}, or give --dataset-file"
-        )
-    return select(found, count)
+        found = from_file(_cached(name, cache))
+    return select(found, count, seed)
 
 
-def select(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """`count` of them, drawn with a fixed seed, because sets are often ordered by kind."""
-    return random.Random(0).sample(prompts, min(count, len(prompts)))
+def select(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
+    """`count` of them, drawn with a seed, because sets are often ordered by kind."""
+    return random.Random(seed).sample(prompts, min(count, len(prompts)))
 
 
 def stdlib_functions() -> list[Prompt]:
@@ -160,24 +179,21 @@ def _cached(name: str, cache: Path) -> Path:
     if path.is_file():
         return path
     lacking = f"--dataset: {name!r} is not cached as {str(path)!r}, and"
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ConfigError(
-            f"{lacking} the `datasets` library is not installed; "
-            "install sglang-dflash[bench], or give --dataset-file"
-        ) from error
+    from datasets import load_dataset
+
+    cache.mkdir(parents=True, exist_ok=True)
+    # Under another name until it is complete; each process has its own.
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         rows = load_dataset(of.repository, of.config, split=of.split)
-        lines = [json.dumps({"turns": of.turns(row)}, ensure_ascii=False) for row in rows]
+        turns = rows.map(lambda row: {"turns": of.turns(row)}, remove_columns=rows.column_names)
+        turns.to_json(partial, force_ascii=False)
+        return partial.rename(path)
     # The hub, its client and the network raise many types; the way out is the same for all.
     except Exception as error:
         first_line = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"{lacking} {of.repository} could not be fetched ({first_line}); give --dataset-file"
         ) from error
-    cache.mkdir(parents=True, exist_ok=True)
-    # Under another name until it is complete.
-    partial = path.with_suffix(".partial")
-    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)

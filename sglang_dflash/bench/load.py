@@ -1,14 +1,15 @@
-"""The client: streamed greedy answers, their times, and a pass over the prompts."""
+"""The client: streamed answers, their times, and a pass over the prompts."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import requests
 
 from sglang_dflash.bench.datasets import Prompt
@@ -22,6 +23,22 @@ class RequestFailed(RuntimeError):
     """A server refused a request, broke off, or could not be reached."""
 
 
+class Sampling(NamedTuple):
+    """How a server picks tokens. Greedy by default; None leaves a value to the server."""
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+    def fields(self) -> dict[str, float | int]:
+        """The fields of a request."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+GREEDY = Sampling()
+
+
 @dataclass(frozen=True)
 class Answer:
     """One streamed answer.
@@ -32,6 +49,11 @@ class Answer:
         first_token_s: seconds from sending to the first token.
         seconds: seconds from sending to the end.
         verify_steps: 0 if the server counts none.
+        gaps_s: seconds before each token after the first piece. Tokens that come in one piece share
+            its time evenly, as in SGLang's bench_serving; a piece whose tokens are not counted is
+            one gap.
+        correct_drafts: entry i is the number of verify steps in which the target agreed with i
+            drafted tokens, as SGLang counts it; empty if the server does not count.
     """
 
     text: str
@@ -40,6 +62,8 @@ class Answer:
     first_token_s: float
     seconds: float
     verify_steps: int = 0
+    gaps_s: tuple[float, ...] = ()
+    correct_drafts: tuple[int, ...] = ()
 
     @property
     def per_token_s(self) -> float | None:
@@ -70,10 +94,30 @@ class Pass:
         return sum(answer.tokens for turns in self.answers for answer in turns)
 
 
-def chunks(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+class Clock:
+    """When an answer's tokens arrive."""
+
+    def __init__(self) -> None:
+        self.began = self.last = time.perf_counter()
+        self.first: float | None = None
+        self.gaps: list[float] = []
+
+    def arrived(self, tokens: int = 1) -> None:
+        """Note that so many tokens have come just now, together."""
+        now = time.perf_counter()
+        if self.first is None:
+            self.first = now
+        else:
+            self.gaps += [(now - self.last) / tokens] * tokens
+        self.last = now
+
+
+def chunks(
+    url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S
+) -> Iterator[dict[str, Any]]:
     """POST and yield the JSON objects of the event stream as they come. Raises RequestFailed."""
     try:
-        with requests.post(url, json=body, stream=True, timeout=TIMEOUT_S) as response:
+        with requests.post(url, json=body, stream=True, timeout=timeout_s) as response:
             if not response.ok:
                 raise RequestFailed(f"{url}: status {response.status_code}, {response.text[:300]}")
             # Without chunked encoding a read waits until its buffer is full, and tokens come late.
@@ -92,29 +136,44 @@ class SGLang:
     """An SGLang server by its own API, which names token ids and verify steps."""
 
     url: str
+    sampling: Sampling = GREEDY
+    timeout_s: float = TIMEOUT_S
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+        sampling = self.sampling.fields()
+        if "seed" in sampling:
+            sampling["sampling_seed"] = sampling.pop("seed")
         body = {
             "text" if isinstance(prompt, str) else "input_ids": prompt,
-            "sampling_params": sampling,
+            "sampling_params": {
+                **sampling, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos,
+            },
             "stream": True,
-        }
-        began, first, ids, text, meta = time.perf_counter(), None, list[int](), "", dict[str, Any]()
-        for chunk in chunks(f"{self.url}/generate", body):
-            now, meta = time.perf_counter(), chunk["meta_info"]
-            if first is None and meta["completion_tokens"]:
-                first = now
+        }  # fmt: skip
+        clock, ids, text, meta, seen = Clock(), list[int](), "", dict[str, Any](), 0
+        for chunk in chunks(f"{self.url}/generate", body, self.timeout_s):
+            meta = chunk["meta_info"]
+            if meta["completion_tokens"] > seen:
+                clock.arrived(meta["completion_tokens"] - seen)
+                seen = meta["completion_tokens"]
             # All tokens so far or only new tokens, by a server flag. The first chunk is both.
             whole = len(chunk["output_ids"]) == meta["completion_tokens"]
             ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
             text = chunk["text"] if whole else text + chunk["text"]
-        if first is None or len(ids) != meta["completion_tokens"]:
+        ended = time.perf_counter()
+        if clock.first is None or len(ids) != meta["completion_tokens"]:
             raise RequestFailed(
                 f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"
             )
         return Answer(
-            text, tuple(ids), len(ids), first - began, now - began, meta.get("spec_verify_ct") or 0
+            text,
+            tuple(ids),
+            len(ids),
+            clock.first - clock.began,
+            ended - clock.began,
+            meta.get("spec_verify_ct") or 0,
+            tuple(clock.gaps),
+            tuple(meta.get("spec_correct_drafts_histogram") or ()),
         )
 
     def flush(self) -> bool:
@@ -132,44 +191,88 @@ class OpenAI:
 
     url: str
     model: str
+    sampling: Sampling = GREEDY
+    timeout_s: float = TIMEOUT_S
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
+        return self._stream(
+            "/v1/completions",
+            {"prompt": prompt},
+            max_new_tokens,
+            ignore_eos,
+            lambda choice: choice.get("text"),
+        )
+
+    def _stream(
+        self,
+        path: str,
+        what: dict[str, Any],
+        max_new_tokens: int,
+        ignore_eos: bool,
+        text_of: Callable[[dict[str, Any]], str | None],
+    ) -> Answer:
         body: dict[str, Any] = {
-            "model": self.model, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0,
+            "model": self.model, **what, "max_tokens": max_new_tokens, **self.sampling.fields(),
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         if ignore_eos:
             # An extension of OpenAI's API, so it is sent only if it is needed.
             body["ignore_eos"] = True
-        began, first, text, tokens = time.perf_counter(), None, "", 0
-        last = began
-        for chunk in chunks(f"{self.url}/v1/completions", body):
+        clock, text, tokens = Clock(), "", 0
+        for chunk in chunks(f"{self.url}{path}", body, self.timeout_s):
             for choice in chunk.get("choices") or ():
-                if choice.get("text"):
-                    last = time.perf_counter()
-                    first = first or last
-                    text += choice["text"]
+                piece = text_of(choice)
+                if piece:
+                    clock.arrived()
+                    text += piece
             tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
-        if first is None or not tokens:
+        if clock.first is None or not tokens:
             raise RequestFailed(
                 f"{self.url}: an answer without text, or without `usage`, "
                 "whose tokens cannot be counted"
             )
-        return Answer(text, None, tokens, first - began, last - began)
+        began, first, gaps = clock.began, clock.first, tuple(clock.gaps)
+        return Answer(text, None, tokens, first - began, clock.last - began, gaps_s=gaps)
 
     def flush(self) -> bool:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
         return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
 
     def counted(self) -> Speculation:
+        # prometheus_client reads its folder from the environment when it is imported, and servers
+        # of tests are forked from processes that have imported this module.
+        from prometheus_client.parser import text_string_to_metric_families
+
         response = requests.get(f"{self.url}/metrics", timeout=60)
         totals = {"drafts": 0, "accepted_tokens": 0}
-        for line in response.text.splitlines() if response.ok else ():
-            for name in totals:
-                # A series per engine.
-                if line.startswith(f"vllm:spec_decode_num_{name}_total"):
-                    totals[name] += int(float(line.rsplit(" ", 1)[1]))
+        for family in text_string_to_metric_families(response.text) if response.ok else ():
+            for sample in family.samples:
+                name = sample.name.removeprefix("vllm:spec_decode_num_").removesuffix("_total")
+                if name in totals and sample.name == f"vllm:spec_decode_num_{name}_total":
+                    # A series per engine.
+                    totals[name] += int(sample.value)
         return Speculation(totals["drafts"], totals["drafts"] + totals["accepted_tokens"])
+
+
+@dataclass(frozen=True)
+class OpenAIChat(OpenAI):
+    """A server of the OpenAI API by /v1/chat/completions: a prompt is a user's message.
+
+    `thinking` goes to the server's chat template. Reasoning counts as text of the answer.
+    """
+
+    thinking: bool = False
+
+    def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
+        def text_of(choice: dict[str, Any]) -> str | None:
+            delta = choice.get("delta") or {}
+            return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+
+        what = {
+            "messages": [{"role": "user", "content": prompt}],
+            "chat_template_kwargs": {"enable_thinking": self.thinking},
+        }
+        return self._stream("/v1/chat/completions", what, max_new_tokens, ignore_eos, text_of)
 
 
 Endpoint = SGLang | OpenAI
@@ -207,18 +310,27 @@ def endpoint(url: str) -> Endpoint:
         ) from error
 
 
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which `count` requests are sent: a Poisson process of `rate` per second."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return [0.0, *np.cumsum(gaps)[:-1].tolist()]
+
+
 def run(
     to: Endpoint,
     prompts: list[Prompt],
     concurrency: int,
     ask: Callable[[Endpoint, Prompt, list[str]], Answer],
     on_answer: Callable[[], Any] = lambda: None,
+    sent_at_s: Sequence[float] | None = None,
 ) -> Pass:
-    """Every prompt once, `concurrency` conversations at a time.
+    """Every prompt once, at most `concurrency` conversations at a time.
 
     Args:
         ask: sends the next turn of a prompt, given the answers to the turns before it.
         on_answer: called after every conversation.
+        sent_at_s: earliest time to send each prompt, in seconds after the start and ascending;
+            None sends as soon as a client is free.
     """
 
     def converse(prompt: Prompt) -> list[Answer]:
@@ -230,13 +342,31 @@ def run(
 
     before, began = to.counted(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(converse, prompts))
+        futures: list[Future[list[Answer]]] = []
+        try:
+            for prompt, at in zip(prompts, sent_at_s or [0.0] * len(prompts), strict=True):
+                _wait_until(began + at, futures)
+                futures.append(pool.submit(converse, prompt))
+            answers = [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     seconds = time.perf_counter() - began
     return Pass(
         seconds,
         answers,
         _speculation([a for turns in answers for a in turns], before, to.counted()),
     )
+
+
+def _wait_until(moment: float, running: list[Future[list[Answer]]]) -> None:
+    """Sleep until then. Raises what a request has failed with, instead of going on to the end."""
+    delay = moment - time.perf_counter()
+    if delay > 0:
+        time.sleep(delay)
+        for future in running:
+            if future.done():
+                future.result()
 
 
 def _speculation(answers: list[Answer], before: Speculation, after: Speculation) -> Speculation:

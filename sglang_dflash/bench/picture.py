@@ -16,12 +16,16 @@ def check() -> None:
     """Raise ConfigError if no picture can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "throughput.png: needs matplotlib, which is not installed; install sglang-dflash[bench]"
+            "--picture: needs matplotlib, which is not installed; install sglang-dflash[bench]"
         )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the rows of a report as a PNG; the number on a bar is its ratio to the first arm."""
+    """Write the rows of a report as a PNG.
+
+    The number on a bar is its ratio to the first arm, with ~ if that is within noise; the line on
+    it is the range over rounds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +57,11 @@ def title(result: dict[str, Any]) -> list[str]:
     where = machine["accelerator"] or f"{machine['cores']} CPU cores"
     subject = f"{result['model']} on {where}, {result['dtype']}, {machine['date']}"
     simulated = [] if result["simulated_acceptance"] is None else [result["outputs"]]
-    return [*simulated, f"Output throughput: {subject}; on the bars: ratio to {result['arms'][0]}"]
+    return [
+        *simulated,
+        f"Output throughput: {subject}; on the bars: ratio to "
+        f"{result['arms'][0]} (~: within noise) and range over rounds",
+    ]
 
 
 def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
@@ -62,12 +70,17 @@ def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
     for i, arm in enumerate(arms):
         by_level = {row["concurrency"]: row for row in rows if row["arm"] == arm}
         at = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
+        found = [by_level[level] for level in levels]
+        rates = [one["output_tok_s"] for one in found]
+        ranges = [
+            [rate - one["output_tok_s_min"] for rate, one in zip(rates, found, strict=True)],
+            [one["output_tok_s_max"] - rate for rate, one in zip(rates, found, strict=True)],
+        ]
         bars = axis.bar(
-            at, [by_level[level]["output_tok_s"] for level in levels], width * 0.92, label=arm
+            at, rates, width * 0.92, label=arm, yerr=ranges, error_kw={"elinewidth": 0.8}
         )
-        axis.bar_label(
-            bars, [f"{by_level[level]['ratio']:.2f}x" for level in levels], fontsize=7, padding=2
-        )
+        labels = [f"{'~' if one['within_noise'] else ''}{one['ratio']:.2f}x" for one in found]
+        axis.bar_label(bars, labels, fontsize=7, padding=2)
     axis.set_xticks(range(len(levels)), [str(level) for level in levels])
     axis.set(xlabel="concurrency (requests at a time)", ylabel="output tokens per second")
     axis.margins(y=0.12)

@@ -39,6 +39,18 @@ def free_port() -> int:
     raise ServerFailed("no free port found between 20000 and 29999")
 
 
+def _check_free(port: int) -> None:
+    with socket.socket() as s:
+        # As the server binds it: connections of one that has just ended do not count.
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ServerFailed(
+                f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); choose another"
+            ) from error
+
+
 class Server:
     """A server on 127.0.0.1. As a context manager it ends the process it started.
 
@@ -46,6 +58,10 @@ class Server:
         config: what to start; or a plain list of arguments, with `env` and `module` beside it.
         timeout_s: how long `wait` waits, in seconds.
         log: file that gets the server's output; a temporary one by default.
+        port: a free one by default.
+
+    Raises:
+        ServerFailed: the given port is taken.
     """
 
     def __init__(
@@ -55,13 +71,16 @@ class Server:
         timeout_s: float = 300,
         log: Path | None = None,
         module: str = LAUNCH_SERVER,
+        port: int | None = None,
     ) -> None:
         if not isinstance(config, ServerConfig):
             config = ServerConfig(extra_args=tuple(config), env=env or {}, module=module)
         elif env is not None or module != LAUNCH_SERVER:
             raise TypeError("env and module: a ServerConfig holds its own")
         self.config = config
-        self.port = free_port()
+        if port is not None:
+            _check_free(port)
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.args, self.timeout_s, self.module = config.args(), timeout_s, config.module
         self.log = log or Path(tempfile.mkstemp(prefix="sglang-server-", suffix=".log")[1])

@@ -1,16 +1,16 @@
 """What `sglang-dflash bench` was asked for (`Settings`) and what is measured (`ResolvedSettings`).
 
-Standard library only: `--help` reads it.
+Loads without torch and `requests`: `--help` reads it.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_dflash.bench.datasets import check_name, default_cache
 from sglang_dflash.checkpoint.errors import ConfigError
 
 
@@ -26,13 +26,14 @@ class Scale(NamedTuple):
     rounds: int
 
 
-# On two cores, the three arms of the embedded dense pair in under ten minutes.
-ON_CPU = Scale("1,8,16", 16, 48, 2)
-ON_ACCELERATOR = Scale("1,8,16,32", 128, 1024, 1)
+# On two cores, the three arms of the embedded dense pair in under ten minutes. Fewer than three
+# rounds show no spread (`report.LEAST_ROUNDS`).
+ON_CPU = Scale("1,8,16", 16, 48, 3)
+ON_ACCELERATOR = Scale("1,8,16,32", 128, 1024, 3)
 
-KINDS = ("ar", "dflash", "builtin", "ngram")
 # Those that draft blocks: their block size can be chosen, and their acceptance simulated.
-BLOCK_KINDS = ("dflash", "builtin")
+BLOCK_KINDS = ("dflash", "dflash-no-overlap", "builtin", "builtin-no-overlap")
+KINDS = ("ar", "ar-no-overlap", *BLOCK_KINDS, "ngram")
 DTYPES = ("float32", "bfloat16", "float16")
 OUT = "bench-results"
 
@@ -77,7 +78,14 @@ class ResolvedSettings:
         thinking: "on" or "off" for the chat template; None to leave it to the template.
         ignore_eos: None to end chats where the model ends them, and plain texts not at all.
         simulated_acceptance: tokens that every verify step commits; None for real acceptance.
+        request_rate: requests sent per second, at random times; None to send as soon as a client
+            is free.
+        seed: of the choice of prompts and of the times at which requests are sent.
         in_turn: one server after another, instead of all at once.
+        port: of the first server that is started, the next ones for the others; None for any.
+        output_file: gets the report as one more line of JSON; None for none.
+        picture: whether throughput.png is drawn.
+        json: whether the report is printed as one JSON object, and nothing else.
         server_flags: extra arguments of every server that is started.
         command: the command line, for the report.
     """
@@ -96,8 +104,14 @@ class ResolvedSettings:
     ignore_eos: bool | None
     simulated_acceptance: float | None
     dtype: str
+    request_rate: float | None
+    seed: int
     in_turn: bool
+    port: int | None
     out: Path
+    output_file: Path | None
+    picture: bool
+    json: bool
     server_flags: tuple[str, ...]
     command: str
 
@@ -152,8 +166,14 @@ class Settings:
     ignore_eos: bool | None = None
     simulated_acceptance: float | None = None
     dtype: str | None = None
+    request_rate: float | None = None
+    seed: int = 0
     in_turn: bool | None = None
+    port: int | None = None
     out: str = OUT
+    output_file: str | None = None
+    picture: bool = False
+    json: bool = False
     server_flags: tuple[str, ...] = ()
     command: str = ""
 
@@ -173,6 +193,8 @@ class Settings:
         return cls(**taken)
 
     def __post_init__(self) -> None:
+        for name in self.dataset:
+            check_name(name)
         for flag, value in (
             ("--num-prompts", self.num_prompts),
             ("--max-new-tokens", self.max_new_tokens),
@@ -193,8 +215,7 @@ class Settings:
         self._check_what_is_served()
         self._check_names()
         self._check_simulation()
-        if self.concurrency is not None:
-            counts(self.concurrency)
+        self._check_load()
 
     def _check_what_is_served(self) -> None:
         if (self.target is None) != (self.draft is None) and not self.base_url:
@@ -213,6 +234,7 @@ class Settings:
             ("--arm", self.arm),
             ("--block-size", self.block_size),
             ("--simulated-acceptance", self.simulated_acceptance),
+            ("--port", self.port),
             ("flags after --", self.server_flags),
         )
         for flag, value in launching:
@@ -237,6 +259,19 @@ class Settings:
             raise ConfigError(
                 f"--dataset-file: {self.dataset_file!r} replaces --dataset; give one of the two"
             )
+
+    def _check_load(self) -> None:
+        if self.concurrency is not None:
+            counts(self.concurrency)
+        if self.request_rate is not None and not self.request_rate > 0:
+            raise ConfigError(
+                f"--request-rate: {self.request_rate:g}; a positive number of requests per second "
+                "is required"
+            )
+        if self.seed < 0:
+            raise ConfigError(f"--seed: {self.seed}; a number from 0 on is required")
+        if self.port is not None and not 0 < self.port < 2**16:
+            raise ConfigError(f"--port: {self.port}; a number from 1 to 65535 is required")
 
     def _check_simulation(self) -> None:
         length = self.simulated_acceptance
@@ -273,15 +308,20 @@ class Settings:
         dataset = self.dataset
         if not dataset and self.dataset_file is None:
             dataset = ("demo", "stdlib") if embedded or self.model else ("stdlib",)
+        num_prompts = self.num_prompts or scale.num_prompts
+        # An infinite rate is SGLang's spelling of none.
+        rate = None if self.request_rate == math.inf else self.request_rate
+        # With a rate it is the arrivals that limit the number of clients.
+        clients = scale.concurrency if rate is None else str(num_prompts)
         return ResolvedSettings(
             served=served,
             arm=() if self.base_url else self.arm or ("ar", "dflash"),
             dataset=dataset,
             dataset_file=None if self.dataset_file is None else Path(self.dataset_file),
             cache_dir=Path(self.cache_dir) if self.cache_dir else default_cache(),
-            levels=counts(self.concurrency or scale.concurrency),
+            levels=counts(self.concurrency or clients),
             block_size=self.block_size,
-            num_prompts=self.num_prompts or scale.num_prompts,
+            num_prompts=num_prompts,
             max_new_tokens=self.max_new_tokens or scale.max_new_tokens,
             rounds=self.rounds or scale.rounds,
             thinking=self.thinking,
@@ -290,9 +330,15 @@ class Settings:
             simulated_acceptance=self.simulated_acceptance,
             # Large models are served in bfloat16; embedded pairs are here to be exact.
             dtype=self.dtype or ("bfloat16" if accelerator and not embedded else "float32"),
+            request_rate=rate,
+            seed=self.seed,
             # Two servers of one large model do not fit one accelerator.
             in_turn=accelerator and given if self.in_turn is None else self.in_turn,
+            port=self.port,
             out=Path(self.out),
+            output_file=None if self.output_file is None else Path(self.output_file),
+            picture=self.picture,
+            json=self.json,
             server_flags=self.server_flags,
             command=self.command,
         )
@@ -329,9 +375,3 @@ def counts(text: str) -> tuple[int, ...]:
             "positive numbers of clients are required, each once, as in 1,8,16,32"
         )
     return found
-
-
-def default_cache() -> Path:
-    """Folder of fetched data sets."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "sglang-dflash" / "datasets"

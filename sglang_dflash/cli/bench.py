@@ -36,6 +36,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     add("--draft", help="a folder or a hub name")
     add(
         "--dataset",
+        "--dataset-name",
         **repeatable,
         help="demo, stdlib (built in; the default), gsm8k, math500, humaneval, mbpp, mt-bench, "
         "alpaca; repeat for more",
@@ -56,7 +57,22 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--concurrency",
-        help=f"requests at a time (default: {large.concurrency}; {cpu.concurrency} on a CPU)",
+        "--max-concurrency",
+        metavar="N[,N...]",
+        help=f"requests at a time (default: {large.concurrency}; {cpu.concurrency} on a CPU; "
+        "as many as prompts with --request-rate)",
+    )
+    add(
+        "--request-rate",
+        type=float,
+        metavar="R",
+        help="send R requests per second, at random times (default: as soon as a client is free)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the choice of prompts and of the times to send (default: %(default)s)",
     )
     add(
         "--block-size",
@@ -112,11 +128,29 @@ def _add_behavior(parser: argparse.ArgumentParser) -> None:
         help="one server after another (default: for given models on an accelerator)",
     )
     add(
+        "--port",
+        type=int,
+        help="of the first server that is started here, the next ones for the others (default: "
+        "free ones)",
+    )
+    add(
         "--out",
         default=bench.OUT,
         metavar="DIR",
-        help="gets results.json, table.md and throughput.png (default: %(default)s)",
+        help="gets results.json and table.md (default: %(default)s)",
     )
+    add(
+        "--output-file",
+        metavar="JSONL",
+        help="also append the report to this file, as one line of JSON",
+    )
+    add(
+        "--picture",
+        action="store_true",
+        help="also draw throughput.png in the folder of --out (needs matplotlib: "
+        "sglang-dflash[bench])",
+    )
+    add("--json", action="store_true", help="print the report as one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> None:

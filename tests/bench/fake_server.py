@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 from sglang_dflash.bench.server_config import ServerConfig
 
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+
 # The pieces of the answer to a prompt.
 Answer = Callable[[Any], list[str]]
 
@@ -25,9 +27,9 @@ def echo(prompt: Any) -> list[str]:
 class FakeServer(ThreadingHTTPServer):
     """A context manager. `log` gets the name and request of every completion.
 
-    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics; as SGLang a
-    piece is a token, and it counts a verify step for every three if it `speculates`. `delay_s`
-    passes before the first piece, and `piece_s` between pieces.
+    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics, from two engines
+    in turns; as SGLang a piece is a token, and it counts a verify step for every three if it
+    `speculates`. `delay_s` passes before the first piece, and `piece_s` between pieces.
     """
 
     daemon_threads = True
@@ -70,9 +72,9 @@ class Started(FakeServer):
 
     made: ClassVar[list[Started]] = []
 
-    def __init__(self, config: ServerConfig, timeout_s: float) -> None:
+    def __init__(self, config: ServerConfig, timeout_s: float, port: int | None) -> None:
         del timeout_s
-        self.config, self.asked = config, list[Any]()
+        self.config, self.asked, self.asked_port = config, list[Any](), port
         drafts = "--speculative-algorithm" in config.flags
         super().__init__(
             "",
@@ -116,15 +118,20 @@ class Handler(BaseHTTPRequestHandler):
         self._send(404 if found is None else 200, found or "no such page")
 
     def _metrics(self) -> str:
-        per_answer = {
-            'drafts_total{engine="0"}': 1.0,
-            'draft_tokens_total{engine="0"}': 7.0,
-            'accepted_tokens_total{engine="0"}': 2.0,
-            'accepted_tokens_per_pos_total{position="0"}': 9.0,
-        }
-        lines = ["# TYPE vllm:spec_decode_num_drafts_total counter"]
+        """As vLLM 0.11 prints them, with the gauges that prometheus_client adds."""
+        per_answer = {"drafts": 1, "draft_tokens": 7, "accepted_tokens": 2}
+        lines = []
         for name, count in per_answer.items():
-            lines.append(f"vllm:spec_decode_num_{name} {count * self.server.answered}")
+            full = f"vllm:spec_decode_num_{name}"
+            lines += [f"# HELP {full}_total Number of {name}.", f"# TYPE {full}_total counter"]
+            for engine in (0, 1):
+                answered = (self.server.answered + 1 - engine) // 2
+                lines.append(
+                    f'{full}_total{{engine="{engine}",model_name="a b"}} {count * answered}.0'
+                )
+            lines += [f"# TYPE {full}_created gauge", f'{full}_created{{engine="0"}} 1.7e+09']
+        per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines += [f"# TYPE {per_position} counter", f'{per_position}{{position="0"}} 9.0']
         return "\n".join([*lines, ""])
 
     def do_POST(self) -> None:
@@ -132,13 +139,15 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if path == "/flush_cache" and self.server.sglang:
             self._send(200, "")
-        elif path == ("/generate" if self.server.sglang else "/v1/completions"):
+        elif path == "/generate" if self.server.sglang else path in COMPLETIONS:
             self._complete(body)
         else:
             self._send(404, "no such page")
 
     def _complete(self, body: dict[str, Any]) -> None:
+        chat = "messages" in body
         prompt = body.get("prompt", body.get("text", body.get("input_ids")))
+        prompt = body["messages"][-1]["content"] if chat else prompt
         pieces = self.server.answer(prompt)
         self.server.log.append((self.server.name, prompt, body))
         self.server.answered += 1
@@ -154,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             self._event(
                 self._sglang_chunk(pieces, i)
                 if self.server.sglang
-                else {"choices": [{"text": piece}]}
+                else {"choices": [{"delta": {"content": piece}} if chat else {"text": piece}]}
             )
         if not self.server.sglang:
             self._event({"choices": [], "usage": {"completion_tokens": len(pieces)}})
@@ -165,10 +174,15 @@ class Handler(BaseHTTPRequestHandler):
     def _sglang_chunk(self, pieces: list[str], i: int) -> dict[str, Any]:
         sent = pieces[i : i + 1] if self.server.incremental else pieces[: i + 1]
         ids = [sum(map(ord, piece)) for piece in sent]
-        meta = {
-            "completion_tokens": i + 1,
-            **({"spec_verify_ct": (i + 2) // 3} if self.server.speculates else {}),
-        }
+        meta: dict[str, Any] = {"completion_tokens": i + 1}
+        steps = (i + 2) // 3
+        if self.server.speculates and steps:
+            # All steps but the last commit three tokens; the prefill's token comes first.
+            last = i - 3 * (steps - 1)
+            correct = [0, 0, 0]
+            correct[2] += steps - 1
+            correct[last - 1] += 1
+            meta |= {"spec_verify_ct": steps, "spec_correct_drafts_histogram": correct}
         return {"text": "".join(sent), "output_ids": ids, "meta_info": meta}
 
     def _event(self, chunk: dict[str, Any]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.bench.arms import Arm, arms_of
+from sglang_dflash.bench.arms import Arm, arms_of, opened
 from sglang_dflash.bench.server_config import ServerConfig
 from sglang_dflash.bench.settings import BLOCK_KINDS, ON_CPU, Settings
 from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.cli import bench
+from tests.bench.fake_server import Started
 
 
 def started(arm: Arm) -> ServerConfig:
@@ -54,6 +57,42 @@ def test_arms_and_their_flags() -> None:
         arms_of(own, accelerator=False)
 
 
+def test_arms_without_overlap_differ_from_theirs_by_one_flag() -> None:
+    kinds = ("ar", "dflash", "builtin")
+    asked = Settings(arm=tuple(one for kind in kinds for one in (kind, f"{kind}-no-overlap")))
+    arms = {arm.name: started(arm).flags for arm in arms_of(asked.resolve(False), False)}
+    for kind in kinds:
+        without = dict(arms[f"{kind}-no-overlap"])
+        assert without.pop("--disable-overlap-schedule") is True and without == arms[kind]
+    sizes = Settings(arm=("ar-no-overlap", "dflash-no-overlap"), block_size=(4,)).resolve(False)
+    assert [arm.name for arm in arms_of(sizes, False)] == ["ar-no-overlap", "dflash-no-overlap@4"]
+
+
+def test_sglangs_flag_names_are_taken() -> None:
+    parser = argparse.ArgumentParser()
+    bench.arguments(parser)
+    theirs = (
+        "--dataset-name demo --max-concurrency 4 --output-file o.jsonl --request-rate 2.5 --seed 7 "
+        "--num-prompts 9"
+    )
+    ours = Settings.of(vars(parser.parse_args(theirs.split()))).resolve(False)
+    assert (ours.dataset, ours.levels, ours.output_file) == (("demo",), (4,), Path("o.jsonl"))
+    assert (ours.request_rate, ours.seed, ours.num_prompts) == (2.5, 7, 9)
+    unpaced = Settings.of(vars(parser.parse_args(["--request-rate", "inf"]))).resolve(False)
+    assert unpaced.request_rate is None and unpaced.levels == (1, 8, 16)
+    # It is the arrivals that limit the number of clients.
+    assert Settings(request_rate=3.0).resolve(False).levels == (ON_CPU.num_prompts,)
+
+
+def test_servers_get_the_ports_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_dflash.bench.arms.Server", Started)
+    monkeypatch.setattr(Started, "made", [])
+    with opened(arms_of(Settings().resolve(False), False), port=31000):
+        assert [server.asked_port for server in Started.made] == [31000, 31001]
+    with opened(arms_of(Settings().resolve(False), False)):
+        assert [server.asked_port for server in Started.made[2:]] == [None, None]
+
+
 def test_simulation_reaches_arms_that_draft_and_weights_of_given_pairs() -> None:
     def served(
         *, model: str | None = None, simulated: float | None = 3.5, theirs: tuple[str, ...] = ()
@@ -61,7 +100,7 @@ def test_simulation_reaches_arms_that_draft_and_weights_of_given_pairs() -> None
         pair = {"model": model} if model else {"target": "T", "draft": "D"}
         asked = Settings(
             **pair,
-            arm=("ar", "dflash", "builtin"),
+            arm=("ar", *BLOCK_KINDS),
             simulated_acceptance=simulated,
             server_flags=theirs,
         )
@@ -98,7 +137,7 @@ def test_defaults_depend_on_the_machine() -> None:
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (["--arm", "magic"], "--arm: 'magic'; choose from ar, dflash"),
+        (["--arm", "magic"], "--arm: 'magic'; choose from ar, ar-no-overlap"),
         (["--arm", "ar", "--arm", "ar"], "--arm: ar, ar; every name once"),
         (["--concurrency", "1,x"], "--concurrency: '1,x'"),
         (["--concurrency", "8,8"], "--concurrency: '8,8'"),
@@ -106,6 +145,20 @@ def test_defaults_depend_on_the_machine() -> None:
         (["--num-prompts", "0"], "--num-prompts: 0"),
         (["--max-new-tokens", "-1"], "--max-new-tokens: -1"),
         (["--rounds", "0"], "--rounds: 0"),
+        # Before anything else is looked at.
+        (
+            ["--dataset", "gsm8l", "--arm", "ngram", "--model", "sparse"],
+            "--dataset: 'gsm8l'; did you mean gsm8k? choose from demo, stdlib",
+        ),
+        (["--dataset-name", "MT_Bench"], "--dataset: 'MT_Bench'; did you mean mt-bench?"),
+        (["--request-rate", "0"], "--request-rate: 0"),
+        (["--request-rate", "nan"], "--request-rate: nan"),
+        (["--seed", "-1"], "--seed: -1"),
+        (["--port", "65536"], "--port: 65536"),
+        (
+            ["--port", "30000", "--base-url", "a=http://x"],
+            "--port: 30000 is for servers that are started here",
+        ),
         (["--block-size", "1"], "--block-size: 1;"),
         (["--block-size", "8", "--block-size", "8"], "--block-size: 8, 8; every size once"),
         (

@@ -32,6 +32,8 @@ def test_the_clock_of_the_first_token(sglang: bool) -> None:
         and got.per_token_s is not None
         and 0.09 < got.per_token_s < 0.5
     )
+    assert len(got.gaps_s) == 4 and min(got.gaps_s) > 0.05
+    assert sum(got.gaps_s) == pytest.approx(got.seconds - got.first_token_s, abs=0.05)
 
 
 @pytest.mark.parametrize("incremental", [True, False])
@@ -59,3 +61,67 @@ def test_a_pass_runs_so_many_at_a_time_and_counts_speculation() -> None:
             assert 0.4 <= done.seconds <= time.perf_counter() - began < 1.1
         assert [turns[0].text for turns in done.answers] == [f"p {i} end" for i in range(6)]
         assert done.speculation == expected and done.tokens == 18
+
+
+def test_tokens_that_come_together_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.5, 10.8, 11.8])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = load.Clock()
+    for tokens in (2, 3, 1):
+        clock.arrived(tokens)
+    # Those of the first piece have no gap before them.
+    assert clock.first == 10.5 and clock.gaps == pytest.approx([0.1] * 3 + [1.0])
+
+
+def test_sampling_and_verify_steps_travel() -> None:
+    log: list[Any] = []
+    sampling = load.Sampling(0.5, 0.9, 4, 3)
+    with FakeServer("a", lambda _: ["x"] * 6, log, sglang=True) as server:
+        got = load.SGLang(server.base[2:], sampling).ask("hi", 6, False)
+    assert got.verify_steps == 2 and got.correct_drafts == (0, 1, 1)
+    sent = log[0][2]["sampling_params"]
+    assert (sent["temperature"], sent["top_p"], sent["top_k"]) == (0.5, 0.9, 4)
+    assert sent["sampling_seed"] == 3
+    with FakeServer("b", echo, log) as server:
+        to = load.OpenAIChat(server.base[2:], "m", sampling, thinking=True)
+        assert to.ask("one two", 6, False).text == "one two end"
+    sent = log[1][2]
+    assert sent["chat_template_kwargs"] == {"enable_thinking": True}
+    assert sent["messages"] == [{"role": "user", "content": "one two"}] and sent["seed"] == 3
+
+
+def test_requests_are_sent_at_their_times() -> None:
+    sent: list[float] = []
+    prompts = [Prompt((str(i),), False) for i in range(4)]
+
+    def ask(to: load.Endpoint, prompt: Prompt, answers: list[str]) -> load.Answer:
+        sent.append(time.perf_counter())
+        return load.Answer("", None, 1, 0.0, 0.0)
+
+    with FakeServer("a", echo, [], sglang=True) as server:
+        began = time.perf_counter()
+        load.run(load.endpoint(server.base[2:]), prompts, 4, ask, sent_at_s=[0.0, 0.1, 0.3, 0.6])
+    for at, earliest in zip(sent, (0.0, 0.1, 0.3, 0.6), strict=True):
+        assert at - began >= earliest
+    assert sent[1] - began < 0.3
+
+
+def test_arrivals_have_the_rate_and_depend_on_the_seed() -> None:
+    times = load.arrivals(4000, 5.0, seed=1)
+    assert times[0] == 0 and times == sorted(times)
+    assert 4000 / times[-1] == pytest.approx(5, rel=0.05)
+    assert times == load.arrivals(4000, 5.0, seed=1) != load.arrivals(4000, 5.0, seed=2)
+
+
+def test_a_failure_ends_a_paced_pass_at_once() -> None:
+    def ask(*_: Any) -> load.Answer:
+        raise load.RequestFailed("made to fail")
+
+    prompts, began = [Prompt(("p",), False)] * 3, time.perf_counter()
+    with (
+        FakeServer("a", echo, [], sglang=True) as server,
+        pytest.raises(load.RequestFailed, match="made to fail"),
+    ):
+        to = load.endpoint(server.base[2:])
+        load.run(to, prompts, 1, ask, sent_at_s=[0.0, 0.2, 60.0])
+    assert time.perf_counter() - began < 30

@@ -22,21 +22,24 @@ def bench(capsys: pytest.CaptureFixture[str], out: Path, *asked: str) -> tuple[i
     return code, shown.out, shown.err
 
 
+def read(out: Path) -> dict[str, Any]:
+    return json.loads((out / "results.json").read_text())
+
+
 def test_running_servers_are_compared_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log: list[Any] = []
     with FakeServer("sg", echo, log, sglang=True) as a, FakeServer("vllm", echo, log) as b:
         bases = ["--base-url", a.base, "--base-url", b.base]
-        code, out, _ = bench(
+        code, out, err = bench(
             capsys, tmp_path / "out", *bases, "--concurrency", "1,3", "--rounds", "2"
         )
     assert code == 0
-    result = json.loads(out.splitlines()[-1])
-    assert json.loads((tmp_path / "out" / "results.json").read_text()) == result
-    assert {"results.json", "table.md", "throughput.png"} == {
-        p.name for p in (tmp_path / "out").iterdir()
-    }
+    result = read(tmp_path / "out")
+    assert {"results.json", "table.md"} == {p.name for p in (tmp_path / "out").iterdir()}
+    # Without a terminal, lines.
+    assert "[12/24, " in err and "] stdlib, 3 at a time: vllm, round 2 of 2" in err
     assert [(row["concurrency"], row["arm"]) for row in result["rows"]] == [
         (1, "sg"),
         (1, "vllm"),
@@ -104,7 +107,7 @@ def test_the_gate_lets_no_figure_out(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert bench(capsys, tmp_path, *bases[:2], *bases[4:])[0] == 0
         # Where the dtype allows near-ties, they are counted: once per round.
         code, out, _ = bench(capsys, tmp_path, *bases, "--dtype", "bfloat16")
-        assert code == 0 and "did for: false 2 of 6" in out.splitlines()[0]
+        assert code == 0 and "did for: false 3 of 9" in out.splitlines()[0]
 
 
 SIMULATED = (
@@ -142,10 +145,10 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     ]
     arms = ["--arm", "ar", "--arm", "dflash", "--arm", "builtin"]
     code, out, _ = started_here(
-        monkeypatch, tmp_path, capsys, "--simulated-acceptance", "3", *given, *arms
+        monkeypatch, tmp_path, capsys, "--simulated-acceptance", "3", "--picture", *given, *arms
     )
     first = f"{SIMULATED}; weights are random, of the real shape"
-    result = json.loads(out.splitlines()[-1])
+    result = read(tmp_path)
     assert (
         code == 0
         and out.splitlines()[0] == result["outputs"] == first
@@ -221,8 +224,8 @@ def test_conversations_continue_from_the_answers(
             "1",
         ]
         assert "--target: missing" in bench(capsys, tmp_path / "out", *asked)[2]
-        code, out, _ = bench(capsys, tmp_path / "out", *asked, "--target", str(target))
-    assert code == 0 and json.loads(out.splitlines()[-1])["rows"][0]["answers"] == 2
+        code, _, _ = bench(capsys, tmp_path / "out", *asked, "--target", str(target))
+    assert code == 0 and read(tmp_path / "out")["rows"][0]["answers"] == 2
     sent = AutoTokenizer.from_pretrained(target).decode(log[-1][1])
     positions = [
         sent.find(part)
@@ -256,3 +259,52 @@ def test_a_refusing_or_breaking_server_is_named(
                 capsys, tmp_path, "--base-url", server.base, "--concurrency", "1"
             )
             assert code == 1 and not out and message in err and server.base.partition("=")[2] in err
+
+
+def test_the_same_server_as_two_arms_is_within_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One pass of each is of any speed; what is printed is no speedup."""
+    from sglang_dflash.bench import load
+
+    seconds = iter([1.0, 1.115, 1.05, 1.2, 0.9, 1.0])
+    run = load.run
+
+    def timed(*args: Any) -> load.Pass:
+        done = run(*args)
+        # The passes that are measured have a progress callback.
+        return (
+            done if len(args) < 5 else load.Pass(next(seconds), *(done.answers, done.speculation))
+        )
+
+    monkeypatch.setattr(load, "run", timed)
+    with FakeServer("x", echo, [], sglang=True) as server:
+        url = server.base[2:]
+        asked = ["--base-url", f"one={url}", "--base-url", f"two={url}", "--concurrency", "1"]
+        code, out, _ = bench(capsys, tmp_path, *asked, "--rounds", "3")
+    first, second = read(tmp_path)["rows"]
+    assert code == 0 and first["within_noise"] is None and second["within_noise"] is True
+    assert second["output_tok_s_min"] < second["output_tok_s"] < second["output_tok_s_max"]
+    assert f"{second['ratio']}x, within noise" in out
+    assert f"{second['ratio']}x, within noise |" in (tmp_path / "table.md").read_text()
+
+
+def test_the_report_as_json_and_as_a_line_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    # A picture was not asked for.
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    runs = tmp_path / "new" / "runs.jsonl"
+    with FakeServer("x", echo, [], sglang=True) as server:
+        asked = ["--base-url", server.base, "--rounds", "1", "--output-file", str(runs)]
+        asked += ["--request-rate", "50", "--seed", "3"]
+        shown = [bench(capsys, tmp_path, *asked, "--json")[1] for _ in range(2)]
+        code, out, err = bench(capsys, tmp_path, *asked, "--picture")
+    assert [json.loads(line) for line in runs.read_text().splitlines()] == list(
+        map(json.loads, shown)
+    )
+    result = json.loads(shown[0])
+    assert (result["request_rate"], result["seed"], result["rows"][0]["concurrency"]) == (50, 3, 3)
+    assert code == 1 and not out and "--picture: needs matplotlib" in err

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
+import datasets as hub
 import pytest
 
 from sglang_dflash.bench import datasets
-from sglang_dflash.bench.compare import encoder
+from sglang_dflash.bench.compare import encode_of
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.settings import Settings
 from sglang_dflash.checkpoint.errors import ConfigError
@@ -31,6 +30,7 @@ def test_the_library_functions_are_of_held_out_modules() -> None:
 def test_fewer_prompts_are_always_the_same_ones() -> None:
     once = datasets.load("demo", 8, model="dense", cache=Path())
     assert len(once) == 8 and once == datasets.load("demo", 8, model="dense", cache=Path())
+    assert once != datasets.load("demo", 8, model="dense", cache=Path(), seed=1)
     assert len(datasets.load("demo", 10_000, model="hybrid", cache=Path())) == 30
 
 
@@ -68,7 +68,7 @@ def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Tokenizer())
     chat = {"own": [Prompt(("one", "two"), True)]}
     for thinking, expected in ((None, None), ("on", True), ("off", False)):
-        encode = encoder(Settings(target="t", draft="d", thinking=thinking).resolve(False), chat)
+        encode = encode_of(Settings(target="t", draft="d", thinking=thinking).resolve(False), chat)
         assert encode(chat["own"][0], ["answer"]) == [4]
         messages, how = seen[-1]
         assert [m["content"] for m in messages] == ["one", "answer", "two"] and how.get(
@@ -92,11 +92,11 @@ def test_hub_sets_are_fetched_once(
 ) -> None:
     asked = []
 
-    def load_dataset(repository: str, config: str | None, split: str) -> list[dict[str, Any]]:
+    def load_dataset(repository: str, config: str | None, split: str) -> hub.Dataset:
         asked.append((repository, config, split))
-        return [ROWS[name]]
+        return hub.Dataset.from_list([ROWS[name]])
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(hub, "load_dataset", load_dataset)
     for _ in range(2):
         (prompt,) = datasets.load(name, 5, model=None, cache=tmp_path / "cache")
     assert len(asked) == 1 and asked[0][0].count("/") == 1
@@ -105,25 +105,18 @@ def test_hub_sets_are_fetched_once(
         and "How many?" in prompt.turns[0]
         and len(prompt.turns) == (2 if name == "mt-bench" else 1)
     )
-    assert json.loads((tmp_path / "cache" / f"{name}.jsonl").read_text())["turns"] == list(
-        prompt.turns
-    )
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.name == f"{name}.jsonl"
+    assert json.loads(file.read_text()) == {"turns": list(prompt.turns)}
 
 
 def test_a_set_that_is_not_available_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError,
-        match=r"'gsm8k' is not cached .* library is not installed; install sglang-dflash\[bench\]",
-    ):
-        datasets.load("gsm8k", 1, model=None, cache=tmp_path)
-
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("no network\nmore")
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
+    monkeypatch.setattr(hub, "load_dataset", offline)
     with pytest.raises(
         ConfigError, match=r"openai/gsm8k could not be fetched \(no network\); give --dataset-file"
     ):
@@ -131,3 +124,8 @@ def test_a_set_that_is_not_available_is_refused_by_name(
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="--dataset: 'nonesuch'; choose from demo, stdlib, gsm8k"):
         datasets.load("nonesuch", 1, model=None, cache=tmp_path)
+
+
+def test_fetched_sets_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert datasets.default_cache() == Path("/somewhere/sglang-dflash/datasets")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +31,73 @@ def answer(
     seconds: float = 1.5,
     text: str = "a",
     ids: tuple[int, ...] | None = None,
+    gaps: tuple[float, ...] = (),
 ) -> Answer:
-    return Answer(text, ids, tokens, first, seconds)
+    return Answer(text, ids, tokens, first, seconds, gaps_s=gaps)
+
+
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        ([10, 11, 12], [20, 21, 22], False),
+        ([20, 21, 22], [10, 11, 12], False),
+        # The ranges do not overlap, but are as large as the difference.
+        ([10, 11, 13], [14, 15, 16], True),
+        ([10, 11, 12], [11, 12, 13], True),
+        ([10, 10, 10], [10, 10, 10], True),
+        # Two rounds show no spread.
+        ([10, 11], [20, 21], None),
+        ([10, 11, 12], [20], None),
+    ],
+)
+def test_a_difference_is_one_beyond_the_spread(
+    a: list[float], b: list[float], expected: bool | None
+) -> None:
+    assert report.is_within_noise(a, b) is expected
+
+
+def test_equal_arms_are_rarely_told_apart() -> None:
+    random = numpy.random.default_rng(0)
+    pairs = random.normal(100, 5, (2000, 2, report.LEAST_ROUNDS))
+    found = [report.is_within_noise(a, b) for a, b in pairs]
+    assert found.count(False) / len(found) < 0.025
 
 
 def made_up(texts: list[str], seconds: float = 2.0) -> Pass:
     return Pass(seconds, [[answer(text=text)] for text in texts], Speculation(4, 10))
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.5, 0.95, 1.0])
-def test_percentiles_are_numpys(fraction: float) -> None:
-    rng = random.Random(1)
-    for length in (1, 2, 7, 20):
-        values = [rng.random() for _ in range(length)]
-        assert report.percentile(values, fraction) == pytest.approx(
-            numpy.quantile(values, fraction)
-        )
-
-
 def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
     passes = [
-        Pass(2.0, [[answer(5, 0.1, 0.5)], [answer(9, 0.3, 0.7)]], Speculation(3, 12)),
+        Pass(
+            2.0,
+            [
+                [answer(5, 0.1, 0.5, gaps=tuple(i / 1000 for i in range(101)))],
+                [answer(9, 0.3, 0.7)],
+            ],
+            Speculation(3, 12),
+        ),
         Pass(3.0, [[answer(1, 0.2, 0.2)], [answer(5, 0.4, 1.2)]], Speculation(1, 2)),
     ]
     row = report.row(passes)
-    assert (
-        row["tokens"] == 20
-        and row["seconds"] == 5.0
-        and row["output_tok_s"] == 4.0
-        and row["answers"] == 4
-    )
+    assert row["tokens"] == 20 and row["seconds"] == 5.0 and row["answers"] == 4
+    # 14 tokens in 2 s, 6 in 3 s.
+    assert (row["output_tok_s_min"], row["output_tok_s"], row["output_tok_s_max"]) == (2, 4.5, 7)
     assert row["ttft_ms"] == 250 and row["acceptance_length"] == 3.5
     # Of the three answers with more than one token: 100, 50 and 200 ms per token after the first.
     assert row["tpot_ms"] == 100 and row["tpot_ms_p95"] == 190
+    assert row["tpot_ms_p99"] == 198
+    assert row["e2e_ms"] == 600 and row["e2e_ms_p99"] == 1185
+    # 0 to 100 ms between tokens.
+    assert (row["itl_ms"], row["itl_ms_p95"], row["itl_ms_p99"]) == (50, 95, 99)
     plain = report.row([Pass(1.0, [[answer(1, 0.1, 0.1)]], Speculation(0, 0))])
     assert plain["acceptance_length"] is None and plain["tpot_ms"] is None
 
 
 def report_of(dtype: str, other: list[str]) -> dict[str, Any]:
-    runs: Runs = {("demo", 2): {"ar": [made_up(["x", "y"], 4.0)], "dflash": [made_up(other, 2.0)]}}
+    runs: Runs = {
+        ("demo", 2): {"ar": [made_up(["x", "y"], 4.0)] * 3, "dflash": [made_up(other, 2.0)] * 3}
+    }
     settings = Settings(
         dtype=dtype, command="sglang-dflash bench", num_prompts=2, concurrency="2"
     ).resolve(False)
@@ -83,7 +110,10 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
     result = report_of("float32", ["x", "y"])
     assert result["identical"] and [row["ratio"] for row in result["rows"]] == [1.0, 2.0]
     shown = report.markdown(result)
-    assert "| demo | 2 | dflash | 5.0 | 2.0x | 500.0 (500.0) | 250.0 (250.0) | 2.5 |" in shown
+    assert "| demo | 2 | dflash | 5.0 (5.0 to 5.0) | 2.0x | 2.5 |" in shown
+    latencies = "500.0/500.0/500.0 | 250.0/250.0/250.0 | - | 1500.0/1500.0/1500.0"
+    assert f"| demo | 2 | dflash | {latencies} |" in shown
+    assert "![throughput" not in shown and "(a.png)" in report.markdown(result, "a.png")
     for part in (
         "2 of demo",
         "sglang-dflash bench",
@@ -93,7 +123,7 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
         "48 new tokens",
     ):
         assert part in shown, part
-    assert report.table(result).row_count == 2
+    assert [table.row_count for table in report.tables(result)] == [2, 2]
     picture.draw(result, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
         image.load()
@@ -107,14 +137,14 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
 def test_a_rounded_dtype_says_on_its_first_line_how_many_outputs_differ() -> None:
     assert (
         report.card(report_of("float32", ["x", "y"]))[0]
-        == "outputs: the same in all arms (2 answers each, greedy, float32)"
+        == "outputs: the same in all arms (6 answers each, greedy, float32)"
     )
     result = report_of("bfloat16", ["x", "z"])
     assert (
         report.card(result)[0]
-        == "outputs may differ from ar's by near-ties of bfloat16, and did for: dflash 1 of 2"
+        == "outputs may differ from ar's by near-ties of bfloat16, and did for: dflash 3 of 6"
     )
-    assert not result["identical"] and result["differing_answers"] == {"dflash": 1}
+    assert not result["identical"] and result["differing_answers"] == {"dflash": 3}
 
 
 def test_differences_name_prompt_arm_and_place() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, ServerFailed
 from sglang_dflash.bench.server_config import ServerConfig, demo_config
 from sglang_dflash.checkpoint.embedded import demo_pair
 
@@ -27,6 +28,17 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt), server:
         pass
     assert server.process.poll() is not None
+
+
+def test_a_port_is_taken_or_refused() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ServerFailed, match=f"port {port} of 127.0.0.1 cannot be used"):
+            Server([], port=port)
+    server = Server([], port=port)
+    assert server.port == port and server.url.endswith(f":{port}")
 
 
 def test_a_configuration_renders_its_flags_in_order() -> None:

@@ -36,10 +36,13 @@ def test_two_servers_side_by_side(
         "demo",
     ]
     assert (
-        cli.main(["bench", "--arm", "ar", "--arm", "dflash", "--out", str(tmp_path), *asked]) == 0
+        cli.main(
+            ["bench", "--arm", "ar", "--arm", "dflash", "--out", str(tmp_path), "--picture", *asked]
+        )
+        == 0
     )
     lines = capsys.readouterr().out.splitlines()
-    result = json.loads(lines[-1])
+    result = json.loads((tmp_path / "results.json").read_text())
     assert (
         lines[0] == "outputs: the same in all arms (4 answers each, greedy, float32)"
         and result["identical"]

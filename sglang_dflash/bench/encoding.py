@@ -1,0 +1,46 @@
+"""How a prompt and the answers so far become a request: token ids, through the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.load import Input
+
+# A prompt and the answers to its turns so far -> what is sent next.
+Encode = Callable[[Prompt, list[str]], Input]
+
+
+def encode_turn(
+    tokenizer: Any, prompt: Prompt, answers: list[str], thinking: bool | None
+) -> list[int]:
+    """Token ids of the next turn of a prompt.
+
+    Args:
+        tokenizer: of Transformers.
+        thinking: the template's `enable_thinking`; None for the template's default.
+
+    Raises:
+        ConfigError: a chat, and the tokenizer has no chat template.
+    """
+    from sglang_dflash.hf.generation import chat_tokens
+
+    if not prompt.chat:
+        return tokenizer(prompt.turns[0])["input_ids"]
+    messages = []
+    for turn, answer in zip(prompt.turns, answers, strict=False):
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": prompt.turns[len(answers)]})
+    return chat_tokens(tokenizer, messages, thinking)
+
+
+def encoder(source: str | None, thinking: bool | None) -> Encode:
+    """How prompts are sent: token ids by the tokenizer of `source`, so that all servers read the
+    same; the text of a prompt without chats if no tokenizer is known."""
+    if source is None:
+        return lambda prompt, _answers: prompt.turns[0]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    return lambda prompt, answers: encode_turn(tokenizer, prompt, answers, thinking)

@@ -1,0 +1,69 @@
+"""`python -m sglang_dflash.benchmark`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from sglang_dflash.benchmark.arguments import SERVERS, Settings, parse, without_effect
+from sglang_dflash.checkpoint.errors import ConfigError
+
+# Errors of other packages name their own commands' flags.
+OWN_FLAGS = {
+    "--target": "--model",
+    "--draft:": "--draft-model:",
+    "--speculative-num-draft-tokens": "--block-size",
+    "--speculative-draft-window-size": "--draft-sliding-window-size",
+}
+
+
+class Failed(Exception):
+    """A valid benchmark that could not be carried out. The message gives the reason."""
+
+
+def run(settings: Settings) -> None:
+    """Measure and print. Of several ranks, only the first prints.
+
+    Raises:
+        ConfigError: a model or a data set is not available.
+        Failed: the server refused a request or broke off.
+    """
+    if settings.backend not in SERVERS:
+        from sglang_dflash.benchmark import ranks
+
+        ranks.main(settings)
+        return
+    from sglang_dflash.bench.load import RequestFailed
+    from sglang_dflash.benchmark import servers
+
+    try:
+        servers.main(settings)
+    except RequestFailed as error:
+        raise Failed(str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        settings = parse(argv)
+        for line in without_effect(settings) if is_first else ():
+            print(f"warning: {line}", file=sys.stderr)
+        run(settings)
+    except (ConfigError, Failed) as error:
+        if is_first:
+            print(f"sglang_dflash.benchmark: {_with_own_flags(error)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _with_own_flags(error: Exception) -> str:
+    message = str(error)
+    for theirs, ours in OWN_FLAGS.items() if isinstance(error, ConfigError) else ():
+        message = message.replace(theirs, ours)
+    return message
+
+
+if __name__ == "__main__":
+    sys.exit(main())

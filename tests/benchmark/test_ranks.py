@@ -1,0 +1,113 @@
+"""The published benchmark over Transformers: figures, and any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.benchmark import ranks, summary
+from sglang_dflash.benchmark.__main__ import main
+from sglang_dflash.benchmark.arguments import Settings
+from sglang_dflash.benchmark.pair import Measured
+from sglang_dflash.checkpoint.embedded import demo_pair
+
+PAIR = demo_pair("dense")
+ASKED = [
+    *("--backend", "transformers", "--model", str(PAIR.target), "--draft-model", str(PAIR.draft)),
+    *("--dataset", "demo", "--max-samples", "4", "--max-new-tokens", "32"),
+]
+
+
+def test_kept_tokens_are_those_of_the_answer() -> None:
+    # The first token is the prefill's; the last step drafted beyond the end.
+    assert summary.kept_per_step([3, 4, 4], 9) == [3, 4, 1]
+    assert summary.kept_per_step([3, 4], 8) == [3, 4] and summary.kept_per_step([], 1) == []
+    assert summary.histogram([3, 4, 1, 4], 4) == [0, 0.25, 0, 0.25, 0.5]
+
+
+def test_figures_are_exact_counts() -> None:
+    def one(tokens: int, committed: list[int], plain_s: float, dflash_s: float) -> Measured:
+        kept = summary.kept_per_step(committed, tokens)
+        return Measured(0, 0, "", [7] * tokens, committed, kept, True, plain_s, dflash_s)
+
+    settings = Settings("transformers", "T", "demo", draft_model="D")
+    measured = [one(9, [3, 4, 4], 0.2, 0.1), one(3, [2], 0.4, 0.1)]
+    found = ranks.figures(settings, 2, 4, measured)
+    # 8 and 2 tokens in 3 and 1 steps; z-lab: the mean of 11 / 3 and 2.
+    assert found["acceptance_length"] == 10 / 4
+    assert found["average_acceptance_length"] == pytest.approx((11 / 3 + 2) / 2)
+    assert found["acceptance_length_histogram"] == [0, 0.25, 0.25, 0.25, 0.25]
+    assert (found["baseline_tok_s"], found["dflash_tok_s"]) == pytest.approx((1 / 0.3, 10))
+    assert found["speedup"] == pytest.approx(3) and found["speedup_range"] == [2.0, 4.0]
+    assert "Decoding speedup: 3.00 (of single answers: 2.00 to 4.00)" in ranks.lines(found)
+    assert "Outputs: 2 of 2 are plain decoding's, token by token" in ranks.lines(found)
+
+
+def torchrun(size: int, out: Path, *asked: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc_per_node=SIZE -m sglang_dflash.benchmark ...`"""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={size}", "-m", "sglang_dflash.benchmark", *ASKED, *asked]
+    return subprocess.run(
+        [*command, "--output-file", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    )
+
+
+def test_two_ranks_answer_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    assert main([*ASKED, "--output-file", str(one)]) == 0
+    shown = capsys.readouterr().out
+    assert "Outputs: 4 of 4 are plain decoding's" in shown
+    done = torchrun(2, two)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # One report.
+    assert done.stdout.count("DFlash throughput: ") == 1
+    found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in (one, two)]
+    assert [result["ranks"] for result in found] == [1, 2]
+    assert found[0]["answers"] == found[1]["answers"] and len(found[0]["answers"]) == 4
+    assert all(len(answer["tokens"]) == 32 for answer in found[0]["answers"])
+    for name in ("acceptance_length", "acceptance_length_histogram", "verify_steps"):
+        assert found[0][name] == found[1][name]
+    steps, tokens = found[0]["verify_steps"], found[0]["output_tokens"]
+    assert found[0]["acceptance_length"] == (tokens - 4) / steps > 4
+
+
+def test_an_error_ends_all_ranks(tmp_path: Path) -> None:
+    empty = str(tmp_path / "empty")
+    asked = ["--dataset", "gsm8k", "--cache-dir", empty]
+    done = torchrun(2, tmp_path / "x", *asked, HF_HOME=empty, HF_HUB_OFFLINE="1")
+    assert done.returncode != 0 and "--dataset: 'gsm8k' is not cached as" in done.stderr
+    assert done.stderr.count("sglang_dflash.benchmark: ") == 1
+
+
+def test_sampled_answers_do_not_depend_on_the_order(tmp_path: Path) -> None:
+    """A rank answers a part of the prompts, so a prompt's seed is its own."""
+    file, outs = tmp_path / "own.jsonl", [tmp_path / "all.json", tmp_path / "again.json"]
+    file.write_text("".join(f'{{"prompt": {json.dumps(p)}}}\n' for p in PAIR.prompts[:3]))
+    asked = [*ASKED[:6], "--dataset-file", str(file), "--max-new-tokens", "8"]
+    for out in outs:
+        assert main([*asked, "--temperature", "1.5", "--output-file", str(out)]) == 0
+    first, again = (json.loads(out.read_text()) for out in outs)
+    assert first["answers"] == again["answers"] and first["same_answers"] is None
+
+
+def test_a_pair_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    other = str(demo_pair("hybrid").target)
+    for changed, message in (
+        (["--model", "./nonesuch"], "--model: './nonesuch' is no causal language model"),
+        (["--model", other], "num_target_layers: the draft was trained on 6"),
+        (["--draft-model", "./nonesuch"], "--draft-model: './nonesuch'"),
+        (["--block-size", "1"], "--block-size: 1"),
+    ):
+        assert main([*ASKED, *changed]) == 1
+        shown = capsys.readouterr()
+        assert message in shown.err and not shown.out

@@ -1,0 +1,118 @@
+"""The published benchmark against fake servers, which count a verify step for three tokens."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from sglang_dflash.benchmark.__main__ import main
+from sglang_dflash.checkpoint.embedded import demo_pair
+from tests.bench.fake_server import FakeServer
+
+TARGET = demo_pair("dense").target
+
+
+def eight(_: Any) -> list[str]:
+    """The prefill's token, then steps of 3, 3 and 1."""
+    return ["word "] * 8
+
+
+def run(command: str) -> int:
+    return main(shlex.split(command))
+
+
+def test_an_sglang_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log: list[Any] = []
+    with FakeServer("a", eight, log, sglang=True) as server:
+        code = run(
+            f"--backend sglang --base-url {server.base[2:]} --model {TARGET} --dataset demo "
+            f"--num-prompts 40 --concurrency 4 --output-file {tmp_path / 'out.json'}"
+        )
+    shown = capsys.readouterr()
+    assert code == 0
+    # Four to warm up, then 40 of 30 that exist; all as token ids.
+    assert len(log) == 44 and len({tuple(ids) for _, ids, _ in log}) == 30
+    assert "demo has 30 prompts, which repeat" in shown.err and "[40/40, " in shown.err
+    lines = [line.split(":", 1) for line in shown.out.splitlines() if ":" in line]
+    found = {name: value.split()[0] for name, value in lines}
+    assert found["Backend"] == "sglang" and found["Dataset"] == "demo"
+    assert (found["Num prompts"], found["Concurrency"]) == ("40", "4")
+    assert (found["Output tokens"], found["Spec verify ct"]) == ("320", "120")
+    # Kept from verify steps: 7 tokens in 3 steps; SGLang divides 8 by 3.
+    assert (found["Accept length"], found["SGLang's own"]) == ("2.333", "2.667")
+    assert "by SGLang's count): ['0.0%', '33.3%', '0.0%', '66.7%']" in shown.out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["output_tok_s"] == pytest.approx(320 / result["latency_s"])
+    assert len(result["answers"]) == 40 and result["answers"][0]["tokens"] == 8
+    assert result["ttft_ms"] <= result["ttft_ms_p99"] <= result["e2e_ms_p99"]
+
+
+def test_chats_go_through_the_template_with_thinking_as_asked(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text('{"turns": ["What is it?", "A second turn is not sent."]}\n')
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    for thinking in (True, False):
+        log: list[Any] = []
+        with FakeServer("a", eight, log, sglang=True) as server:
+            code = run(
+                f"--backend sglang --base-url {server.base[2:]} --model {TARGET} --num-prompts 1 "
+                f"--dataset-file {file} {'--enable-thinking' * thinking} --max-new-tokens 20"
+            )
+        sampling = log[-1][2]["sampling_params"]
+        assert code == 0 and len(log) == 2
+        assert (sampling["ignore_eos"], sampling["max_new_tokens"]) == (False, 20)
+        assert log[-1][1] == tokenizer.apply_chat_template(
+            [{"role": "user", "content": "What is it?"}],
+            add_generation_prompt=True,
+            enable_thinking=thinking,
+            return_dict=False,
+        )
+
+
+def test_a_vllm_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, log = tmp_path / "mixed.jsonl", list[Any]()
+    file.write_text('{"turns": ["What is it?"]}\n{"prompt": "Once upon"}\n')
+    with FakeServer("a", eight, log) as server:
+        code = run(
+            f"--backend vllm --base-url {server.base[2:]} --model served-name --num-prompts 4 "
+            f"--dataset-file {file} --enable-thinking --temperature 0.5 --top-p 0.9"
+        )
+    shown = capsys.readouterr()
+    bodies = [body for _, _, body in log]
+    assert code == 0 and {body["model"] for body in bodies} == {"served-name"}
+    chats = [body for body in bodies if "messages" in body]
+    assert len(chats) in (2, 3) and len(bodies) == 5
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": True} for body in chats)
+    assert all((body["temperature"], body["top_p"]) == (0.5, 0.9) for body in bodies)
+    # From /metrics: two accepted tokens and a bonus token per draft.
+    assert "Accept length:    3.000 (vLLM's counters" in shown.out and "Spec verify ct" in shown.out
+    assert "prefix cache could not be emptied" in shown.err
+
+
+def test_a_server_without_a_draft_has_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer("a", eight, [], sglang=True, speculates=False) as server:
+        code = run(
+            f"--backend sglang --base-url {server.base[2:]} --model {TARGET} --dataset demo "
+            "--num-prompts 2"
+        )
+    shown = capsys.readouterr().out
+    assert code == 0 and "Throughput:" in shown and "Accept" not in shown
+
+
+def test_what_cannot_be_measured_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer("a", eight, []) as server:
+        ask = f"--backend sglang --base-url {server.base[2:]} --dataset demo --num-prompts 1 "
+        assert run(f"{ask} --model {TARGET}") == 1
+        assert "no SGLang server, but one of the OpenAI API" in capsys.readouterr().err
+    with FakeServer("a", eight, [], sglang=True) as server:
+        ask = f"--backend sglang --base-url {server.base[2:]} --dataset demo --num-prompts 1 "
+        assert run(f"{ask} --model ./nonesuch") == 1
+        assert "--model: './nonesuch' has no tokenizer" in capsys.readouterr().err
+    gone = f"--backend sglang --base-url http://127.0.0.1:9 --dataset demo --model {TARGET}"
+    assert run(gone) == 1
+    assert "http://127.0.0.1:9: neither SGLang nor" in capsys.readouterr().err
