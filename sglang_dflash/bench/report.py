@@ -10,8 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from sglang_dflash.bench.gate import Runs, differences
-from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.bench.load import OURS, VLLMS, Answer, Pass
 from sglang_dflash.bench.settings import EmbeddedPair, GivenPair, ResolvedSettings, RunningServers
+from sglang_dflash.core.acceptance_length import VerifySteps
 
 COLUMNS = {
     "dataset": "data set",
@@ -39,20 +40,24 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 def row(passes: list[Pass]) -> dict[str, Any]:
     """Figures of one arm at one concurrency over all rounds.
 
-    Times are medians and 95th percentiles in milliseconds.
+    Times are medians and 95th percentiles in milliseconds. Tokens per verify step that vLLM
+    counted have a key of their own.
     """
     answers = [answer for one in passes for turns in one.answers for answer in turns]
     first = [1000 * answer.first_token_s for answer in answers]
     later = [1000 * answer.per_token_s for answer in answers if answer.per_token_s is not None]
     tokens, seconds = sum(one.tokens for one in passes), sum(one.seconds for one in passes)
-    steps, committed = (sum(of) for of in zip(*(one.speculation for one in passes), strict=True))
+    length = sum((one.speculation for one in passes), VerifySteps()).acceptance_length
+    length = None if length is None else round(length, 3)
+    definition = VLLMS if any(one.definition == VLLMS for one in passes) else OURS
+    by_definition = {OURS: None, definition: length}
     return {
         "output_tok_s": round(tokens / seconds, 2),
         "ttft_ms": round(statistics.median(first), 1),
         "ttft_ms_p95": round(percentile(first, 0.95), 1),
         "tpot_ms": round(statistics.median(later), 2) if later else None,
         "tpot_ms_p95": round(percentile(later, 0.95), 2) if later else None,
-        "acceptance_length": round(committed / steps, 3) if steps else None,
+        **by_definition,
         "answers": len(answers),
         "tokens": tokens,
         "seconds": round(seconds, 3),
@@ -213,6 +218,8 @@ def _cells(one: dict[str, Any]) -> list[str]:
         "ttft_ms": both("ttft_ms"),
         "tpot_ms": both("tpot_ms"),
     }
+    if VLLMS in one:
+        shown["acceptance_length"] = f"{one[VLLMS]} (vLLM's count)"
     return ["-" if shown[name] is None else str(shown[name]) for name in COLUMNS]
 
 
