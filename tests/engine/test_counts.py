@@ -33,8 +33,9 @@ class Reading:
         text = requests.get(f"{server.url}/metrics", timeout=60).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                position = sample.labels.get("position", "")
-                self.series[sample.name + position] += int(sample.value)
+                if sample.name.startswith("sglang_dflash_") or sample.name == SGLANGS:
+                    position = sample.labels.get("position", "")
+                    self.series[sample.name + position] += int(sample.value)
 
     def total(self, name: str) -> int:
         return self.series[f"sglang_dflash_{name}_total"]
