@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.checkpoint.embedded import DemoPair
+from sglang_dflash.core.acceptance_length import VerifySteps, of_answer
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
@@ -39,8 +40,10 @@ class Answers:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per verify step, without each request's first token, which its prefill gives."""
-        return sum(len(output) - 1 for output in self.outputs) / max(1, sum(self.steps))
+        """See `core.acceptance_length`; 0.0 without a verify step."""
+        counts = zip(self.steps, self.outputs, strict=True)
+        total = sum((of_answer(steps, len(output)) for steps, output in counts), VerifySteps())
+        return total.acceptance_length or 0.0
 
 
 def texts(pair: DemoPair) -> list[list[int]]:

@@ -13,12 +13,15 @@ import pytest
 
 from benchmarks import runner
 from sglang_dflash import cli
+from sglang_dflash.benchmark import arguments
 from tests.commands import ROOT, Printed, commands
 
 ENGINE = "tests/engine/test_as_installed.py::"
 
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
 ELSEWHERE = {
+    "torchrun ": "tests/benchmark/test_ranks.py",
+    "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/cli/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
@@ -53,6 +56,8 @@ def script_is_valid(command: Printed) -> None:
 
 def experiment_takes_the_options(command: Printed) -> None:
     name, *options = command.words[3:]
+    if name == "NAME":
+        return
     if name == "--list":
         assert runner.main(["--list"]) == 0
         return
@@ -67,13 +72,19 @@ def bench_takes_the_options(command: Printed) -> None:
     parser.parse_args(command.words[2:])
 
 
+def benchmark_takes_the_options(command: Printed) -> None:
+    """A command without arguments is a mention."""
+    if len(command.words) > 3:
+        arguments.parse(command.words[3:])
+
+
 def runs(command: Printed) -> None:
     """The verb of our command; one whose arguments are placeholders is a mention."""
-    arguments = command.words[1:]
-    if len(arguments) == 1 and arguments[0] not in ("env",):
-        assert arguments[0] in cli.COMMANDS
-    elif not {"TARGET", "DRAFT"} & set(arguments):
-        assert cli.main(arguments) == 0
+    words = command.words[1:]
+    if len(words) == 1:
+        assert words[0] in cli.COMMANDS
+    elif not {"TARGET", "DRAFT"} & set(words):
+        assert cli.main(words) == 0
 
 
 def drafts_well(command: Printed) -> None:
@@ -91,6 +102,7 @@ def drafts_well(command: Printed) -> None:
 CHECKS: dict[str, Callable[[Printed], None]] = {
     r"python -m sglang\.launch_server": parsed_by_sglang,
     r"python -m benchmarks ": experiment_takes_the_options,
+    r"python -m sglang_dflash\.benchmark": benchmark_takes_the_options,
     r"bash ": script_is_valid,
     r"sglang-dflash generate ": drafts_well,
     r"sglang-dflash bench": bench_takes_the_options,

@@ -26,6 +26,7 @@ from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.server import Server
 from sglang_dflash.bench.server_config import demo_config
 from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.core.acceptance_length import VerifySteps
 
 PROMPTS, NEW_TOKENS = 12, 128
 
@@ -97,12 +98,14 @@ def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> di
     }
 
 
-def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float:
-    """Tokens committed per verify step between two reports of the worker."""
-    steps = after["verify_steps"] - before["verify_steps"]
-    committed_after = after["verify_steps"] * after["acceptance_length"]
-    committed_before = before["verify_steps"] * (before["acceptance_length"] or 0)
-    return round((committed_after - committed_before) / max(1, steps), 3)
+def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Acceptance length between two reports of the worker, to three digits; None without a step."""
+    earlier, later = (
+        VerifySteps(report["verify_steps"], report["committed_tokens"])
+        for report in (before, after)
+    )
+    length = (later - earlier).acceptance_length
+    return None if length is None else round(length, 3)
 
 
 def main() -> None:

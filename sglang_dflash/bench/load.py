@@ -13,10 +13,14 @@ import numpy as np
 import requests
 
 from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.core.acceptance_length import VerifySteps, of_answer
 
 TIMEOUT_S = 600
 # A text, or token ids.
 Input = str | list[int]
+# What a row of the report calls the tokens per verify step: core/acceptance_length.py, or vLLM's
+# own count, which includes tokens that a request does not keep.
+OURS, VLLMS = "acceptance_length", "vllm_acceptance_length"
 
 
 class RequestFailed(RuntimeError):
@@ -71,23 +75,18 @@ class Answer:
         return (self.seconds - self.first_token_s) / (self.tokens - 1) if self.tokens > 1 else None
 
 
-class Speculation(NamedTuple):
-    """Verify steps, and the tokens that they committed (bonus tokens included)."""
-
-    steps: int
-    committed: int
-
-
 @dataclass(frozen=True)
 class Pass:
     """All prompts answered once.
 
-    `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer.
+    `answers`: by prompt, then by turn; `seconds`: from the first request to the last answer;
+    `definition`: by which `speculation` was counted, `OURS` or `VLLMS`.
     """
 
     seconds: float
     answers: list[list[Answer]]
-    speculation: Speculation
+    speculation: VerifySteps
+    definition: str = OURS
 
     @property
     def tokens(self) -> int:
@@ -180,9 +179,9 @@ class SGLang:
         """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
         return requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).ok
 
-    def counted(self) -> Speculation:
+    def counted(self) -> VerifySteps:
         # Every answer holds its own count.
-        return Speculation(0, 0)
+        return VerifySteps()
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class OpenAI:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
         return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
 
-    def counted(self) -> Speculation:
+    def counted(self) -> VerifySteps:
         # prometheus_client reads its folder from the environment when it is imported, and servers
         # of tests are forked from processes that have imported this module.
         from prometheus_client.parser import text_string_to_metric_families
@@ -251,7 +250,7 @@ class OpenAI:
                 if name in totals and sample.name == f"vllm:spec_decode_num_{name}_total":
                     # A series per engine.
                     totals[name] += int(sample.value)
-        return Speculation(totals["drafts"], totals["drafts"] + totals["accepted_tokens"])
+        return VerifySteps(totals["drafts"], totals["drafts"] + totals["accepted_tokens"])
 
 
 @dataclass(frozen=True)
@@ -352,11 +351,12 @@ def run(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     seconds = time.perf_counter() - began
-    return Pass(
-        seconds,
-        answers,
-        _speculation([a for turns in answers for a in turns], before, to.counted()),
-    )
+    by_answer = (of_answer(a.verify_steps, a.tokens) for turns in answers for a in turns)
+    ours = sum(by_answer, VerifySteps())
+    if ours.steps:
+        return Pass(seconds, answers, ours)
+    theirs = to.counted() - before
+    return Pass(seconds, answers, theirs, VLLMS if theirs.steps else OURS)
 
 
 def _wait_until(moment: float, running: list[Future[list[Answer]]]) -> None:
@@ -367,11 +367,3 @@ def _wait_until(moment: float, running: list[Future[list[Answer]]]) -> None:
         for future in running:
             if future.done():
                 future.result()
-
-
-def _speculation(answers: list[Answer], before: Speculation, after: Speculation) -> Speculation:
-    counted = [answer for answer in answers if answer.verify_steps]
-    if counted:
-        # An answer's first token comes from its prefill.
-        return Speculation(sum(a.verify_steps for a in counted), sum(a.tokens - 1 for a in counted))
-    return Speculation(after.steps - before.steps, after.committed - before.committed)

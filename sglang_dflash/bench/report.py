@@ -10,8 +10,9 @@ import numpy as np
 from rich.table import Table
 
 from sglang_dflash.bench.gate import Runs, differences
-from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.bench.load import OURS, VLLMS, Answer, Pass
 from sglang_dflash.bench.settings import EmbeddedPair, GivenPair, ResolvedSettings, RunningServers
+from sglang_dflash.core.acceptance_length import VerifySteps
 
 THROUGHPUT = {
     "dataset": "data set",
@@ -52,12 +53,15 @@ def row(passes: list[Pass]) -> dict[str, Any]:
 
     `output_tok_s` is the median over rounds, with the least and the most beside it. Times are of
     all answers, in milliseconds: to the first token, per token after it (a mean per answer),
-    between tokens, and of whole answers.
+    between tokens, and of whole answers. Tokens per verify step that vLLM counted have a key of
+    their own.
     """
     answers = [answer for one in passes for turns in one.answers for answer in turns]
     rates = [one.tokens / one.seconds for one in passes]
     later = [answer.per_token_s for answer in answers if answer.per_token_s is not None]
-    steps, committed = (sum(of) for of in zip(*(one.speculation for one in passes), strict=True))
+    length = sum((one.speculation for one in passes), VerifySteps()).acceptance_length
+    definition = VLLMS if any(one.definition == VLLMS for one in passes) else OURS
+    by_definition = {OURS: None, definition: None if length is None else round(length, 3)}
     return {
         "output_tok_s": round(float(np.median(rates)), 2),
         "output_tok_s_min": round(min(rates), 2),
@@ -66,7 +70,7 @@ def row(passes: list[Pass]) -> dict[str, Any]:
         **percentiles(later, "tpot_ms", 2),
         **percentiles([gap for answer in answers for gap in answer.gaps_s], "itl_ms", 2),
         **percentiles([answer.seconds for answer in answers], "e2e_ms", 1),
-        "acceptance_length": round(committed / steps, 3) if steps else None,
+        **by_definition,
         "answers": len(answers),
         "tokens": sum(one.tokens for one in passes),
         "seconds": round(sum(one.seconds for one in passes), 3),
@@ -270,6 +274,8 @@ def _cells(one: dict[str, Any], columns: dict[str, str], rounds: int) -> list[st
     for name in LATENCIES:
         if one[name] is not None:
             shown[name] = times(one, name)
+    if VLLMS in one:
+        shown["acceptance_length"] = f"{one[VLLMS]} (vLLM's count)"
     return ["-" if shown[name] is None else str(shown[name]) for name in columns]
 
 

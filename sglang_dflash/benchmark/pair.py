@@ -12,7 +12,6 @@ import torch
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.encoding import encode_turn
 from sglang_dflash.benchmark.arguments import Settings
-from sglang_dflash.benchmark.summary import kept_per_step
 from sglang_dflash.core.options import Options
 from sglang_dflash.hf.generate import Loaded
 from sglang_dflash.hf.generation import Choose, Prefill, prefill, sampler, spec_generate
@@ -27,8 +26,8 @@ class Measured:
 
     Attributes:
         tokens: DFlash's answer, the first one by the prefill.
-        committed: tokens of each verify step, what lies beyond the end of the answer included.
-        kept: the same without that.
+        committed: tokens of the answer that each verify step gave.
+        accepted: the same with what the last step accepted beyond its end.
         same: whether plain decoding gives the same answer; None if tokens are sampled.
         plain_s, dflash_s: seconds per token, without the target's prefill.
     """
@@ -38,7 +37,7 @@ class Measured:
     text: str
     tokens: list[int]
     committed: list[int]
-    kept: list[int]
+    accepted: list[int]
     same: bool | None
     plain_s: float
     dflash_s: float
@@ -110,7 +109,7 @@ class Runner:
             pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
             out.tokens,
             out.committed,
-            kept_per_step(out.committed, len(out.tokens)),
+            out.accepted,
             None if self.settings.temperature else tokens == out.tokens,
             plain_s / len(tokens),
             dflash_s / len(out.tokens),

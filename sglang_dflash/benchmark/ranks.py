@@ -18,6 +18,7 @@ from sglang_dflash.benchmark import summary
 from sglang_dflash.benchmark.arguments import Settings
 from sglang_dflash.benchmark.group import Group, joined
 from sglang_dflash.benchmark.pair import Measured, Runner
+from sglang_dflash.core.acceptance_length import VerifySteps
 from sglang_dflash.core.options import Options
 from sglang_dflash.hf.arguments import GenerateArgs
 from sglang_dflash.hf.generate import load
@@ -92,8 +93,8 @@ def figures(
     """The figures of all answers, by name."""
     plain, dflash = ([getattr(one, at) for one in measured] for at in ("plain_s", "dflash_s"))
     speedups = [a / b for a, b in zip(plain, dflash, strict=True)]
-    kept = [count for one in measured for count in one.kept]
-    means = [float(np.mean(one.committed)) for one in measured if one.committed]
+    kept = [count for one in measured for count in one.committed]
+    means = [float(np.mean(one.accepted)) for one in measured if one.accepted]
     same = [one.same for one in measured if one.same is not None]
     return {
         "backend": settings.backend,
@@ -107,7 +108,7 @@ def figures(
         "dflash_tok_s": 1 / float(np.mean(dflash)),
         "speedup": float(np.mean(plain) / np.mean(dflash)),
         "speedup_range": [min(speedups), max(speedups)],
-        "acceptance_length": summary.acceptance_length(sum(kept), len(kept)),
+        "acceptance_length": VerifySteps(len(kept), sum(kept)).acceptance_length,
         "average_acceptance_length": float(np.mean(means)) if means else None,
         "acceptance_length_histogram": summary.histogram(kept, block_size),
         "verify_steps": len(kept),

@@ -14,6 +14,8 @@ from sglang_dflash.bench.compare import WARM_UP_TOKENS
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.encoding import Encode, encoder
 from sglang_dflash.bench.load import (
+    OURS,
+    VLLMS,
     Answer,
     Endpoint,
     OpenAI,
@@ -125,11 +127,7 @@ def _encode(settings: Settings) -> Encode:
 def figures(settings: Settings, count: int, concurrency: int, done: Pass) -> dict[str, Any]:
     """The figures of a pass, by name. Times of single tokens and answers are in ms."""
     answers = [answer for turns in done.answers for answer in turns]
-    steps, committed = done.speculation
-    # Of answers that count their own verify steps the tokens are exact; a server's counters include
-    # what lies beyond the end of an answer.
-    counted = any(one.verify_steps for one in answers)
-    length = summary.acceptance_length(committed, steps)
+    length = done.speculation.acceptance_length
     own = [one.tokens / one.verify_steps for one in answers if one.verify_steps]
     counts = _added([one.correct_drafts for one in answers])
     row = report.row([done])
@@ -142,10 +140,10 @@ def figures(settings: Settings, count: int, concurrency: int, done: Pass) -> dic
         "latency_s": done.seconds,
         "output_tokens": done.tokens,
         "output_tok_s": done.tokens / done.seconds,
-        "acceptance_length": length if counted else None,
-        "counters_acceptance_length": None if counted else length,
+        "acceptance_length": length if done.definition == OURS else None,
+        VLLMS: length if done.definition == VLLMS else None,
         "spec_accept_length": float(np.mean(own)) if own else None,
-        "verify_steps": steps,
+        "verify_steps": done.speculation.steps,
         # A step that agrees with i drafted tokens commits i + 1.
         "acceptance_length_histogram": [0.0, *summary.shares(counts)] if counts else None,
         **{
@@ -179,9 +177,9 @@ def lines(result: dict[str, Any]) -> list[str]:
     ]
     if result["acceptance_length"] is not None:
         shown.append(f"Accept length:    {result['acceptance_length']:.3f}")
-    if result["counters_acceptance_length"] is not None:
+    if result[VLLMS] is not None:
         shown.append(
-            f"Accept length:    {result['counters_acceptance_length']:.3f} (vLLM's counters: "
+            f"Accept length:    {result[VLLMS]:.3f} (vLLM's counters: "
             "tokens beyond the end of an answer are counted)"
         )
     if result["spec_accept_length"] is not None:

@@ -1,33 +1,10 @@
-"""What the published benchmark prints, and the acceptance length behind it.
-
-Acceptance length: tokens kept from verify steps, divided by those steps. An answer's first token is
-its prefill's, and what a last step drafts beyond the end of an answer is not kept.
-"""
+"""What the published benchmark prints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 RULE = "=" * 50
-
-
-def kept_per_step(committed: Sequence[int], tokens: int) -> list[int]:
-    """Tokens that each verify step of an answer added to it.
-
-    Args:
-        committed: tokens that each step committed, beyond the end of the answer too.
-        tokens: the answer's tokens, its prefill's included.
-    """
-    kept, left = [], tokens - 1
-    for count in committed:
-        kept.append(min(count, left))
-        left -= kept[-1]
-    return kept
-
-
-def acceptance_length(kept: int, steps: int) -> float | None:
-    """None without a verify step."""
-    return kept / steps if steps else None
 
 
 def histogram(kept: Iterable[int], block_size: int) -> list[float]:

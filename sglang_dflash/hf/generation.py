@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.acceptance import accept, sample, target_probabilities
+from sglang_dflash.core.acceptance_length import VerifySteps
 from sglang_dflash.core.attention.backend import make_attention
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
@@ -29,16 +30,18 @@ class Generation:
 
     Attributes:
         tokens: generated token ids, without the prompt.
-        committed: tokens that each verify step committed, the bonus token included.
+        committed: tokens of the text that each verify step gave, the bonus token included.
+        accepted: the same with what the last step accepted beyond the end of the text.
     """
 
     tokens: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
-        """Mean of `committed`; 0.0 without a verify step."""
-        return sum(self.committed) / max(1, len(self.committed))
+        """See `core.acceptance_length`; 0.0 without a verify step."""
+        return VerifySteps(len(self.committed), sum(self.committed)).acceptance_length or 0.0
 
 
 def sampler(
@@ -156,9 +159,10 @@ def spec_generate(
             drafter.absorb(hidden()[:count], span, span)
             length, bonus = length + count, accepted.bonus
             target_cache.keep(count, resolved.block_size)
-            result.committed.append(count)
-            new = accepted.tokens[0, :count].tolist()
+            before, new = len(result.tokens), accepted.tokens[0, :count].tolist()
             done = _extend(result, new, stop_token_ids, max_new_tokens, on_tokens)
+            result.committed.append(len(result.tokens) - before)
+            result.accepted.append(count)
     target_cache.reset(prompt_length)
     return result
 

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.serving.target_tokens import depends_on_history
+
+
+class RequestStep(NamedTuple):
+    """What one request got from one decode step. See `core.acceptance_length`.
+
+    Attributes:
+        drafts: drafted tokens of the request that the step verified; 0 if it takes one token per
+            step.
+        accepted: drafts that the request keeps.
+        tokens: all tokens that it keeps, the bonus token included.
+    """
+
+    drafts: int
+    accepted: int
+    tokens: int
 
 
 class PrometheusCounters:
@@ -16,26 +34,33 @@ class PrometheusCounters:
         # Imported late: SGLang first sets the directory in which its processes share metrics.
         from prometheus_client import Counter
 
-        def counter(name: str, what: str, *more: str) -> Any:
-            return Counter(f"sglang_dflash_{name}", what, [*labels, *more])
+        def counter(name: str, what: str) -> Any:
+            return Counter(f"sglang_dflash_{name}", what, [*labels]).labels(**labels)
 
-        steps = counter("verify_steps", "Verify steps, one per request and forward.")
-        tokens = counter(
-            "committed_tokens", "Tokens that verify steps committed, bonus tokens included."
+        self._steps = counter("verify_steps", "Verify steps, one per live request and forward.")
+        self._tokens = counter(
+            "committed_tokens", "Tokens kept from verify steps, bonus tokens included."
         )
-        accepted = counter(
-            "accepted_drafts",
-            "Verify steps in which the drafted token at this position was accepted.",
-            "position",
+        self._undrafted_steps = counter(
+            "undrafted_steps", "Decode steps of live requests without drafts."
         )
-        self._steps, self._tokens = steps.labels(**labels), tokens.labels(**labels)
+        self._undrafted_tokens = counter("undrafted_tokens", "Tokens kept from undrafted steps.")
+        accepted = Counter(
+            "sglang_dflash_accepted_drafts",
+            "Verify steps in which the drafted token at this position was accepted and kept.",
+            [*labels, "position"],
+        )
         self._accepted = [accepted.labels(**labels, position=i) for i in range(1, block_size)]
 
-    def add(self, accepted_drafts: list[int]) -> None:
-        self._steps.inc(len(accepted_drafts))
-        self._tokens.inc(len(accepted_drafts) + sum(accepted_drafts))
-        for position in range(max(accepted_drafts, default=0)):
-            self._accepted[position].inc(sum(n > position for n in accepted_drafts))
+    def add(self, steps: Sequence[RequestStep]) -> None:
+        drafted = [step for step in steps if step.drafts]
+        undrafted = [step for step in steps if not step.drafts]
+        self._steps.inc(len(drafted))
+        self._tokens.inc(sum(step.tokens for step in drafted))
+        self._undrafted_steps.inc(len(undrafted))
+        self._undrafted_tokens.inc(sum(step.tokens for step in undrafted))
+        for position in range(max((step.accepted for step in drafted), default=0)):
+            self._accepted[position].inc(sum(step.accepted > position for step in drafted))
 
 
 def prometheus_counters(
@@ -46,36 +71,78 @@ def prometheus_counters(
 
 
 @dataclass
+class DraftCounts:
+    """Steps that verified the same number of drafts.
+
+    `accepted[i]`: steps that accepted, and kept, the draft at position i + 1.
+    """
+
+    total: VerifySteps
+    accepted: list[int]
+
+
+@dataclass
 class AcceptanceCounts:
-    """Drafted tokens that verify steps accepted, counted on the host from what the scheduler reads
-    anyway."""
+    """Steps and tokens of live requests, by the number of drafts that a step verified."""
 
     block_size: int
     prometheus: PrometheusCounters | None = None
-    by_length: list[int] = field(default_factory=list)
+    by_drafts: dict[int, DraftCounts] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.by_length = [0] * self.block_size
-
-    def add(self, accepted_drafts: list[int]) -> None:
-        for n in accepted_drafts:
-            self.by_length[n] += 1
+    def add(self, steps: Sequence[RequestStep]) -> None:
+        for step in steps:
+            counts = self.by_drafts.setdefault(
+                step.drafts, DraftCounts(VerifySteps(), [0] * step.drafts)
+            )
+            counts.total += VerifySteps(1, step.tokens)
+            for position in range(step.accepted):
+                counts.accepted[position] += 1
         if self.prometheus is not None:
-            self.prometheus.add(accepted_drafts)
+            self.prometheus.add(steps)
 
     def report(self) -> dict[str, Any]:
-        """Steps, acceptance length (mean tokens committed per step, bonus token included), and the
-        share of steps that accepted the drafted token, by position."""
-        steps = sum(self.by_length)
-        if not steps:
-            return {"verify_steps": 0, "acceptance_length": None, "acceptance_by_position": []}
-        committed = sum((n + 1) * count for n, count in enumerate(self.by_length))
-        by_position = [sum(self.by_length[n:]) / steps for n in range(1, self.block_size)]
+        """Totals since the start, as integers, and the ratios that follow from them."""
+        drafted = [(n, counts) for n, counts in self.by_drafts.items() if n]
+        total = sum((counts.total for _, counts in drafted), VerifySteps())
+        undrafted = self.by_drafts[0].total if 0 in self.by_drafts else VerifySteps()
+        length, accepted, shares = total.acceptance_length, [], []
+        for position in range(self.block_size - 1 if drafted else 0):
+            reached = [counts for n, counts in drafted if n > position]
+            accepted.append(sum(counts.accepted[position] for counts in reached))
+            tried = sum(counts.total.steps for counts in reached)
+            shares.append(round(accepted[-1] / tried, 4) if tried else None)
         return {
-            "verify_steps": steps,
-            "acceptance_length": round(committed / steps, 4),
-            "acceptance_by_position": [round(share, 4) for share in by_position],
+            "verify_steps": total.steps,
+            "committed_tokens": total.tokens,
+            "acceptance_length": None if length is None else round(length, 4),
+            "accepted_drafts": accepted,
+            "acceptance_by_position": shares,
+            "undrafted_steps": undrafted.steps,
+            "undrafted_tokens": undrafted.tokens,
         }
+
+
+def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) -> None:
+    """Around the scheduler's processing of a decode result: count what each live request got of it.
+
+    SGLang itself skips requests that have finished or were retracted meanwhile, counts a step for
+    the others (`spec_verify_ct`, which an answer's meta_info shows), and finds out how many of the
+    accepted tokens they keep.
+    """
+    counts = getattr(processor.model_worker, "counts", None)
+    if not isinstance(counts, AcceptanceCounts):
+        original(processor, batch, result)
+        return
+    before = [(r.spec_verify_ct, r.spec_num_correct_drafts, len(r.output_ids)) for r in batch.reqs]
+    original(processor, batch, result)
+    steps = []
+    for request, (step_count, correct, length) in zip(batch.reqs, before, strict=True):
+        if request.spec_verify_ct > step_count:
+            drafts = 0 if depends_on_history(request) else result.speculative_num_draft_tokens - 1
+            tokens = len(request.output_ids_through_stop) - length
+            accepted = min(request.spec_num_correct_drafts - correct, tokens, drafts)
+            steps.append(RequestStep(drafts, accepted, tokens))
+    counts.add(steps)
 
 
 class PhaseTimes:

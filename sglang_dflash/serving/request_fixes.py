@@ -1,8 +1,11 @@
-"""Request features that SGLang's DFLASH gets wrong or silently leaves out: fixed, or refused."""
+"""Request features that SGLang gets wrong or silently leaves out: fixed, refused, or warned of."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
@@ -24,3 +27,34 @@ def without_last_token(kept: bool, sessions: Any, request: Any) -> bool:
         computed = len(request.origin_input_ids) + max(len(request.output_ids) - 1, 0)
         kv.kv_committed_len = min(kv.kv_committed_len, computed)
     return kept
+
+
+class IgnoredSeeds:
+    """Warns once, at the first sampled request whose seed SGLang drops.
+
+    SGLang hands seeds to its sampler only under --enable-deterministic-inference
+    (`SamplingBatchInfo.from_schedule_batch`), with and without speculation.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def warn_once(self, batch: Any) -> None:
+        """`batch`: a ScheduleBatch of new requests."""
+        info = batch.sampling_info
+        if self._warned or info is None or info.sampling_seed is not None:
+            return
+        for request in batch.reqs:
+            seed, is_greedy = (
+                request.sampling_params.sampling_seed,
+                request.sampling_params.top_k == 1,
+            )
+            if seed is not None and not is_greedy:
+                self._warned = True
+                logger.warning(
+                    "DFLASH: a request has the seed %d, which SGLang ignores: its samples cannot "
+                    "be repeated, and are not those of a run without speculation. Start the server "
+                    "with --enable-deterministic-inference. Further requests get no warning.",
+                    seed,
+                )
+                return

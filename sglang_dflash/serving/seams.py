@@ -78,6 +78,14 @@ SEAMS = (
         reason="/server_info shows nothing of an out-of-tree worker.",
         proof="tests/serving/test_seams.py::test_server_info_shows_no_worker_without_the_row",
     ),
+    Seam(
+        target=_SRT + "managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor.process_batch_result_decode",
+        kind=Kind.AROUND,
+        ours=_OURS + "metrics:count_kept_tokens",
+        reason="The worker does not learn which steps and tokens of its result a request keeps.",
+        proof=_ENGINE + "test_counts.py::test_all_accounts_of_the_acceptance_agree",
+    ),
 )
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.

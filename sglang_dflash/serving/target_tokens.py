@@ -80,11 +80,12 @@ class TargetTokens:
                 "min_new_tokens or a custom logit processor commit one token per step: their "
                 "logits depend on each token before."
             )
-        mask = [_depends_on_history(request) for request in batch.reqs]
+        mask = [depends_on_history(request) for request in batch.reqs]
         return torch.tensor(mask, device=batch.seq_lens.device)
 
 
-def _depends_on_history(request: Any) -> bool:
+def depends_on_history(request: Any) -> bool:
+    """Whether the request's logits depend on every token before: it takes one token per step."""
     p = request.sampling_params
     penalties = (
         p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens

@@ -40,6 +40,7 @@ from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
+from sglang_dflash.serving.request_fixes import IgnoredSeeds
 from sglang_dflash.serving.target_tokens import TargetTokens
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class DFlashWorker(BaseSpecWorker):
         self._kv_dtype = target_model.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48
         self.counts, self.times = self._counters(), PhaseTimes()
+        self._ignored_seeds = IgnoredSeeds()
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
         memory.hand_plan_to_sizing(runner, self._memory_plan())
         self._warn_about_long_contexts(runner.model_config.context_len)
@@ -159,11 +161,6 @@ class DFlashWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
-
-    def on_verify_complete_cpu(
-        self, num_correct_drafts_per_req: list[int], batch_size: int = 0
-    ) -> None:
-        self.counts.add(num_correct_drafts_per_req)
 
     def describe(self) -> dict[str, Any]:
         """The set-up, as the log and /server_info show it."""
@@ -298,6 +295,7 @@ class DFlashWorker(BaseSpecWorker):
             # Decoding requests take part: the target samples their next token under grammars that
             # must have seen their last ones.
             barrier()
+        self._ignored_seeds.warn_once(batch)
         recomputed = self._lost_of_prefix(batch)
         with recompute_cached_tail(batch, recomputed):
             result = self.target_worker.forward_batch_generation(

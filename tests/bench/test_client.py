@@ -9,7 +9,7 @@ import pytest
 
 from sglang_dflash.bench import load
 from sglang_dflash.bench.datasets import Prompt
-from sglang_dflash.bench.load import Speculation
+from sglang_dflash.core.acceptance_length import VerifySteps
 from tests.bench.fake_server import FakeServer, echo
 
 
@@ -50,7 +50,10 @@ def test_both_ways_of_streaming_tell_the_same(incremental: bool) -> None:
 def test_a_pass_runs_so_many_at_a_time_and_counts_speculation() -> None:
     log: list[Any] = []
     prompts = [Prompt((f"p {i}",), False) for i in range(6)]
-    for sglang, expected in ((True, Speculation(6, 12)), (False, Speculation(6, 18))):
+    for sglang, expected, definition in (
+        (True, VerifySteps(6, 12), load.OURS),
+        (False, VerifySteps(6, 18), load.VLLMS),
+    ):
         with FakeServer("a", echo, log, sglang=sglang, delay_s=0.2) as server:
             began = time.perf_counter()
             to = load.endpoint(server.base[2:])
@@ -60,7 +63,8 @@ def test_a_pass_runs_so_many_at_a_time_and_counts_speculation() -> None:
             # Two waves of three.
             assert 0.4 <= done.seconds <= time.perf_counter() - began < 1.1
         assert [turns[0].text for turns in done.answers] == [f"p {i} end" for i in range(6)]
-        assert done.speculation == expected and done.tokens == 18
+        assert done.speculation == expected and done.definition == definition
+        assert done.tokens == 18
 
 
 def test_tokens_that_come_together_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from sglang_dflash.bench import picture, report
 from sglang_dflash.bench.gate import Runs, differences
-from sglang_dflash.bench.load import Answer, Pass, Speculation
+from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.bench.settings import Settings
+from sglang_dflash.core.acceptance_length import VerifySteps
 
 HARDWARE = {
     "date": "2026-01-02",
@@ -64,7 +65,7 @@ def test_equal_arms_are_rarely_told_apart() -> None:
 
 
 def made_up(texts: list[str], seconds: float = 2.0) -> Pass:
-    return Pass(seconds, [[answer(text=text)] for text in texts], Speculation(4, 10))
+    return Pass(seconds, [[answer(text=text)] for text in texts], VerifySteps(4, 10))
 
 
 def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
@@ -75,9 +76,9 @@ def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
                 [answer(5, 0.1, 0.5, gaps=tuple(i / 1000 for i in range(101)))],
                 [answer(9, 0.3, 0.7)],
             ],
-            Speculation(3, 12),
+            VerifySteps(3, 12),
         ),
-        Pass(3.0, [[answer(1, 0.2, 0.2)], [answer(5, 0.4, 1.2)]], Speculation(1, 2)),
+        Pass(3.0, [[answer(1, 0.2, 0.2)], [answer(5, 0.4, 1.2)]], VerifySteps(1, 2)),
     ]
     row = report.row(passes)
     assert row["tokens"] == 20 and row["seconds"] == 5.0 and row["answers"] == 4
@@ -90,7 +91,7 @@ def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
     assert row["e2e_ms"] == 600 and row["e2e_ms_p99"] == 1185
     # 0 to 100 ms between tokens.
     assert (row["itl_ms"], row["itl_ms_p95"], row["itl_ms_p99"]) == (50, 95, 99)
-    plain = report.row([Pass(1.0, [[answer(1, 0.1, 0.1)]], Speculation(0, 0))])
+    plain = report.row([Pass(1.0, [[answer(1, 0.1, 0.1)]], VerifySteps(0, 0))])
     assert plain["acceptance_length"] is None and plain["tpot_ms"] is None
 
 
@@ -149,7 +150,7 @@ def test_a_rounded_dtype_says_on_its_first_line_how_many_outputs_differ() -> Non
 
 def test_differences_name_prompt_arm_and_place() -> None:
     def of(*ids: tuple[int, ...]) -> Pass:
-        return Pass(1.0, [[answer(ids=one)] for one in ids], Speculation(0, 0))
+        return Pass(1.0, [[answer(ids=one)] for one in ids], VerifySteps(0, 0))
 
     same = of((1, 2, 3), (4, 5))
     runs: Runs = {
@@ -172,7 +173,7 @@ def test_differences_name_prompt_arm_and_place() -> None:
     mixed: Runs = {
         ("demo", 1): {
             "ar": [of((1, 2))],
-            "b": [Pass(1.0, [[answer(text="ab")]], Speculation(0, 0))],
+            "b": [Pass(1.0, [[answer(text="ab")]], VerifySteps(0, 0))],
         }
     }
     assert [(d.position, d.unit) for d in differences(mixed, "ar")] == [(1, "character")]

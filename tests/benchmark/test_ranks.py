@@ -24,20 +24,18 @@ ASKED = [
 ]
 
 
-def test_kept_tokens_are_those_of_the_answer() -> None:
-    # The first token is the prefill's; the last step drafted beyond the end.
-    assert summary.kept_per_step([3, 4, 4], 9) == [3, 4, 1]
-    assert summary.kept_per_step([3, 4], 8) == [3, 4] and summary.kept_per_step([], 1) == []
+def test_the_histogram_is_of_kept_tokens() -> None:
     assert summary.histogram([3, 4, 1, 4], 4) == [0, 0.25, 0, 0.25, 0.5]
 
 
 def test_figures_are_exact_counts() -> None:
-    def one(tokens: int, committed: list[int], plain_s: float, dflash_s: float) -> Measured:
-        kept = summary.kept_per_step(committed, tokens)
-        return Measured(0, 0, "", [7] * tokens, committed, kept, True, plain_s, dflash_s)
+    def one(kept: list[int], accepted: list[int], plain_s: float, dflash_s: float) -> Measured:
+        # The first token is the prefill's; the last step may have accepted more than was kept.
+        tokens = [7] * (1 + sum(kept))
+        return Measured(0, 0, "", tokens, kept, accepted, True, plain_s, dflash_s)
 
     settings = Settings("transformers", "T", "demo", draft_model="D")
-    measured = [one(9, [3, 4, 4], 0.2, 0.1), one(3, [2], 0.4, 0.1)]
+    measured = [one([3, 4, 1], [3, 4, 4], 0.2, 0.1), one([2], [2], 0.4, 0.1)]
     found = ranks.figures(settings, 2, 4, measured)
     # 8 and 2 tokens in 3 and 1 steps; z-lab: the mean of 11 / 3 and 2.
     assert found["acceptance_length"] == 10 / 4

@@ -79,7 +79,11 @@ DFLASH_FLAGS: dict[str, Any] = {
 }
 DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
 BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
-PAGES = DFLASH.having(page_size=16, chunked_prefill_size=256)
+READS_METRICS = "prometheus_client reads its folder"
+PAGES = replace(
+    DFLASH.having(page_size=16, chunked_prefill_size=256, enable_metrics=True),
+    read_on_import=READS_METRICS,
+)
 PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
@@ -101,7 +105,7 @@ TIGHT = replace(
         **WINDOW,
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25"),
-    read_on_import="SGLang reads SGLANG_TEST_RETRACT, and prometheus_client its folder",
+    read_on_import=f"SGLang reads SGLANG_TEST_RETRACT, and {READS_METRICS}",
 )
 # Neither checkpoint has weights.
 SIMULATED = (

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import requests
-from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
@@ -98,31 +97,3 @@ def test_repeatedly_retracted_requests(answers: Any, server: Server) -> None:
     workload.assert_same_outputs(got, answers(PLAIN, workload.run))
     assert sum(a["meta_info"]["num_retractions"] for kind in got.values() for a in kind) > 0
     assert server.dflash()["draft_kv_slots"] == 150
-
-
-@pytest.mark.server(TIGHT)
-def test_prometheus_series_are_the_workers_counts(server: Server) -> None:
-    server.generate("def f(", temperature=0, max_new_tokens=40, ignore_eos=True)
-    report, series = server.dflash(), requests.get(f"{server.url}/metrics", timeout=60).text
-    steps, tokens = (
-        total(series, f"sglang_dflash_{name}_total")
-        for name in ("verify_steps", "committed_tokens")
-    )
-    assert steps == report["verify_steps"] > 5
-    assert round(tokens / steps, 4) == report["acceptance_length"]
-    for position, accepted in enumerate(report["acceptance_by_position"], 1):
-        drafts = total(series, "sglang_dflash_accepted_drafts_total", position=position)
-        assert round(drafts / steps, 4) == accepted
-
-
-def total(series: str, name: str, **labels: int) -> float:
-    """The value of the one sample with that name and those labels."""
-    found = [
-        sample.value
-        for family in text_string_to_metric_families(series)
-        for sample in family.samples
-        if sample.name == name
-        and all(sample.labels.get(label) == str(value) for label, value in labels.items())
-    ]
-    assert len(found) == 1, (name, labels, found)
-    return found[0]

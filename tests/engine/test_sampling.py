@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from openai import OpenAI
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -53,6 +54,30 @@ def test_seeded_samples_are_plain_decodings_tokens(answers: Any) -> None:
     workload.assert_same_outputs({"seeded": ours}, {"seeded": plain})
     assert workload.acceptance_length(ours) > 1.3
     assert len({tuple(a["output_ids"]) for a in ours}) == len(ours)
+
+
+@pytest.mark.server(SEEDED)
+def test_a_seed_that_is_used_is_not_warned_of(answers: Any, server: Server) -> None:
+    answers(SEEDED, seeded)
+    assert warnings_of(server) == []
+
+
+@pytest.mark.server(DFLASH)
+def test_an_ignored_seed_is_warned_of_once(server: Server) -> None:
+    """SGLang drops seeds without --enable-deterministic-inference, with or without speculation."""
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="EMPTY")
+    for seed in (4711, 4712):
+        client.completions.create(
+            model="default", prompt="import os\n", max_tokens=4, temperature=1.0, seed=seed
+        )
+        server.generate("import os\n", temperature=1.0, max_new_tokens=4, sampling_seed=seed)
+    (warning,) = warnings_of(server)
+    assert "seed 4711" in warning and "--enable-deterministic-inference" in warning
+
+
+def warnings_of(server: Server) -> list[str]:
+    lines = server.log.read_text().splitlines()
+    return [line for line in lines if "DFLASH: a request has the seed" in line]
 
 
 LAWS = [

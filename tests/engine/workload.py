@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_dflash.bench.server import Server
 from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.core.acceptance_length import VerifySteps, of_answer
 
 NEW_TOKENS = 40
 # Requests whose logits depend on every token before, and one that does not.
@@ -86,6 +87,16 @@ def assert_same_outputs(
 
 
 def acceptance_length(answers: list[dict[str, Any]]) -> float:
-    """Tokens per verify step over answers: all but each first token, which prefill gives."""
-    tokens = sum(a["meta_info"]["completion_tokens"] - 1 for a in answers)
-    return tokens / sum(a["meta_info"]["spec_verify_ct"] for a in answers)
+    """See `core.acceptance_length`."""
+    length = counted(answers).acceptance_length
+    assert length is not None, "no answer took a verify step"
+    return length
+
+
+def counted(answers: list[dict[str, Any]]) -> VerifySteps:
+    """Verify steps and the tokens kept from them, by the answers."""
+    infos = (answer["meta_info"] for answer in answers)
+    return sum(
+        (of_answer(i.get("spec_verify_ct", 0), i["completion_tokens"]) for i in infos),
+        VerifySteps(),
+    )

@@ -71,8 +71,8 @@ def test_greedy_output_is_that_of_generate(
             draft, target, ids, NEW_TOKENS, options=options, on_tokens=streamed.extend
         )
         assert out.tokens == expected == streamed
-        # The first token comes from the prefill.
-        assert sum(out.committed) >= NEW_TOKENS - 1
+        # The first token comes from the prefill; what a last step has too much is not counted.
+        assert sum(out.committed) == NEW_TOKENS - 1
 
 
 def greedy(target: Any, ids: torch.Tensor) -> list[int]:
@@ -181,7 +181,8 @@ def test_recurrent_targets(moe: bool, tmp_path: Path, monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setattr(Drafter, "propose", informed(ids[0].tolist() + expected))
             out = spec_generate(draft, target, start, NEW_TOKENS)
-        assert out.tokens == expected and set(out.committed) == {1, 8, 4, 6}
+        # The limit may cut the last step.
+        assert out.tokens == expected and set(out.committed[:-1]) == {1, 8, 4, 6}
 
 
 def informed(text: list[int]) -> Any:
