@@ -28,28 +28,25 @@ has been run here with its published weights.
 - *hybrid*: the target has recurrent layers (Gated DeltaNet), which follow an accepted prefix by
   replay.
 - *served by*: the worker that a server chooses for that draft config. Server settings can change
-  the choice, see the limits in the [README](../README.md). If the facts leave it open, the cell
+  the choice, see the [limits](limits.md). If the facts leave it open, the cell
   names the fields that were not seen; `sglang-dflash inspect TARGET DRAFT` on the checkpoint
   itself answers it.
 - Some drafts were published twice. A name with `@` is our name for the earlier revision.
 
 """
 COLUMNS = ("target", "hybrid", "draft", "block", "draft layers", "mask token", "served by", "facts")
-README_COLUMNS = ("target", "hybrid", "draft", "block", "draft layers", "served by")
 
 
 def page() -> str:
     """The text of docs/models.md."""
     announced = ", ".join(collection().announced)
-    return f"{HEAD}{table(COLUMNS)}\n\nAnnounced, and not seen: {announced}.\n"
+    return f"{HEAD}{table()}\n\nAnnounced, and not seen: {announced}.\n"
 
 
-def table(columns: tuple[str, ...]) -> str:
-    """A row per published draft with some of `COLUMNS`. README.md has `README_COLUMNS`."""
+def table() -> str:
+    """A row per published draft."""
     rows = [row for pair in collection().pairs for row in _rows(pair)]
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-    picked = [COLUMNS.index(column) for column in columns]
-    return "\n".join(_line([line[i] for i in picked]) for line in lines)
+    return "\n".join(map(_line, (COLUMNS, ("---",) * len(COLUMNS), *rows)))
 
 
 def _rows(pair: Pair) -> Iterator[tuple[str, ...]]:

@@ -131,4 +131,5 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         from huggingface_hub.utils._http import default_client_factory
 
         huggingface_hub.set_client_factory(default_client_factory)
-    assert len(asked) == 1 and not slept
+    # huggingface_hub also asks for a list of its own, once per process.
+    assert len([url for url in asked if "no/such" in str(url)]) == 1 and not slept

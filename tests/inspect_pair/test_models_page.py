@@ -11,7 +11,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import UnsupportedDraft
 from sglang_dflash.checkpoint.published import Pair, collection, shipped
 from sglang_dflash.checkpoint.target_config import TargetGeometry
-from tools.models_page import COLUMNS, README_COLUMNS, page, table
+from tools.models_page import COLUMNS, page
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = [
@@ -92,7 +92,3 @@ def test_hybrid_agrees_with_transformers_and_the_geometry(pair: Pair) -> None:
 def test_the_page_links_to_what_exists() -> None:
     for link in re.findall(r"\]\(([^)]+)\)", (DOCS / "models.md").read_text()):
         assert (DOCS / link).exists(), link
-
-
-def test_the_readme_has_the_table() -> None:
-    assert table(README_COLUMNS) in (DOCS.parent / "README.md").read_text()
