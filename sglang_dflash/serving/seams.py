@@ -78,6 +78,20 @@ SEAMS = (
         reason="/server_info shows nothing of an out-of-tree worker.",
         proof="tests/serving/test_seams.py::test_server_info_shows_no_worker_without_the_row",
     ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        kind=Kind.BEFORE,
+        ours=_OURS + "request_guard:check_shape",
+        reason="Lists that do not match a batch are an HTTP 500, or end the scheduler.",
+        proof="tests/serving/test_request_guard.py::test_shapes_are_no_value_errors_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        kind=Kind.AROUND,
+        ours=_OURS + "request_guard:check_and_create",
+        reason="A request with a value that the scheduler cannot take ends the server.",
+        proof=_ENGINE + "test_request_guard.py::test_the_server_ends_without_the_guard",
+    ),
 )
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.
