@@ -53,11 +53,13 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
     return {name: opened.get_tensor(stored) for name, stored, opened in _each_tensor(folder)}
 
 
-def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
+def _each_tensor(
+    folder: str | Path, what: str = "draft checkpoint"
+) -> Iterator[tuple[str, str, Any]]:
     """Name, stored name and open file of every tensor. Some exports prefix names with `model.`."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"draft checkpoint: no .safetensors file in {str(folder)!r}")
+        raise ConfigError(f"{what}: no .safetensors file in {str(folder)!r}")
     seen: set[str] = set()
     for file in files:
         try:
@@ -66,22 +68,25 @@ def _each_tensor(folder: str | Path) -> Iterator[tuple[str, str, Any]]:
                     name = stored.removeprefix("model.")
                     if name in seen:
                         raise ConfigError(
-                            f"draft checkpoint: tensor {name!r} is in two files, "
-                            f"the second is {file.name!r}"
+                            f"{what}: tensor {name!r} is in two files, the second is {file.name!r}"
                         )
                     seen.add(name)
                     yield name, stored, opened
         except SafetensorError as error:
             raise ConfigError(
-                f"draft checkpoint: {str(file)!r} is truncated or damaged ({error}); "
-                "download it again"
+                f"{what}: {str(file)!r} is truncated or damaged ({error}); download it again"
             ) from error
 
 
-def tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor, from the headers. Raises ConfigError as `read_tensors`."""
+def tensor_shapes(folder: str | Path, what: str = "draft checkpoint") -> dict[str, list[int]]:
+    """Name and shape of every tensor, from the headers. `what` begins every message.
+
+    Raises:
+        ConfigError: as `read_tensors`.
+    """
     return {
-        name: opened.get_slice(stored).get_shape() for name, stored, opened in _each_tensor(folder)
+        name: opened.get_slice(stored).get_shape()
+        for name, stored, opened in _each_tensor(folder, what)
     }
 
 

@@ -63,7 +63,9 @@ ENDS: dict[str, Row] = {
     ),
     "top_k of choices": sampling(("top_k", str(HUGE), INT32), top_k=HUGE, n=2),
     "top logprobs": logprobs((*TOP, "100000"), top_logprobs_num=100000),
-    "top logprobs, a list": logprobs(("top_logprobs_num", "[1]", "one value"), top_logprobs_num=[1]),
+    "top logprobs, a list": logprobs(
+        ("top_logprobs_num", "[1]", "one value"), top_logprobs_num=[1]
+    ),
     "logprob start": logprobs(("logprob_start_len", "-5", "or -1"), logprob_start_len=-5),
     "logprob start -2": logprobs(("logprob_start_len", "-2", "or -1"), logprob_start_len=-2),
     "logprob start, a list": logprobs(
@@ -131,7 +133,9 @@ REFUSED_BY_SGLANG: dict[str, Row] = {
     "no token ids": native(("input_ids", "empty"), input_ids=[]),
     "text as token": native(("input_ids", "int"), input_ids=[1, "a"]),
     "fraction as token": native(("input_ids", "int"), input_ids=[1.5]),
-    "logprobs of a token": logprobs(("token_ids_logprob", "5000", "1024"), token_ids_logprob=[5000]),
+    "logprobs of a token": logprobs(
+        ("token_ids_logprob", "5000", "1024"), token_ids_logprob=[5000]
+    ),
     "bias of a token": sampling(("logit_bias", "5000", "1023"), logit_bias={"5000": 1}),
     "min above max": sampling(("min_new_tokens", "5"), min_new_tokens=5),
     "adapter": native(("LoRA adapter 'nope'",), lora_path="nope"),
