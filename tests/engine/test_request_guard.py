@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ import requests
 from sglang_dflash.bench.server import Server
 from tests.engine import client, workload
 from tests.engine.bad_requests import ENDS, FAILS, REFUSED, Row
-from tests.engine.nursery import ForkedServer
-from tests.engine.servers import DFLASH, PLAIN, ServerConfig
+from tests.engine.engine_calls import CALLS
+from tests.engine.nursery import Forked, ForkedServer
+from tests.engine.servers import DFLASH, PAIR, PLAIN, ServerConfig
 from tests.engine.session import ServerSession
 
 OFF = DFLASH.named("guard-off").having(speculative_dflash_request_guard="off")
@@ -31,7 +34,7 @@ def pools(server: Server) -> dict[str, Any]:
     state = server.info()["internal_states"][0]
     return {
         "memory": state["memory_usage"],
-        "draft": state.get("dflash", {}).get("draft_kv_live"),
+        "draft": state.get("dflash", {}).get("draft_kv_live_share"),
         "load": requests.get(f"{server.url}/v1/loads?include=all", timeout=30).json()["loads"],
     }
 
@@ -125,3 +128,41 @@ def test_the_server_ends_without_the_guard(
         while server.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
         assert server.process.poll() not in (None, 0)
+
+
+ENGINE = {
+    "model_path": str(PAIR.target),
+    "speculative_algorithm": "DFLASH",
+    "speculative_draft_model_path": str(PAIR.draft),
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+}
+MESSAGES = {
+    "no tokens": "has no tokens; a prompt needs at least 1",
+    "no tokens in a batch": "has no tokens; a prompt needs at least 1",
+    "token above": "token 1 is 1024; token ids are integers from 0 to 1023",
+    "top_k": f"top_k: {2**40}; an integer from 1 to {2**31 - 1}",
+    "type": "max_new_tokens: 2.5; Expected `int | null`",
+    "top logprobs": "2000; an integer from 0 to 1024",
+    "list": "sampling_params: a list of 1 for a batch of 2",
+    "streamed": f"top_k: {2**40}; an integer from 1 to {2**31 - 1}",
+}
+
+
+def test_engine_generate_raises_a_value_error(servers: ServerSession, tmp_path: Path) -> None:
+    servers.stop()
+    log = tmp_path / "log"
+    engine = Forked(
+        servers.nursery,
+        module="tests.engine.engine_calls",
+        args=[json.dumps(ENGINE)],
+        env=dict(os.environ),
+        log=str(log),
+    )
+    assert engine.wait(240) == 0, log.read_text()[-2000:]
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
+    assert set(MESSAGES) == set(CALLS) and result["same"]
+    for name, message in MESSAGES.items():
+        error = result["errors"][name]
+        assert error.startswith("ValueError: ") and message in error, name
