@@ -68,12 +68,13 @@ def satisfiable(field: str, text: str) -> bool:
 def _parser(field: str) -> Callable[[str], Any]:
     from xgrammar import Grammar
 
-    return {
+    parsers: dict[str, Callable[[str], Any]] = {
         "json_schema": Grammar.from_json_schema,
         "ebnf": Grammar.from_ebnf,
         "regex": Grammar.from_regex,
         "structural_tag": Grammar.from_structural_tag,
-    }[field]
+    }
+    return parsers[field]
 
 
 def _depth(text: str) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.utils import MsgpackDecodeError, msgpack_decode_explained
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -170,8 +171,10 @@ def _check_tokens(obj: Any, input_ids: Any, vocab_size: int) -> None:
         raise ValueError(
             f"input_ids (prompt): {error}; token ids are integers from 0 to {vocab_size - 1}"
         ) from error
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-        place = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+    values = np.frombuffer(tokens, dtype=np.int64)
+    outside = np.flatnonzero((values < 0) | (values >= vocab_size))
+    if len(outside):
+        place = int(outside[0])
         raise ValueError(
             f"input_ids (prompt): token {place} is {tokens[place]}; token ids are integers from 0 "
             f"to {vocab_size - 1}, the vocabulary of {vocab_size}"
