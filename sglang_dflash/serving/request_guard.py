@@ -84,7 +84,7 @@ def check_and_create(
     *others: Any,
     **named: Any,
 ) -> Any:
-    """Around `TokenizerManager._create_tokenized_object`, for one request of a batch or one alone.
+    """Around `TokenizerManager._create_tokenized_object`, for each request of a batch.
 
     Raises:
         ValueError: a value that the scheduler cannot take; names field, value and bound.
