@@ -82,25 +82,31 @@ def _more(count: int) -> str:
     return f", and {count} more" if count else ""
 
 
-def tensor_shapes(folder: str | Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor of the draft in `folder`, from the headers.
+def tensor_shapes(folder: str | Path, kind: str = "draft") -> dict[str, list[int]]:
+    """Name and shape of every tensor of the checkpoint in `folder`, from the headers.
+
+    Args:
+        kind: whose checkpoint it is, for messages.
 
     Raises:
         ConfigError: there is no safetensors file, one is damaged, or two hold the same name.
     """
     return {
         name: opened.get_slice(stored).get_shape()
-        for name, stored, opened in each_tensor(folder, framework="numpy")
+        for name, stored, opened in each_tensor(folder, framework="numpy", kind=kind)
     }
 
 
-def each_tensor(folder: str | Path, *, framework: str) -> Iterator[tuple[str, str, Any]]:
-    """Name, stored name and open file of every tensor of the draft in `folder`.
+def each_tensor(
+    folder: str | Path, *, framework: str, kind: str = "draft"
+) -> Iterator[tuple[str, str, Any]]:
+    """Name, stored name and open file of every tensor of the checkpoint in `folder`.
 
     Some exports prefix names with `model.`; the name given is without it.
 
     Args:
         framework: what `safetensors.safe_open` makes tensors of, "pt" or "numpy".
+        kind: whose checkpoint it is, for messages.
 
     Raises:
         ConfigError: as `tensor_shapes`.
@@ -110,17 +116,17 @@ def each_tensor(folder: str | Path, *, framework: str) -> Iterator[tuple[str, st
         others = _named(folder, *_PICKLES)
         only = f", only {others[0].name!r}{_more(len(others) - 1)}" if others else ""
         raise ConfigError(
-            f"draft checkpoint: no .safetensors file in {str(folder)!r}{only}; "
-            "a draft is read from safetensors files"
+            f"{kind} checkpoint: no .safetensors file in {str(folder)!r}{only}; "
+            "weights are read from safetensors files"
         )
     seen: set[str] = set()
     for file in files:
-        with _opened("draft", file, framework) as opened:
+        with _opened(kind, file, framework) as opened:
             for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
                 name = plain_name(stored)
                 if name in seen:
                     raise ConfigError(
-                        f"draft checkpoint: tensor {name!r} is in two files, "
+                        f"{kind} checkpoint: tensor {name!r} is in two files, "
                         f"the second is {file.name!r}"
                     )
                 seen.add(name)

@@ -24,12 +24,14 @@ ALIASES = {
 # that they export: SGLANG_ENABLE_OVERLAP_PLAN_STREAM, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.
 RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
 WORKERS = ("auto", "builtin")
+GUARD = ("on", "off")
 DEFAULTS: dict[str, Any] = {
     "speculative_dflash_worker": "auto",
     "speculative_dflash_draft_kv_tokens": None,
     "speculative_dflash_recompute_tail": Options.recompute_tail,
     "speculative_dflash_recurrent_rollback": Options.recurrent_rollback,
     "speculative_dflash_extension": None,
+    "speculative_dflash_request_guard": "on",
 }
 
 
@@ -72,6 +74,12 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         "(sglang_dflash.serving.extension).",
     )
     add(
+        "--speculative-dflash-request-guard",
+        choices=GUARD,
+        help="Whether requests that would end the server are refused with HTTP 400, under any "
+        "--speculative-algorithm and without one. Default: on.",
+    )
+    add(
         "--speculative-dflash-draft-window-size",
         type=int,
         dest=ALIASES["speculative_dflash_draft_window_size"],
@@ -106,6 +114,9 @@ def _attach(server_args: Any, given: dict[str, Any]) -> Any:
     worker = given.get("speculative_dflash_worker", "auto")
     if worker not in WORKERS:
         raise ConfigError(f"speculative_dflash_worker: {worker!r}; choose one of {WORKERS}")
+    guard = given.get("speculative_dflash_request_guard", "on")
+    if guard not in GUARD:
+        raise ConfigError(f"speculative_dflash_request_guard: {guard!r}; choose one of {GUARD}")
     setattr(server_args, ATTRIBUTE, given)
     return server_args
 
@@ -123,6 +134,11 @@ def warn_retired_env() -> None:
 
 def builtin_requested(server_args: Any) -> bool:
     return _given(server_args)["speculative_dflash_worker"] == "builtin"
+
+
+def guard_off(server_args: Any) -> bool:
+    """Whether --speculative-dflash-request-guard is off."""
+    return _given(server_args)["speculative_dflash_request_guard"] == "off"
 
 
 def extension_path(server_args: Any) -> str | None:

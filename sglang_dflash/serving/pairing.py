@@ -23,6 +23,7 @@ from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.weights import dummy_model, load_model
 from sglang_dflash.plugin.seam import verify
 from sglang_dflash.serving import arguments
+from sglang_dflash.serving.draft_code import refuse_code
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +40,10 @@ def check_pair(server_args: Any) -> None:
         return
     arguments.warn_retired_env()
     if arguments.builtin_requested(server_args):
+        refuse_code(_folder(settings, weights=False), settings)
         return
     folder = _folder(settings)
+    refuse_code(folder, settings)
     try:
         config = DraftConfig.from_pretrained(folder)
     except UnsupportedDraft:
@@ -89,13 +92,13 @@ def dummy_weights(settings: Any) -> bool:
     return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
 
 
-def _folder(settings: Any) -> str:
+def _folder(settings: Any, weights: bool = True) -> str:
     """The local folder of the draft checkpoint. Raises ConfigError."""
     return draft_folder(
         "--speculative-draft-model-path",
         settings.speculative_draft_model_path,
         revision=settings.speculative_draft_model_revision,
-        weights=not dummy_weights(settings),
+        weights=weights and not dummy_weights(settings),
     )
 
 

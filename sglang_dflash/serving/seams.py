@@ -86,6 +86,27 @@ SEAMS = (
         reason="The worker does not learn which steps and tokens of its result a request keeps.",
         proof=_ENGINE + "test_counts.py::test_all_accounts_of_the_acceptance_agree",
     ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        kind=Kind.BEFORE,
+        ours=_OURS + "request_guard:check_shape",
+        reason="Lists that do not match a batch are an HTTP 500, or end the scheduler.",
+        proof="tests/serving/test_request_guard.py::test_shapes_are_no_value_errors_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        kind=Kind.AROUND,
+        ours=_OURS + "request_guard:check_and_create",
+        reason="A request with a value that the scheduler cannot take ends the server.",
+        proof=_ENGINE + "test_request_guard.py::test_the_server_ends_without_the_guard",
+    ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+        kind=Kind.AROUND,
+        ours=_OURS + "weight_update:check_and_update",
+        reason="Weights of another model are reported as a success, and outputs are wrong.",
+        proof=_ENGINE + "test_weight_update.py::test_outputs_are_wrong_without_the_row",
+    ),
 )
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.

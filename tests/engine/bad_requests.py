@@ -1,0 +1,147 @@
+"""Requests that SGLang cannot serve and does not refuse: path, body, what the answer must name.
+
+`ENDS` end the server without the guard, `FAILS` are answered with HTTP 500, `SILENT` with HTTP 200
+and an answer of no use. The pair's vocabulary has 1024 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Row = tuple[str, dict[str, Any], tuple[str, ...]]
+
+HUGE = 1099511627776
+INT32 = "2147483647"
+TOKENS = ("input_ids", "0 to 1023")
+EMPTY = ("no tokens", "at least 1")
+TOP = ("top_logprobs_num", "0 to 1024")
+RECURSIVE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+
+
+def native(words: tuple[str, ...], **body: Any) -> Row:
+    if not {"text", "input_ids", "input_embeds"} & set(body):
+        body["text"] = "x = "
+    return "generate", {"sampling_params": {"max_new_tokens": 3}, **body}, words
+
+
+def sampling(words: tuple[str, ...], **params: Any) -> Row:
+    return native(words, sampling_params={"max_new_tokens": 3, **params})
+
+
+def logprobs(words: tuple[str, ...], **body: Any) -> Row:
+    return native(words, return_logprob=True, **body)
+
+
+def completion(words: tuple[str, ...], **body: Any) -> Row:
+    return "v1/completions", {"model": "m", "prompt": "x = ", "max_tokens": 3, **body}, words
+
+
+def chat(words: tuple[str, ...], **body: Any) -> Row:
+    messages = [{"role": "user", "content": "x = "}]
+    return (
+        "v1/chat/completions",
+        {"model": "m", "messages": messages, "max_tokens": 3, **body},
+        words,
+    )
+
+
+ENDS: dict[str, Row] = {
+    "empty text": native((*EMPTY, "text"), text=""),
+    "empty texts": native((*EMPTY, "text"), text=["", ""]),
+    "one empty text": native((*EMPTY, "text"), text=["a", ""]),
+    "no tokens": native((*EMPTY, "input_ids"), input_ids=[[]]),
+    "one request without tokens": native((*EMPTY, "input_ids"), input_ids=[[1], []]),
+    "token above": native((*TOKENS, "is 1024"), input_ids=[1024]),
+    "token below": native((*TOKENS, "is -1"), input_ids=[-1]),
+    "token above in a batch": native((*TOKENS, "token 1 is 5000"), input_ids=[[1], [2, 5000]]),
+    "top_k 2**40": sampling(("top_k", str(HUGE), INT32), top_k=HUGE),
+    "top_k 2**31": sampling(("top_k", str(2**31), INT32), top_k=2**31),
+    "top_k of a batch": native(
+        ("top_k", str(HUGE), INT32),
+        text=["a", "b"],
+        sampling_params=[{"max_new_tokens": 3}, {"top_k": HUGE}],
+    ),
+    "top_k of choices": sampling(("top_k", str(HUGE), INT32), top_k=HUGE, n=2),
+    "top logprobs": logprobs((*TOP, "100000"), top_logprobs_num=100000),
+    "top logprobs, a list": logprobs(
+        ("top_logprobs_num", "[1]", "one value"), top_logprobs_num=[1]
+    ),
+    "logprob start": logprobs(("logprob_start_len", "-5", "or -1"), logprob_start_len=-5),
+    "logprob start -2": logprobs(("logprob_start_len", "-2", "or -1"), logprob_start_len=-2),
+    "logprob start, a list": logprobs(
+        ("logprob_start_len", "[0]", "one value"), logprob_start_len=[0]
+    ),
+    "embeddings that are none": native(
+        ("positional_embed_overrides", "5"), positional_embed_overrides=5
+    ),
+    "completion, logprobs": completion((*TOP, "5000", "logprobs"), logprobs=5000),
+    "completion, echo": completion((*TOP, "5000"), logprobs=5000, echo=True),
+    "completion, token": completion((*TOKENS, "5000", "prompt"), prompt=[5000]),
+    "completion, token below": completion((*TOKENS, "-1"), prompt=[-1]),
+    "completion, no tokens": completion(EMPTY, prompt=[[1], []]),
+    "completion, top_k": completion(("top_k", INT32), top_k=HUGE),
+    "chat, logprobs": chat((*TOP, "5000"), logprobs=True, top_logprobs=5000),
+    "chat, top_k": chat(("top_k", INT32), top_k=HUGE),
+    "streamed chat, top_k": chat(("top_k", INT32), top_k=HUGE, stream=True),
+}
+FAILS: dict[str, Row] = {
+    "stop_regex": sampling(("stop_regex", "'('", "unterminated"), stop_regex="("),
+    "stop_regex of several": sampling(("stop_regex", "'*'"), stop_regex=["a", "*"]),
+    "schema": sampling(("json_schema", "$ref", "no text"), json_schema='{"$ref":"#"}'),
+    "schema of a property": sampling(
+        ("json_schema", "no text"),
+        json_schema='{"type":"object","properties":{"a":{"$ref":"#/properties/a"}},'
+        '"required":["a"]}',
+    ),
+    "grammar": sampling(("ebnf", "root ::= root", "no text"), ebnf="root ::= root"),
+    "grammar of two rules": sampling(("ebnf", "no text"), ebnf='root ::= "a" b\nb ::= root'),
+    "n null": sampling(("sampling_params.n", "None", "1 to 4096"), n=None),
+    "session": native(("session_params.foo", "unknown"), session_params={"foo": 1}),
+    "parameters, a list": native(("sampling_params", "one value"), sampling_params=[{}]),
+    "no parameters": native(("sampling_params", "one value"), sampling_params=[]),
+    "too few parameters": native(
+        ("sampling_params", "list of 1 for a batch of 2"), text=["a", "b"], sampling_params=[{}]
+    ),
+    "too few return_logprob": native(
+        ("return_logprob", "list of 1 for a batch of 2"), text=["a", "b"], return_logprob=[True]
+    ),
+    "too few top_logprobs_num": logprobs(
+        ("top_logprobs_num", "list of 1 for a batch of 2"), text=["a", "b"], top_logprobs_num=[1]
+    ),
+    "ids, a list": native(("rid", "['a']"), rid=["a"]),
+    "no embeddings": native(("input_embeds", "[]", "at least 1"), input_embeds=[]),
+    "an empty embedding": native(("input_embeds", "[[]]", "at least 1"), input_embeds=[[]]),
+    "completion, stop_regex": completion(("stop_regex", "'('"), stop_regex="("),
+    "completion, schema": completion(("json_schema", "no text"), response_format=RECURSIVE),
+    "chat, stop_regex": chat(("stop_regex", "'('"), stop_regex="("),
+    "chat, schema": chat(("response_format", "no text"), response_format=RECURSIVE),
+    "chat, grammar": chat(("ebnf", "no text"), ebnf="root ::= root"),
+}
+SILENT: dict[str, Row] = {
+    "n 0": sampling(("sampling_params.n", "0", "1 to 4096"), n=0),
+    "n -1": sampling(("sampling_params.n", "-1", "1 to 4096"), n=-1),
+    "n 100000": sampling(("sampling_params.n", "100000", "1 to 4096"), n=100000),
+    "top logprobs -1": logprobs((*TOP, "-1"), top_logprobs_num=-1),
+    "completion, logprobs -1": completion((*TOP, "-1"), logprobs=-1),
+    "chat, logprobs -1": chat((*TOP, "-1"), logprobs=True, top_logprobs=-1),
+    "temperature": sampling(("temperature", "1e+300", "3.4e+38"), temperature=1e300),
+    "repetition_penalty": sampling(("repetition_penalty", "1e-300"), repetition_penalty=1e-300),
+    "logit_bias": sampling(("logit_bias[5]", "1e+300", "3.4e+38"), logit_bias={"5": 1e300}),
+    "return_logprob, a list": native(("return_logprob", "one value"), return_logprob=[False]),
+}
+REFUSED_BY_SGLANG: dict[str, Row] = {
+    "no token ids": native(("input_ids", "empty"), input_ids=[]),
+    "text as token": native(("input_ids", "int"), input_ids=[1, "a"]),
+    "fraction as token": native(("input_ids", "int"), input_ids=[1.5]),
+    "logprobs of a token": logprobs(
+        ("token_ids_logprob", "5000", "1024"), token_ids_logprob=[5000]
+    ),
+    "bias of a token": sampling(("logit_bias", "5000", "1023"), logit_bias={"5000": 1}),
+    "min above max": sampling(("min_new_tokens", "5"), min_new_tokens=5),
+    "adapter": native(("LoRA adapter 'nope'",), lora_path="nope"),
+    "session that is not open": native(("session id nope",), session_params={"id": "nope"}),
+    "logprob start above": logprobs(("logprob_start_len", "10000"), logprob_start_len=10000),
+    "beams": sampling(("eam",), beam_width=10**6),
+    "seed": sampling(("1.8446744073709552e+19",), sampling_seed=2**64),
+}
+REFUSED = {**ENDS, **FAILS, **SILENT, **REFUSED_BY_SGLANG}

@@ -1,0 +1,168 @@
+"""The request guard on a server: what it refuses, what it leaves, and what happens without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_dflash.bench.server import Server
+from tests.engine import client, workload
+from tests.engine.bad_requests import ENDS, FAILS, REFUSED, Row
+from tests.engine.engine_calls import CALLS
+from tests.engine.nursery import Forked, ForkedServer
+from tests.engine.servers import DFLASH, PAIR, PLAIN, ServerConfig
+from tests.engine.session import ServerSession
+
+OFF = DFLASH.named("guard-off").having(speculative_dflash_request_guard="off")
+PLAIN_OFF = PLAIN.named("plain-guard-off").having(speculative_dflash_request_guard="off")
+
+
+def send(server: Server, row: Row) -> requests.Response:
+    path, body, _ = row
+    return requests.post(f"{server.url}/{path}", json=body, timeout=30)
+
+
+def pools(server: Server) -> dict[str, Any]:
+    """Free memory of the KV pools, the prefix cache emptied."""
+    client.flush(server)
+    state = server.info()["internal_states"][0]
+    return {
+        "memory": state["memory_usage"],
+        "draft": state.get("dflash", {}).get("draft_kv_live_share"),
+        "load": requests.get(f"{server.url}/v1/loads?include=all", timeout=30).json()["loads"],
+    }
+
+
+@pytest.mark.parametrize("config", [DFLASH, PLAIN], ids=str)
+def test_bad_requests_are_a_400_that_names_field_value_and_bound(
+    config: ServerConfig, server: Server
+) -> None:
+    """And they leave no trace: outputs before and after are equal, and so are the pools."""
+    prompts = workload.prompts()["demo"][:4]
+
+    def outputs() -> list[Any]:
+        return [client.ask(server, prompt)["output_ids"] for prompt in prompts]
+
+    before = outputs()
+    free = pools(server)
+    wrong = {}
+    for name, row in REFUSED.items():
+        answer = send(server, row)
+        if answer.status_code != 400 or not all(word in answer.text for word in row[2]):
+            wrong[name] = answer.status_code, answer.text[:300]
+    assert not wrong
+    after = pools(server)
+    assert {**after, "load": None} == {**free, "load": None}
+    assert [used(load) for load in after["load"]] == [used(load) for load in free["load"]]
+    assert outputs() == before
+
+
+def used(load: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(load[key] for key in ("num_running_reqs", "num_waiting_reqs", "num_used_tokens"))
+
+
+@pytest.mark.server(DFLASH)
+def test_a_streamed_bad_request_ends_with_the_error(server: Server) -> None:
+    """SGLang has sent status 200 by then; the event holds the 400."""
+    path, body, words = ENDS["top_k 2**40"]
+    answer = requests.post(f"{server.url}/{path}", json={**body, "stream": True}, timeout=30)
+    error = json.loads(answer.text.split("data: ")[1])["error"]
+    assert error["code"] == 400 and all(word in error["message"] for word in words)
+
+
+ALLOWED: dict[str, dict[str, Any]] = {
+    "the last token": {"input_ids": [1023, 0]},
+    "all logprobs": {"text": "x", "return_logprob": True, "top_logprobs_num": 1024},
+    "logprobs of the prompt": {"text": "x", "return_logprob": True, "logprob_start_len": 0},
+    "a start that is not used": {"text": "x", "logprob_start_len": -5},
+    "top_k": {"text": "x", "sampling_params": {"top_k": 2**31 - 1, "max_new_tokens": 3}},
+    "all": {"text": "x", "sampling_params": {"top_k": -1, "n": 2, "max_new_tokens": 3}},
+    "stop": {"text": "x", "sampling_params": {"stop_regex": "[a-z]+;", "stop_token_ids": [5000]}},
+    "lists": {"text": ["x", "y"], "return_logprob": [True, False], "sampling_params": [{}, {}]},
+    "recursion that ends": {
+        "text": "x",
+        "sampling_params": {"ebnf": 'root ::= "(" root ")" | "a"', "max_new_tokens": 8},
+    },
+    "a recursive schema": {
+        "text": "x",
+        "sampling_params": {
+            "json_schema": '{"type":"object","properties":{"a":{"$ref":"#"}}}',
+            "max_new_tokens": 8,
+        },
+    },
+}
+
+
+@pytest.mark.server(DFLASH)
+def test_requests_at_the_bounds_are_served(server: Server) -> None:
+    answers = {
+        name: requests.post(f"{server.url}/generate", json=body, timeout=60)
+        for name, body in ALLOWED.items()
+    }
+    assert not {name: a.text[:300] for name, a in answers.items() if a.status_code != 200}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(PLAIN_OFF, "empty text"), (OFF, "top_k 2**40"), (OFF, "top logprobs")],
+    ids=str,
+)
+def test_the_server_ends_without_the_guard(
+    config: ServerConfig, name: str, servers: ServerSession
+) -> None:
+    """The requests of `ENDS` are what they are called. Each would need a server of its own."""
+    servers.stop()
+    offered = ForkedServer(servers.nursery, servers.arguments(config), env=config.env)
+    with offered as server:
+        if config == PLAIN_OFF:
+            assert send(server, FAILS["stop_regex"]).status_code == 500
+        with pytest.raises(requests.ConnectionError):
+            send(server, ENDS[name])
+        deadline = time.monotonic() + 30
+        while server.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert server.process.poll() not in (None, 0)
+
+
+ENGINE = {
+    "model_path": str(PAIR.target),
+    "speculative_algorithm": "DFLASH",
+    "speculative_draft_model_path": str(PAIR.draft),
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+}
+MESSAGES = {
+    "no tokens": "has no tokens; a prompt needs at least 1",
+    "no tokens in a batch": "has no tokens; a prompt needs at least 1",
+    "token above": "token 1 is 1024; token ids are integers from 0 to 1023",
+    "top_k": f"top_k: {2**40}; an integer from 1 to {2**31 - 1}",
+    "type": "max_new_tokens: 2.5; Expected `int | null`",
+    "top logprobs": "2000; an integer from 0 to 1024",
+    "list": "sampling_params: a list of 1 for a batch of 2",
+    "streamed": f"top_k: {2**40}; an integer from 1 to {2**31 - 1}",
+}
+
+
+def test_engine_generate_raises_a_value_error(servers: ServerSession, tmp_path: Path) -> None:
+    servers.stop()
+    log = tmp_path / "log"
+    engine = Forked(
+        servers.nursery,
+        module="tests.engine.engine_calls",
+        args=[json.dumps(ENGINE)],
+        env=dict(os.environ),
+        log=str(log),
+    )
+    assert engine.wait(240) == 0, log.read_text()[-2000:]
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("RESULT ")]
+    result = json.loads(line.removeprefix("RESULT "))
+    assert set(MESSAGES) == set(CALLS) and result["same"]
+    for name, message in MESSAGES.items():
+        error = result["errors"][name]
+        assert error.startswith("ValueError: ") and message in error, name

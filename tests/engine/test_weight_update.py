@@ -1,0 +1,49 @@
+"""`/update_weights_from_disk` with the right folder and with the draft's, on a server."""
+
+from __future__ import annotations
+
+import requests
+
+from sglang_dflash.bench.server import Server
+from tests.engine import client, workload
+from tests.engine.nursery import ForkedServer
+from tests.engine.servers import DFLASH, PAIR
+from tests.engine.session import ServerSession
+
+OFF = DFLASH.named("guard-off").having(speculative_dflash_request_guard="off")
+
+
+def update(server: Server, folder: str) -> requests.Response:
+    return requests.post(
+        f"{server.url}/update_weights_from_disk", json={"model_path": folder}, timeout=120
+    )
+
+
+def output(server: Server) -> list[int]:
+    return client.ask(server, workload.prompts()["demo"][0])["output_ids"]
+
+
+def test_outputs_are_wrong_without_the_row(servers: ServerSession) -> None:
+    """With the guard off. The last update ruins the weights, so the server is the test's own."""
+    servers.stop()
+    with ForkedServer(servers.nursery, servers.arguments(OFF), env=OFF.env) as server:
+        before = output(server)
+        assert update(server, str(PAIR.target)).json()["success"]
+        assert output(server) == before
+        assert update(server, str(PAIR.draft)).json()["success"]
+        client.flush(server)
+        assert output(server) != before
+
+
+def test_another_models_weights_are_refused(servers: ServerSession) -> None:
+    servers.stop()
+    with ForkedServer(servers.nursery, servers.arguments(DFLASH), env=DFLASH.env) as server:
+        before = output(server)
+        answer = update(server, str(PAIR.draft))
+        assert answer.status_code == 400 and not answer.json()["success"]
+        message = answer.json()["message"]
+        assert "DFlash" in message and "Qwen3" in message and "unchanged" in message
+        client.flush(server)
+        assert output(server) == before
+        assert update(server, str(PAIR.target)).json()["success"]
+        assert output(server) == before
