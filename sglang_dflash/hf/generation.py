@@ -145,10 +145,8 @@ def spec_generate(
     result, bonus = Generation(), choose(start.logits)
     length = torch.tensor([prompt_length], device=device)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    with (
-        captured_hidden(target, draft.config.target_layer_ids) as hidden,
-        target_cache.recorded(),
-    ):
+    captured = captured_hidden(target, draft.config.target_layer_ids)
+    with captured as hidden, target_cache.recorded():
         while not done:
             visible = drafter.visible_context(length, longest=int(length))
             block = drafter.propose(bonus, length, visible, visible.clamp(max=total - 1))
