@@ -1,4 +1,4 @@
-"""The embedded demo pairs, of a checkout or of the installed package."""
+"""The embedded demo pairs: all of a checkout, or the one of an installed wheel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def demo_pair(kind: str) -> DemoPair:
     kinds = sorted(path.name for path in home.glob("*") if path.is_dir())
     if kind not in kinds:
         raise ConfigError(
-            f"demo model: {kind!r} is not embedded here; there is {', '.join(kinds) or 'none'}"
+            f"demo model: {kind!r} is not embedded here; there is {', '.join(kinds) or 'none'} "
+            "(a checkout has all pairs, the wheel one)"
         )
     folder = home / kind
     prompts = [item["prompt"] for item in json.loads((folder / "prompts.json").read_text())]
