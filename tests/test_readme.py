@@ -28,7 +28,7 @@ def test_it_is_short_and_begins_with_what_a_user_needs() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", README):
         assert (ROOT / link).exists(), link
 
 

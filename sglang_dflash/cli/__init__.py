@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 
@@ -65,6 +66,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `head`, say, has read enough. Python would print an error when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ConfigError, Failed) as error:
         print(f"sglang-dflash: {_with_own_flags(error)}", file=sys.stderr)
         return 1

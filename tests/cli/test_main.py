@@ -63,3 +63,15 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as done:
         cli.main(["nonesuch"])
     assert done.value.code == 2 and "invalid choice: 'nonesuch'" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    shown = subprocess.Popen(
+        [sys.executable, "-m", "sglang_dflash", "demo-models", "dense"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert shown.stdout is not None and shown.stderr is not None
+    shown.stdout.close()
+    assert shown.stderr.read() == "" and shown.wait() == 0
