@@ -251,7 +251,7 @@ means little.
 | | parameters | bytes (bfloat16) | layers |
 |---|---|---|---|
 | target | {target_parameters:,} | {target_bytes:,} | {target_depth} |
-| draft (block size {block}) | {draft_parameters:,} | {draft_bytes:,} | {depth}, reads layers {features} |
+| draft (block {block}) | {draft_parameters:,} | {draft_bytes:,} | {depth}, reads {features} |
 
 - **Data**: the sources of Python {python}'s standard library, split by file: {train_files} for
   training, {held_out_files} held out, of which neither the target nor the draft nor the tokenizer
