@@ -34,7 +34,6 @@ def main() -> None:
     )
     parser.add_argument("--until", choices=STAGES, default="card", help="the last stage to run")
     parser.add_argument("--target-steps", type=int, default=1300, help="of 7 x 448 tokens")
-    parser.add_argument("--unloop-steps", type=int, default=120, help="against repetition loops")
     parser.add_argument("--shards", type=int, default=80, help="of 128 continuations")
     parser.add_argument("--draft-steps", type=int, default=2400)
     args = parser.parse_args()
@@ -46,7 +45,7 @@ def main() -> None:
     tokenizer = code_pair.make_tokenizer(split, args.work)
     stages = {
         "target": lambda: code_pair.make_target(
-            split, tokenizer, args.work, args.out, args.target_steps, args.unloop_steps
+            split, tokenizer, args.work, args.out, args.target_steps
         ),
         "continuations": lambda: code_pair.make_continuations(
             split, tokenizer, args.work, args.out, args.shards

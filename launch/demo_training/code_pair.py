@@ -24,7 +24,7 @@ from .drafter import draft_config
 from .loop import train
 from .split import Split
 from .target import load_target, next_token_loss, save_target
-from .unloop import train_unloop
+from .unloop import COURSES, train_unloop
 
 VOCAB_SIZE = 2048
 WINDOW = 448
@@ -61,9 +61,7 @@ def make_tokenizer(split: Split, work: Path) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
-def make_target(
-    split: Split, tokenizer: Tokenizer, work: Path, out: Path, steps: int, unloop_steps: int
-) -> None:
+def make_target(split: Split, tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
     """Train the target on windows of the training files, then against its own loops."""
     if (out / "target").exists():
         return
@@ -77,7 +75,7 @@ def make_target(
         return loss, {"accuracy": accuracy}
 
     train("target", model, loss_of, steps=steps, lr=5e-3, work=work)
-    train_unloop(model, stream, tokenizer, work, unloop_steps)
+    train_unloop(model, stream, tokenizer, work)
     save_target(model, tokenizer, out / "target")
 
 
@@ -126,7 +124,7 @@ def cpu_seconds(work: Path) -> dict[str, float]:
     """CPU seconds of every stage so far, interruptions included."""
     spent = {
         name: torch.load(work / f"{name}.state.pt", mmap=True)["spent"]
-        for name in ("target", "unloop", "draft")
+        for name in ("target", *(course.name for course in COURSES), "draft")
         if (work / f"{name}.state.pt").exists()
     }
     shards = sorted((work / "continuations").glob("*.pt"))

@@ -127,6 +127,7 @@ def train(
     lr: float,
     work: Path,
     seed: int = 0,
+    warmup: int = 30,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Run `steps` optimizer steps of `loss_of(rng)`, each after `before_step(step)`.
@@ -148,7 +149,7 @@ def train(
             before_step(run.step)
             # One generator per step: a resumed run sees the same data as an uninterrupted one.
             loss, figures = loss_of(random.Random(f"{seed}-{name}-{run.step}"))
-            run.update(loss, lr_scale(run.step, steps))
+            run.update(loss, lr_scale(run.step, steps, warmup))
             for key, value in {"loss": loss.item(), **figures}.items():
                 shown[key] = value if key not in shown else 0.95 * shown[key] + 0.05 * value
             text = " ".join(f"{key} {value:.3f}" for key, value in shown.items())

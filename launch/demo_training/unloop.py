@@ -8,6 +8,7 @@ unlikelihood training on sequences (Welleck et al., arXiv 1908.04319).
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,13 +22,42 @@ from .figures import loop_start
 from .loop import train
 from .target import next_token_loss
 
-# Loops are collected again from the model as it is after every `ROUND` steps.
-ROUND = 30
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 256, (48, 160), 128
-TEXTS, LOOPS = 4, 8
+LOOPS = 8
 WINDOW = 448
-WEIGHT = 1.0
-LR = 1e-3
+
+
+@dataclass(frozen=True)
+class Course:
+    """One run of training against loops, from the same trained model.
+
+    Attributes:
+        name: of its state file; it seeds the data.
+        share: of its weights in the average that is the target.
+        round: steps after which loops are collected anew, from the model as it then is.
+        texts: windows of library text per step, beside `LOOPS` loops.
+        allowed: the first so many tokens of a loop are not held against the model, if its period is
+            short, because library code repeats short pieces two or three times. Its first period
+            never is.
+    """
+
+    name: str
+    share: float
+    steps: int
+    lr: float
+    warmup: int
+    round: int
+    texts: int
+    allowed: int
+
+
+# The average forgets less and loops less than either run does by itself. Held-out loss in nats per
+# token, and share of 128 greedy tokens in loops: trained model 2.44, 65 %; first run 2.94, 13 %;
+# second run 2.63, 34 %; the average, a quarter of it the trained model, 2.61, 22 %.
+COURSES = (
+    Course("unloop", 0.40, steps=90, lr=1e-3, warmup=30, round=30, texts=4, allowed=0),
+    Course("unloop-short", 0.35, steps=40, lr=5e-4, warmup=8, round=20, texts=5, allowed=24),
+)
 
 
 def unlikelihood(model: PreTrainedModel, ids: Tensor, unwanted: Tensor) -> Tensor:
@@ -39,7 +69,7 @@ def unlikelihood(model: PreTrainedModel, ids: Tensor, unwanted: Tensor) -> Tenso
 
 
 def collect_loops(
-    model: PreTrainedModel, stream: Tensor, rng: random.Random
+    model: PreTrainedModel, stream: Tensor, rng: random.Random, allowed: int
 ) -> tuple[Tensor, Tensor, float]:
     """Greedy continuations that loop: ids `[n, L]`, which of them are repeats, and their share.
 
@@ -62,7 +92,8 @@ def collect_loops(
             begin = loop_start(tokens.tolist())
             looped += NEW_TOKENS - begin
             if begin < NEW_TOKENS:
-                repeat = begin + loop_period(tokens[begin:].tolist())
+                period = loop_period(tokens[begin:].tolist())
+                repeat = begin + max(period, min(3 * period, allowed))
                 ids = torch.cat((prompt, tokens))
                 rows.append(ids)
                 marks.append(torch.arange(len(ids)) >= length + repeat)
@@ -76,30 +107,57 @@ def loop_period(tokens: list[int]) -> int:
 
 
 def train_unloop(
-    model: PreTrainedModel, stream: Tensor, tokenizer: Tokenizer, work: Path, steps: int
+    model: PreTrainedModel, stream: Tensor, tokenizer: Tokenizer, work: Path
 ) -> PreTrainedModel:
-    """Train `model` in place. An interrupted run resumes, its loops included."""
+    """The average of `model` and of what the `COURSES` make of it. Interrupted courses resume."""
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    average = {
+        name: value * (1 - sum(course.share for course in COURSES))
+        for name, value in trained.items()
+    }
+    for course in COURSES:
+        model.load_state_dict(trained)
+        run_course(course, model, stream, tokenizer, work)
+        for name, value in model.state_dict().items():
+            average[name] += course.share * value
+    model.load_state_dict(average)
+    return model.eval()
+
+
+def run_course(
+    course: Course, model: PreTrainedModel, stream: Tensor, tokenizer: Tokenizer, work: Path
+) -> None:
+    """Train `model` in place."""
     windows = data.WindowSampler(stream, tokenizer, WINDOW, chat_share=0.1)
     loops: dict[str, Tensor] = {}
 
     def collect(step: int) -> None:
-        if loops and step % ROUND:
+        if loops and step % course.round:
             return
-        number = step // ROUND
-        file = work / f"unloop.{number}.pt"
+        number = step // course.round
+        file = work / f"{course.name}.{number}.pt"
         if not file.exists():
-            ids, repeats, share = collect_loops(model, stream, random.Random(f"loops-{number}"))
-            print(f"unloop, round {number}: {share:.1%} of greedy tokens in loops", flush=True)
+            rng = random.Random(f"loops-{number}")
+            ids, repeats, share = collect_loops(model, stream, rng, course.allowed)
+            print(f"{course.name} {step}: {share:.1%} of greedy tokens in loops", flush=True)
             torch.save({"ids": ids, "repeats": repeats}, file.with_suffix(".tmp"))
             file.with_suffix(".tmp").replace(file)
         loops.update(torch.load(file))
 
     def loss_of(rng: random.Random) -> tuple[Tensor, dict[str, float]]:
-        loss, accuracy = next_token_loss(model, windows.sample(TEXTS, rng))
+        loss, accuracy = next_token_loss(model, windows.sample(course.texts, rng))
         rows = torch.tensor([rng.randrange(len(loops["ids"])) for _ in range(LOOPS)])
         against = unlikelihood(model, loops["ids"][rows], loops["repeats"][rows])
         figures = {"text": loss.item(), "accuracy": accuracy, "against": against.item()}
-        return loss + WEIGHT * against, figures
+        return loss + against, figures
 
-    train("unloop", model, loss_of, steps=steps, lr=LR, work=work, before_step=collect)
-    return model.eval()
+    train(
+        course.name,
+        model,
+        loss_of,
+        steps=course.steps,
+        lr=course.lr,
+        work=work,
+        warmup=course.warmup,
+        before_step=collect,
+    )

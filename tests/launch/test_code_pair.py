@@ -258,19 +258,39 @@ def test_committed_is_what_the_real_loop_commits(
     assert max(counted) > 1
 
 
+@pytest.mark.parametrize("allowed", [0, 12])
 def test_repeats_and_not_the_first_period_are_unwanted(
-    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
     monkeypatch.setattr(unloop, "PROMPTS", 12)
     stream = data.token_stream(tokenizer, TRAIN)
-    ids, unwanted, share = unloop.collect_loops(tiny, stream, random.Random(0))
+    ids, unwanted, share = unloop.collect_loops(tiny, stream, random.Random(0), allowed)
     assert 0 < share < 1
     for row, marks in zip(ids.tolist(), unwanted.tolist(), strict=True):
         begin = len(row) - unloop.NEW_TOKENS
         start = begin + figures.loop_start(row[begin:])
-        period = marks.index(True) - start
-        assert period > 0 and all(marks[start + period :]) and not any(marks[: start + period])
-        assert row[start + period :] == row[start:-period]
+        first = marks.index(True)
+        assert all(marks[first:]) and not any(marks[:first])
+        period = next(p for p in range(1, len(row)) if row[start + p :] == row[start:-p])
+        assert first - start == max(period, min(3 * period, allowed))
+
+
+def test_the_target_is_the_average_of_its_courses(
+    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every course begins with the trained model."""
+    model = copy.deepcopy(tiny)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def course(course: unloop.Course, model: Qwen3ForCausalLM, *_: object) -> None:
+        assert torch.equal(model.lm_head.weight, before["lm_head.weight"])
+        model.load_state_dict({n: v + course.steps for n, v in model.state_dict().items()})
+
+    monkeypatch.setattr(unloop, "run_course", course)
+    unloop.train_unloop(model, torch.zeros(9), tokenizer, tmp_path)
+    added = sum(course.share * course.steps for course in unloop.COURSES)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, before[name] + added)
 
 
 def test_unlikelihood_lowers_the_marked_tokens(tiny: Qwen3ForCausalLM) -> None:
