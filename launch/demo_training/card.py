@@ -16,7 +16,7 @@ from sglang_dflash.core.model import DraftModel
 from sglang_dflash.hf.generation import spec_generate
 
 from . import data
-from .target import next_token_loss
+from .figures import loop_start, mean_loss, prompt_lookup
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 30, 150, 128
 
@@ -97,55 +97,6 @@ def measure(
         round(looped / total, 3),
         round(verbatim / len(prompts), 1),
     )
-
-
-def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
-    """Start of a tail that repeats one period `repeats` times or more; the end if there is none.
-
-    `longest`: the longest period, in tokens.
-    """
-    for period in range(1, longest + 1):
-        n = len(tokens)
-        while n > period and tokens[n - 1] == tokens[n - 1 - period]:
-            n -= 1
-        if len(tokens) - n >= (repeats - 1) * period and len(tokens) - n > period:
-            return max(0, n - period)
-    return len(tokens)
-
-
-def prompt_lookup(prompt: list[int], output: list[int], block_size: int) -> list[int]:
-    """Tokens per verify step with prompt lookup.
-
-    Drafts are copied from after the last earlier occurrence of the last 3 (or 2, or 1) tokens.
-    """
-    text, end, committed = prompt + output[:1], len(prompt) + len(output), []
-    while len(text) < end:
-        drafts: list[int] = []
-        for n in (3, 2, 1):
-            key = text[-n:]
-            found = next(
-                (i for i in range(len(text) - n - 1, -1, -1) if text[i : i + n] == key), None
-            )
-            if found is not None:
-                drafts = text[found + n : found + n + block_size - 1]
-                break
-        truth = (prompt + output)[len(text) : len(text) + block_size]
-        accepted = next(
-            (i for i, d in enumerate(drafts) if i >= len(truth) - 1 or d != truth[i]), len(drafts)
-        )
-        committed.append(accepted + 1)
-        text += truth[: accepted + 1]
-    return committed
-
-
-@torch.no_grad()
-def mean_loss(target: PreTrainedModel, tokenizer: Tokenizer, files: dict[str, str]) -> float:
-    """Mean cross entropy of the target on random windows of the files, in nats per token."""
-    sampler = data.WindowSampler(
-        data.token_stream(tokenizer, files), tokenizer, 448, chat_share=0.0
-    )
-    rng = random.Random(0)
-    return sum(next_token_loss(target, sampler.sample(8, rng))[0].item() for _ in range(6)) / 6
 
 
 def write_card(

@@ -1,20 +1,30 @@
-"""The `code` pair's target: it learns library code in general and memorizes no file.
-
-Its draft, to be trained on the target's own continuations, is not here yet.
-"""
+"""The `code` pair: a target that learns library code in general and memorizes no file, and a draft
+that learns from the target's own continuations. One function per stage; each resumes if it is cut,
+and returns at once if its result is there."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.weights import save_model
 
 from . import data
+from .code_draft import init_from_target, train_draft
+from .continuations import read_shard, write_shards
+from .decoder import Decoder
+from .drafter import draft_config
 from .loop import train
-from .target import next_token_loss
+from .split import Split
+from .target import load_target, next_token_loss, save_target
+from .unloop import COURSES, train_unloop
 
 VOCAB_SIZE = 2048
 WINDOW = 448
@@ -42,15 +52,22 @@ def build_target(tokenizer: Tokenizer) -> PreTrainedModel:
     return Qwen3ForCausalLM(config)
 
 
-def train_target(
-    stream: torch.Tensor, tokenizer: Tokenizer, work: Path, steps: int, begin: Path | None
-) -> PreTrainedModel:
-    """Train on windows of `stream`, from the checkpoint `begin` if given."""
+def make_tokenizer(split: Split, work: Path) -> Tokenizer:
+    """Trained on the training files."""
+    file = work / "tokenizer.json"
+    if not file.exists():
+        texts = [split.train[name] for name in sorted(split.train)]
+        data.train_bpe(texts, VOCAB_SIZE).save(str(file))
+    return Tokenizer.from_file(str(file))
+
+
+def make_target(split: Split, tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
+    """Train the target on windows of the training files, then against its own loops."""
+    if (out / "target").exists():
+        return
     torch.manual_seed(0)
-    if begin is None:
-        model = build_target(tokenizer)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(begin, dtype=torch.float32)
+    model = build_target(tokenizer)
+    stream = data.token_stream(tokenizer, split.train)
     windows = data.WindowSampler(stream, tokenizer, WINDOW, chat_share=0.1)
 
     def loss_of(rng: random.Random) -> tuple[torch.Tensor, dict[str, float]]:
@@ -58,4 +75,59 @@ def train_target(
         return loss, {"accuracy": accuracy}
 
     train("target", model, loss_of, steps=steps, lr=5e-3, work=work)
-    return model.eval()
+    train_unloop(model, stream, tokenizer, work)
+    save_target(model, tokenizer, out / "target")
+
+
+def make_continuations(
+    split: Split, tokenizer: Tokenizer, work: Path, out: Path, shards: int
+) -> None:
+    """Let the saved target, as it is served, continue prompts of the training files.
+
+    Raises:
+        ValueError: the continuations under `work` are those of another target.
+    """
+    digest = hashlib.sha256((out / "target" / "model.safetensors").read_bytes()).hexdigest()
+    folder = work / "continuations"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "target.sha256"
+    if not file.exists():
+        file.write_text(digest)
+    if file.read_text() != digest:
+        raise ValueError(
+            f"{folder}: written by another target than {out / 'target'}; "
+            "delete the folder and draft.state.pt beside it, or give another --work"
+        )
+    target = load_target(out / "target")
+    layers = draft_config(target, tokenizer)["dflash_config"]["target_layer_ids"]
+    ends = [tokenizer.token_to_id(name) for name in (data.IM_END, data.END_OF_TEXT)]
+    stream = data.token_stream(tokenizer, split.train)
+    write_shards(Decoder(target, layers), stream, ends, folder, shards)
+
+
+def make_draft(tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
+    """Train the draft on the continuations."""
+    if (out / "draft").exists():
+        return
+    target = load_target(out / "target")
+    raw = draft_config(target, tokenizer)
+    torch.manual_seed(1)
+    model = DraftModel(DraftConfig.from_dict(raw))
+    init_from_target(model, Decoder(target, ()).layers)
+    shards = [read_shard(file) for file in sorted((work / "continuations").glob("*.pt"))]
+    embed = target.get_input_embeddings().weight.detach()
+    train_draft(model, embed, shards, work, steps)
+    save_model(model, raw, out / "draft", torch.bfloat16)
+
+
+def cpu_seconds(work: Path) -> dict[str, float]:
+    """CPU seconds of every stage so far, interruptions included."""
+    spent = {
+        name: torch.load(work / f"{name}.state.pt", mmap=True)["spent"]
+        for name in ("target", *(course.name for course in COURSES), "draft")
+        if (work / f"{name}.state.pt").exists()
+    }
+    shards = sorted((work / "continuations").glob("*.pt"))
+    if shards:
+        spent["continuations"] = sum(torch.load(file, mmap=True)["spent"] for file in shards)
+    return spent

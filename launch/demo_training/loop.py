@@ -127,8 +127,10 @@ def train(
     lr: float,
     work: Path,
     seed: int = 0,
+    warmup: int = 30,
+    before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Run `steps` optimizer steps of `loss_of(rng)`.
+    """Run `steps` optimizer steps of `loss_of(rng)`, each after `before_step(step)`.
 
     The state is saved under `work`, from which an interrupted run resumes. `name` names the state
     file and seeds the data.
@@ -144,9 +146,10 @@ def train(
     with Progress(*columns, refresh_per_second=1) as bar:
         task = bar.add_task(name, total=steps, completed=run.step, shown="")
         while run.step < steps:
+            before_step(run.step)
             # One generator per step: a resumed run sees the same data as an uninterrupted one.
             loss, figures = loss_of(random.Random(f"{seed}-{name}-{run.step}"))
-            run.update(loss, lr_scale(run.step, steps))
+            run.update(loss, lr_scale(run.step, steps, warmup))
             for key, value in {"loss": loss.item(), **figures}.items():
                 shown[key] = value if key not in shown else 0.95 * shown[key] + 0.05 * value
             text = " ".join(f"{key} {value:.3f}" for key, value in shown.items())
