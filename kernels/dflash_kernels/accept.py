@@ -86,9 +86,9 @@ def torch_accept(commit: Commit, block: Tensor, target_tokens: Tensor, seq_lens:
 
 def make_commit(requests: int, block: int, device: torch.device | str) -> Commit:
     """Buffers for up to `requests` blocks."""
-    numbers = torch.zeros(3, requests, dtype=torch.int64, device=device)
+    lengths, bonus, seq_lens = torch.zeros(3, requests, dtype=torch.int64, device=device)
     keep = torch.zeros(requests, block, dtype=torch.bool, device=device)
-    return Commit(*numbers, keep)
+    return Commit(lengths, bonus, seq_lens, keep)
 
 
 def traffic(requests: int, block: int) -> Traffic:

@@ -68,14 +68,18 @@ def block_attention_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One program per request, kv head and split. Split 0 attends to the block's own K/V too."""
-    i_r, i_g, i_p = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """One program per request, kv head, BLOCK_M of its query rows, and split. Split 0 attends to
+    the block's own K/V too."""
+    M_TILES: tl.constexpr = (B * GROUPS + BLOCK_M - 1) // BLOCK_M
+    i_r, i_p = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    i_g, i_m = tl.program_id(1).to(tl.int64) // M_TILES, tl.program_id(1) % M_TILES
     i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
     i_first, i_used, i_share = _span(i_len, LIMIT, WINDOW, SINKS, SPLITS, BLOCK_N)
     i_begin = i_first + i_p * i_share
     if i_p > 0 and i_begin >= i_used:
         return
-    o_m, o_d, o_b = tl.arange(0, BLOCK_M), tl.arange(0, D), tl.arange(0, BLOCK_B)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d, o_b = tl.arange(0, D), tl.arange(0, BLOCK_B)
     o_i, o_h = o_m // GROUPS, i_g * GROUPS + o_m % GROUPS
     m_m = o_m < B * GROUPS
     p_q += i_r * s_q_r + o_i[:, None] * s_q_b + o_h[:, None] * s_q_h + o_d[None, :]
@@ -116,7 +120,8 @@ def block_attention_kernel(
         p_out += i_r * s_out_r + o_i[:, None] * s_out_b + o_h[:, None] * s_out_h + o_d[None, :]
         tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
     else:
-        o_row = ((i_r * tl.num_programs(1) + i_g) * SPLITS + i_p) * (B * GROUPS) + o_m
+        o_head = i_r * (tl.num_programs(1) // M_TILES) + i_g
+        o_row = (o_head * SPLITS + i_p) * (B * GROUPS) + o_m
         tl.store(p_partial + o_row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None])
         tl.store(p_lse + o_row, b_max + tl.log2(b_sum), mask=m_m)
 
@@ -174,18 +179,23 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(block: int, groups: int, head_dim: int, itemsize: int) -> Tiles:
-    """Tile sizes that compile without spills (tests/kernels/registers.json).
+def tiles(block: int, groups: int, head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
+    """Tile sizes that compile without spills (tests/kernels/registers.json). Queries in float32 are
+    for checks: they are multiplied without tensor cores, and spill registers.
 
     Args:
         block: B.
         groups: H / G.
         itemsize: bytes of an element of q.
+        cache_itemsize: bytes of an element of the cache.
     """
     rows = max(16, triton.next_power_of_2(block * groups))
-    columns = 64 if head_dim <= 128 and itemsize == 2 else 32
-    warps = 8 if rows * head_dim > 64 * 128 or itemsize == 4 else 4
-    return Tiles(rows, columns, max(16, triton.next_power_of_2(block)), warps, stages=2)
+    size = max(16, triton.next_power_of_2(block))
+    if itemsize == 4:
+        return Tiles(min(rows, 64), 32 if head_dim <= 128 else 16, size, warps=8, stages=1)
+    columns = 64 if head_dim <= 64 else 32 if head_dim * cache_itemsize <= 512 else 16
+    rows = min(rows, 128 if head_dim <= 128 else 64)
+    return Tiles(rows, columns, size, warps=8 if rows > 64 or head_dim > 128 else 4, stages=2)
 
 
 def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
@@ -196,7 +206,7 @@ def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -
         columns: C.
         processors: multiprocessors of the GPU.
     """
-    most = triton.cdiv(columns, 64 * MIN_TILES.value)
+    most = triton.cdiv(columns, 256)
     return max(1, min(most, triton.cdiv(processors, requests * kv_heads)))
 
 
@@ -253,10 +263,11 @@ def block_attention(
     partial, lse = workspace or (out, out)
     if not requests:
         return
-    tile = tiles(block, groups, head_dim, q.element_size())
+    tile = tiles(block, groups, head_dim, q.element_size(), old.element_size())
     shape = {"B": block, "GROUPS": groups, "D": head_dim, "WINDOW": layer.sliding_window or 0,
              "SINKS": sinks, "SPLITS": splits, "BLOCK_N": tile.columns}  # fmt: skip
-    block_attention_kernel[(requests, k.shape[2], splits)](
+    row_tiles = triton.cdiv(block * groups, tile.rows)
+    block_attention_kernel[(requests, k.shape[2] * row_tiles, splits)](
         q, k, v, old[:, 0], old[:, 1], entries, seq_lens, out, partial, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         old.stride(0), old.stride(2), entries.stride(0), *out.stride()[:3],
@@ -329,7 +340,9 @@ def traffic(
         dead: columns in the layer's sight whose entry is dead, over all requests.
     """
     requests, block, heads, head_dim = q_shape
-    rows, tile = block * heads, tiles(block, heads // kv_heads, head_dim, itemsize)
+    groups, rows = heads // kv_heads, block * heads
+    tile = tiles(block, groups, head_dim, itemsize, cache_itemsize)
+    row_tiles = triton.cdiv(block * groups, tile.rows)
     limit, sinks = limit_and_sinks(columns, window)
     in_sight = programs = 0
     for length in seq_lens:
@@ -340,13 +353,15 @@ def traffic(
         share = max(triton.cdiv(triton.cdiv(seen, tile.columns), splits), MIN_TILES.value)
         programs += max(1, triton.cdiv(seen, share * tile.columns))
         in_sight += seen
-    read = requests * splits * kv_heads * 8 + programs * rows * head_dim * itemsize
-    read += requests * block * 2 * kv_heads * head_dim * itemsize
+    # Every tile of query rows reads the keys and values.
+    read = requests * block * 2 * kv_heads * head_dim * itemsize
     read += in_sight * kv_heads * 4
     read += (in_sight - dead) * 2 * kv_heads * head_dim * cache_itemsize
+    read = (read + requests * splits * kv_heads * 8) * row_tiles
+    read += programs * rows * head_dim * itemsize
     written = requests * rows * head_dim * itemsize
     if splits > 1:
-        merges = triton.cdiv(block * heads // kv_heads, MERGE_ROWS)
+        merges = triton.cdiv(block * groups, MERGE_ROWS)
         between = programs * rows * (head_dim + 1) * 4
         read, written = read + requests * kv_heads * merges * 8 + between, written + between
     return Traffic(read, written)

@@ -17,25 +17,41 @@ from sglang_dflash.core.rope import Rotary, rotate
 
 BLOCK_H = 16
 FLOAT8_MAX = tl.constexpr(448.0)
-# 2 pi in three parts. The first two have 8 bits, so that their products with up to 2 ** 16 turns
-# are exact (Cody and Waite): positions to 400000 keep the accuracy of float32 angles. The GPU's
-# sine is accurate between -pi and pi only.
-TURN_1 = tl.constexpr(6.28125)
-TURN_2 = tl.constexpr(0.00193023681640625)
-TURN_3 = tl.constexpr(5.0703631454e-06)
-TURNS_PER_RADIAN = tl.constexpr(0.15915494309189535)
+# pi / 2 in parts (Cody and Waite). All but the last have at most 6 bits, so that their products with
+# up to 2 ** 18 quarter turns are exact: long contexts keep the accuracy of float32 angles.
+QUARTER_1 = tl.constexpr(1.5)
+QUARTER_2 = tl.constexpr(9 / 2**7)
+QUARTER_3 = tl.constexpr(31 / 2**16)
+QUARTER_4 = tl.constexpr(45 / 2**22)
+QUARTER_5 = tl.constexpr(7.5497899548e-08)
+QUARTERS_PER_RADIAN = tl.constexpr(0.6366197723675814)
 
 
 @triton.jit
 def _cos_sin(p_position, p_frequencies, o_f, FACTOR):
-    """Cos and sin `[D / 2]` of a token's angles, times the rotary's factor."""
-    b_position = tl.load(p_position).to(tl.float32)
-    b_angle = b_position * tl.load(p_frequencies + o_f)
-    b_turns = tl.floor(b_angle * TURNS_PER_RADIAN + 0.5)
-    b_angle = b_angle - b_turns * TURN_1
-    b_angle = b_angle - b_turns * TURN_2
-    b_angle = b_angle - b_turns * TURN_3
-    return tl.cos(b_angle) * FACTOR, tl.sin(b_angle) * FACTOR
+    """Cos and sin `[D / 2]` of a token's angles, times the rotary's factor.
+
+    By polynomials between -pi / 4 and pi / 4 (those of the Cephes library): the GPU's fast sine is
+    inexact for large angles, and its exact one takes memory for very large ones.
+    """
+    b_angle = tl.load(p_position).to(tl.float32) * tl.load(p_frequencies + o_f)
+    b_quarters = tl.floor(b_angle * QUARTERS_PER_RADIAN + 0.5)
+    b_x = b_angle - b_quarters * QUARTER_1
+    b_x = b_x - b_quarters * QUARTER_2
+    b_x = b_x - b_quarters * QUARTER_3
+    b_x = b_x - b_quarters * QUARTER_4
+    b_x = b_x - b_quarters * QUARTER_5
+    b_z = b_x * b_x
+    b_sin = (-1.9515295891e-4 * b_z + 8.3321608736e-3) * b_z - 1.6666654611e-1
+    b_sin = b_sin * b_z * b_x + b_x
+    b_cos = (2.443315711809948e-5 * b_z - 1.388731625493765e-3) * b_z + 4.166664568298827e-2
+    b_cos = b_cos * b_z * b_z - 0.5 * b_z + 1.0
+    i_quarter = b_quarters.to(tl.int32) & 3
+    m_odd = (i_quarter & 1) == 1
+    b_first, b_second = tl.where(m_odd, b_sin, b_cos), tl.where(m_odd, b_cos, b_sin)
+    b_first = tl.where(((i_quarter + 1) & 2) == 2, -b_first, b_first)
+    b_second = tl.where((i_quarter & 2) == 2, -b_second, b_second)
+    return b_first * FACTOR, b_second * FACTOR
 
 
 @triton.jit

@@ -13,6 +13,8 @@ from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, need
 
 FULL, CAUSAL = LayerAttention(None, False), LayerAttention(None, True)
 SLIDING, SLIDING_BOTH = LayerAttention(20, True), LayerAttention(3, False)
+# q, k, v, the layer's cache, table, lengths
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 LAYERS = {"full": FULL, "causal": CAUSAL, "sliding": SLIDING, "narrow": SLIDING_BOTH}
 WINDOWS = {"whole": None, "window": ContextWindow(24, 0), "sinks": ContextWindow(24, 3)}
 # 1 live column, none, a tile's edge, several tiles; the table is 700 columns wide.
@@ -33,7 +35,7 @@ def inputs(
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
     window: ContextWindow | None = None,
-) -> tuple[Tensor, ...]:
+) -> Given:
     """q, k, v as views of one projection, layer 1 of a cache, its table, and lengths.
 
     Every third entry is dead and NaN; columns past a request's hold garbage.
@@ -65,9 +67,7 @@ def workspace(q: Tensor, kv_heads: int, splits: int) -> block_attention.Workspac
     return made
 
 
-def check(
-    given: tuple[Tensor, ...], layer: LayerAttention, window: ContextWindow | None, splits: int
-) -> None:
+def check(given: Given, layer: LayerAttention, window: ContextWindow | None, splits: int) -> None:
     q, k = given[:2]
     canaries = Canaries()
     got, expected = canaries.around(torch.full_like(q, 9.0).contiguous()), torch.empty_like(q)
@@ -98,6 +98,7 @@ SHAPES = {
     "qwen3-b16": (4, 1, 128, 16),
     "b10": (4, 1, 128, 10),
     "wide-heads": (2, 1, 256, 5),
+    "two-row-tiles": (12, 1, 16, 5),
 }
 
 
@@ -149,7 +150,7 @@ def test_scores_of_any_size() -> None:
     ids=["head-dim", "heads", "strides"],
 )
 def test_what_is_not_served_is_refused(change, message: str) -> None:
-    given = change(inputs([3]))
+    given: Given = change(inputs([3]))
     with pytest.raises(ValueError, match=message):
         block_attention.block_attention(torch.empty(given[0].shape), *given, FULL, None, None)
 

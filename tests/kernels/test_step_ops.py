@@ -93,7 +93,7 @@ LAYERS = {
 
 def recorded(
     requests: int, layer: tuple[int, int, int, int]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Buffers with 2 more rows than requests; inputs. Windows strided as SGLang's pool has them."""
     block, heads, channels, width = layer
     rows = requests + 2
@@ -102,9 +102,8 @@ def recorded(
     conv = torch.randn(2 * rows, width - 1, channels).transpose(1, 2)
     slots = torch.randperm(2 * rows)[:rows]
     inputs = (mixed[:, :heads], mixed[:, heads : 2 * heads], conv, slots)
-    to = [[x.to(DEVICE, torch.bfloat16 if x.is_floating_point() else None) for x in xs]
-          for xs in (kept, inputs)]  # fmt: skip
-    return tuple(to[0]), tuple(to[1])
+    floats = [x.to(DEVICE, torch.bfloat16) for x in (*kept, *inputs[:3])]
+    return (floats[0], floats[1]), (floats[2], floats[3], floats[4], slots.to(DEVICE))
 
 
 @pytest.mark.parametrize("requests", [0, 1, 4])
@@ -114,8 +113,8 @@ def test_record_inputs(layer: tuple[int, int, int, int], requests: int) -> None:
     if requests > 1:
         slots[1] = -1  # a padding row of a graph
     canaries = Canaries()
-    got = tuple(map(canaries.around, kept))
-    expected = tuple(x.clone() for x in kept)
+    got = canaries.around(kept[0]), canaries.around(kept[1])
+    expected = kept[0].clone(), kept[1].clone()
     record_inputs.record_inputs(*got, a, b, conv, slots)
     record_inputs.torch_record_inputs(*expected, a, b, conv, slots)
     assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
