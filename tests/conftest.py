@@ -45,9 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is neither marked `engine` (see tests/engine/conftest.py) nor `gpu` is `fast`."""
+    """What is marked neither `engine` (see tests/engine/conftest.py), `gpu` nor `compile` is
+    `fast`."""
     for item in items:
-        if not any(item.get_closest_marker(tier) for tier in ("engine", "gpu")):
+        if not any(item.get_closest_marker(tier) for tier in ("engine", "gpu", "compile")):
             item.add_marker(pytest.mark.fast)
     if config.getoption("--reverse"):
         items.reverse()

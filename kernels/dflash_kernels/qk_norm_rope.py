@@ -17,13 +17,13 @@ from sglang_dflash.core.rope import Rotary, rotate
 
 BLOCK_H = 16
 FLOAT8_MAX = tl.constexpr(448.0)
-# pi / 2 in parts (Cody and Waite). All but the last have at most 6 bits, so that their products with
-# up to 2 ** 18 quarter turns are exact: long contexts keep the accuracy of float32 angles.
+# pi / 2 in parts (Cody and Waite). All but the last have at most 6 bits, so that their products
+# with up to 2 ** 18 quarter turns are exact: long contexts keep the accuracy of float32 angles.
 QUARTER_1 = tl.constexpr(1.5)
 QUARTER_2 = tl.constexpr(9 / 2**7)
 QUARTER_3 = tl.constexpr(31 / 2**16)
 QUARTER_4 = tl.constexpr(45 / 2**22)
-QUARTER_5 = tl.constexpr(7.5497899548e-08)
+QUARTER_5 = tl.constexpr(7.549789948768648e-08)
 QUARTERS_PER_RADIAN = tl.constexpr(0.6366197723675814)
 
 
