@@ -287,8 +287,14 @@ def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, old: Tensor, entries: T
         raise ValueError(f"q: head dim {q.shape[-1]}; one of {sorted(HEAD_DIMS)} is served")
     named = {"out": out, "q": q, "k": k, "v": v, "old": old, "entries": entries}
     for name, tensor in named.items():
-        if tensor.stride(-1) != 1:
+        if tensor.numel() and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: strides {tensor.stride()}; the last must be 1")
+    if old.dtype == torch.float8_e4m3fn and old.is_cuda:
+        capability = torch.cuda.get_device_capability(old.device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"old: a float8 cache needs a GPU of capability 8.9, this one's is {capability}"
+            )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"q: {q.shape[2]} heads are no multiple of k's {k.shape[2]}")
 

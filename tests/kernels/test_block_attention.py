@@ -130,8 +130,9 @@ def test_a_request_with_only_dead_entries_sees_its_block(splits: int) -> None:
     check((q, k, v, old, entries, seq_lens), FULL, None, splits)
 
 
-def test_no_requests() -> None:
+def test_no_requests_and_no_columns() -> None:
     check(inputs([]), FULL, None, 2)
+    check(inputs([0, 0], columns=0), FULL, None, 1)
 
 
 def test_scores_of_any_size() -> None:
