@@ -60,9 +60,8 @@ def _attend(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, SCALE):
 
 
 @triton.jit
-def _inside(o_behind, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether a query sees a key of its block that lies `o_behind` positions behind it."""
-    m_seen = o_behind > -65536
+def _inside(m_seen, o_behind, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Of `m_seen`, the keys of the block that a query sees that far behind it."""
     if CAUSAL:
         m_seen &= o_behind >= 0
     if WINDOW > 0:
@@ -79,7 +78,7 @@ def block_attention_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """One program per request, BLOCK_M query rows of a kv head, and split. Split 0 has the block."""
+    """One program per request, BLOCK_M rows of a kv head, and split. Split 0 has the block."""
     M_TILES: tl.constexpr = (B * GROUPS + BLOCK_M - 1) // BLOCK_M
     i_r, i_p = tl.program_id(0).to(tl.int64), tl.program_id(2)
     i_g, i_m = tl.program_id(1).to(tl.int64) // M_TILES, tl.program_id(1) % M_TILES
@@ -103,7 +102,8 @@ def block_attention_kernel(
     p_v += i_r * s_v_r + i_g * s_v_h + o_b[:, None] * s_v_b + o_d[None, :]
     b_k = tl.load(p_k, mask=m_b[:, None], other=0.0).to(b_q.dtype)
     b_v = tl.load(p_v, mask=m_b[:, None], other=0.0).to(b_q.dtype)
-    m_seen = m_m[:, None] & m_b[None, :] & _inside(o_i[:, None] - o_b[None, :], CAUSAL, WINDOW)
+    o_behind = o_i[:, None] - o_b[None, :]
+    m_seen = _inside(m_m[:, None] & m_b[None, :], o_behind, CAUSAL, WINDOW)
     b_max, b_sum, b_acc = _attend(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, SCALE)
     p_entries += i_r * s_entries_r
     p_old_k += i_g * s_old_h + o_d[None, :]
