@@ -16,7 +16,6 @@ from dflash_kernels.traffic import Traffic
 from sglang_dflash.core.rope import Rotary, rotate
 
 BLOCK_H = 16
-FLOAT8_MAX = tl.constexpr(448.0)
 # pi / 2 in parts (Cody and Waite). All but the last have at most 6 bits, so that their products
 # with up to 2 ** 18 quarter turns are exact: long contexts keep the accuracy of float32 angles.
 QUARTER_1 = tl.constexpr(1.5)
@@ -91,14 +90,6 @@ def qk_norm_rope_kernel(
 
 
 @triton.jit
-def _store(p_out, b_x, m_x):
-    """Store float32 in the pointer's dtype. Float8 saturates: entries stay finite."""
-    if p_out.dtype.element_ty == tl.float8e4nv:
-        b_x = tl.minimum(tl.maximum(b_x, -FLOAT8_MAX), FLOAT8_MAX)
-    tl.store(p_out, b_x.to(p_out.dtype.element_ty), mask=m_x)
-
-
-@triton.jit
 def write_context_kernel(
     p_cache, p_kv, p_entries, p_positions, p_k_weight, p_frequencies,
     s_cache_s, s_cache_l, s_kv_n, s_weight, EPS, FACTOR,
@@ -114,15 +105,15 @@ def write_context_kernel(
     p_kv += i_n * s_kv_n + i_l * 2 * G * D + o_g[:, None] * D
     p_cache += i_entry * s_cache_s + i_l * s_cache_l + o_g[:, None] * D
     b_v = tl.load(p_kv + G * D + o_d[None, :], mask=m_g, other=0.0).to(tl.float32)
-    _store(p_cache + G * D + o_d[None, :], b_v, m_g)
+    tl.store(p_cache + G * D + o_d[None, :], b_v.to(p_cache.dtype.element_ty), mask=m_g)
     b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, FACTOR)
     b_1 = tl.load(p_kv + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
     b_2 = tl.load(p_kv + D // 2 + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
     b_w1 = tl.load(p_k_weight + i_l * s_weight + o_f).to(tl.float32)[None, :]
     b_w2 = tl.load(p_k_weight + i_l * s_weight + D // 2 + o_f).to(tl.float32)[None, :]
     b_1, b_2 = _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D)
-    _store(p_cache + o_f[None, :], b_1, m_g)
-    _store(p_cache + D // 2 + o_f[None, :], b_2, m_g)
+    tl.store(p_cache + o_f[None, :], b_1.to(p_cache.dtype.element_ty), mask=m_g)
+    tl.store(p_cache + D // 2 + o_f[None, :], b_2.to(p_cache.dtype.element_ty), mask=m_g)
 
 
 def qk_norm_rope(
@@ -186,7 +177,7 @@ def write_context(
 
     Args:
         cache: `[S, L, 2, G, D]`, the entries; contiguous but for the first two strides. Values
-            beyond float8's range are clamped to it.
+            beyond float8's range become its largest number, as torch and GPUs convert them.
         kv: `[N, L, 2, G, D]`, projected K and V; contiguous but for the first stride.
         entries: int `[N]`, distinct entries; a token with a negative one is skipped.
         positions: int `[N]`, contiguous.
@@ -219,8 +210,6 @@ def torch_write_context(
     k = F.rms_norm(k, k.shape[-1:], eps=eps) * k_weights[:, None]
     cos, sin = (x.unsqueeze(-3) for x in rotary.cos_sin(positions[kept], k.dtype))
     new = torch.stack((rotate(k, cos, sin), v), dim=2)
-    if cache.dtype == torch.float8_e4m3fn:
-        new = new.clamp(-FLOAT8_MAX.value, FLOAT8_MAX.value)
     cache[entries[kept].long()] = new.to(cache.dtype)
 
 

@@ -92,6 +92,21 @@ def test_the_kernel_is_its_twin(
     check(inputs(RAGGED, window=window), layer, window, splits)
 
 
+EDGES = [(LayerAttention(8, True), None), (LayerAttention(8, True), ContextWindow(4, 2))]
+
+
+@pytest.mark.parametrize(("layer", "window"), EDGES, ids=["whole", "sinks"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_edge_of_a_window(
+    layer: LayerAttention, window: ContextWindow | None, splits: int
+) -> None:
+    """With nothing dead, a column more or less in sight shows. A sink's distance counts the tokens
+    between it and the window."""
+    q, k, v, old, entries, seq_lens = inputs([6, 7, 8, 9, 20], heads=1, kv_heads=1, window=window)
+    entries[:, :20] = (3 * torch.arange(20, device=DEVICE) + 1).int()
+    check((q, k, v, old, entries, seq_lens), layer, window, splits)
+
+
 # heads, kv heads, head dim, block
 SHAPES = {
     "odd-block": (3, 1, 16, 7),
