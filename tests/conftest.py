@@ -3,7 +3,9 @@ machine without a GPU."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import tempfile
 from typing import Any
 
@@ -17,7 +19,10 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, those of its own language included: set it before
     # anything else imports Triton. Unset it then, so that no server of a test inherits it.
     os.environ["TRITON_INTERPRET"] = "1"
-    import dflash_kernels.gated_delta_fold  # noqa: F401
+    import dflash_kernels
+
+    for module in pkgutil.iter_modules(dflash_kernels.__path__):
+        importlib.import_module(f"dflash_kernels.{module.name}")
 
     del os.environ["TRITON_INTERPRET"]
 
@@ -40,9 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is neither marked `engine` (see tests/engine/conftest.py) nor `gpu` is `fast`."""
+    """What is marked neither `engine` (see tests/engine/conftest.py), `gpu` nor `compile` is
+    `fast`."""
     for item in items:
-        if not any(item.get_closest_marker(tier) for tier in ("engine", "gpu")):
+        if not any(item.get_closest_marker(tier) for tier in ("engine", "gpu", "compile")):
             item.add_marker(pytest.mark.fast)
     if config.getoption("--reverse"):
         items.reverse()

@@ -6,10 +6,13 @@ kernels: `i_` index, `o_` offsets, `m_` mask, `p_` pointer, `b_` block value, `s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_kernels.traffic import Traffic
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.recurrent.gated_delta import NORM_EPS
 from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs
@@ -139,3 +142,28 @@ def fold_(
         H=layers.key_heads, HV=layers.value_heads, K=layers.key_dim, V=layers.value_dim, W=width,
         BLOCK_K=triton.next_power_of_2(layers.key_dim), BLOCK_V=BLOCK_V,
     )  # fmt: skip
+
+
+def traffic(
+    layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, lengths: Sequence[int]
+) -> Traffic:
+    """Bytes of one launch, with int64 `rows`, `source`, `target` and `lengths`.
+
+    Reads shapes and dtypes of the tensors only.
+
+    Args:
+        lengths: accepted tokens of the rows that are not skipped.
+    """
+    depth, _, width = layers.conv_weight.shape
+    key_dim, value_dim = layers.key_dim, layers.value_dim
+    tiles = triton.cdiv(value_dim, BLOCK_V)
+    state = value_dim * key_dim * states.element_size()
+    # Of a head: each tile of value rows needs the whole key.
+    read_channels = tiles * key_dim + value_dim
+    tap = kept.inputs.element_size() + layers.conv_weight.element_size()
+    bias = 0 if layers.conv_bias is None else layers.conv_bias.element_size()
+    token = read_channels * (width * tap + bias) + tiles * 2 * kept.a.element_size()
+    fixed = 32 + layers.a_log.element_size() + layers.dt_bias.element_size()
+    heads = depth * layers.value_heads
+    read = len(lengths) * (state + tiles * fixed) + sum(lengths) * token
+    return Traffic(heads * read, heads * len(lengths) * state)

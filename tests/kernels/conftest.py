@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    """Choose the interpreter, and correct three operations of Triton 3.8's.
+
+    It multiplies matrices of bfloat16 as integers, cuts bits off where a GPU rounds float32 to
+    bfloat16, and loses the carry into the exponent where it rounds float32 to float8.
+    """
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    dot, convert = InterpreterBuilder.create_dot, interpreter._convert_float
+
+    def dot_of_values(self, a, b, *rest):
+        return dot(self, _as_float32(a), _as_float32(b), *rest)
+
+    def rounded(values, source, to, mode):
+        if source != tl.float32 or to not in ROUNDED:
+            return convert(values, source, to, mode)
+        result = torch.from_numpy(np.ascontiguousarray(values)).to(ROUNDED[to])
+        bits = torch.uint8 if result.element_size() == 1 else torch.uint16
+        return result.view(bits).numpy()
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_of_values)
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+ROUNDED = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
+
+
+def _as_float32(handle: TensorHandle) -> TensorHandle:
+    """bfloat16 values as float32, other dtypes as they are."""
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)

@@ -15,6 +15,7 @@ from dflash_kernels import gated_delta_fold
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.recurrent import replay
+from tests.kernels.support import counted_bytes, needs_interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # key heads, value heads, key dim, value dim, conv width, block
@@ -72,6 +73,25 @@ def test_the_kernel_is_its_twin(shape: tuple[int, ...], dtype: torch.dtype, bias
     assert torch.equal(got[:, untouched], states[:, untouched])
     # Length 0, from slot 1 to slot 0.
     assert torch.equal(got[:, 0], states[:, 1])
+
+
+@needs_interpreter
+def test_traffic() -> None:
+    heads, value_heads, key_dim, value_dim, width, block = SHAPES["odd-sizes"]
+    channels = 2 * heads * key_dim + value_heads * value_dim
+    layers = replay.RecurrentLayers(
+        torch.randn(2, channels, width).bfloat16(), torch.randn(2, channels), "silu",
+        torch.randn(2, value_heads), torch.randn(2, value_heads).bfloat16(),
+        heads, value_heads, key_dim, value_dim,
+    )  # fmt: skip
+    rows, states = torch.arange(3), torch.randn(2, 3, value_heads, value_dim, key_dim)
+    a = torch.randn(2, 3, block, value_heads).bfloat16()
+    inputs = torch.randn(2, 3, block, channels).bfloat16()
+    window = torch.randn(2, 3, channels, width - 1).bfloat16()
+    kept, lengths = replay.VerifyInputs(window, inputs, a, a), [2, 0, 3]
+    with counted_bytes() as count:
+        gated_delta_fold.fold_(layers, states, kept, rows, rows, rows, torch.tensor(lengths))
+    assert count.traffic == gated_delta_fold.traffic(layers, states, kept, lengths)
 
 
 def test_registers_allow_sixteen_warps_per_multiprocessor() -> None:

@@ -1,0 +1,378 @@
+"""Attention of drafted blocks over context entries, read through a table without a copy, and over
+the block's own K/V. Context is split over programs; a second kernel merges the splits.
+
+Letters in shapes: R requests, B block positions, C table columns, S entries, L layers, H query
+heads, G kv heads, D head dim, P splits, M = B H / G query rows that share a kv head. Names as in
+`gated_delta_fold`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash_kernels.slot_table import limit_and_sinks
+from dflash_kernels.traffic import Traffic
+from sglang_dflash.checkpoint.draft_config import LayerAttention
+from sglang_dflash.core.attention.reference import torch_block_attention
+from sglang_dflash.core.attention.visibility import context_positions, visibility
+from sglang_dflash.core.options import ContextWindow
+
+HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
+# Fewer tiles than these are not split further: a split costs its output twice, written and read.
+MIN_TILES = tl.constexpr(4)
+MERGE_ROWS = 8
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _span(i_len, LIMIT, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+          BLOCK_N: tl.constexpr):  # fmt: skip
+    """First column in sight, the column after the last one, and columns per split."""
+    i_used = tl.minimum(i_len, LIMIT)
+    i_first = i_used * 0
+    # With no sink in sight, the layer's window is a suffix of the columns.
+    if WINDOW > 0 and i_len - SINKS + 1 >= WINDOW:
+        i_first = tl.maximum(i_used - WINDOW + 1, SINKS)
+    i_tiles = tl.cdiv(tl.maximum(i_used - i_first, 0), BLOCK_N)
+    return i_first, i_used, tl.maximum(tl.cdiv(i_tiles, SPLITS), MIN_TILES) * BLOCK_N
+
+
+@triton.jit
+def _attend(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, SCALE):
+    """Add keys `[n, D]` and values `[n, D]` to a running softmax in base 2."""
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * SCALE
+    b_s = tl.where(m_seen, b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, axis=1))
+    # A row that has seen nothing yet keeps -inf, and weights of 0.
+    b_base = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_base[:, None])
+    b_shrink = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_shrink + tl.sum(b_p, axis=1)
+    b_acc = b_acc * b_shrink[:, None]
+    b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
+    return b_new, b_sum, b_acc
+
+
+@triton.jit
+def _inside(m_seen, o_behind, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Of `m_seen`, the keys of the block that a query sees that far behind it."""
+    if CAUSAL:
+        m_seen &= o_behind >= 0
+    if WINDOW > 0:
+        m_seen &= o_behind < WINDOW
+    return m_seen
+
+
+@triton.jit
+def block_attention_kernel(
+    p_q, p_k, p_v, p_old_k, p_old_v, p_entries, p_seq_lens, p_out, p_partial, p_lse,
+    s_q_r, s_q_b, s_q_h, s_k_r, s_k_b, s_k_h, s_v_r, s_v_b, s_v_h,
+    s_old_s, s_old_h, s_entries_r, s_out_r, s_out_b, s_out_h, SCALE, LIMIT,
+    B: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """One program per request, BLOCK_M rows of a kv head, and split. Split 0 has the block."""
+    M_TILES: tl.constexpr = (B * GROUPS + BLOCK_M - 1) // BLOCK_M
+    i_r, i_p = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    i_g, i_m = tl.program_id(1).to(tl.int64) // M_TILES, tl.program_id(1) % M_TILES
+    i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
+    i_first, i_used, i_share = _span(i_len, LIMIT, WINDOW, SINKS, SPLITS, BLOCK_N)
+    i_begin = i_first + i_p * i_share
+    if i_p > 0 and i_begin >= i_used:
+        return
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_d, o_b = tl.arange(0, D), tl.arange(0, BLOCK_B)
+    o_i, o_h = o_m // GROUPS, i_g * GROUPS + o_m % GROUPS
+    m_m = o_m < B * GROUPS
+    p_q += i_r * s_q_r + o_i[:, None] * s_q_b + o_h[:, None] * s_q_h + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_m[:, None], other=0.0)
+    b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_acc = tl.zeros([BLOCK_M, D], dtype=tl.float32)
+    # The block's own keys: no lane is loaded by the other splits.
+    m_b = (o_b < B) & (i_p == 0)
+    p_k += i_r * s_k_r + i_g * s_k_h + o_b[:, None] * s_k_b + o_d[None, :]
+    p_v += i_r * s_v_r + i_g * s_v_h + o_b[:, None] * s_v_b + o_d[None, :]
+    b_k = tl.load(p_k, mask=m_b[:, None], other=0.0).to(b_q.dtype)
+    b_v = tl.load(p_v, mask=m_b[:, None], other=0.0).to(b_q.dtype)
+    o_behind = o_i[:, None] - o_b[None, :]
+    m_seen = _inside(m_m[:, None] & m_b[None, :], o_behind, CAUSAL, WINDOW)
+    b_max, b_sum, b_acc = _attend(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, SCALE)
+    p_entries += i_r * s_entries_r
+    p_old_k += i_g * s_old_h + o_d[None, :]
+    p_old_v += i_g * s_old_h + o_d[None, :]
+    for i_n in range(i_begin, tl.minimum(i_used, i_begin + i_share), BLOCK_N):
+        o_c = i_n + tl.arange(0, BLOCK_N)
+        b_entry = tl.load(p_entries + o_c, mask=o_c < i_used, other=-1)
+        m_c = b_entry >= 0
+        o_old = b_entry.to(tl.int64)[:, None] * s_old_s
+        b_old_k = tl.load(p_old_k + o_old, mask=m_c[:, None], other=0.0).to(b_q.dtype)
+        b_old_v = tl.load(p_old_v + o_old, mask=m_c[:, None], other=0.0).to(b_q.dtype)
+        m_old = m_m[:, None] & m_c[None, :]
+        if WINDOW > 0:
+            o_end = tl.where(o_c < SINKS, i_len, i_used) - o_c
+            m_old &= o_i[:, None] + o_end[None, :] < WINDOW
+        b_max, b_sum, b_acc = _attend(b_q, b_old_k, b_old_v, m_old, b_max, b_sum, b_acc, SCALE)
+    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    if SPLITS == 1:
+        p_out += i_r * s_out_r + o_i[:, None] * s_out_b + o_h[:, None] * s_out_h + o_d[None, :]
+        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
+    else:
+        o_head = i_r * (tl.num_programs(1) // M_TILES) + i_g
+        o_row = (o_head * SPLITS + i_p) * (B * GROUPS) + o_m
+        tl.store(p_partial + o_row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None])
+        tl.store(p_lse + o_row, b_max + tl.log2(b_sum), mask=m_m)
+
+
+@triton.jit
+def merge_kernel(
+    p_out, p_partial, p_lse, p_seq_lens, s_out_r, s_out_b, s_out_h, LIMIT,
+    B: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """One program per request, kv head and BLOCK_M query rows."""
+    i_r, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    o_m, o_d = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
+    m_m = o_m < B * GROUPS
+    i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
+    i_first, i_used, i_share = _span(i_len, LIMIT, WINDOW, SINKS, SPLITS, BLOCK_N)
+    o_row = (i_r * tl.num_programs(1) + i_g) * SPLITS * (B * GROUPS) + o_m
+    # Split 0 has seen the block, so its sum is finite.
+    b_max = tl.load(p_lse + o_row, mask=m_m, other=0.0)
+    b_sum = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    b_acc = tl.load(p_partial + o_row[:, None] * D + o_d[None, :], mask=m_m[:, None], other=0.0)
+    for i_p in range(1, tl.cdiv(tl.maximum(i_used - i_first, 0), i_share)):
+        o_split = o_row + i_p * (B * GROUPS)
+        b_lse = tl.load(p_lse + o_split, mask=m_m, other=0.0)
+        p_split = p_partial + o_split[:, None] * D + o_d[None, :]
+        b_new = tl.maximum(b_max, b_lse)
+        b_shrink, b_weight = tl.exp2(b_max - b_new), tl.exp2(b_lse - b_new)
+        b_acc *= b_shrink[:, None]
+        b_acc += b_weight[:, None] * tl.load(p_split, mask=m_m[:, None], other=0.0)
+        b_sum, b_max = b_sum * b_shrink + b_weight, b_new
+    p_out += i_r * s_out_r + (o_m // GROUPS)[:, None] * s_out_b + o_d[None, :]
+    p_out += (i_g * GROUPS + o_m % GROUPS)[:, None] * s_out_h
+    tl.store(p_out, (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty), mask=m_m[:, None])
+
+
+class Workspace(NamedTuple):
+    """Outputs of the splits, for `merge_kernel`.
+
+    Attributes:
+        partial: float32 `[R, G, P, M, D]`.
+        lse: float32 `[R, G, P, M]`, log2 of the sum of the split's weights.
+    """
+
+    partial: Tensor
+    lse: Tensor
+
+
+class Tiles(NamedTuple):
+    """Sizes of a launch: query rows, columns and block positions of a tile, warps, stages."""
+
+    rows: int
+    columns: int
+    block: int
+    warps: int
+    stages: int
+
+
+def tiles(block: int, groups: int, head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
+    """Tile sizes that compile without spills (tests/kernels/registers.json). Queries in float32 are
+    for checks: they are multiplied without tensor cores, and spill registers.
+
+    Args:
+        block: B.
+        groups: H / G.
+        itemsize: bytes of an element of q.
+        cache_itemsize: bytes of an element of the cache.
+    """
+    rows = max(16, triton.next_power_of_2(block * groups))
+    size = max(16, triton.next_power_of_2(block))
+    if itemsize == 4:
+        return Tiles(min(rows, 64), 32 if head_dim <= 128 else 16, size, warps=8, stages=1)
+    columns = 64 if head_dim <= 64 else 32 if head_dim * cache_itemsize <= 512 else 16
+    rows = min(rows, 128 if head_dim <= 128 else 64)
+    return Tiles(rows, columns, size, warps=8 if rows > 64 or head_dim > 128 else 4, stages=2)
+
+
+def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
+    """Splits that give every multiprocessor a program, if the columns suffice.
+
+    Args:
+        requests: R of the largest batch of a bucket.
+        columns: C.
+        processors: multiprocessors of the GPU.
+    """
+    most = triton.cdiv(columns, 256)
+    return max(1, min(most, triton.cdiv(processors, requests * kv_heads)))
+
+
+def make_workspace(
+    requests: int,
+    block: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    splits: int,
+    device: torch.device | str,
+) -> Workspace:
+    """A workspace for up to `requests` blocks."""
+    shape = (requests, kv_heads, splits, block * (heads // kv_heads))
+    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
+    return Workspace(partial, torch.empty(shape, dtype=torch.float32, device=device))
+
+
+def block_attention(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    old: Tensor,
+    entries: Tensor,
+    seq_lens: Tensor,
+    layer: LayerAttention,
+    window: ContextWindow | None,
+    workspace: Workspace | None,
+) -> None:
+    """softmax(q k^T / sqrt(D)) v over the live context and the block: one launch, and one more to
+    merge if there is a workspace.
+
+    Args:
+        out: `[R, B, H, D]`, written.
+        q: `[R, B, H, D]`, after norm and RoPE.
+        k, v: `[R, B, G, D]`, the block's own. Any strides with unit stride over D, as of q.
+        old: `[S, 2, G, D]`, the cache's K/V of this layer, in any float dtype; float8 is converted
+            without a scale.
+        entries: int32 `[R, C]`, from `slot_table`. Columns past a request's are not read.
+        seq_lens: int `[R]`, committed tokens: the position of the block's first token. 0 leaves
+            the block only.
+        layer: how the layer attends.
+        window: what the drafts read, as for `slot_table`.
+        workspace: for P splits; None for one.
+
+    Raises:
+        ValueError: the head dim is not served, or a tensor has another layout.
+    """
+    requests, block, heads, head_dim = q.shape
+    _check(out, q, k, v, old, entries)
+    groups, splits = heads // k.shape[2], 1 if workspace is None else workspace.lse.shape[2]
+    limit, sinks = limit_and_sinks(entries.shape[1], window)
+    partial, lse = workspace or (out, out)
+    if not requests:
+        return
+    tile = tiles(block, groups, head_dim, q.element_size(), old.element_size())
+    shape = {"B": block, "GROUPS": groups, "D": head_dim, "WINDOW": layer.sliding_window or 0,
+             "SINKS": sinks, "SPLITS": splits, "BLOCK_N": tile.columns}  # fmt: skip
+    row_tiles = triton.cdiv(block * groups, tile.rows)
+    block_attention_kernel[(requests, k.shape[2] * row_tiles, splits)](
+        q, k, v, old[:, 0], old[:, 1], entries, seq_lens, out, partial, lse,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        old.stride(0), old.stride(2), entries.stride(0), *out.stride()[:3],
+        LOG2_E * head_dim**-0.5, limit,
+        CAUSAL=layer.causal, BLOCK_M=tile.rows, BLOCK_B=tile.block, **shape,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(requests, k.shape[2], triton.cdiv(block * groups, MERGE_ROWS))](
+            out, partial, lse, seq_lens, *out.stride()[:3], limit,
+            BLOCK_M=MERGE_ROWS, **shape, num_warps=2,
+        )  # fmt: skip
+
+
+def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, old: Tensor, entries: Tensor) -> None:
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"q: head dim {q.shape[-1]}; one of {sorted(HEAD_DIMS)} is served")
+    named = {"out": out, "q": q, "k": k, "v": v, "old": old, "entries": entries}
+    for name, tensor in named.items():
+        if tensor.numel() and tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: strides {tensor.stride()}; the last must be 1")
+    if old.dtype == torch.float8_e4m3fn and old.is_cuda:
+        capability = torch.cuda.get_device_capability(old.device)
+        if capability < (8, 9):
+            raise ValueError(
+                f"old: a float8 cache needs a GPU of capability 8.9, this one's is {capability}"
+            )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"q: {q.shape[2]} heads are no multiple of k's {k.shape[2]}")
+
+
+def torch_attention(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    old: Tensor,
+    entries: Tensor,
+    seq_lens: Tensor,
+    layer: LayerAttention,
+    window: ContextWindow | None,
+    workspace: Workspace | None = None,
+) -> None:
+    """The twin of `block_attention`. It copies the context's K/V."""
+    del workspace
+    positions = context_positions(seq_lens.long(), entries.shape[1], window)
+    live = (positions < seq_lens[:, None]) & (entries >= 0)
+    context = old[torch.where(live, entries, 0).long()].to(q.dtype)
+    context = context.masked_fill(~live[..., None, None, None], 0.0)
+    keys = torch.cat((context[:, :, 0], k.to(q.dtype)), dim=1)
+    values = torch.cat((context[:, :, 1], v.to(q.dtype)), dim=1)
+    mask = visibility(layer, positions, seq_lens.long(), live, q.shape[1])
+    out.copy_(torch_block_attention(q, keys, values, mask))
+
+
+def traffic(
+    q_shape: tuple[int, int, int, int],
+    kv_heads: int,
+    columns: int,
+    seq_lens: Sequence[int],
+    layer: LayerAttention,
+    window: ContextWindow | None,
+    splits: int,
+    itemsize: int,
+    cache_itemsize: int,
+    dead: int = 0,
+) -> Traffic:
+    """Bytes of one call of `block_attention`, with int64 `seq_lens`.
+
+    Args:
+        q_shape: `(R, B, H, D)`.
+        columns: C.
+        splits: P.
+        itemsize: bytes of an element of q, k, v and out.
+        cache_itemsize: bytes of an element of the cache.
+        dead: columns in the layer's sight whose entry is dead, over all requests.
+    """
+    requests, block, heads, head_dim = q_shape
+    groups, rows = heads // kv_heads, block * heads
+    tile = tiles(block, groups, head_dim, itemsize, cache_itemsize)
+    row_tiles = triton.cdiv(block * groups, tile.rows)
+    limit, sinks = limit_and_sinks(columns, window)
+    in_sight = programs = 0
+    for length in seq_lens:
+        used, first = min(length, limit), 0
+        if layer.sliding_window and length - sinks + 1 >= layer.sliding_window:
+            first = max(used - layer.sliding_window + 1, sinks)
+        seen = max(used - first, 0)
+        share = max(triton.cdiv(triton.cdiv(seen, tile.columns), splits), MIN_TILES.value)
+        programs += max(1, triton.cdiv(seen, share * tile.columns))
+        in_sight += seen
+    # Every tile of query rows reads the keys and values.
+    read = requests * block * 2 * kv_heads * head_dim * itemsize
+    read += in_sight * kv_heads * 4
+    read += (in_sight - dead) * 2 * kv_heads * head_dim * cache_itemsize
+    read = (read + requests * splits * kv_heads * 8) * row_tiles
+    read += programs * rows * head_dim * itemsize
+    written = requests * rows * head_dim * itemsize
+    if splits > 1:
+        merges = triton.cdiv(block * groups, MERGE_ROWS)
+        between = programs * rows * (head_dim + 1) * 4
+        read, written = read + requests * kv_heads * merges * 8 + between, written + between
+    return Traffic(read, written)

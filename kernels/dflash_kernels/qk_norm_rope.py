@@ -1,0 +1,239 @@
+"""RMSNorm per head and RoPE: of a block's q and k in place, and of context keys on their way into
+cache entries. One launch each. Names as in `gated_delta_fold`.
+
+Letters in shapes: N tokens, L layers, H query heads, G kv heads, D head dim, S entries.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash_kernels.traffic import Traffic
+from sglang_dflash.core.rope import Rotary, rotate
+
+BLOCK_H = 16
+# pi / 2 in parts (Cody and Waite). All but the last have at most 6 bits, so that their products
+# with up to 2 ** 18 quarter turns are exact: long contexts keep the accuracy of float32 angles.
+QUARTER_1 = tl.constexpr(1.5)
+QUARTER_2 = tl.constexpr(9 / 2**7)
+QUARTER_3 = tl.constexpr(31 / 2**16)
+QUARTER_4 = tl.constexpr(45 / 2**22)
+QUARTER_5 = tl.constexpr(7.549789948768648e-08)
+QUARTERS_PER_RADIAN = tl.constexpr(0.6366197723675814)
+
+
+@triton.jit
+def _cos_sin(p_position, p_frequencies, o_f, FACTOR):
+    """Cos and sin `[D / 2]` of a token's angles, times the rotary's factor.
+
+    By polynomials between -pi / 4 and pi / 4 (those of the Cephes library): the GPU's fast sine is
+    inexact for large angles, and its exact one takes memory for very large ones.
+    """
+    b_angle = tl.load(p_position).to(tl.float32) * tl.load(p_frequencies + o_f)
+    b_quarters = tl.floor(b_angle * QUARTERS_PER_RADIAN + 0.5)
+    b_x = b_angle - b_quarters * QUARTER_1
+    b_x = b_x - b_quarters * QUARTER_2
+    b_x = b_x - b_quarters * QUARTER_3
+    b_x = b_x - b_quarters * QUARTER_4
+    b_x = b_x - b_quarters * QUARTER_5
+    b_z = b_x * b_x
+    b_sin = (-1.9515295891e-4 * b_z + 8.3321608736e-3) * b_z - 1.6666654611e-1
+    b_sin = b_sin * b_z * b_x + b_x
+    b_cos = (2.443315711809948e-5 * b_z - 1.388731625493765e-3) * b_z + 4.166664568298827e-2
+    b_cos = b_cos * b_z * b_z - 0.5 * b_z + 1.0
+    i_quarter = b_quarters.to(tl.int32) & 3
+    m_odd = (i_quarter & 1) == 1
+    b_first, b_second = tl.where(m_odd, b_sin, b_cos), tl.where(m_odd, b_cos, b_sin)
+    b_first = tl.where(((i_quarter + 1) & 2) == 2, -b_first, b_first)
+    b_second = tl.where((i_quarter & 2) == 2, -b_second, b_second)
+    return b_first * FACTOR, b_second * FACTOR
+
+
+@triton.jit
+def _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D: tl.constexpr):
+    """Norm and rotate heads, given as their halves `[heads, D / 2]`; weights broadcast."""
+    b_mean = (tl.sum(b_1 * b_1, axis=1) + tl.sum(b_2 * b_2, axis=1)) / D
+    b_scale = tl.rsqrt(b_mean + EPS)[:, None]
+    b_1, b_2 = b_1 * b_scale * b_w1, b_2 * b_scale * b_w2
+    return (
+        b_1 * b_cos[None, :] - b_2 * b_sin[None, :],
+        b_2 * b_cos[None, :] + b_1 * b_sin[None, :],
+    )
+
+
+@triton.jit
+def qk_norm_rope_kernel(
+    p_qkv, p_positions, p_q_weight, p_k_weight, p_frequencies, s_qkv, EPS, FACTOR,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One program per token and BLOCK_H heads of q and k."""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_f = tl.arange(0, D // 2)
+    b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, FACTOR)
+    m_q, m_h = (o_h < H)[:, None], (o_h < H + G)[:, None]
+    b_w1 = tl.where(m_q, tl.load(p_q_weight + o_f)[None, :], tl.load(p_k_weight + o_f)[None, :])
+    o_f2 = o_f + D // 2
+    b_w2 = tl.where(m_q, tl.load(p_q_weight + o_f2)[None, :], tl.load(p_k_weight + o_f2)[None, :])
+    p_1 = p_qkv + i_n * s_qkv + o_h[:, None] * D + o_f[None, :]
+    b_1 = tl.load(p_1, mask=m_h, other=0.0).to(tl.float32)
+    b_2 = tl.load(p_1 + D // 2, mask=m_h, other=0.0).to(tl.float32)
+    b_1, b_2 = _norm_rotate(
+        b_1, b_2, b_w1.to(tl.float32), b_w2.to(tl.float32), b_cos, b_sin, EPS, D
+    )
+    tl.store(p_1, b_1.to(p_qkv.dtype.element_ty), mask=m_h)
+    tl.store(p_1 + D // 2, b_2.to(p_qkv.dtype.element_ty), mask=m_h)
+
+
+@triton.jit
+def write_context_kernel(
+    p_cache, p_kv, p_entries, p_positions, p_k_weight, p_frequencies,
+    s_cache_s, s_cache_l, s_kv_n, s_weight, EPS, FACTOR,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """One program per token and layer."""
+    i_n, i_l = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_entry = tl.load(p_entries + i_n).to(tl.int64)
+    if i_entry < 0:
+        return
+    o_g, o_f, o_d = tl.arange(0, BLOCK_G), tl.arange(0, D // 2), tl.arange(0, D)
+    m_g = (o_g < G)[:, None]
+    p_kv += i_n * s_kv_n + i_l * 2 * G * D + o_g[:, None] * D
+    p_cache += i_entry * s_cache_s + i_l * s_cache_l + o_g[:, None] * D
+    b_v = tl.load(p_kv + G * D + o_d[None, :], mask=m_g, other=0.0).to(tl.float32)
+    tl.store(p_cache + G * D + o_d[None, :], b_v.to(p_cache.dtype.element_ty), mask=m_g)
+    b_cos, b_sin = _cos_sin(p_positions + i_n, p_frequencies, o_f, FACTOR)
+    b_1 = tl.load(p_kv + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
+    b_2 = tl.load(p_kv + D // 2 + o_f[None, :], mask=m_g, other=0.0).to(tl.float32)
+    b_w1 = tl.load(p_k_weight + i_l * s_weight + o_f).to(tl.float32)[None, :]
+    b_w2 = tl.load(p_k_weight + i_l * s_weight + D // 2 + o_f).to(tl.float32)[None, :]
+    b_1, b_2 = _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D)
+    tl.store(p_cache + o_f[None, :], b_1.to(p_cache.dtype.element_ty), mask=m_g)
+    tl.store(p_cache + D // 2 + o_f[None, :], b_2.to(p_cache.dtype.element_ty), mask=m_g)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    positions: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotary: Rotary,
+    heads: int,
+    eps: float,
+) -> None:
+    """Norm and rotate q and k in place; v stays.
+
+    Args:
+        qkv: `[N, (H + 2 G) D]`, rows of any stride.
+        positions: int `[N]`, contiguous.
+        q_weight, k_weight: `[D]`.
+        rotary: frequencies on qkv's device.
+        heads: H.
+        eps: of the norms.
+    """
+    count, head_dim = len(qkv), len(q_weight)
+    if not count:
+        return
+    kv_heads = (qkv.shape[1] // head_dim - heads) // 2
+    qk_norm_rope_kernel[(count, triton.cdiv(heads + kv_heads, BLOCK_H))](
+        qkv, positions, q_weight, k_weight, rotary.frequencies, qkv.stride(0),
+        eps, rotary.attention_factor, H=heads, G=kv_heads, D=head_dim, BLOCK_H=BLOCK_H,
+    )  # fmt: skip
+
+
+def torch_qk_norm_rope(
+    qkv: Tensor,
+    positions: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rotary: Rotary,
+    heads: int,
+    eps: float,
+) -> None:
+    """The twin of `qk_norm_rope`."""
+    shape = q_weight.shape
+    per_head = qkv.unflatten(1, (-1, *shape))
+    kv_heads = (per_head.shape[1] - heads) // 2
+    q, k, _ = per_head.split((heads, kv_heads, kv_heads), dim=1)
+    cos, sin = rotary.cos_sin(positions, qkv.dtype)
+    q.copy_(rotate(F.rms_norm(q, shape, q_weight, eps), cos, sin))
+    k.copy_(rotate(F.rms_norm(k, shape, k_weight, eps), cos, sin))
+
+
+def write_context(
+    cache: Tensor,
+    kv: Tensor,
+    entries: Tensor,
+    positions: Tensor,
+    k_weights: Tensor,
+    rotary: Rotary,
+    eps: float,
+) -> None:
+    """Norm and rotate context keys of all layers, and write K and V into cache entries.
+
+    Args:
+        cache: `[S, L, 2, G, D]`, the entries; contiguous but for the first two strides. Values
+            beyond float8's range become its largest number, as torch and GPUs convert them.
+        kv: `[N, L, 2, G, D]`, projected K and V; contiguous but for the first stride.
+        entries: int `[N]`, distinct entries; a token with a negative one is skipped.
+        positions: int `[N]`, contiguous.
+        k_weights: `[L, D]`, unit stride over D.
+        rotary: frequencies on the cache's device.
+        eps: of the norm.
+    """
+    count, depth, _, kv_heads, head_dim = kv.shape
+    if not count:
+        return
+    write_context_kernel[(count, depth)](
+        cache, kv, entries, positions, k_weights, rotary.frequencies,
+        *cache.stride()[:2], kv.stride(0), k_weights.stride(0), eps, rotary.attention_factor,
+        G=kv_heads, D=head_dim, BLOCK_G=triton.next_power_of_2(kv_heads),
+    )  # fmt: skip
+
+
+def torch_write_context(
+    cache: Tensor,
+    kv: Tensor,
+    entries: Tensor,
+    positions: Tensor,
+    k_weights: Tensor,
+    rotary: Rotary,
+    eps: float,
+) -> None:
+    """The twin of `write_context`. It reads `entries` on the host."""
+    kept = (entries >= 0).nonzero()[:, 0]
+    k, v = kv[kept].unbind(2)
+    k = F.rms_norm(k, k.shape[-1:], eps=eps) * k_weights[:, None]
+    cos, sin = (x.unsqueeze(-3) for x in rotary.cos_sin(positions[kept], k.dtype))
+    new = torch.stack((rotate(k, cos, sin), v), dim=2)
+    cache[entries[kept].long()] = new.to(cache.dtype)
+
+
+def traffic(count: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Traffic:
+    """Bytes of one launch of `qk_norm_rope`, with int64 `positions`."""
+    values = count * (heads + kv_heads) * head_dim * itemsize
+    programs = count * triton.cdiv(heads + kv_heads, BLOCK_H)
+    shared = 8 + 2 * head_dim * itemsize + 2 * head_dim
+    return Traffic(values + programs * shared, values)
+
+
+def write_context_traffic(
+    count: int,
+    kept: int,
+    depth: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    cache_itemsize: int,
+) -> Traffic:
+    """Bytes of one launch of `write_context` on `count` tokens, of which `kept` have an entry.
+
+    `entries` and `positions` are int64."""
+    values = kept * depth * 2 * kv_heads * head_dim
+    shared = 8 + head_dim * itemsize + 2 * head_dim
+    read = count * depth * 8 + kept * depth * shared + values * itemsize
+    return Traffic(read, values * cache_itemsize)

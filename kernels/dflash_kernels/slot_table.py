@@ -1,0 +1,161 @@
+"""The table from requests to draft K/V entries: one launch per step, for all layers.
+
+Letters in shapes: R requests, C table columns. Names as in `gated_delta_fold`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash_kernels.traffic import Traffic
+from sglang_dflash.core.attention.visibility import context_positions
+from sglang_dflash.core.options import ContextWindow
+
+BLOCK = 256
+
+
+class RingTags(NamedTuple):
+    """The tags of a `RingKVCache`.
+
+    Attributes:
+        entry_of: int32 `[target slots]`.
+        owner: int32 `[entries + 1]`.
+        in_use: bool `[entries + 1]`.
+    """
+
+    entry_of: Tensor
+    owner: Tensor
+    in_use: Tensor
+
+
+@triton.jit
+def slot_table_kernel(
+    p_entries, p_req_to_token, p_rows, p_seq_lens, p_entry_of, p_owner, p_in_use,
+    s_entries_r, s_entries_c, s_req_to_token_r, C, LIMIT, SINKS, POSITIONS,
+    RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per request and BLOCK columns."""
+    i_r = tl.program_id(0).to(tl.int64)
+    o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
+    i_used = tl.minimum(i_len, LIMIT)
+    # The sinks, then the newest tokens.
+    o_position = tl.where(o_c < SINKS, o_c, o_c + i_len - i_used)
+    m_c = (o_c < i_used) & (o_position < POSITIONS)
+    p_row = p_req_to_token + tl.load(p_rows + i_r).to(tl.int64) * s_req_to_token_r
+    b_slot = tl.load(p_row + o_position, mask=m_c, other=-1)
+    b_entry = b_slot
+    if RING:
+        b_entry = tl.load(p_entry_of + b_slot, mask=m_c, other=0)
+        b_owner = tl.load(p_owner + b_entry, mask=m_c, other=-1)
+        m_live = m_c & (b_owner == b_slot)
+        tl.store(p_in_use + b_entry, m_live, mask=m_live)
+        b_entry = tl.where(m_live, b_entry, -1)
+    tl.store(p_entries + i_r * s_entries_r + o_c * s_entries_c, b_entry.to(tl.int32), mask=o_c < C)
+
+
+def limit_and_sinks(columns: int, window: ContextWindow | None) -> tuple[int, int]:
+    """Most columns that a request uses of a table `columns` wide, and how many of them are sinks.
+
+    Column c of a request with n tokens and u = min(n, limit) used columns stands for position c if
+    c < sinks, and c + n - u otherwise, as in `context_positions`.
+    """
+    return (columns, 0) if window is None else (min(columns, window.size), window.sinks)
+
+
+def slot_table(
+    entries: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    window: ContextWindow | None,
+    ring: RingTags | None,
+) -> None:
+    """Fill `entries`, and mark what it names as the entries in use of a ring.
+
+    Args:
+        entries: int32 `[R, C]`, written: the entry of each column's token; -1 if there is no such
+            token or its K/V is dead. C is at least the smaller of the longest request's length and
+            the window's size.
+        req_to_token: int32 `[rows, positions]`, the target slots of each request's positions. What
+            it holds past a request's tokens is not read.
+        rows: int `[R]`, the requests' rows of it; not read for a request of length 0.
+        seq_lens: int `[R]`, committed tokens.
+        window: what the drafts read; None for all committed tokens.
+        ring: the tags of a ring; None for a cache with an entry per target slot. The flag of the
+            padding entry is left False.
+
+    Raises:
+        ValueError: `req_to_token` is not contiguous along positions.
+    """
+    if req_to_token.stride(1) != 1:
+        raise ValueError(f"req_to_token: strides {req_to_token.stride()}; unit stride is required")
+    requests, columns = entries.shape
+    if ring is not None:
+        ring.in_use.zero_()
+    if not entries.numel():
+        return
+    entry_of, owner, in_use = ring or (entries, entries, entries)
+    slot_table_kernel[(requests, triton.cdiv(columns, BLOCK))](
+        entries, req_to_token, rows, seq_lens, entry_of, owner, in_use,
+        *entries.stride(), req_to_token.stride(0),
+        columns, *limit_and_sinks(columns, window), req_to_token.shape[1],
+        RING=ring is not None, BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+def torch_slot_table(
+    entries: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    window: ContextWindow | None,
+    ring: RingTags | None,
+) -> None:
+    """The twin of `slot_table`."""
+    positions = context_positions(seq_lens.long(), entries.shape[1], window)
+    last = req_to_token.shape[1] - 1
+    visible = (positions < seq_lens[:, None]) & (positions <= last)
+    in_table = rows.long()[:, None].where(visible, 0), positions.clamp(max=last)
+    slots = req_to_token[in_table].long().where(visible, 0)
+    if ring is None:
+        entries.copy_(slots.where(visible, -1))
+        return
+    found = ring.entry_of[slots].long()
+    live = visible & (ring.owner[found] == slots)
+    ring.in_use.zero_()
+    ring.in_use.index_fill_(0, found.where(live, len(ring.in_use) - 1).flatten(), True)
+    ring.in_use[-1:].fill_(False)
+    entries.copy_(found.where(live, -1))
+
+
+def traffic(
+    columns: int, seq_lens: Sequence[int], window: ContextWindow | None, ring: bool, dead: int = 0
+) -> Traffic:
+    """Bytes of one launch, with int64 `rows` and `seq_lens`. Clearing `in_use` is not counted.
+
+    Args:
+        columns: C.
+        seq_lens: committed tokens of the requests.
+        ring: whether the cache is a ring.
+        dead: tokens in sight whose K/V is dead, over all requests.
+    """
+    limit, _ = limit_and_sinks(columns, window)
+    programs = len(seq_lens) * triton.cdiv(columns, BLOCK)
+    seen = sum(min(n, limit) for n in seq_lens)
+    per_column = 12 if ring else 4
+    return Traffic(
+        read=programs * 16 + seen * per_column,
+        written=len(seq_lens) * columns * 4 + (seen - dead if ring else 0),
+    )
+
+
+def make_table(requests: int, columns: int, device: torch.device | str) -> Tensor:
+    """An empty table `[R, C]` to be filled by `slot_table`."""
+    return torch.full((requests, columns), -1, dtype=torch.int32, device=device)

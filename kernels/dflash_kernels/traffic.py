@@ -1,0 +1,22 @@
+"""Memory traffic of a launch. Every op has a `traffic` function beside its launcher.
+
+Counted are the bytes that the loads and stores of all programs name, masked lanes left out: what
+one program reads twice, or two programs read, counts twice, although a cache may serve it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Traffic(NamedTuple):
+    """Bytes that the programs of one launch load and store."""
+
+    read: int
+    written: int
+
+    def __add__(self, other: object) -> Traffic:
+        """Bytes of both launches."""
+        if not isinstance(other, Traffic):
+            return NotImplemented
+        return Traffic(self.read + other.read, self.written + other.written)

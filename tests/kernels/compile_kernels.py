@@ -1,0 +1,261 @@
+"""Compile the kernels for GPUs that need not be here, at the shapes of the published drafts.
+
+    python -m tests.kernels.compile_kernels CAPABILITY...
+
+prints a JSON object: case -> capability -> registers per thread, bytes of stack and local memory
+(0 without spills), and bytes of shared memory. With `--write`, the table that the test compares
+with is written.
+
+A process of its own, because TRITON_INTERPRET must not be set when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from dflash_kernels import (
+    accept,
+    add_rms_norm,
+    block_attention,
+    prepare_block,
+    qk_norm_rope,
+    record_inputs,
+    silu_mul,
+    slot_table,
+)
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.published import shipped
+
+CAPABILITIES = (80, 90, 100, 120)
+TABLE = Path(__file__).with_name("registers.json")
+# Pointers that are neither to floats nor to int64.
+INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner"}
+BOOL = {"p_in_use", "p_keep"}
+INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_target",
+         "p_lengths", "p_new_lens", "p_slots"}  # fmt: skip
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
+FLOAT32 = {"p_partial", "p_lse", "p_frequencies"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with the constants of a launch.
+
+    Attributes:
+        types: Triton types of arguments, by name, where they are not the usual ones.
+        dtype: of pointers to floats.
+        options: of the compiler.
+        since: the first capability that can compile it.
+    """
+
+    name: str
+    kernel: Any
+    constants: Mapping[str, Any]
+    types: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = "bf16"
+    options: Mapping[str, int] = field(default_factory=dict)
+    since: int = 80
+
+
+def published() -> list[DraftConfig]:
+    """Drafts whose facts are shipped; what they do not show has no part in a kernel's shape."""
+    configs = []
+    for facts in shipped("draft").values():
+        if facts.config is not None:
+            own = {"mask_token_id": 0, **facts.config["dflash_config"]}
+            configs.append(DraftConfig.from_dict({**facts.config, "dflash_config": own}))
+    return configs
+
+
+def attention_cases(config: DraftConfig) -> list[Case]:
+    """Every kind of layer: without splits; with splits and sinks, for each cache dtype."""
+    block, groups = config.block_size, config.num_attention_heads // config.num_key_value_heads
+    found = []
+    for layer in sorted(set(config.layers), key=str):
+        launches = [("bf16", "bf16", 1), ("bf16", "bf16", 8), ("bf16", "fp8e4nv", 8)]
+        if (block, groups) in ((16, 4), (8, 8)) and layer.sliding_window is None:
+            launches += [("fp16", "fp16", 8), ("bf16", "fp32", 8), ("fp32", "fp32", 8)]
+        for dtype, cache, splits in launches:
+            tile = block_attention.tiles(block, groups, config.head_dim, BYTES[dtype], BYTES[cache])
+            shape = {
+                "B": block,
+                "GROUPS": groups,
+                "D": config.head_dim,
+                "WINDOW": layer.sliding_window or 0,
+                "SINKS": 4 * (splits > 1),
+                "SPLITS": splits,
+                "BLOCK_N": tile.columns,
+            }
+            size = f"b{block} g{groups} d{config.head_dim}"
+            kind = f"{'causal' if layer.causal else 'full'}-{shape['WINDOW']}"
+            own = {"CAUSAL": layer.causal, "BLOCK_M": tile.rows, "BLOCK_B": tile.block}
+            found.append(
+                Case(
+                    f"block_attention {dtype}-{cache} {size} {kind} splits{splits}",
+                    block_attention.block_attention_kernel,
+                    {**shape, **own},
+                    types={"p_old_k": f"*{cache}", "p_old_v": f"*{cache}", "SCALE": "fp32"},
+                    dtype=dtype,
+                    options={"num_warps": tile.warps, "num_stages": tile.stages},
+                    since=90 if cache == "fp8e4nv" else 80,
+                )
+            )
+            if (dtype, cache, splits) == ("bf16", "bf16", 8):
+                constants = {**shape, "BLOCK_M": block_attention.MERGE_ROWS}
+                merge, options = block_attention.merge_kernel, {"num_warps": 2}
+                found.append(Case(f"merge {size} {kind}", merge, constants, options=options))
+    return found
+
+
+def layer_cases(config: DraftConfig) -> list[Case]:
+    """Norms, activation, q and k, context K/V."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    shape = {"G": kv_heads, "D": config.head_dim}
+    size, scalars = f"g{kv_heads} d{config.head_dim}", {"EPS": "fp32", "FACTOR": "fp32"}
+    width = triton.next_power_of_2(config.hidden_size)
+    found = [
+        Case(
+            f"add_rms_norm {width}{' residual bias' * extra}",
+            add_rms_norm.add_rms_norm_kernel,
+            {
+                "BLOCK_E": width,
+                "HAS_RESIDUAL": extra,
+                "HAS_BIAS": extra,
+                **({} if extra else {"p_residual": None, "p_bias": None}),
+            },
+            types=scalars,
+            options={"num_warps": add_rms_norm.warps(width)},
+        )
+        for extra in (False, True)
+    ]
+    found.append(
+        Case(
+            f"qk_norm_rope h{heads} {size}",
+            qk_norm_rope.qk_norm_rope_kernel,
+            {**shape, "H": heads, "BLOCK_H": qk_norm_rope.BLOCK_H},
+            types=scalars,
+        )
+    )
+    for cache in ("bf16", "fp8e4nv"):
+        found.append(
+            Case(
+                f"write_context {cache} {size}",
+                qk_norm_rope.write_context_kernel,
+                {**shape, "BLOCK_G": triton.next_power_of_2(kv_heads)},
+                types={**scalars, "p_cache": f"*{cache}", "p_entries": "*i64"},
+                since=90 if cache == "fp8e4nv" else 80,
+            )
+        )
+    return found
+
+
+def step_cases(config: DraftConfig) -> list[Case]:
+    """What runs once per step."""
+    block = config.block_size
+    sizes = {"B": block, "BLOCK": prepare_block.BLOCK}
+    positions = {"B": block, "BLOCK_B": triton.next_power_of_2(block)}
+    return [
+        Case(f"prepare_block b{block}", prepare_block.prepare_block_kernel, sizes),
+        Case(f"accept b{block}", accept.accept_kernel, positions, options={"num_warps": 1}),
+    ]
+
+
+def cases() -> dict[str, Case]:
+    """All kernels at all published shapes, by name."""
+    found = [
+        Case(
+            f"slot_table {'ring' if ring else 'direct'}",
+            slot_table.slot_table_kernel,
+            {"RING": ring, "BLOCK": slot_table.BLOCK},
+        )
+        for ring in (False, True)
+    ]
+    found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
+    # Qwen3.5-27B's recurrent layers.
+    layer = {"B": 16, "HV": 48, "W": 4, "BLOCK": record_inputs.BLOCK}
+    found.append(
+        Case("record_inputs", record_inputs.record_inputs_kernel, layer, {"p_slots": "*i32"})
+    )
+    drafts = published()
+    # No published draft has head dim 256. It is served all the same.
+    wide = next(x for x in drafts if x.head_dim == 128 and x.block_size == 16)
+    for config in (*drafts, replace(wide, head_dim=256)):
+        found += [*attention_cases(config), *layer_cases(config), *step_cases(config)]
+    return {case.name: case for case in found}
+
+
+def pointer(name: str, dtype: str) -> str:
+    for names, kind in ((INT32, "i32"), (BOOL, "i1"), (INT64, "i64"), (FLOAT32, "fp32")):
+        if name in names:
+            return f"*{kind}"
+    return f"*{dtype}"
+
+
+def resources(case: Case, capability: int) -> dict[str, int]:
+    """Registers, stack, local and shared memory of a case on a capability."""
+    kernel = case.kernel
+    while not isinstance(kernel, JITFunction):
+        kernel = kernel.fn
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in case.constants:
+            signature[name] = "constexpr"
+            continue
+        usual = pointer(name, case.dtype) if name.startswith("p_") else "i32"
+        signature[name] = case.types.get(name, usual)
+        if name.startswith(("p_", "s_")):
+            # As a launch finds out: tensors begin at, and rows are multiples of, 16 elements.
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, dict(case.constants), attributes)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=dict(case.options))
+    used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _dump(compiled.asm["cubin"])))
+    return {
+        "registers": int(used["REG"]),
+        "spilled": int(used["STACK"]) + int(used["LOCAL"]),
+        "shared": compiled.metadata.shared,
+    }
+
+
+def _dump(cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return next(line for line in out.splitlines() if "REG:" in line)
+
+
+def table(capabilities: tuple[int, ...]) -> dict[str, dict[str, dict[str, int]]]:
+    """Case -> capability -> resources."""
+    return {
+        name: {str(c): resources(case, c) for c in capabilities if c >= case.since}
+        for name, case in sorted(cases().items())
+    }
+
+
+def as_text(rows: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """JSON with a line per case."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        TABLE.write_text(as_text(table(CAPABILITIES)))
+    else:
+        print(as_text(table(tuple(map(int, sys.argv[1:])))))

@@ -1,0 +1,219 @@
+"""Block attention over a table against its torch twin, which copies the context."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dflash_kernels import block_attention
+from torch import Tensor
+
+from sglang_dflash.checkpoint.draft_config import LayerAttention
+from sglang_dflash.core.options import ContextWindow
+from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, needs_interpreter
+
+FULL, CAUSAL = LayerAttention(None, False), LayerAttention(None, True)
+SLIDING, NARROW = LayerAttention(150, True), LayerAttention(2, False)
+# q, k, v, the layer's cache, table, lengths
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+LAYERS = {"full": FULL, "causal": CAUSAL, "sliding": SLIDING, "narrow": NARROW}
+# 1 column, none, a tile's edge, three splits of four tiles or more.
+RAGGED = [1, 0, 64, 290]
+# Of values around 1. float32: another order of sums. Others: weights and output are rounded too,
+# in another place than torch's.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def inputs(
+    lengths: list[int],
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    block: int = 3,
+    columns: int = 300,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+    window: ContextWindow | None = None,
+) -> Given:
+    """q, k, v as views of one projection, layer 1 of a cache, its table, and lengths.
+
+    Every third entry is dead and NaN; columns past a request's hold garbage.
+    """
+    count, size = len(lengths), max(columns, 300)
+    qkv = torch.randn(count, block, heads + 2 * kv_heads, head_dim, device=DEVICE).to(dtype)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+    cache = torch.randn(size, 2, 2, kv_heads, head_dim, device=DEVICE).to(cache_dtype or dtype)
+    cache[::3] = float("nan")
+    entries = torch.full((count, columns), GARBAGE, dtype=torch.int32, device=DEVICE)
+    for row, length in enumerate(lengths):
+        used = min(length, columns if window is None else window.size)
+        numbers = torch.randperm(size, device=DEVICE)[:used]
+        entries[row, :used] = numbers.where(numbers % 3 > 0, -1).int()
+    seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
+    return q, k, v, cache[:, 1], entries, seq_lens
+
+
+def workspace(q: Tensor, kv_heads: int, splits: int) -> block_attention.Workspace | None:
+    """With room for one more request, and NaN where nothing was written."""
+    if splits == 1:
+        return None
+    requests, block, heads, head_dim = q.shape
+    made = block_attention.make_workspace(
+        requests + 1, block, heads, kv_heads, head_dim, splits, DEVICE
+    )
+    made.partial.fill_(float("nan"))
+    made.lse.fill_(float("nan"))
+    return made
+
+
+def check(given: Given, layer: LayerAttention, window: ContextWindow | None, splits: int) -> None:
+    q, k = given[:2]
+    canaries = Canaries()
+    got, expected = canaries.around(torch.full_like(q, 9.0).contiguous()), torch.empty_like(q)
+    space = workspace(q, k.shape[2], splits)
+    block_attention.block_attention(got, *given, layer, window, space)
+    block_attention.torch_attention(expected, *given, layer, window)
+    tolerance = TOLERANCE[q.dtype]
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+    assert canaries.are_alive()
+    if space is not None:
+        assert space.partial[len(q) :].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("window", "splits"),
+    [(None, 1), (None, 3), (ContextWindow(24, 0), 1), (ContextWindow(170, 3), 3)],
+    ids=["whole-1", "whole-3", "window-1", "sinks-3"],
+)
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_the_kernel_is_its_twin(
+    layer: LayerAttention, window: ContextWindow | None, splits: int
+) -> None:
+    check(inputs(RAGGED, window=window), layer, window, splits)
+
+
+EDGES = [(LayerAttention(8, True), None), (LayerAttention(8, True), ContextWindow(4, 2))]
+
+
+@pytest.mark.parametrize(("layer", "window"), EDGES, ids=["whole", "sinks"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_edge_of_a_window(
+    layer: LayerAttention, window: ContextWindow | None, splits: int
+) -> None:
+    """With nothing dead, a column more or less in sight shows. A sink's distance counts the tokens
+    between it and the window."""
+    q, k, v, old, entries, seq_lens = inputs([6, 7, 8, 9, 20], heads=1, kv_heads=1, window=window)
+    entries[:, :20] = (3 * torch.arange(20, device=DEVICE) + 1).int()
+    check((q, k, v, old, entries, seq_lens), layer, window, splits)
+
+
+# heads, kv heads, head dim, block
+SHAPES = {
+    "odd-block": (3, 1, 16, 7),
+    "no-groups": (2, 2, 32, 2),
+    "gpt-oss": (8, 1, 64, 8),
+    "qwen3-b16": (4, 1, 128, 16),
+    "b10": (4, 1, 128, 10),
+    "wide-heads": (2, 1, 256, 5),
+    "two-row-tiles": (12, 1, 16, 5),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_published_and_odd_shapes(shape: tuple[int, ...]) -> None:
+    heads, kv_heads, head_dim, block = shape
+    given = inputs([70, 3], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
+    check(given, SLIDING, None, 1)
+
+
+DTYPES = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float16": (torch.float16, torch.float16),
+    "fp8-cache": (torch.bfloat16, torch.float8_e4m3fn),
+    "float32-cache": (torch.bfloat16, torch.float32),
+}
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES.values(), ids=DTYPES)
+def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    given = inputs([270, 5], dtype=dtype, cache_dtype=cache_dtype)
+    check(given, CAUSAL, None, 2)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_request_with_only_dead_entries_sees_its_block(splits: int) -> None:
+    q, k, v, old, entries, seq_lens = inputs([260])
+    entries[:, :260] = -1
+    check((q, k, v, old, entries, seq_lens), FULL, None, splits)
+
+
+def test_no_requests_and_no_columns() -> None:
+    check(inputs([]), FULL, None, 2)
+    check(inputs([0, 0], columns=0), FULL, None, 1)
+
+
+def test_scores_of_any_size() -> None:
+    """The running maximum is subtracted before the exponential."""
+    q, k, v, old, entries, seq_lens = inputs([200])
+    check((q * 300, k, v, old, entries, seq_lens), FULL, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: (g[0][..., :12], *g[1:]), "q: head dim 12"),
+        (lambda g: (g[0][:, :, :3], *g[1:]), "q: 3 heads are no multiple of k's 2"),
+        (lambda g: (*g[:3], g[3].mT.contiguous().mT, *g[4:]), "old: strides"),
+    ],
+    ids=["head-dim", "heads", "strides"],
+)
+def test_what_is_not_served_is_refused(change, message: str) -> None:
+    given: Given = change(inputs([3]))
+    with pytest.raises(ValueError, match=message):
+        block_attention.block_attention(torch.empty(given[0].shape), *given, FULL, None, None)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [None, ContextWindow(24, 3)], ids=["whole", "sinks"])
+@pytest.mark.parametrize("layer", [FULL, SLIDING], ids=["full", "sliding"])
+def test_traffic(layer: LayerAttention, window: ContextWindow | None, splits: int) -> None:
+    lengths = [1, 0, 15, 650]
+    given = inputs(
+        lengths,
+        heads=12,
+        kv_heads=1,
+        block=6 + 6 * (splits > 1),  # 2 tiles of query rows with splits
+        columns=700,
+        dtype=torch.bfloat16,
+        cache_dtype=torch.float8_e4m3fn,
+        window=window,
+    )
+    q, entries = given[0], given[4]
+    out, space = torch.empty(q.shape, dtype=q.dtype), workspace(q, 1, splits)
+    with counted_bytes() as count:
+        block_attention.block_attention(out, *given, layer, window, space)
+    dead = 0
+    for row, length in enumerate(lengths):
+        used = min(length, 700 if window is None else window.size)
+        first = 0
+        # Of these lengths, 650 is past the layer's window, with all sinks out of sight.
+        if layer.sliding_window is not None and length == 650:
+            first = max(used - layer.sliding_window + 1, 0 if window is None else window.sinks)
+        dead += int((entries[row, first:used] < 0).sum())
+    assert count.traffic == block_attention.traffic(
+        tuple(q.shape), 1, 700, lengths, layer, window, splits, 2, 1, dead
+    )
+
+
+@needs_interpreter
+def test_bytes_grow_with_the_window_not_with_the_context() -> None:
+    window = ContextWindow(24, 3)
+
+    def bytes_at(length: int) -> int:
+        given = inputs([length], window=window, columns=27)
+        with counted_bytes() as count:
+            block_attention.block_attention(torch.empty(given[0].shape), *given, FULL, window, None)
+        return count.read - int((given[4] >= 0).sum()) * 2 * 2 * 16 * 4
+
+    assert bytes_at(100) == bytes_at(100000)

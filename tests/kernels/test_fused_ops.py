@@ -1,0 +1,183 @@
+"""add + RMSNorm, SiLU x up, and q/k norm + RoPE against their twins, which run in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from dflash_kernels import add_rms_norm, qk_norm_rope, silu_mul
+from dflash_kernels.traffic import Traffic
+from torch import Tensor
+
+from sglang_dflash.checkpoint.rope_config import RopeConfig
+from sglang_dflash.core.rope import Rotary
+from tests.kernels.support import DEVICE, Canaries, counted_bytes, needs_interpreter
+
+# Of the twin in float32. float32: another order of sums. Others: up to three roundings, to 2^-12 or
+# 2^-9 of a value.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3 * 2**-12, torch.bfloat16: 3 * 2**-9}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def check_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def counted(launch: Callable[[], None]) -> Traffic:
+    with counted_bytes() as count:
+        launch()
+    return count.traffic
+
+
+@pytest.mark.parametrize("extra", ["plain", "residual", "residual-bias"])
+@pytest.mark.parametrize(("count", "width"), [(3, 32), (5, 45), (1, 100), (0, 32)])
+@DTYPES
+def test_add_rms_norm(dtype: torch.dtype, count: int, width: int, extra: str) -> None:
+    canaries, eps = Canaries(), 1e-3
+    # Rows of a wider matrix.
+    x, weight = some(count, width + 7, dtype=dtype)[:, :width], some(width, dtype=dtype)
+    bias = some(width, dtype=dtype) if "bias" in extra else None
+    residual = canaries.around(some(count, width, dtype=dtype)) if "residual" in extra else None
+    expected, total = torch.empty(count, width, device=DEVICE), None
+    if residual is not None:
+        total = residual.float().clone()
+    add_rms_norm.torch_add_rms_norm(
+        expected, x.float(), total, weight.float(), eps, None if bias is None else bias.float()
+    )
+    out = canaries.around(torch.full((count, width), 9.0, device=DEVICE).to(dtype))
+    add_rms_norm.add_rms_norm(out, x, residual, weight, eps, bias)
+    check_close(out, expected, dtype)
+    if residual is not None and total is not None:
+        check_close(residual, total, dtype)
+    assert canaries.are_alive()
+
+
+@needs_interpreter
+@pytest.mark.parametrize("residual", [False, True])
+def test_traffic_of_add_rms_norm(residual: bool) -> None:
+    x, other, weight, out = (some(*shape) for shape in ((3, 40), (3, 40), (40,), (3, 40)))
+    got = counted(
+        lambda: add_rms_norm.add_rms_norm(
+            out, x, other if residual else None, weight, 1e-6, weight if residual else None
+        )
+    )
+    assert got == add_rms_norm.traffic(3, 40, 4, residual=residual, bias=residual)
+
+
+@pytest.mark.parametrize(("count", "width"), [(3, 32), (2, 1100), (1, 45), (0, 32)])
+@DTYPES
+def test_silu_mul(dtype: torch.dtype, count: int, width: int) -> None:
+    canaries, x = Canaries(), some(count, 2 * width, dtype=dtype)
+    out = canaries.around(torch.full((count, width), 9.0, device=DEVICE).to(dtype))
+    silu_mul.silu_mul(out, x)
+    expected = torch.empty(count, width, device=DEVICE)
+    silu_mul.torch_silu_mul(expected, x.float())
+    check_close(out, expected, dtype)
+    assert canaries.are_alive()
+
+
+@needs_interpreter
+def test_traffic_of_silu_mul() -> None:
+    x, out = some(3, 2200, dtype=torch.bfloat16), some(3, 1100, dtype=torch.bfloat16)
+    assert counted(lambda: silu_mul.silu_mul(out, x)) == silu_mul.traffic(3, 1100, 2)
+
+
+def rotary(head_dim: int) -> Rotary:
+    """YaRN, so that the factor on cos and sin is not 1."""
+    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    return Rotary(RopeConfig(150000.0, scaling), head_dim, 131072).to(DEVICE)
+
+
+# heads, kv heads, head dim
+HEADS = {"gpt-oss": (16, 2, 64), "qwen3": (4, 1, 128), "odd": (3, 3, 16)}
+
+
+@pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
+@DTYPES
+def test_qk_norm_rope(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    heads, kv_heads, head_dim = shape
+    positions = torch.tensor([0, 1, 262143, 40960, 7], device=DEVICE)
+    q_weight, k_weight = some(head_dim, dtype=dtype), some(head_dim, dtype=dtype)
+    canaries = Canaries()
+    qkv = canaries.around(some(5, (heads + 2 * kv_heads) * head_dim, dtype=dtype))
+    values = qkv[:, -kv_heads * head_dim :].clone()
+    expected, used = qkv.float().clone(), rotary(head_dim)
+    qk_norm_rope.torch_qk_norm_rope(
+        expected, positions, q_weight.float(), k_weight.float(), used, heads, 1e-3
+    )
+    qk_norm_rope.qk_norm_rope(qkv, positions, q_weight, k_weight, used, heads, 1e-3)
+    check_close(qkv, expected, dtype)
+    assert torch.equal(qkv[:, -kv_heads * head_dim :], values)
+    assert canaries.are_alive()
+
+
+def test_no_tokens() -> None:
+    weight, none = some(16), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    qk_norm_rope.qk_norm_rope(some(0, 80), none, weight, weight, rotary(16), 3, 1e-6)
+    cache = some(4, 2, 2, 1, 16)
+    kv, weights = some(0, 2, 2, 1, 16), some(2, 16)
+    qk_norm_rope.write_context(cache, kv, none, none, weights, rotary(16), 1e-6)
+
+
+@needs_interpreter
+def test_traffic_of_qk_norm_rope() -> None:
+    qkv, weight = some(3, 20 * 16, dtype=torch.bfloat16), some(16, dtype=torch.bfloat16)
+    positions, used = torch.arange(3), rotary(16)
+    got = counted(lambda: qk_norm_rope.qk_norm_rope(qkv, positions, weight, weight, used, 16, 1e-6))
+    assert got == qk_norm_rope.traffic(3, 16, 2, 16, 2)
+
+
+CACHES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHES, ids=str)
+@pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
+def test_write_context(
+    shape: tuple[int, int, int], dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    _, kv_heads, head_dim = shape
+    depth, canaries = 2, Canaries()
+    kv, weights = some(5, depth, 2, kv_heads, head_dim, dtype=dtype), some(depth, head_dim)
+    entries = torch.tensor([6, -1, 0, 3, -1], device=DEVICE)
+    positions = torch.tensor([5, 0, 131071, 77, 2], device=DEVICE)
+    kv[1], kv[4] = float("nan"), float("nan")
+    if cache_dtype == torch.float8_e4m3fn:
+        kv[0, 0, 1] = 1000.0  # beyond its range
+    before = torch.zeros(8, depth, 2, kv_heads, head_dim, device=DEVICE).to(cache_dtype)
+    cache, expected, used = canaries.around(before), before.float().clone(), rotary(head_dim)
+    qk_norm_rope.write_context(cache, kv, entries, positions, weights.to(dtype), used, 1e-3)
+    qk_norm_rope.torch_write_context(
+        expected, kv.float(), entries, positions, weights.to(dtype).float(), used, 1e-3
+    )
+    if cache_dtype == torch.float8_e4m3fn:
+        # 3 bits after the point, and a smallest number of 2^-9.
+        expected = expected.clamp(-448, 448)
+        torch.testing.assert_close(cache.float(), expected, atol=2**-10, rtol=2**-4)
+    else:
+        check_close(cache, expected, cache_dtype)
+    written = [0, 3, 6]
+    rest = [i for i in range(8) if i not in written]
+    assert torch.equal(cache[rest].float(), before[rest].float())
+    assert cache.float().isfinite().all() and canaries.are_alive()
+
+
+@needs_interpreter
+def test_traffic_of_write_context() -> None:
+    cache = torch.zeros(8, 2, 2, 3, 16).to(torch.float8_e4m3fn)
+    kv, weights = some(4, 2, 2, 3, 16, dtype=torch.bfloat16), some(2, 16, dtype=torch.bfloat16)
+    entries, positions = torch.tensor([6, -1, 0, 3]), torch.arange(4)
+    used = rotary(16)
+    got = counted(
+        lambda: qk_norm_rope.write_context(cache, kv, entries, positions, weights, used, 1e-6)
+    )
+    assert got == qk_norm_rope.write_context_traffic(4, 3, 2, 3, 16, 2, 1)

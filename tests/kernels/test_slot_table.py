@@ -1,0 +1,115 @@
+"""The slot table kernel against its twin and against `DraftKVCache.read`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dflash_kernels import slot_table
+from dflash_kernels.slot_table import RingTags
+
+from sglang_dflash.core.attention.visibility import context_positions
+from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.core.options import ContextWindow
+from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, needs_interpreter
+
+SLOTS = 64
+WINDOWS = {"whole": None, "window": ContextWindow(5, 0), "sinks": ContextWindow(5, 2)}
+BATCHES = {"ragged": [7, 0, 12, 1], "single": [9], "no-context": [0, 0], "empty": []}
+
+
+def ring_with(live: torch.Tensor) -> RingKVCache:
+    """A ring of 40 entries in which the slots `live` are found, entry numbers not theirs."""
+    ring = RingKVCache(40, SLOTS, (1, 2, 1, 2), torch.float32, DEVICE)
+    ring.write(live.flip(0), torch.randn(len(live), 1, 2, 1, 2, device=DEVICE))
+    return ring
+
+
+def tags(ring: RingKVCache) -> RingTags:
+    return RingTags(ring.entry_of, ring.owner, ring.in_use)
+
+
+def batch(lengths: list[int], width: int = 14) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """req_to_token with two more rows than requests, rows out of order, lengths."""
+    seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
+    rows = torch.arange(len(lengths), device=DEVICE).flip(0) + 1
+    table = torch.full((len(lengths) + 2, width), GARBAGE, dtype=torch.int32, device=DEVICE)
+    for row, length in zip(rows.tolist(), lengths, strict=True):
+        table[row, :length] = torch.randperm(SLOTS, device=DEVICE)[:length].int()
+    return table, rows, seq_lens
+
+
+@pytest.mark.parametrize("kind", ["ring", "direct"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("spare", [0, 3], ids=["exact", "wider"])
+def test_the_kernel_is_its_twin(
+    lengths: list[int], window: ContextWindow | None, kind: str, spare: int
+) -> None:
+    table, rows, seq_lens = batch(lengths)
+    columns = max([*lengths, 1]) + spare
+    ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE)) if kind == "ring" else None
+    canaries, outputs = Canaries(), []
+    for run in (slot_table.slot_table, slot_table.torch_slot_table):
+        entries = canaries.around(
+            torch.full((len(lengths), columns), 77, dtype=torch.int32, device=DEVICE)
+        )
+        used = None
+        if ring is not None:
+            used = tags(ring)._replace(in_use=canaries.around(torch.ones_like(ring.in_use)))
+        run(entries, table, rows, seq_lens, window, used)
+        outputs.append((entries, used))
+    (entries, used), (expected, expected_used) = outputs
+    assert torch.equal(entries, expected)
+    if used is not None and expected_used is not None:
+        assert torch.equal(used.in_use, expected_used.in_use)
+    assert canaries.are_alive()
+
+
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_it_finds_what_the_cache_finds(window: ContextWindow | None) -> None:
+    """One launch in place of `visible_context`, the slots of its positions, and `cache.read`."""
+    table, rows, seq_lens = batch([7, 0, 12, 1])
+    ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE))
+    width = 12 if window is None else window.size
+    entries = slot_table.make_table(len(rows), width, DEVICE)
+    slot_table.slot_table(entries, table, rows, seq_lens, window, tags(ring))
+    in_use = ring.in_use.clone()
+    positions = context_positions(seq_lens, width, window)
+    visible = positions < seq_lens[:, None]
+    slots = table[rows[:, None], positions.clamp(max=13)].long().where(visible, 0)
+    found, live = ring.read(slots, visible)
+    assert live.any() and not live[visible].all()
+    assert torch.equal(entries.long(), found.where(live, -1))
+    assert torch.equal(in_use[:-1], ring.in_use[:-1])
+
+
+def test_lengths_past_the_table_of_requests_stay_inside_it() -> None:
+    """Near the context limit, reserved lengths may exceed its columns (accelerator.md, fix 3)."""
+    table, rows, _ = batch([4])
+    table[:] = torch.arange(14, device=DEVICE)
+    for run in (slot_table.slot_table, slot_table.torch_slot_table):
+        entries = slot_table.make_table(1, 17, DEVICE)
+        run(entries, table, rows, torch.tensor([17], device=DEVICE), None, None)
+        assert entries.tolist() == [[*range(14), -1, -1, -1]]
+
+
+def test_a_strided_table_of_requests_is_refused() -> None:
+    table, rows, seq_lens = batch([3])
+    entries = slot_table.make_table(1, 3, DEVICE)
+    with pytest.raises(ValueError, match=r"req_to_token: strides \(1, 3\)"):
+        slot_table.slot_table(entries, table.t().contiguous().t(), rows, seq_lens, None, None)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("kind", ["ring", "direct"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_traffic(window: ContextWindow | None, kind: str) -> None:
+    lengths, columns = [7, 0, 12, 1], 300  # two programs per request
+    table, rows, seq_lens = batch(lengths)
+    ring = ring_with(torch.arange(0, SLOTS, 2)) if kind == "ring" else None
+    entries = slot_table.make_table(4, columns, DEVICE)
+    with counted_bytes() as count:
+        slot_table.slot_table(entries, table, rows, seq_lens, window, ring and tags(ring))
+    seen = sum(min(n, columns if window is None else window.size) for n in lengths)
+    dead = seen - int((entries >= 0).sum())
+    assert count.traffic == slot_table.traffic(columns, lengths, window, ring is not None, dead)
