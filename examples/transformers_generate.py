@@ -10,6 +10,7 @@ On a busy CPU, OMP_NUM_THREADS=1 makes the embedded pair many times faster.
 from __future__ import annotations
 
 import argparse
+import time
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,6 +42,7 @@ def main() -> None:
         messages, return_tensors="pt", add_generation_prompt=True, enable_thinking=False
     ).to(draft.device)
 
+    began = time.perf_counter()
     output = draft.spec_generate(
         input_ids=input_ids,
         max_new_tokens=args.max_new_tokens,
@@ -48,7 +50,9 @@ def main() -> None:
         target=target,
         stop_token_ids=[tokenizer.eos_token_id],
     )
-    print(tokenizer.decode(output[0], skip_special_tokens=False))
+    seconds, new = time.perf_counter() - began, output[0, input_ids.shape[1] :]
+    print(tokenizer.decode(new))
+    print(f"{len(new)} tokens, {len(new) / seconds:.1f} tokens/s, prefill included")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def multi_turn() -> str:
             "default size",
             "a tenth of it",
         ),
-        ("draft KV entries", *(arm["draft_kv_slots"] for arm in arms)),
+        ("draft KV entries", *(arm["draft_kv_entries"] for arm in arms)),
         ("acceptance length", *(arm["chats"]["acceptance_length"] for arm in arms)),
         ("outputs", *same),
         ("prompt tokens found cached", *(arm["chats"]["cached_tokens"] for arm in arms)),

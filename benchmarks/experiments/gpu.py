@@ -156,7 +156,7 @@ def cache_under_load(
     return {
         "requests": requests,
         "window": window,
-        "draft_kv_slots": slots,
+        "draft_kv_entries": slots,
         "steps_with_synchronisation_an_error": len(times) - 1,
         "draft_kv_bytes_computed": (slots + 1) * per_slot,
         "draft_kv_bytes": cache.nbytes,

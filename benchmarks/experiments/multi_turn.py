@@ -1,4 +1,4 @@
-"""A bounded draft KV cache against one slot per target token, on chats and branching prompts.
+"""A bounded draft KV cache against one entry per target slot, on chats and branching prompts.
 
 One server after another, greedy, float32. Outputs and cached tokens of every arm are compared with
 plain decoding's. One cached token more is the last one of an answer, whose KV a verify step has
@@ -76,7 +76,7 @@ def report(measured: Measured, _: NoOptions) -> dict[str, Any]:
 def compare(
     answers: dict[str, Answers], plain: dict[str, Answers], worker: dict[str, Any]
 ) -> dict[str, Any]:
-    keys = ("draft_kv_slots", "draft_kv_bytes", "draft_kv_live_share")
+    keys = ("draft_kv_entries", "draft_kv_bytes", "draft_kv_live_share")
     row: dict[str, Any] = {key: worker.get(key) for key in keys}
     for name, got in answers.items():
         more = {a - b for a, b in zip(got.cached, plain[name].cached, strict=True)}
@@ -93,7 +93,7 @@ def table(result: dict[str, Any]) -> list[str]:
     lines = [f"{'arm':20}{'slots':>8}" + "".join(f"{name:>10}" for name in WORKLOADS)]
     for name, row in result["arms"].items():
         lengths = "".join(f"{row[one]['acceptance_length']:10.4f}" for one in WORKLOADS)
-        lines.append(f"{name:20}{row['draft_kv_slots']:8}{lengths}")
+        lines.append(f"{name:20}{row['draft_kv_entries']:8}{lengths}")
     return lines
 
 

@@ -140,8 +140,10 @@ def _shipped_name(kind: str, name: str) -> str | None:
 def _suggestion(kind: str, name: str) -> str:
     """The shipped names that are like `name`, or all of them."""
     asked = name.casefold()
-    by_text = {known.casefold(): known for known in shipped(kind)}
-    by_text |= {known.casefold().rpartition("/")[2]: known for known in shipped(kind)}
+    # `KV sizes only` facts have names of ours, which no one misspells.
+    names = [known for known, facts in shipped(kind).items() if facts.config is not None]
+    by_text = {known.casefold(): known for known in names}
+    by_text |= {known.casefold().rpartition("/")[2]: known for known in names}
     texts = difflib.get_close_matches(asked, by_text, n=4, cutoff=0.75)
     texts += difflib.get_close_matches(asked.rpartition("/")[2], by_text, n=4, cutoff=0.75)
     near = list(dict.fromkeys(by_text[text] for text in texts))[:3]

@@ -61,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         if "--" in argv and argv[0] == "bench"
         else (argv, [])
     )
+    if not argv:
+        _parser(asked=None).print_help()
+        return 0
     args = _parser(asked=ours[0] if ours else None).parse_args(
         ours, argparse.Namespace(server_flags=theirs, asked=shlex.join(["sglang-dflash", *argv]))
     )

@@ -24,7 +24,7 @@ _OURS, _BUILTIN = "sglang-dflash", "SGLang's built-in worker"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", help="with --draft: also tell which worker would serve this pair")
+    add("--target", help="with --draft: which worker would serve this pair")
     add("--draft", help="a folder or a hub name, as for inspect")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -73,7 +73,7 @@ def _worker(
     if not ours or left_out:
         why = left_out[0] if left_out else "it is not registered; install the package again"
         return _BUILTIN, f"our plugin {PLUGIN!r} is not loaded: {why}"
-    return _OURS, "for every DFlash v1 draft; --target and --draft tell it of a pair"
+    return _OURS, "for every DFlash v1 draft; add --target and --draft to ask about one pair"
 
 
 def _pair_worker(target: str, draft: str) -> tuple[str, str]:

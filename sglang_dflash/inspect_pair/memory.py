@@ -82,8 +82,8 @@ class KvSplit:
     """How the KV memory is divided between target and draft.
 
     Attributes:
-        bounded: whether the draft KV cache is bounded; if not, it has one slot per target token.
-        draft_kv_bytes_unbounded: size of a draft KV cache of one slot per target token.
+        bounded: whether the draft KV cache is bounded; if not, it has one entry per target slot.
+        draft_kv_bytes_unbounded: size of a draft KV cache of one entry per target slot.
         target_tokens_unbounded: target tokens beside such a cache.
         target_tokens_without_draft_kv: target tokens beside no draft KV cache.
         target_tokens_gain: `target_tokens / target_tokens_unbounded - 1`.
@@ -91,7 +91,7 @@ class KvSplit:
     """
 
     bounded: bool
-    draft_kv_slots: int
+    draft_kv_entries: int
     draft_kv_bytes: int
     draft_kv_bytes_unbounded: int
     target_tokens: int
@@ -101,16 +101,16 @@ class KvSplit:
     target_tokens_gain_ceiling: float
 
 
-def split_kv(memory: int, target_bytes: int, draft_bytes: int, slots: int | None) -> KvSplit:
+def split_kv(memory: int, target_bytes: int, draft_bytes: int, entries: int | None) -> KvSplit:
     """Divide `memory` bytes between target and draft KV.
 
-    A bounded cache that would outgrow one slot per target token becomes one slot per target token.
+    A bounded cache that would outgrow one entry per target slot becomes that.
     Its bookkeeping (4 bytes per target token, 5 per entry) is left out.
 
     Args:
         target_bytes: target KV bytes of one token.
         draft_bytes: draft KV bytes of one token.
-        slots: entries of a bounded draft KV cache; None for one slot per target token.
+        entries: of a bounded draft KV cache; None for one per target slot.
 
     Raises:
         ConfigError: the memory does not hold one token.
@@ -121,14 +121,14 @@ def split_kv(memory: int, target_bytes: int, draft_bytes: int, slots: int | None
             f"--kv-memory-gib: {memory / GIB:.6g} GiB of KV memory do not hold one token of "
             f"{target_bytes + draft_bytes} bytes"
         )
-    if slots is not None and slots < unbounded:
-        bounded, entries = True, slots
+    bounded = entries is not None and entries < unbounded
+    if entries is not None and bounded:
         tokens = (memory - entries * draft_bytes) // target_bytes
     else:
-        bounded, entries, tokens = False, unbounded, unbounded
+        entries = tokens = unbounded
     return KvSplit(
         bounded=bounded,
-        draft_kv_slots=entries,
+        draft_kv_entries=entries,
         draft_kv_bytes=entries * draft_bytes,
         draft_kv_bytes_unbounded=unbounded * draft_bytes,
         target_tokens=tokens,

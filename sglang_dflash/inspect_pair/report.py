@@ -27,7 +27,16 @@ from sglang_dflash.inspect_pair.memory import (
     split_kv,
     stated_kv_bytes,
 )
-from sglang_dflash.inspect_pair.verdict import verdict, weights_verdict
+from sglang_dflash.inspect_pair.verdict import (
+    assumptions,
+    other_target,
+    verdict,
+    weights_verdict,
+)
+
+
+# Facts in words: they stand above the table.
+_HEAD = ("verdict", "assumptions", "warning")
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,8 @@ class Inspection:
 
     Attributes:
         verdict: who serves the pair and what its draft KV costs the target, in words.
+        assumptions: the memory, requests and KV dtype that the figures are for, in words.
+        warning: the draft is published for another target; None if it is not.
         worker: what serves the pair without further flags: "sglang-dflash", "builtin" (SGLang's
             own worker; the bounded figures are then those of ours) or "unknown".
         worker_reason: why it is not "sglang-dflash".
@@ -49,6 +60,8 @@ class Inspection:
     """
 
     verdict: str
+    assumptions: str
+    warning: str | None
     target: str
     draft: str
     worker: str
@@ -76,11 +89,11 @@ class Inspection:
     def report(self) -> dict[str, Any]:
         """All fields in one flat dictionary, sources last."""
         facts = asdict(self)
-        names = ("verdict", "target", "draft", "worker", "worker_reason")
+        names = (*_HEAD, "target", "draft", "worker", "worker_reason")
         head = {name: facts.pop(name) for name in names}
         described = {**facts.pop("target_description"), **facts.pop("draft_description")}
         split, sources = facts.pop("kv"), facts.pop("sources")
-        split["draft_kv_map"] = "bounded" if split.pop("bounded") else "one slot per target token"
+        split["draft_kv_map"] = "bounded" if split.pop("bounded") else "one entry per target slot"
         return {**head, **described, **facts, **split, "sources": sources}
 
 
@@ -120,12 +133,14 @@ def inspect(
     states = recurrent.state_bytes + recurrent.replay_bytes(block_size) if recurrent else 0
     weights = {"target": target.weight_bytes, "draft": known.weight_bytes}
     memory = kv_memory_bytes(serving, weights, states)
-    slots = resolved.draft_kv_entries(serving.max_running_requests)
+    entries = resolved.draft_kv_entries(serving.max_running_requests)
     worker, reason = _worker(target, geometry, known)
-    kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, slots)
+    kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, entries)
     tokens, requests = window.tokens if window else None, serving.max_running_requests
     return Inspection(
         verdict=verdict(worker, reason, kv, window=tokens, requests=requests),
+        assumptions=assumptions(serving),
+        warning=other_target(target.name, draft.name),
         target=target.name,
         draft=draft.name,
         worker=worker,
@@ -184,17 +199,18 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     facts = [
         (name, _readable(name, value))
         for name, value in report.items()
-        if name not in ("verdict", "sources") and value not in (None, 0, "")
+        if name not in (*_HEAD, "sources") and value not in (None, 0, "")
     ]
     width = max(len(name) for name, _ in facts)
     indent = " " * (width + 2)
-    head = [report["verdict"], weights_verdict(report["worker"], report["draft_tensors"])]
+    weights = weights_verdict(report["worker"], report["draft_tensors"])
+    head = [report["verdict"], weights, report["assumptions"], report["warning"] or ""]
     notes = [
         textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
         for text in (report["sources"] if sources else ())
     ]
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
-    return "\n".join([*(textwrap.fill(text, 120) for text in head), "", *lines, *notes])
+    return "\n".join([*(textwrap.fill(text, 120) for text in head if text), "", *lines, *notes])
 
 
 def _worker(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_dflash.inspect_pair.memory import KvSplit
+from sglang_dflash.checkpoint.published import collection
+from sglang_dflash.inspect_pair.memory import KvSplit, Serving
 
 
 def verdict(
@@ -33,6 +34,36 @@ def verdict(
         )
     gain = _percent(kv.target_tokens_gain)
     return f"{who}; window {window} leaves +{gain} KV tokens for the target"
+
+
+def assumptions(serving: Serving) -> str:
+    """What the figures are for, with the flags that change it."""
+    if serving.kv_memory_gib is None:
+        memory = (
+            f"{serving.memory_gib:g} GiB x {serving.mem_fraction:g} of device memory "
+            "(--memory-gib, --mem-fraction)"
+        )
+    else:
+        memory = f"{serving.kv_memory_gib:g} GiB for both KV pools (--kv-memory-gib)"
+    return (
+        f"computed for {memory}, {serving.max_running_requests} running requests "
+        f"(--max-running-requests), {serving.kv_dtype or 'bfloat16'} KV (--kv-dtype)"
+    )
+
+
+def other_target(target: str, draft: str) -> str | None:
+    """A warning if the collection lists the draft for other targets; None if it does not."""
+    listed = [
+        pair.target
+        for pair in collection().pairs
+        if draft.casefold() in (name.casefold() for name in pair.drafts)
+    ]
+    if not listed or target.casefold() in (name.casefold() for name in listed):
+        return None
+    return (
+        f"warning: {draft} is published for {' and '.join(listed)}, not for {target}; with another "
+        "target outputs stay exact, but few drafted tokens may be accepted"
+    )
 
 
 def weights_verdict(worker: str, tensors: int | None) -> str:

@@ -171,7 +171,7 @@ class DFlashWorker(BaseSpecWorker):
             "block_size": self.block_size,
             "window": None if window is None else window.tokens,
             "sinks": 0 if window is None else window.sinks,
-            "draft_kv_slots": cache.num_entries,
+            "draft_kv_entries": cache.num_entries,
             "draft_kv_is_bounded": cache.is_bounded,
             "recompute_tail": self.options.recompute_tail,
             "recurrent_rollback": None if rollback is None else rollback.name,

@@ -76,9 +76,9 @@ def test_chats_are_plain_decodings_and_keep_their_prefix_cache(
 def test_the_default_size_costs_no_acceptance(answers: Any) -> None:
     default, unbounded = answers(CHATS_DEFAULT, chatted), answers(CHATS_UNBOUNDED, chatted)
     assert unbounded.report["draft_kv_is_bounded"] is False
-    assert unbounded.report["draft_kv_slots"] > 32768
+    assert unbounded.report["draft_kv_entries"] > 32768
     assert default.report["draft_kv_is_bounded"] is True
-    assert default.report["draft_kv_slots"] == 2 * 8 * (CHAT_WINDOW + 8)
+    assert default.report["draft_kv_entries"] == 2 * 8 * (CHAT_WINDOW + 8)
     assert unbounded.chats.outputs == default.chats.outputs
     assert default.chats.acceptance_length > 0.98 * unbounded.chats.acceptance_length
 
@@ -89,7 +89,7 @@ def test_the_default_size_costs_no_acceptance(answers: Any) -> None:
 def test_too_small_a_cache_costs_acceptance_only(answers: Any) -> None:
     small, default = answers(CHATS_TWENTIETH, chatted), answers(CHATS_DEFAULT, chatted)
     unbounded = answers(CHATS_UNBOUNDED, chatted)
-    assert small.report["draft_kv_slots"] * 20 <= default.report["draft_kv_slots"]
+    assert small.report["draft_kv_entries"] * 20 <= default.report["draft_kv_entries"]
     assert small.chats.acceptance_length < 0.99 * unbounded.chats.acceptance_length
 
 
@@ -124,7 +124,7 @@ def test_losing_half_of_the_cache_every_step_changes_no_output(
 def test_a_bounded_cache_leaves_the_memory_to_the_target(server: Server, answers: Any) -> None:
     """16 requests, window 512: at least 95% of the KV tokens of a server without a draft."""
     ours, report = kv_tokens(server), server.dflash()
-    assert report["draft_kv_slots"] == 2 * 16 * (512 + 8)
+    assert report["draft_kv_entries"] == 2 * 16 * (512 + 8)
     # 6 layers, K and V, 2 kv heads of 64, float32.
     token_bytes = 6 * 2 * 2 * 64 * 4
     assert ours * token_bytes > 0.95 * (ours * token_bytes + report["draft_kv_bytes"])

@@ -55,10 +55,10 @@ def test_penalised_requests_are_plain_decodings(answers: Any) -> None:
 def test_the_log_and_server_info_name_the_worker(server: Server) -> None:
     server.generate("import os\n", temperature=0, max_new_tokens=40, ignore_eos=True)
     report, log = server.dflash(), server.log.read_text()
-    facts = {"block_size": 8, "window": 96, "sinks": 4, "draft_kv_slots": 2 * 48 * (96 + 4 + 8)}
+    facts = {"block_size": 8, "window": 96, "sinks": 4, "draft_kv_entries": 2 * 48 * (96 + 4 + 8)}
     assert {k: report[k] for k in facts} == facts
     # 3 layers, K and V, 2 kv heads of 64, float32; and one row for writes that are not kept.
-    assert report["draft_kv_bytes"] == (facts["draft_kv_slots"] + 1) * 3 * 2 * 2 * 64 * 4
+    assert report["draft_kv_bytes"] == (facts["draft_kv_entries"] + 1) * 3 * 2 * 2 * 64 * 4
     for field in (
         "'worker': 'sglang_dflash",
         "'block_size': 8",
@@ -96,4 +96,4 @@ def test_repeatedly_retracted_requests(answers: Any, server: Server) -> None:
     got = answers(TIGHT, workload.run)
     workload.assert_same_outputs(got, answers(PLAIN, workload.run))
     assert sum(a["meta_info"]["num_retractions"] for kind in got.values() for a in kind) > 0
-    assert server.dflash()["draft_kv_slots"] == 150
+    assert server.dflash()["draft_kv_entries"] == 150

@@ -58,7 +58,7 @@ def test_a_draft_kv_cache_is_split_by_heads(server: Server) -> None:
     """Per rank half the bytes per entry: heads are sharded, entries are not."""
     report = server.dflash()
     layers, two, heads, width = DraftConfig.from_pretrained(PAIR.draft).kv_shape
-    bytes_per_entry = report["draft_kv_bytes"] / (report["draft_kv_slots"] + 1)
+    bytes_per_entry = report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
     assert bytes_per_entry == layers * two * heads * width * 4 / 2
 
 

@@ -29,7 +29,7 @@ def test_the_demo_pair_weighs_what_its_files_hold(capsys: pytest.CaptureFixture[
     assert report["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 64 * 2
     assert (report["worker"], report["worker_reason"]) == ("sglang-dflash", None)
     assert report["block_size"] == 8
-    assert report["draft_kv_slots"] == int(DRAFT_KV_HEADROOM * 4 * (64 + 8))
+    assert report["draft_kv_entries"] == int(DRAFT_KV_HEADROOM * 4 * (64 + 8))
 
 
 def test_a_pair_that_does_not_fit_is_refused(

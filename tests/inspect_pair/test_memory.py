@@ -31,7 +31,7 @@ def test_draft_weights_by_hand() -> None:
 def test_a_bounded_cache_leaves_the_rest_to_the_target() -> None:
     split = split_kv(12_000, 100, 20, slots=30)
     assert split.bounded
-    assert (split.draft_kv_slots, split.draft_kv_bytes) == (30, 600)
+    assert (split.draft_kv_entries, split.draft_kv_bytes) == (30, 600)
     assert (split.target_tokens, split.target_tokens_without_draft_kv) == (114, 120)
     assert (split.target_tokens_unbounded, split.draft_kv_bytes_unbounded) == (100, 2000)
     assert split.target_tokens_gain == pytest.approx(0.14)
@@ -42,7 +42,7 @@ def test_a_bounded_cache_leaves_the_rest_to_the_target() -> None:
 def test_a_cache_larger_than_the_targets_pool_has_one_slot_per_token(slots: int | None) -> None:
     split = split_kv(12_000, 100, 20, slots)
     assert not split.bounded
-    assert (split.draft_kv_slots, split.draft_kv_bytes) == (100, 2000)
+    assert (split.draft_kv_entries, split.draft_kv_bytes) == (100, 2000)
     assert (split.target_tokens, split.target_tokens_gain) == (100, 0)
 
 
@@ -67,13 +67,13 @@ def test_options_size_the_cache_and_dtypes_its_entries() -> None:
     )
     pair = facts(TARGET), facts(raw_config())
     report = inspect(*pair, Options(window=100, sinks=4), serving).report()
-    assert report["draft_kv_slots"] == int(DRAFT_KV_HEADROOM * 3 * (100 + 4 + 4))
+    assert report["draft_kv_entries"] == int(DRAFT_KV_HEADROOM * 3 * (100 + 4 + 4))
     assert report["target_kv_bytes_per_token"] == 6 * 2 * 2 * 16
     assert report["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
     assert (report["worker"], report["block_size"]) == ("sglang-dflash", 4)
     assert report["draft_kv_map"] == "bounded"
     chosen = inspect(*pair, Options(window=100, draft_kv_tokens=7), serving)
-    assert chosen.kv.draft_kv_slots == 7
+    assert chosen.kv.draft_kv_entries == 7
     inherited = inspect(*pair, Options(), Serving(kv_memory_gib=1, kv_dtype="fp8_e4m3"))
     assert inherited.draft_kv_bytes_per_token == 3 * 2 * 2 * 16
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.core.options import Options
 from sglang_dflash.inspect_pair.memory import Serving
-from sglang_dflash.inspect_pair.report import inspect
+from sglang_dflash.inspect_pair.report import as_table, inspect
+from sglang_dflash.inspect_pair.verdict import assumptions, other_target
 from tests.checkpoint.target_fields import GDN, TARGET
+from tests.commands import ROOT
 from tests.conftest import raw_config
 from tests.inspect_pair.pairs import facts
 
@@ -89,3 +93,36 @@ def test_a_draft_for_the_builtin_worker_is_no_error() -> None:
     found = inspect(facts(TARGET), draft, Options(), SERVING)
     assert found.worker == "builtin" and str(found.worker_reason).startswith("selector_rank: 256")
     assert found.draft_kv_bytes_per_token == 3 * 2 * 2 * 16 * 2 and found.block_size == 4
+
+
+def test_the_docs_explain_every_fact() -> None:
+    report = inspect(facts(TARGET), facts(raw_config()), Options(), SERVING).report()
+    page = (ROOT / "docs/inspect.md").read_text()
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(table))) == sorted(report)
+
+
+def test_the_report_says_what_it_assumes() -> None:
+    default = inspect(facts({**TARGET}), facts(raw_config()), Options(), Serving(kv_memory_gib=2))
+    assert "2 GiB for both KV pools (--kv-memory-gib), 48 running requests" in default.assumptions
+    shown = as_table(default.report())
+    assert default.assumptions.split(",")[0] in shown and "warning" not in shown
+    words = assumptions(Serving(memory_gib=40, mem_fraction=0.75, kv_dtype="fp8_e4m3"))
+    assert "40 GiB x 0.75 of device memory" in words and "fp8_e4m3 KV" in words
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "warned"),
+    [
+        ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.5-27B-DFlash", True),
+        ("qwen/qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", False),
+        ("Qwen/Qwen3.5-27B", "somebody/else", False),
+    ],
+)
+def test_a_draft_for_another_target_gives_a_warning(
+    target: str, draft: str, warned: bool
+) -> None:
+    warning = other_target(target, draft)
+    assert (warning is not None) == warned
+    if warning:
+        assert "is published for Qwen/Qwen3.5-27B, not for Qwen/Qwen3.6-27B" in warning

@@ -102,7 +102,7 @@ def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["kv_memory_bytes"] == 72 * GIB - weights - 48 * (
         report["recurrent_state_bytes"] + report["recurrent_replay_bytes"]
     )
-    assert report["draft_kv_slots"] == min(
+    assert report["draft_kv_entries"] == min(
         int(DRAFT_KV_HEADROOM * 48 * (4096 + 16)), report["target_tokens_unbounded"]
     )
     # Replay against snapshots at block 16, per request: 19.8 MiB and 2.27 GiB.
