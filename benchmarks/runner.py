@@ -187,8 +187,9 @@ def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
         "hardware": measure.hardware(),
         **experiment.report(measured, options),
     }
-    for line in experiment.table(result):
-        print(line)
+    if not args.json:
+        for line in experiment.table(result):
+            print(line)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -263,5 +264,8 @@ def _parser(experiment: Experiment[Any, Any]) -> argparse.ArgumentParser:
         )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the result to this file"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and nothing else"
     )
     return parser

@@ -40,7 +40,10 @@ class SimulatedCache:
 
     def find(self, slots: Tensor, visible: Tensor) -> int:
         """Read as a proposal does: how many of the `visible` tokens `[R, C]` have an entry."""
-        _, live = self.cache.read(slots, visible)
+        entries, live = self.cache.find(slots)
+        live = live & visible
+        self.cache.in_use.zero_()
+        self.cache.in_use[entries[live]] = True
         self._forget_use()
         return int(live.sum())
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.runner import Arms, Experiment, NoOptions, Progress, case_by_case
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.attention.backend import Setting, make_attention
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
@@ -76,19 +77,15 @@ def proposals(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return (hidden @ embed.T).argmax(-1)
 
     cache = RingKVCache(400, 400, config.kv_shape, dtype, device)
-    attention = make_attention("torch", config, resolved.block_size, torch.device(device))
+    attention = make_attention("torch", config, Setting(resolved.block_size, torch.device(device)))
     head = TargetHead(lambda ids: embed[ids], argmax)
     drafter = Drafter(model, head, cache, resolved, attention)
     positions = torch.cat([torch.arange(int(n)) for n in lengths]).to(device)
     rows = torch.arange(3, device=device).repeat_interleave(lengths.to(device))
     drafter.absorb(target_hidden, positions, rows * 100 + positions)
-    at = drafter.visible_context(lengths.to(device), longest=77)
-    blocks = drafter.propose(
-        torch.tensor([1, 2, 3], device=device),
-        lengths.to(device),
-        at,
-        torch.arange(3, device=device)[:, None] * 100 + at,
-    )
+    slots = torch.arange(300, dtype=torch.int32, device=device).view(3, 100)
+    requests = RequestSlots(slots, torch.arange(3, device=device), lengths.to(device), longest=77)
+    blocks = drafter.propose(torch.tensor([1, 2, 3], device=device), requests)
     return blocks.cpu(), seen[0].float().cpu()
 
 
@@ -129,9 +126,10 @@ def cache_under_load(
         TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)),
         cache,
         options,
-        make_attention("torch", config, block, torch.device(device)),
+        make_attention("torch", config, Setting(block, torch.device(device))),
     )
-    rows = torch.arange(requests, device=device)[:, None] * 4096
+    slots_of = torch.arange(requests * 4096, dtype=torch.int32, device=device).view(requests, -1)
+    row = torch.arange(requests, device=device)
     lengths, longest = torch.full((requests,), 2000, device=device), 2000
     target_hidden = torch.randn(
         requests * block, config.target_hidden_width, device=device, dtype=torch.bfloat16
@@ -143,10 +141,9 @@ def cache_under_load(
         # The first step compiles and allocates.
         torch.cuda.set_sync_debug_mode("error" if step else "default")
         began = time.perf_counter()
-        at = drafter.visible_context(lengths, longest)
-        drafter.propose(lengths % 1000, lengths, at, rows + at)
+        drafter.propose(lengths % 1000, RequestSlots(slots_of, row, lengths, longest))
         new = lengths[:, None] + torch.arange(block, device=device)
-        drafter.absorb(target_hidden, new.flatten(), (rows + new).flatten(), keep)
+        drafter.absorb(target_hidden, new.flatten(), (4096 * row[:, None] + new).flatten(), keep)
         lengths, longest = lengths + 5, longest + 5
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()

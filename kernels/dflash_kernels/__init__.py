@@ -1,1 +1,1 @@
-"""Triton kernels: one op per file, with the arguments of its torch twin in `sglang_dflash.core`."""
+"""Triton kernels, one op per file. The twin of an op in torch is in `sglang_dflash.core`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,21 +69,6 @@ def add_rms_norm(
         out.stride(0), x.stride(0), 0 if residual is None else residual.stride(0), width, eps,
         BLOCK_E=triton.next_power_of_2(width), num_warps=warps(width),
     )  # fmt: skip
-
-
-def torch_add_rms_norm(
-    out: Tensor,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    bias: Tensor | None = None,
-) -> None:
-    """The twin of `add_rms_norm`."""
-    x = x if bias is None else x + bias
-    if residual is not None:
-        x = residual.add_(x)
-    out.copy_(F.rms_norm(x, weight.shape, weight, eps))
 
 
 def traffic(count: int, width: int, itemsize: int, *, residual: bool, bias: bool) -> Traffic:

@@ -5,7 +5,6 @@ Letters in shapes: R requests, B block positions.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,16 +43,6 @@ def prepare_block(
     prepare_block_kernel[(triton.cdiv(ids.numel(), BLOCK),)](
         ids, positions, bonus, seq_lens, ids.numel(), mask_id, B=ids.shape[1], BLOCK=BLOCK
     )
-
-
-def torch_prepare_block(
-    ids: Tensor, positions: Tensor, bonus: Tensor, seq_lens: Tensor, mask_id: int
-) -> None:
-    """The twin of `prepare_block`."""
-    ids.fill_(mask_id)
-    ids[:, 0] = bonus
-    steps = torch.arange(ids.shape[1], device=ids.device)
-    positions.copy_(seq_lens[:, None] + steps)
 
 
 def traffic(requests: int, block: int) -> Traffic:

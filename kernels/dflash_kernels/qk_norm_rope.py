@@ -6,14 +6,12 @@ Letters in shapes: N tokens, L layers, H query heads, G kv heads, D head dim, S 
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.core.rope import Rotary, rotate
+from sglang_dflash.core.rope import Rotary
 
 BLOCK_H = 16
 # pi / 2 in parts (Cody and Waite). All but the last have at most 6 bits, so that their products
@@ -145,25 +143,6 @@ def qk_norm_rope(
     )  # fmt: skip
 
 
-def torch_qk_norm_rope(
-    qkv: Tensor,
-    positions: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    rotary: Rotary,
-    heads: int,
-    eps: float,
-) -> None:
-    """The twin of `qk_norm_rope`."""
-    shape = q_weight.shape
-    per_head = qkv.unflatten(1, (-1, *shape))
-    kv_heads = (per_head.shape[1] - heads) // 2
-    q, k, _ = per_head.split((heads, kv_heads, kv_heads), dim=1)
-    cos, sin = rotary.cos_sin(positions, qkv.dtype)
-    q.copy_(rotate(F.rms_norm(q, shape, q_weight, eps), cos, sin))
-    k.copy_(rotate(F.rms_norm(k, shape, k_weight, eps), cos, sin))
-
-
 def write_context(
     cache: Tensor,
     kv: Tensor,
@@ -193,24 +172,6 @@ def write_context(
         *cache.stride()[:2], kv.stride(0), k_weights.stride(0), eps, rotary.attention_factor,
         G=kv_heads, D=head_dim, BLOCK_G=triton.next_power_of_2(kv_heads),
     )  # fmt: skip
-
-
-def torch_write_context(
-    cache: Tensor,
-    kv: Tensor,
-    entries: Tensor,
-    positions: Tensor,
-    k_weights: Tensor,
-    rotary: Rotary,
-    eps: float,
-) -> None:
-    """The twin of `write_context`. It reads `entries` on the host."""
-    kept = (entries >= 0).nonzero()[:, 0]
-    k, v = kv[kept].unbind(2)
-    k = F.rms_norm(k, k.shape[-1:], eps=eps) * k_weights[:, None]
-    cos, sin = (x.unsqueeze(-3) for x in rotary.cos_sin(positions[kept], k.dtype))
-    new = torch.stack((rotate(k, cos, sin), v), dim=2)
-    cache[entries[kept].long()] = new.to(cache.dtype)
 
 
 def traffic(count: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> Traffic:

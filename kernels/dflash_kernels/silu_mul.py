@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,12 +39,6 @@ def silu_mul(out: Tensor, x: Tensor) -> None:
     silu_mul_kernel[(count, triton.cdiv(width, BLOCK))](
         out, x, out.stride(0), x.stride(0), width, BLOCK=BLOCK
     )
-
-
-def torch_silu_mul(out: Tensor, x: Tensor) -> None:
-    """The twin of `silu_mul`."""
-    gate, up = x.chunk(2, dim=-1)
-    out.copy_(F.silu(gate) * up)
 
 
 def traffic(count: int, width: int, itemsize: int) -> Traffic:

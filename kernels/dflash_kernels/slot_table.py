@@ -6,32 +6,16 @@ Letters in shapes: R requests, C table columns. Names as in `gated_delta_fold`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.core.attention.visibility import context_positions
+from sglang_dflash.core.kv_cache import RingTags
 from sglang_dflash.core.options import ContextWindow
 
 BLOCK = 256
-
-
-class RingTags(NamedTuple):
-    """The tags of a `RingKVCache`.
-
-    Attributes:
-        entry_of: int32 `[target slots]`.
-        owner: int32 `[entries + 1]`.
-        in_use: bool `[entries + 1]`.
-    """
-
-    entry_of: Tensor
-    owner: Tensor
-    in_use: Tensor
 
 
 @triton.jit
@@ -77,7 +61,8 @@ def slot_table(
     window: ContextWindow | None,
     ring: RingTags | None,
 ) -> None:
-    """Fill `entries`, and mark what it names as the entries in use of a ring.
+    """Fill `entries`, and mark what it names as the entries in use of a ring. Its twin is
+    `core.attention.table.fill_table`.
 
     Args:
         entries: int32 `[R, C]`, written: the entry of each column's token; -1 if there is no such
@@ -110,31 +95,6 @@ def slot_table(
     )  # fmt: skip
 
 
-def torch_slot_table(
-    entries: Tensor,
-    req_to_token: Tensor,
-    rows: Tensor,
-    seq_lens: Tensor,
-    window: ContextWindow | None,
-    ring: RingTags | None,
-) -> None:
-    """The twin of `slot_table`."""
-    positions = context_positions(seq_lens.long(), entries.shape[1], window)
-    last = req_to_token.shape[1] - 1
-    visible = (positions < seq_lens[:, None]) & (positions <= last)
-    in_table = rows.long()[:, None].where(visible, 0), positions.clamp(max=last)
-    slots = req_to_token[in_table].long().where(visible, 0)
-    if ring is None:
-        entries.copy_(slots.where(visible, -1))
-        return
-    found = ring.entry_of[slots].long()
-    live = visible & (ring.owner[found] == slots)
-    ring.in_use.zero_()
-    ring.in_use.index_fill_(0, found.where(live, len(ring.in_use) - 1).flatten(), True)
-    ring.in_use[-1:].fill_(False)
-    entries.copy_(found.where(live, -1))
-
-
 def traffic(
     columns: int, seq_lens: Sequence[int], window: ContextWindow | None, ring: bool, dead: int = 0
 ) -> Traffic:
@@ -154,8 +114,3 @@ def traffic(
         read=programs * 16 + seen * per_column,
         written=len(seq_lens) * columns * 4 + (seen - dead if ring else 0),
     )
-
-
-def make_table(requests: int, columns: int, device: torch.device | str) -> Tensor:
-    """An empty table `[R, C]` to be filled by `slot_table`."""
-    return torch.full((requests, columns), -1, dtype=torch.int32, device=device)

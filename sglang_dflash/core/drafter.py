@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from sglang_dflash.core.attention.backend import DraftAttention
-from sglang_dflash.core.attention.table import ContextTable
-from sglang_dflash.core.attention.visibility import context_positions
+from sglang_dflash.core.attention.table import ContextTable, RequestSlots
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import ResolvedOptions
@@ -34,8 +32,8 @@ class TargetHead:
 class Proposer(Protocol):
     """What a serving loop asks of a drafter. Another draft head is a class with these methods.
 
-    The caller owns the mapping from a request's positions to target slots; a drafter never sees a
-    request.
+    The caller owns the mapping from a request's positions to target slots (`RequestSlots`); a
+    drafter keeps nothing of a request.
     """
 
     cache: DraftKVCache
@@ -59,24 +57,13 @@ class Proposer(Protocol):
             quota: entries of a full cache that these tokens may take (see `DraftKVCache.write`).
         """
 
-    def visible_context(self, seq_lens: Tensor, longest: int) -> Tensor:
-        """Positions int64 `[R, C]` whose slots `propose` needs.
-
-        Args:
-            seq_lens: int64 `[R]`, committed tokens.
-            longest: a bound on `seq_lens` that is known on the host.
-        """
-
-    def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         """Draft one block per request.
 
         Args:
-            bonus: int64 `[R]`, each request's newest token. Its position is `seq_lens`, and no
-                cache holds it yet.
-            seq_lens: int64 `[R]`, committed tokens.
-            positions: int64 `[R, C]`, from `visible_context`.
-            slots: int64 `[R, C]`, the target slots at these positions (any valid slot if the
-                position is >= seq_len).
+            bonus: int64 `[R]`, each request's newest token. Its position is the request's
+                `seq_lens`, and no cache holds it yet.
+            requests: where the committed tokens lie.
 
         Returns:
             int64 `[R, B]`: the bonus token and B - 1 drafted ones.
@@ -106,22 +93,17 @@ class Drafter:
         quota: int | None = None,
     ) -> None:
         if len(slots):
-            self.cache.write(slots, self.model.context_kv(target_hidden, positions), keep, quota)
+            entries = self.cache.place(slots, keep, quota)
+            self.model.write_context(target_hidden, positions, self.cache.kv, entries)
 
-    def visible_context(self, seq_lens: Tensor, longest: int) -> Tensor:
-        window = self.context_window
-        width = longest if window is None else min(longest, window.size)
-        return context_positions(seq_lens, width, window)
-
-    def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        block = self.block_size
-        ids = bonus[:, None].repeat(1, block)
-        ids[:, 1:] = self.model.config.mask_token_id
-        block_positions = seq_lens[:, None] + torch.arange(block, device=seq_lens.device)
-        entries, live = self.cache.read(slots, positions < seq_lens[:, None])
-        self.attention.prepare(self.cache.kv, ContextTable(entries, live, positions, seq_lens))
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        ops, block, window = self.model.ops, self.block_size, self.context_window
+        entries = ops.slot_table(requests, window, self.cache.tags)
+        self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens, window))
+        mask_id = self.model.config.mask_token_id
+        ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
         embedded = self.head.embed(ids.flatten()).unflatten(0, ids.shape)
-        hidden = self.model(embedded, block_positions, self.attention.attend)
+        hidden = self.model(embedded, positions, self.attention.attend)
         # A v1 draft proposes its argmax, a point mass.
         drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1))
         ids[:, 1:] = drafted.unflatten(0, (-1, block - 1))

@@ -10,15 +10,16 @@ serving (a cache), training (a mask) and tests (dense attention) share the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.core.ops import DraftOps, TorchOps, norm_rope_context
 from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.rope import Rotary, rotate
+from sglang_dflash.core.rope import Rotary
 
 # (layer, q [..., N, H, D], k [..., N, G, D], v [..., N, G, D]) -> [..., N, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -27,9 +28,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class DraftLayer(nn.Module):
     """One pre-norm transformer layer with per-head RMSNorm on q and k, and a SwiGLU MLP."""
 
-    def __init__(self, config: DraftConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: DraftConfig, tp: TensorParallel, ops: DraftOps) -> None:
         super().__init__()
-        self.tp, self.eps, self.head_dim = tp, config.rms_norm_eps, config.head_dim
+        self.tp, self.ops, self.eps = tp, ops, config.rms_norm_eps
+        self.head_dim = config.head_dim
         self.heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
         self.kv_heads = tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
         inner = tp.shard_size("intermediate_size", config.intermediate_size)
@@ -48,43 +50,53 @@ class DraftLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        residual: Tensor | None,
+        rotation: Any,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
-        """Run the layer on x `[..., N, E]`.
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on residual + x, each `[..., N, E]`.
 
         Args:
-            cos, sin: `[..., N, 1, D]`, from `Rotary.cos_sin`.
+            residual: None for the first layer.
+            rotation: from `DraftOps.rotation`.
             attend: `Attend` of this layer.
 
         Returns:
-            `[..., N, E]`.
+            The MLP's output and the residual that it is to be added to, `[..., N, E]`.
         """
-        qkv = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=-2)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        ops, norm = self.ops, self.input_layernorm
+        x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps)
+        q, k, v = ops.qk_norm_rope(
+            self.qkv_proj(x), self.q_norm.weight, self.k_norm.weight, rotation, self.heads, self.eps
+        )
         # Every rank holds the whole bias, so it is added after the sum.
-        attended = self.tp.all_reduce(F.linear(attend(q, k, v).flatten(-2), self.o_proj.weight))
-        x = x + (attended if self.o_proj.bias is None else attended + self.o_proj.bias)
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, dim=-1)
-        return x + self.tp.all_reduce(self.down_proj(F.silu(gate) * up))
+        x = self.tp.all_reduce(F.linear(attend(q, k, v).flatten(-2), self.o_proj.weight))
+        norm = self.post_attention_layernorm
+        x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps, self.o_proj.bias)
+        x = self.tp.all_reduce(self.down_proj(ops.silu_mul(self.gate_up_proj(x))))
+        return x, residual
 
 
 class DraftModel(nn.Module):
     """The draft network without embedding and lm_head, which it borrows from the target.
 
+    Args:
+        ops: its fused operations; None for torch's.
+
     Raises:
         ConfigError: the size of `tp` does not divide the config's heads or FFN width.
     """
 
-    def __init__(self, config: DraftConfig, tp: TensorParallel | None = None) -> None:
+    def __init__(
+        self, config: DraftConfig, tp: TensorParallel | None = None, ops: DraftOps | None = None
+    ) -> None:
         super().__init__()
         self.config, self.tp = config, tp or TensorParallel()
+        self.ops: DraftOps = ops or TorchOps()
         self.fc = nn.Linear(config.target_hidden_width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(
-            DraftLayer(config, self.tp) for _ in range(config.num_hidden_layers)
+            DraftLayer(config, self.tp, self.ops) for _ in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
@@ -99,47 +111,82 @@ class DraftModel(nn.Module):
         """Shape of one token's K/V on this rank: `(L, 2, G, D)`."""
         return (len(self.layers), 2, self.kv_heads, self.config.head_dim)
 
-    def context_kv(self, target_hidden: Tensor, positions: Tensor) -> Tensor:
-        """Project the target's hidden states to every layer's context K (normed and rotated) and V.
+    def project_context(self, target_hidden: Tensor) -> Tensor:
+        """Every layer's context K and V of tokens, before norm and RoPE.
 
         Args:
             target_hidden: `[..., N, F * E]`, outputs of the config's `target_layer_ids`, joined.
+
+        Returns:
+            `[..., N, L, 2, G, D]` in the dtype of the weights.
+        """
+        context = self.fc(target_hidden.to(self.fc.weight.dtype))
+        context, _ = self.ops.add_rms_norm(
+            context, None, self.hidden_norm.weight, self.config.rms_norm_eps
+        )
+        weight, bias = self._context_projection()
+        return F.linear(context, weight, bias).unflatten(-1, self.kv_shape)
+
+    def context_kv(self, target_hidden: Tensor, positions: Tensor) -> Tensor:
+        """Every layer's context K (normed and rotated) and V, for a caller with a cache of its own.
+
+        Args:
+            target_hidden: see `project_context`.
             positions: int `[..., N]`.
 
         Returns:
             `[..., N, L, 2, G, D]` in the dtype of the weights.
         """
-        context = self.hidden_norm(self.fc(target_hidden.to(self.fc.weight.dtype)))
-        weight, bias = self._context_projection()
-        kv = F.linear(context, weight, bias).unflatten(
-            -1, (len(self.layers), 2, self.kv_heads, self.config.head_dim)
+        return norm_rope_context(
+            self.project_context(target_hidden),
+            positions,
+            self._k_norms(),
+            self.rotary,
+            self.config.rms_norm_eps,
         )
-        k, v = kv.unbind(-3)
-        cos, sin = (t.unsqueeze(-3) for t in self.rotary.cos_sin(positions, k.dtype))
-        k = F.rms_norm(k, (self.config.head_dim,), eps=self.config.rms_norm_eps) * self._k_norms()
-        return torch.stack((rotate(k, cos, sin), v), dim=-3)
+
+    def write_context(
+        self, target_hidden: Tensor, positions: Tensor, cache: Tensor, entries: Tensor
+    ) -> None:
+        """Store `context_kv` of N tokens in entries of a draft KV cache.
+
+        Args:
+            target_hidden: `[N, F * E]`, see `project_context`.
+            positions: int64 `[N]`.
+            cache: `[S, L, 2, G, D]`.
+            entries: int64 `[N]`, from `DraftKVCache.place`.
+        """
+        self.ops.write_context(
+            cache,
+            self.project_context(target_hidden),
+            entries,
+            positions,
+            self._k_norms(),
+            self.rotary,
+            self.config.rms_norm_eps,
+        )
 
     def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run all layers and the final norm.
 
         Args:
-            embeddings: `[..., N, E]`.
-            positions: int `[..., N]`.
+            embeddings: `[..., N, E]`. May be overwritten.
+            positions: int64 `[..., N]`.
             attend: attention of each layer over the context and the block.
 
         Returns:
             Hidden states `[..., N, E]`.
         """
-        cos, sin = self.rotary.cos_sin(positions, embeddings.dtype)
-        x = embeddings
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
-        return self.norm(x)
+        rotation = self.ops.rotation(self.rotary, positions, embeddings.dtype)
+        x, residual = embeddings, None
+        for i, layer in enumerate(self._each_layer()):
+            x, residual = layer(x, residual, rotation, lambda q, k, v, i=i: attend(i, q, k, v))
+        return self.ops.add_rms_norm(x, residual, self.norm.weight, self.config.rms_norm_eps)[0]
 
     def freeze(self) -> DraftModel:
         """Prepare for inference, in place: no gradients, all layers' K/V projections in one matrix.
 
-        Weights that change afterwards have no effect on `context_kv`.
+        Weights that change afterwards have no effect on context K/V.
         """
         self.requires_grad_(False).eval()
         weight, bias = self._context_projection()
@@ -163,10 +210,10 @@ class DraftModel(nn.Module):
         return weight, torch.cat(biases) if biases else None
 
     def _k_norms(self) -> Tensor:
-        """All layers' k_norm weights, `[L, 1, D]`."""
+        """All layers' k_norm weights, `[L, D]`."""
         if self._joined is not None:
             return self._joined[2]
-        return torch.stack([layer.k_norm.weight for layer in self._each_layer()])[:, None]
+        return torch.stack([layer.k_norm.weight for layer in self._each_layer()])
 
     def _each_layer(self) -> list[DraftLayer]:
         return cast("list[DraftLayer]", list(self.layers))

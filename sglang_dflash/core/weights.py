@@ -13,6 +13,7 @@ from torch import Tensor
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.tensors import check_shapes, each_tensor
 from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.ops import DraftOps
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.rope import Rotary
 
@@ -90,8 +91,9 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
+    ops: DraftOps | None = None,
 ) -> DraftModel:
-    """Read a draft checkpoint's folder into a frozen network.
+    """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
 
     Raises:
         ConfigError: see `DraftConfig.from_pretrained`, `read_tensors` and
@@ -100,7 +102,7 @@ def load_model(
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     state = load_state(config, read_tensors(folder), tp)
     placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
-    return _network(config, tp, placed, device)
+    return _network(config, tp, ops, placed, device)
 
 
 def dummy_model(
@@ -109,6 +111,7 @@ def dummy_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
+    ops: DraftOps | None = None,
 ) -> DraftModel:
     """As `load_model`, but with random weights, for timing. Reads only the folder's config.json.
 
@@ -125,14 +128,18 @@ def dummy_model(
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=random)
 
     state = {name: filled(name, tensor.shape) for name, tensor in like.items()}
-    return _network(config, tp, state, device)
+    return _network(config, tp, ops, state, device)
 
 
 def _network(
-    config: DraftConfig, tp: TensorParallel, state: Mapping[str, Tensor], device: torch.device | str
+    config: DraftConfig,
+    tp: TensorParallel,
+    ops: DraftOps | None,
+    state: Mapping[str, Tensor],
+    device: torch.device | str,
 ) -> DraftModel:
     with torch.device("meta"):
-        model = DraftModel(config, tp)
+        model = DraftModel(config, tp, ops)
     model.load_state_dict(state, assign=True)
     # No checkpoint holds this buffer. It stays float32 for weights of any dtype.
     model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)

@@ -12,7 +12,8 @@ from torch import Tensor
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.acceptance import accept, sample, target_probabilities
 from sglang_dflash.core.acceptance_length import VerifySteps
-from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.attention.backend import Setting, make_attention
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.model import DraftModel
@@ -140,6 +141,8 @@ def spec_generate(
     positions = torch.arange(total, device=device)
     target_cache = TargetCache(target, start.kv)
     drafter = _drafter(draft, target, resolved, total, device)
+    # A token's slot is its position.
+    slots, row = positions[None].int(), positions[:1]
     drafter.absorb(start.target_hidden, positions[:prompt_length], positions[:prompt_length])
 
     result, bonus = Generation(), choose(start.logits)
@@ -148,8 +151,7 @@ def spec_generate(
     captured = captured_hidden(target, draft.config.target_layer_ids)
     with captured as hidden, target_cache.recorded():
         while not done:
-            visible = drafter.visible_context(length, longest=int(length))
-            block = drafter.propose(bonus, length, visible, visible.clamp(max=total - 1))
+            block = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)))
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
             accepted = accept(block, choose(out.logits[0])[None])
             count = int(accepted.lengths)
@@ -175,7 +177,7 @@ def _drafter(
         TargetHead(embed, lambda h: head(h).argmax(-1)),
         DirectKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
         options,
-        make_attention("torch", draft.config, options.block_size, device),
+        make_attention("torch", draft.config, Setting(options.block_size, device)),
     )
 
 

@@ -13,6 +13,8 @@ from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
 
+# Our worker's draft attention on every device, as --speculative-draft-attention-backend names it.
+DRAFT_BACKEND = "torch"
 # SGLang's default for --lora-backend needs Triton; this one of its backends needs only torch.
 LORA_DEFAULT, LORA_BACKEND = "csgmv", "torch_native"
 
@@ -32,6 +34,12 @@ def torch_backends(server_args: Any) -> None:
         "decode_attention_backend",
         "speculative_draft_attention_backend",
     )
+    if settings.speculative_draft_attention_backend == DRAFT_BACKEND:
+        # SGLang's name for it.
+        declare_resolution(
+            server_args, "plain_cpu_platform", speculative_draft_attention_backend=ATTENTION_BACKEND
+        )
+        settings = resolving_view(server_args)
     asked = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in flags}
     wrong = [
         f"{flag}: {value!r}"

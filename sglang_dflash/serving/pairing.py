@@ -23,6 +23,11 @@ from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.weights import dummy_model, load_model
 from sglang_dflash.plugin.seam import verify
 from sglang_dflash.serving import arguments
+from sglang_dflash.serving.draft_backends import (
+    asked_attention,
+    check_attention,
+    unserved_attention,
+)
 from sglang_dflash.serving.draft_code import refuse_code
 
 logger = logging.getLogger(__name__)
@@ -61,7 +66,8 @@ def check_pair(server_args: Any) -> None:
     )
     if not dummy_weights(settings):
         check_shapes(config, tensor_shapes(folder))
-    if unserved_setting(settings, folder) is None:
+    if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
+        check_attention(server_args, config, torch.device(settings.device))
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
@@ -114,7 +120,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
-    reason = unserved_setting(settings, folder)
+    reason = unserved_setting(settings, folder) or unserved_attention(server_args)
     if reason is not None:
         return _fall_back(reason, builtin)
     load = dummy_model if dummy_weights(settings) else load_model
@@ -123,6 +129,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         builtin,
         load_draft=functools.partial(load, folder),
         options=arguments.options(server_args, settings),
+        attention=asked_attention(server_args),
         extension_path=arguments.extension_path(server_args),
     )
 
@@ -138,7 +145,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     verify(row for row in SEAMS if not row.only_if_loaded)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
-        ours = ("load_draft", "options", "extension_path")
+        ours = ("load_draft", "options", "attention", "extension_path")
         return _fall_back(reason, builtin)(**{k: v for k, v in kwargs.items() if k not in ours})
     return DFlashWorker(**kwargs)
 

@@ -21,7 +21,7 @@ from sglang.srt.speculative.spec_utils import (
 )
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted, accept, simulate_acceptance
+from sglang_dflash.core.acceptance import Accepted, simulate_acceptance
 
 __all__ = [
     "LogitsProcessorOutput",
@@ -118,15 +118,18 @@ def simulated_acceptance_length() -> float | None:
     return length if length > 0 else None
 
 
-def accept_rule(block_size: int) -> Callable[[Tensor, Tensor], Accepted]:
-    """`accept`, or SGLang's simulation of an acceptance length if its variables ask for it.
+AcceptRule = Callable[[Tensor, Tensor], Accepted]
+
+
+def accept_rule(block_size: int, rule: AcceptRule) -> AcceptRule:
+    """`rule`, or SGLang's simulation of an acceptance length if its variables ask for it.
 
     Raises:
         ValueError: the simulation mode is unknown.
     """
     mean, method = simulated_acceptance_length(), envs.SGLANG_SIMULATE_ACC_METHOD.get()
     if mean is None:
-        return accept
+        return rule
     check_simulate_acc_token_mode()
     filler = _FILLER if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "fixed" else None
 

@@ -17,7 +17,8 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.attention.backend import DraftAttention, Setting, choose_attention
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
@@ -36,6 +37,7 @@ from sglang_dflash.serving.batch import (
     record_stream,
     verify_batch,
 )
+from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
@@ -47,9 +49,6 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[Tensor], None]
 Barrier = Callable[[], None]
-
-# The draft attention backend (core/attention/backend.py).
-ATTENTION = "torch"
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -64,9 +63,11 @@ class DFlashWorker(BaseSpecWorker):
         target_worker: Any,
         load_draft: Callable[..., DraftModel],
         options: Options,
+        attention: str | None = None,
         extension_path: str | None = None,
     ) -> None:
-        """`load_draft`: called with `dtype`, `device` and `tp`. The rest comes from SGLang."""
+        """`load_draft`: called with `dtype`, `device`, `tp` and `ops`; `attention`: the draft
+        attention backend, None for the best. The rest comes from SGLang."""
         super().__init__()
         del gpu_id, nccl_port
         self._target_worker = target_worker
@@ -74,13 +75,16 @@ class DFlashWorker(BaseSpecWorker):
         self.device = torch.device(runner.device)
         began = time.perf_counter()
         self._tp = target_model.tensor_parallel()
-        self._model = load_draft(dtype=runner.dtype, device=self.device, tp=self._tp)
+        self._model = load_draft(
+            dtype=runner.dtype, device=self.device, tp=self._tp, ops=draft_ops(self.device)
+        )
         self._load_seconds = time.perf_counter() - began
         self.config, self.options = self._model.config, options.resolve(self._model.config)
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
         self.extension = load_extension(extension_path, target_worker)
-        self._accept = sampling.accept_rule(self.block_size)
+        self._accept = sampling.accept_rule(self.block_size, self._model.ops.accept)
+        self._attention = choose_attention(attention, self.config, self.device, ATTENTION)
         if sampling.simulated_acceptance_length() is not None:
             logger.warning(
                 "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
@@ -140,24 +144,40 @@ class DFlashWorker(BaseSpecWorker):
         allocator = token_to_kv_pool_allocator
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
         runner = self.target_worker.model_runner
+        cache = self._draft_kv_cache(allocator.size + allocator.page_size)
         self.drafter = self.extension.make_drafter(
             self._model,
             target_model.target_head(runner.model, self._tp),
-            self._draft_kv_cache(allocator.size + allocator.page_size),
+            cache,
             self.options,
-            make_attention(ATTENTION, self.config, self.block_size, self.device),
+            self._draft_attention(scratch=cache.num_entries + 1),
         )
         self.target_tokens = TargetTokens(runner.sampler)
         logger.info("DFLASH: %s", self.describe())
 
     def _draft_kv_cache(self, target_slots: int) -> DraftKVCache:
         shape, dtype = self._model.kv_shape, self._kv_dtype
+        needs_scratch = ATTENTION[self._attention].capabilities.scratch
+        scratch = self.req_to_token_pool.size * self.block_size if needs_scratch else 0
         entries = self.options.draft_kv_entries(self._max_running_requests)
         bounded = memory.is_bounded(self.target_worker.model_runner)
         # A bound that the target's pool does not exceed saves nothing.
         if entries is not None and bounded and entries < target_slots:
-            return RingKVCache(entries, target_slots, shape, dtype, self.device)
-        return DirectKVCache(target_slots, shape, dtype, self.device)
+            return RingKVCache(entries, target_slots, shape, dtype, self.device, scratch)
+        return DirectKVCache(target_slots, shape, dtype, self.device, scratch)
+
+    def _draft_attention(self, scratch: int) -> DraftAttention:
+        window = self.options.context_window
+        setting = Setting(
+            self.block_size,
+            self.device,
+            window=window,
+            tp=self._tp,
+            requests=self.req_to_token_pool.size,
+            columns=self.req_to_token_pool.req_to_token.shape[1] if window is None else window.size,
+            scratch=scratch,
+        )
+        return ATTENTION[self._attention].make(self.config, setting)
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
@@ -178,7 +198,8 @@ class DFlashWorker(BaseSpecWorker):
             "recurrent_scratch_bytes": None if rollback is None else rollback.scratch_bytes,
             "draft_kv_bytes": cache.nbytes,
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
-            "draft_attention": ATTENTION,
+            "draft_attention": self._attention,
+            "draft_ops": type(self._model.ops).__name__,
             "simulated_acceptance": sampling.simulated_acceptance_length(),
         }
 
@@ -241,10 +262,9 @@ class DFlashWorker(BaseSpecWorker):
 
     def _propose(self, batch: ScheduleBatch, step: Step) -> Tensor:
         longest = int(host_lengths(batch).max())
-        positions = self.drafter.visible_context(step.seq_lens, longest)
-        slots = self._target_slots(step.rows[:, None], positions)
-        bonus = batch.spec_info.bonus_tokens.long()
-        return self.drafter.propose(bonus, step.seq_lens, positions, slots)
+        table = self.req_to_token_pool.req_to_token
+        requests = RequestSlots(table, step.rows, step.seq_lens, longest)
+        return self.drafter.propose(batch.spec_info.bonus_tokens.long(), requests)
 
     def _verify(
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None

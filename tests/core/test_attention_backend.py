@@ -10,12 +10,18 @@ import torch
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.attention.backend import BACKENDS, Backend, Capabilities, make_attention
+from sglang_dflash.core.attention.backend import (
+    BACKENDS,
+    Backend,
+    Capabilities,
+    Setting,
+    make_attention,
+)
 from sglang_dflash.core.attention.reference import TorchAttention
 from sglang_dflash.core.attention.table import ContextTable
 from tests.conftest import raw_config
 
-CPU = torch.device("cpu")
+CPU = Setting(4, torch.device("cpu"))
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 6}
 
 
@@ -31,7 +37,7 @@ def only(**limits: Any) -> dict[str, Backend]:
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"'fa9' is unknown; choose one of \['torch'\]"):
-        make_attention("fa9", config(), 4, CPU)
+        make_attention("fa9", config(), CPU)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +53,12 @@ def test_what_a_backend_cannot_serve_is_refused(
     limits: dict[str, object], changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"'narrow' {message}.*choose one of \['torch'\]"):
-        make_attention("narrow", config(**changes), 4, CPU, only(**limits))
+        make_attention("narrow", config(**changes), CPU, only(**limits))
 
 
 def test_within_its_limits_a_backend_serves() -> None:
     limits = {"devices": frozenset({"cpu"}), "head_dims": frozenset({16}), "sliding_layers": False}
-    assert make_attention("narrow", config(), 4, CPU, only(**limits)) is not None
+    assert make_attention("narrow", config(), CPU, only(**limits)) is not None
 
 
 def test_the_reference_leaves_the_cache_as_it_is() -> None:
@@ -60,10 +66,8 @@ def test_the_reference_leaves_the_cache_as_it_is() -> None:
     layers, block = config(**SLIDING).layers, 4
     attention, kv = TorchAttention(layers, block), torch.randn(9, 3, 2, 2, 16)
     before = kv.clone()
-    entries = torch.tensor([[5, 6], [0, 3]])
-    live = torch.tensor([[True, True], [True, False]])
-    positions, seq_lens = torch.tensor([[0, 1], [0, 1]]), torch.tensor([2, 1])
-    attention.prepare(kv, ContextTable(entries, live, positions, seq_lens))
+    entries = torch.tensor([[5, 6], [0, -1]], dtype=torch.int32)
+    attention.prepare(kv, ContextTable(entries, torch.tensor([2, 1]), None))
     q, own = torch.randn(2, block, 4, 16), torch.randn(2, block, 2, 16)
     for layer in range(3):
         assert attention.attend(layer, q, own, own).shape == q.shape

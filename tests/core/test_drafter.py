@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.attention.backend import Setting, make_attention
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
@@ -106,18 +107,15 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         seen.append(hidden)
         return (hidden @ embed.T).argmax(-1)
 
-    attention = make_attention("torch", model.config, options.block_size, torch.device("cpu"))
+    setting = Setting(options.block_size, torch.device("cpu"))
+    attention = make_attention("torch", model.config, setting)
     head = TargetHead(lambda ids: embed[ids], argmax)
     drafter = Drafter(model, head, cache, options, attention)
     with torch.inference_mode():
         requests.absorb_in_pieces(drafter)
         lengths, bonus = torch.tensor(requests.lengths), torch.randint(0, 63, (count,))
-        positions = drafter.visible_context(lengths, longest=max(requests.lengths))
-        slots = requests.table[torch.arange(count)[:, None], positions.clamp(max=39)]
-        if case.window is None:
-            # A masked entry may hold anything but NaN: 0 * NaN is NaN.
-            cache.kv[slots[positions >= lengths[:, None]]] = 1e4
-        block = drafter.propose(bonus, lengths, positions, slots)
+        rows, longest = torch.arange(count), max(requests.lengths)
+        block = drafter.propose(bonus, RequestSlots(requests.table.int(), rows, lengths, longest))
     size = options.block_size
     for r in range(count):
         hidden, tokens = draft_block(

@@ -6,8 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_dflash.core.attention.table import RequestSlots
+from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.core.ops import TorchOps
 
 TARGET_SLOTS = 24
 SHAPE = (1, 2, 1, 1)
@@ -20,6 +23,13 @@ def cache_of(num_entries: int) -> RingKVCache:
 def stamped(values: list[int]) -> torch.Tensor:
     """K/V entries that carry a number, to tell whose they are."""
     return torch.tensor(values, dtype=torch.float32)[:, None, None, None, None].expand(-1, *SHAPE)
+
+
+def read_by_request(cache: DraftKVCache, targets: list[int]) -> list[int]:
+    """Entries of the target slots of one running request, -1 for lost ones."""
+    slots, one = torch.tensor([targets], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    request = RequestSlots(slots, one, one + len(targets), len(targets))
+    return TorchOps().slot_table(request, None, cache.tags)[0].tolist()
 
 
 class PlainRing:
@@ -99,24 +109,21 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operatio
                 [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], quota
             )
         else:
-            visible = torch.zeros(TARGET_SLOTS, dtype=torch.bool)
-            visible[targets] = True
-            found, live = cache.read(torch.arange(TARGET_SLOTS)[None], visible[None])
+            found = dict(zip(targets, read_by_request(cache, targets), strict=True))
             expected = plain.read(targets)
-            assert {t for t in range(TARGET_SLOTS) if live[0, t]} == set(expected)
+            assert {target for target, entry in found.items() if entry >= 0} == set(expected)
             for target, stamp in expected.items():
-                assert cache.kv[found[0, target]].flatten().tolist() == [stamp, stamp]
+                assert cache.kv[found[target]].flatten().tolist() == [stamp, stamp]
         live_entries = sum(e is not None for e in plain.entries)
         assert abs(cache.live_share() - live_entries / num_entries) < 1e-6
 
 
 def test_what_a_request_reads_outlives_any_number_of_others() -> None:
     """A long request's entries stay while short requests pass through the rest of the ring."""
-    cache, mine = cache_of(8), torch.tensor([[0, 1, 2, 3]])
-    cache.write(mine[0], stamped([1, 2, 3, 4]))
+    cache, mine = cache_of(8), [0, 1, 2, 3]
+    cache.write(torch.tensor(mine), stamped([1, 2, 3, 4]))
     for i in range(20):
-        _, live = cache.read(mine, torch.ones(1, 4, dtype=torch.bool))
-        assert live.all()
+        assert min(read_by_request(cache, mine)) >= 0
         cache.write(torch.arange(4, 7) + 3 * (i % 5), stamped([9, 9, 9]))
 
 
@@ -125,7 +132,7 @@ def test_a_prompt_yields_to_what_is_read() -> None:
     for quota, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
         cache, mine = cache_of(6), torch.arange(10, 14)
         cache.write(mine, stamped([1, 2, 3, 4]))
-        cache.read(mine[None], torch.ones(1, 4, dtype=torch.bool))
+        read_by_request(cache, mine.tolist())
         cache.write(torch.arange(7), stamped(list(range(7))), quota=quota)
         assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
         assert int(cache.find(mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
@@ -158,8 +165,8 @@ def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
     cache = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
     cache.kv.zero_()
     cache.write(torch.tensor([4, 5, 6]), stamped([1, 2, 3]), torch.tensor([True, False, True]))
-    slots, live = cache.read(torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool))
-    assert live.all() and cache.kv[slots][0, :, 0, 0, 0, 0].tolist() == [1, 0, 3]
+    entries = read_by_request(cache, [4, 5, 6])
+    assert min(entries) >= 0 and cache.kv[entries][:, 0, 0, 0, 0].tolist() == [1, 0, 3]
 
 
 def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.serving.extension import Extension, Step, StepObserver
 from tests.engine.shown_states import show_states
@@ -56,11 +57,11 @@ class KnownDrafts:
         """`continuations`: prompt ids to output ids."""
         self._drafter, self._observer, self._continuations = drafter, observer, continuations
         self.cache = drafter.cache
-        self.absorb, self.visible_context = drafter.absorb, drafter.visible_context
+        self.absorb = drafter.absorb
 
-    def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        block = self._drafter.propose(bonus, seq_lens, positions, slots)
-        rows = zip(self._observer.requests, seq_lens.tolist(), strict=True)
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        block = self._drafter.propose(bonus, requests)
+        rows = zip(self._observer.requests, requests.seq_lens.tolist(), strict=True)
         for row, (request, length) in enumerate(rows):
             drafts = self._drafts(tuple(request.origin_input_ids), length, block.shape[1])
             block[row, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=block.dtype)

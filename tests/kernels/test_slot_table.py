@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from dflash_kernels import slot_table
-from dflash_kernels.slot_table import RingTags
 
+from sglang_dflash.core.attention.table import RequestSlots, fill_table
 from sglang_dflash.core.attention.visibility import context_positions
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.options import ContextWindow
@@ -24,8 +24,8 @@ def ring_with(live: torch.Tensor) -> RingKVCache:
     return ring
 
 
-def tags(ring: RingKVCache) -> RingTags:
-    return RingTags(ring.entry_of, ring.owner, ring.in_use)
+def empty_table(requests: int, columns: int) -> torch.Tensor:
+    return torch.full((requests, columns), 77, dtype=torch.int32, device=DEVICE)
 
 
 def batch(lengths: list[int], width: int = 14) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,13 +49,11 @@ def test_the_kernel_is_its_twin(
     columns = max([*lengths, 1]) + spare
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE)) if kind == "ring" else None
     canaries, outputs = Canaries(), []
-    for run in (slot_table.slot_table, slot_table.torch_slot_table):
-        entries = canaries.around(
-            torch.full((len(lengths), columns), 77, dtype=torch.int32, device=DEVICE)
-        )
+    for run in (slot_table.slot_table, fill_table):
+        entries = canaries.around(empty_table(len(lengths), columns))
         used = None
         if ring is not None:
-            used = tags(ring)._replace(in_use=canaries.around(torch.ones_like(ring.in_use)))
+            used = ring.tags._replace(in_use=canaries.around(torch.ones_like(ring.in_use)))
         run(entries, table, rows, seq_lens, window, used)
         outputs.append((entries, used))
     (entries, used), (expected, expected_used) = outputs
@@ -67,35 +65,64 @@ def test_the_kernel_is_its_twin(
 
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 def test_it_finds_what_the_cache_finds(window: ContextWindow | None) -> None:
-    """One launch in place of `visible_context`, the slots of its positions, and `cache.read`."""
+    """Column by column, through `context_positions` and `cache.find`."""
     table, rows, seq_lens = batch([7, 0, 12, 1])
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE))
     width = 12 if window is None else window.size
-    entries = slot_table.make_table(len(rows), width, DEVICE)
-    slot_table.slot_table(entries, table, rows, seq_lens, window, tags(ring))
-    in_use = ring.in_use.clone()
+    entries = empty_table(len(rows), width)
+    slot_table.slot_table(entries, table, rows, seq_lens, window, ring.tags)
     positions = context_positions(seq_lens, width, window)
     visible = positions < seq_lens[:, None]
     slots = table[rows[:, None], positions.clamp(max=13)].long().where(visible, 0)
-    found, live = ring.read(slots, visible)
+    found, live = ring.find(slots)
+    live = live & visible
     assert live.any() and not live[visible].all()
     assert torch.equal(entries.long(), found.where(live, -1))
-    assert torch.equal(in_use[:-1], ring.in_use[:-1])
+    expected = torch.zeros_like(ring.in_use)
+    expected[found[live]] = True
+    assert torch.equal(ring.in_use, expected)
+
+
+@pytest.mark.parametrize("kind", ["ring", "direct"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+def test_torch_fills_it_piece_by_piece(
+    window: ContextWindow | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, rows, seq_lens = batch([7, 0, 12, 1])
+    ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE)) if kind == "ring" else None
+    outputs = []
+    for piece in (1 << 16, 12, 1):
+        monkeypatch.setattr("sglang_dflash.core.attention.table.PIECE", piece)
+        entries = empty_table(4, 12)
+        fill_table(entries, table, rows, seq_lens, window, ring and ring.tags)
+        outputs.append((entries, ring and ring.in_use.clone()))
+    for entries, in_use in outputs[1:]:
+        assert torch.equal(entries, outputs[0][0])
+        assert in_use is None or torch.equal(in_use, outputs[0][1])
+
+
+def test_columns_of_a_table() -> None:
+    """No wider than what the longest request reads, nor than the table of requests (accelerator.md,
+    fix 3: near the context limit, a bound on lengths may exceed it)."""
+    table, rows, seq_lens = batch([7, 4])
+    slots = RequestSlots(table, rows, seq_lens, longest=9)
+    assert slots.columns(None) == 9 and slots._replace(longest=99).columns(None) == 14
+    assert slots.columns(ContextWindow(5, 2)) == 7 and slots.columns(ContextWindow(50, 2)) == 9
 
 
 def test_lengths_past_the_table_of_requests_stay_inside_it() -> None:
     """Near the context limit, reserved lengths may exceed its columns (accelerator.md, fix 3)."""
     table, rows, _ = batch([4])
     table[:] = torch.arange(14, device=DEVICE)
-    for run in (slot_table.slot_table, slot_table.torch_slot_table):
-        entries = slot_table.make_table(1, 17, DEVICE)
+    for run in (slot_table.slot_table, fill_table):
+        entries = empty_table(1, 17)
         run(entries, table, rows, torch.tensor([17], device=DEVICE), None, None)
         assert entries.tolist() == [[*range(14), -1, -1, -1]]
 
 
 def test_a_strided_table_of_requests_is_refused() -> None:
     table, rows, seq_lens = batch([3])
-    entries = slot_table.make_table(1, 3, DEVICE)
+    entries = empty_table(1, 3)
     with pytest.raises(ValueError, match=r"req_to_token: strides \(1, 3\)"):
         slot_table.slot_table(entries, table.t().contiguous().t(), rows, seq_lens, None, None)
 
@@ -107,9 +134,9 @@ def test_traffic(window: ContextWindow | None, kind: str) -> None:
     lengths, columns = [7, 0, 12, 1], 300  # two programs per request
     table, rows, seq_lens = batch(lengths)
     ring = ring_with(torch.arange(0, SLOTS, 2)) if kind == "ring" else None
-    entries = slot_table.make_table(4, columns, DEVICE)
+    entries = empty_table(4, columns)
     with counted_bytes() as count:
-        slot_table.slot_table(entries, table, rows, seq_lens, window, ring and tags(ring))
+        slot_table.slot_table(entries, table, rows, seq_lens, window, ring and ring.tags)
     seen = sum(min(n, columns if window is None else window.size) for n in lengths)
     dead = seen - int((entries >= 0).sum())
     assert count.traffic == slot_table.traffic(columns, lengths, window, ring is not None, dead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,6 +13,10 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.attention.reference import TorchAttention
 from sglang_dflash.core.attention.table import ContextTable
+from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.core.parallel import TensorParallel
+
+FLAG = "--speculative-draft-attention-backend"
 
 
 class DraftAttention(Protocol):
@@ -27,8 +31,9 @@ class DraftAttention(Protocol):
         """Take what all layers of a step share.
 
         Args:
-            kv: the draft KV cache's entries `[S, L, 2, G, D]`.
-            table: which of them each request reads.
+            kv: the draft KV cache's entries `[S, L, 2, G, D]`; the last one is spare.
+            table: which of them each request reads. Takes effect in `attend`, which reads the
+                cache.
         """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,12 +59,14 @@ class Capabilities:
         head_dims: head dims.
         sliding_layers: whether it serves layers with a sliding window.
         capturable: whether `prepare` and `attend` can be captured in a CUDA graph.
+        scratch: whether it needs an entry of the cache for every block position.
     """
 
     devices: frozenset[str] | None = None
     head_dims: frozenset[int] | None = None
     sliding_layers: bool = True
     capturable: bool = False
+    scratch: bool = False
 
     def obstacle(self, config: DraftConfig, device: torch.device) -> str | None:
         """The first reason why this draft cannot be served on that device, or None."""
@@ -74,35 +81,74 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What a backend is made for, beside the draft.
+
+    Attributes:
+        block_size: B.
+        device: where the cache is.
+        window: that of the tables.
+        tp: the rank, which holds a part of the heads.
+        requests: most requests of a batch.
+        columns: columns of the widest table.
+        scratch: the cache's first scratch entry, if the backend needs them.
+    """
+
+    block_size: int
+    device: torch.device
+    window: ContextWindow | None = None
+    tp: TensorParallel = field(default_factory=TensorParallel)
+    requests: int = 1
+    columns: int = 1
+    scratch: int = 0
+
+
+@dataclass(frozen=True)
 class Backend:
-    """A row of the table: what it can serve, and how to make one for a draft and a block size."""
+    """A row of the table: what it can serve, and how to make one for a draft."""
 
     capabilities: Capabilities
-    make: Callable[[DraftConfig, int], DraftAttention]
+    make: Callable[[DraftConfig, Setting], DraftAttention]
 
 
-BACKENDS: Mapping[str, Backend] = {
-    "torch": Backend(Capabilities(), lambda config, block: TorchAttention(config.layers, block)),
-}
+def _torch(config: DraftConfig, setting: Setting) -> TorchAttention:
+    return TorchAttention(config.layers, setting.block_size)
 
 
-def make_attention(
-    name: str,
+BACKENDS: Mapping[str, Backend] = {"torch": Backend(Capabilities(), _torch)}
+
+
+def choose_attention(
+    name: str | None,
     config: DraftConfig,
-    block_size: int,
     device: torch.device,
     backends: Mapping[str, Backend] = BACKENDS,
-) -> DraftAttention:
-    """The backend of that name for a draft.
+) -> str:
+    """The name of the backend for a draft.
+
+    Args:
+        name: the one asked for; None for the first of `backends` that can serve this draft.
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot serve this draft on this device; the
             message lists those that can.
     """
     obstacles = {key: row.capabilities.obstacle(config, device) for key, row in backends.items()}
-    able = sorted(key for key, obstacle in obstacles.items() if obstacle is None)
-    if name not in backends:
-        raise ConfigError(f"draft attention: {name!r} is unknown; choose one of {able}")
-    if obstacles[name] is not None:
-        raise ConfigError(f"draft attention: {name!r} {obstacles[name]}; choose one of {able}")
-    return backends[name].make(config, block_size)
+    able = [key for key, obstacle in obstacles.items() if obstacle is None]
+    if name is None:
+        return able[0]
+    obstacle = obstacles.get(name, "is unknown")
+    if obstacle is not None:
+        raise ConfigError(f"{FLAG}: {name!r} {obstacle}; choose one of {able}")
+    return name
+
+
+def make_attention(
+    name: str | None,
+    config: DraftConfig,
+    setting: Setting,
+    backends: Mapping[str, Backend] = BACKENDS,
+) -> DraftAttention:
+    """The backend that `choose_attention` names. Raises ConfigError as it does."""
+    chosen = choose_attention(name, config, setting.device, backends)
+    return backends[chosen].make(config, setting)

@@ -9,18 +9,21 @@ from sglang_dflash.checkpoint.draft_config import LayerAttention
 from sglang_dflash.core.options import ContextWindow
 
 
-def context_positions(seq_lens: Tensor, width: int, window: ContextWindow | None) -> Tensor:
+def context_positions(
+    seq_lens: Tensor, width: int, window: ContextWindow | None, first: int = 0
+) -> Tensor:
     """Which committed positions the block of each request reads.
 
     Args:
         seq_lens: int64 `[R]`, committed tokens.
-        width: columns to fill, at most `window.size`; enough for the longest request.
+        width: columns to fill. All columns are `window.size`, or enough for the longest request.
         window: None for all committed tokens.
+        first: the first of these columns.
 
     Returns:
         int64 `[R, width]`; a column past the request's own tokens holds a position >= its seq_len.
     """
-    column = torch.arange(width, device=seq_lens.device)
+    column = torch.arange(first, first + width, device=seq_lens.device)
     if window is None:
         return column.expand(len(seq_lens), -1)
     tail = (seq_lens - window.tokens).clamp(min=window.sinks)[:, None]

@@ -10,9 +10,23 @@ slot.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class RingTags(NamedTuple):
+    """Which entries of a ring live: those that `entry_of` and `owner` agree on.
+
+    Attributes:
+        entry_of: int32 `[target slots]`.
+        owner: int32 `[entries + 1]`, target slots.
+        in_use: bool `[entries + 1]`, the entries to be overwritten last.
+    """
+
+    entry_of: Tensor
+    owner: Tensor
+    in_use: Tensor
 
 
 class DraftKVCache(Protocol):
@@ -23,8 +37,9 @@ class DraftKVCache(Protocol):
 
     Attributes:
         num_entries: entries, without the padding one.
-        kv: `[num_entries + 1, L, 2, G, D]`, always finite. The last entry is padding: writes that
-            are not kept go there.
+        kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. The entry after the last one
+            is padding; scratch entries are for an attention backend. Writes that are not kept go
+            to the last of all.
         is_bounded: whether there are fewer entries than target slots. For reports.
     """
 
@@ -35,6 +50,20 @@ class DraftKVCache(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of the K/V entries."""
+
+    @property
+    def tags(self) -> RingTags | None:
+        """For the table of a step (`core.attention.table`), which marks what it finds as in use;
+        None if a token's entry is its target slot, and none is ever lost."""
+
+    def place(
+        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+    ) -> Tensor:
+        """`write` without the K/V, which the caller stores.
+
+        Returns:
+            int64 `[N]`, distinct entry numbers; -1 for a token that is not to be stored.
+        """
 
     def write(
         self,
@@ -58,18 +87,6 @@ class DraftKVCache(Protocol):
 
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
-
-    def read(self, target_slots: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """`find` for all running requests at once: until the next `read`, the entries found are the
-        last to be overwritten.
-
-        Args:
-            target_slots: `[R, C]`.
-            visible: bool `[R, C]`, False in columns past a request's tokens.
-
-        Returns:
-            Entry numbers int64 `[R, C]`, and bool `[R, C]`: visible and live.
-        """
 
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         """Which prompt tokens to project, in the order in which to write them.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang_dflash.core.kv_cache import RingTags
+
 
 class DirectKVCache:
     """Entry number = target slot (see `DraftKVCache`).
@@ -22,15 +24,26 @@ class DirectKVCache:
         kv_shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         device: torch.device | str,
+        scratch: int = 0,
     ) -> None:
-        """`kv_shape`: K/V of one token, `(L, 2, G, D)`."""
+        """`kv_shape`: K/V of one token, `(L, 2, G, D)`; `scratch`: more entries at the end."""
         self.num_entries = num_target_slots
         # Finite from the start: a masked entry still takes part in 0 times NaN.
-        self.kv = torch.zeros(num_target_slots + 1, *kv_shape, dtype=dtype, device=device)
+        spare = 1 + scratch
+        self.kv = torch.zeros(num_target_slots + spare, *kv_shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
         return self.kv.nbytes
+
+    @property
+    def tags(self) -> RingTags | None:
+        return None
+
+    def place(
+        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+    ) -> Tensor:
+        return target_slots if keep is None else torch.where(keep, target_slots, -1)
 
     def write(
         self,
@@ -39,18 +52,14 @@ class DirectKVCache:
         keep: Tensor | None = None,
         quota: int | None = None,
     ) -> None:
-        if keep is not None:
-            target_slots = torch.where(keep, target_slots, self.num_entries)
-        self.kv[target_slots] = kv.to(self.kv.dtype)
+        # -1 is a spare entry.
+        self.kv[self.place(target_slots, keep)] = kv.to(self.kv.dtype)
 
     def forget(self, target_slots: Tensor) -> None:
         """Nothing to mark: every token is written before a draft reads it."""
 
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         return target_slots, torch.ones_like(target_slots, dtype=torch.bool)
-
-    def read(self, target_slots: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        return target_slots, visible
 
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         return slice(None)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang_dflash.core.kv_cache import RingTags
+
 
 class RingKVCache:
     """`num_entries` entries over the slots of the target's pool (see `DraftKVCache`).
 
     New entries take the next unused ones of a ring; if these are too few, the oldest of all. In use
-    is what the newest `read` found, and what was written since. `entry_of[target slot]` and
+    is what the newest table found, and what was written since. `entry_of[target slot]` and
     `owner[entry]` point at each other while an entry lives; if the entry is overwritten or
     forgotten, they disagree.
     """
@@ -24,10 +26,12 @@ class RingKVCache:
         kv_shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         device: torch.device | str,
+        scratch: int = 0,
     ) -> None:
-        """`kv_shape`: K/V of one token, `(L, 2, G, D)`."""
+        """`kv_shape`: K/V of one token, `(L, 2, G, D)`; `scratch`: more entries at the end."""
         self.num_entries = num_entries
-        self.kv = torch.zeros(num_entries + 1, *kv_shape, dtype=dtype, device=device)
+        spare = 1 + scratch
+        self.kv = torch.zeros(num_entries + spare, *kv_shape, dtype=dtype, device=device)
         self.owner = torch.full((num_entries + 1,), -1, dtype=torch.int32, device=device)
         self.in_use = torch.zeros(num_entries + 1, dtype=torch.bool, device=device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
@@ -39,6 +43,10 @@ class RingKVCache:
     def nbytes(self) -> int:
         return self.kv.nbytes
 
+    @property
+    def tags(self) -> RingTags | None:
+        return RingTags(self.entry_of, self.owner, self.in_use)
+
     def write(
         self,
         target_slots: Tensor,
@@ -46,6 +54,12 @@ class RingKVCache:
         keep: Tensor | None = None,
         quota: int | None = None,
     ) -> None:
+        # -1 is a spare entry.
+        self.kv[self.place(target_slots, keep, quota)] = kv.to(self.kv.dtype)
+
+    def place(
+        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+    ) -> Tensor:
         padding = self.num_entries
         unused = ~self.in_use[: self.num_entries]
         limit: Tensor | int = self.num_entries
@@ -58,7 +72,6 @@ class RingKVCache:
         keep = keep & (rank >= 0)
         entries = self._next_entries(unused, rank, total.clamp(max=limit))
         entries = torch.where(keep, entries, padding)
-        self.kv[entries] = kv.to(self.kv.dtype)
         self.owner[entries] = target_slots.int()
         # `owner[padding] = -1` would copy a host scalar to the device.
         self.owner[padding:].fill_(-1)
@@ -66,6 +79,7 @@ class RingKVCache:
         self.in_use.index_fill_(0, entries, True)
         advance = torch.where(keep, (entries - self.cursor) % self.num_entries + 1, 0)
         self.cursor.add_(advance.amax(0, keepdim=True)).remainder_(self.num_entries)
+        return torch.where(keep, entries, -1)
 
     def _next_entries(self, unused: Tensor, rank: Tensor, total: Tensor) -> Tensor:
         """From the cursor on, the `rank`-th `[N]` of the `unused` entries, bool `[num_entries]`; of
@@ -81,13 +95,6 @@ class RingKVCache:
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         entries = self.entry_of[target_slots].long()
         return entries, self.owner[entries] == target_slots
-
-    def read(self, target_slots: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        entries, live = self.find(target_slots)
-        live = live & visible
-        self.in_use.zero_()
-        self.in_use.index_fill_(0, torch.where(live, entries, self.num_entries).flatten(), True)
-        return entries, live
 
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         chosen = visible.nonzero()[:, 0]

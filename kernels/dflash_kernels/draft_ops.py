@@ -1,0 +1,115 @@
+"""`sglang_dflash.core.ops.DraftOps` as Triton kernels. Letters in shapes as there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dflash_kernels.accept import accept, make_commit
+from dflash_kernels.add_rms_norm import add_rms_norm
+from dflash_kernels.prepare_block import prepare_block
+from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
+from dflash_kernels.silu_mul import silu_mul
+from dflash_kernels.slot_table import slot_table
+from sglang_dflash.core.acceptance import Accepted
+from sglang_dflash.core.attention.table import RequestSlots
+from sglang_dflash.core.kv_cache import RingTags
+from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.core.rope import Rotary
+
+
+class Rotation(NamedTuple):
+    """Positions int64 `[N]`, and the frequencies to turn them into angles."""
+
+    rotary: Rotary
+    positions: Tensor
+
+
+class TritonOps:
+    """`DraftOps` in one launch each, for inference. Inputs are overwritten."""
+
+    def slot_table(
+        self, requests: RequestSlots, window: ContextWindow | None, tags: RingTags | None
+    ) -> Tensor:
+        req_to_token, rows, seq_lens, _ = requests
+        shape = len(rows), requests.columns(window)
+        entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
+        slot_table(entries, req_to_token, rows, seq_lens, window, tags)
+        return entries
+
+    def prepare_block(
+        self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int
+    ) -> tuple[Tensor, Tensor]:
+        shape = len(bonus), block
+        ids = torch.empty(shape, dtype=torch.int64, device=bonus.device)
+        positions = torch.empty_like(ids)
+        prepare_block(ids, positions, bonus, seq_lens, mask_id)
+        return ids, positions
+
+    def rotation(self, rotary: Rotary, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        del dtype
+        return Rotation(rotary, positions.flatten())
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None and bias is not None:
+            raise ValueError("bias: without a residual, the sum would not be stored")
+        out = torch.empty_like(x) if residual is None else x
+        add_rms_norm(_rows(out), _rows(x), _rows_or_none(residual), weight, eps, bias)
+        return out, x if residual is None else residual
+
+    def qk_norm_rope(
+        self,
+        qkv: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        rotation: Rotation,
+        heads: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rotary, positions = rotation
+        qk_norm_rope(_rows(qkv), positions, q_weight, k_weight, rotary, heads, eps)
+        per_head = qkv.unflatten(-1, (-1, len(q_weight)))
+        kv_heads = (per_head.shape[-2] - heads) // 2
+        q, k, v = per_head.split((heads, kv_heads, kv_heads), dim=-2)
+        return q, k, v
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        shape = *gate_up.shape[:-1], gate_up.shape[-1] // 2
+        out = torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
+        silu_mul(_rows(out), _rows(gate_up))
+        return out
+
+    def write_context(
+        self,
+        cache: Tensor,
+        kv: Tensor,
+        entries: Tensor,
+        positions: Tensor,
+        k_weights: Tensor,
+        rotary: Rotary,
+        eps: float,
+    ) -> None:
+        write_context(cache, kv, entries, positions, k_weights, rotary, eps)
+
+    def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
+        commit = make_commit(*block.shape, block.device)
+        accept(commit, block, target_tokens, commit.seq_lens)
+        return Accepted(commit.lengths, target_tokens, commit.bonus)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`[..., E]` as `[N, E]`, without a copy."""
+    return x.view(-1, x.shape[-1])
+
+
+def _rows_or_none(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _rows(x)

@@ -1,0 +1,94 @@
+"""Which operations and which attention the drafter computes with, by device and by flag."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.core.attention.backend import (
+    BACKENDS,
+    FLAG,
+    Backend,
+    Capabilities,
+    DraftAttention,
+    Setting,
+    choose_attention,
+)
+from sglang_dflash.core.ops import DraftOps, TorchOps
+
+# SGLang's name for its torch backend on a plain CPU.
+SAME = {"torch_native": "torch"}
+
+
+def _triton(config: DraftConfig, setting: Setting) -> DraftAttention:
+    from dflash_kernels.draft_attention import make
+
+    return make(config, setting)
+
+
+def _fa3(config: DraftConfig, setting: Setting) -> DraftAttention:
+    from sglang_dflash.serving.flash_attention import fa3
+
+    return fa3(config, setting)
+
+
+def _fa4(config: DraftConfig, setting: Setting) -> DraftAttention:
+    from sglang_dflash.serving.flash_attention import fa4
+
+    return fa4(config, setting)
+
+
+_CUDA = frozenset({"cuda"})
+# The preferred ones first. Their modules are loaded when they are made: each needs another package.
+ATTENTION: Mapping[str, Backend] = {
+    "triton": Backend(
+        Capabilities(devices=_CUDA, head_dims=frozenset({16, 32, 64, 128, 256}), capturable=True),
+        _triton,
+    ),
+    **BACKENDS,
+    "fa3": Backend(
+        Capabilities(_CUDA, head_dims=frozenset({64, 128, 256}), capturable=True, scratch=True),
+        _fa3,
+    ),
+    "fa4": Backend(
+        Capabilities(_CUDA, head_dims=frozenset({64, 128}), capturable=True, scratch=True), _fa4
+    ),
+}
+
+
+def draft_ops(device: torch.device) -> DraftOps:
+    """Triton's on CUDA, torch's elsewhere."""
+    if device.type != "cuda":
+        return TorchOps()
+    from dflash_kernels.draft_ops import TritonOps
+
+    return TritonOps()
+
+
+def asked_attention(server_args: Any) -> str | None:
+    """The value of --speculative-draft-attention-backend as given; None for the automatic choice.
+
+    SGLang resolves an unset flag to the target's backend, and replaces names that it does not know.
+    Its resolution is kept beside the field, which holds what was given.
+    """
+    given = server_args.speculative_draft_attention_backend
+    return SAME.get(given, given)
+
+
+def check_attention(server_args: Any, config: DraftConfig, device: torch.device) -> None:
+    """Raise ConfigError if the flag asks for a backend that cannot serve the draft there."""
+    choose_attention(asked_attention(server_args), config, device, ATTENTION)
+
+
+def unserved_attention(server_args: Any) -> str | None:
+    """The flag with its value, if that is a backend of SGLang's that ours has no counterpart of;
+    else None."""
+    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
+
+    asked = asked_attention(server_args)
+    if asked in ATTENTION or asked not in DRAFT_ATTENTION_BACKEND_CHOICES:
+        return None
+    return f"{FLAG} {asked}"

@@ -1,0 +1,103 @@
+"""`python -m benchmarks traffic`: its floor by hand, its counting, and the goals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.experiments import traffic
+from benchmarks.experiments.traffic import GOALS, LOADS, SHAPES, Row
+from benchmarks.floor import absorb_floor, propose_floor, visible
+from benchmarks.launches import Scene, counted
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from tests.conftest import raw_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(shape: str, requests: int, context: int, window: int | None) -> dict:
+    one = Row(shape, requests, context, window)
+    return traffic.figures(one, traffic.measure(one))
+
+
+@pytest.mark.parametrize("load", LOADS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_goals(shape: str, load: tuple[int, int, int | None]) -> None:
+    found = row(shape, *load)
+    for part, goal in GOALS.items():
+        assert found[f"{part}_bytes"] >= found[f"{part}_floor"]
+        assert found[f"{part}_ratio"] <= goal, part
+    depth = traffic.config_of(shape).num_hidden_layers
+    assert found["propose_launches"] <= 11 * depth + 10
+
+
+def test_bytes_grow_with_the_window_and_not_with_the_context() -> None:
+    shape = SHAPES[0]
+    near, far = (row(shape, 8, context, 4096)["propose_bytes"] for context in (8192, 131072))
+    wide = row(shape, 8, 131072, 16384)["propose_bytes"]
+    assert near == far
+    per_token = 5 * 2 * 8 * 128 * 2
+    assert wide - far > 0.99 * 8 * (16384 - 4096) * per_token
+
+
+def test_the_floor_by_hand() -> None:
+    """Two requests of a tiny draft, in float32."""
+    config = DraftConfig.from_dict(raw_config(num_hidden_layers=1))
+    attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 16
+    weights = attention + 3 * 32 * 48 + 2 * 32 + 32 + 64 * 32
+    tokens, drafted = 2 * 4, 2 * 3
+    activations = tokens * (32 + 128 + 64 + 32 + 32 + 96 + 48 + 32) + drafted * 32
+    context = (5 + 9) * 2 * 32
+    logits = 2 * drafted * 64
+    values = weights + activations + context + logits + tokens * 32
+    assert propose_floor(config, [5, 9], None, 4) == 4 * values + 8 * tokens
+    less = 4 * 2 * 32 * (14 - 5 - 7)
+    assert propose_floor(config, [5, 9], 7, 4) == 4 * values + 8 * tokens - less
+    absorbed = 64 * 32 + 32 + 32 * 64 + 16 + 3 * (64 + 32 + 32 + 64)
+    assert absorb_floor(config, 3, 4) == 4 * absorbed
+
+
+def test_a_sliding_layer_reads_what_its_first_query_sees() -> None:
+    assert visible(LayerAttention(5, True), 9, None) == 4
+    assert visible(LayerAttention(5, True), 3, None) == 3
+    assert visible(LayerAttention(None, False), 9, 7) == 7
+
+
+def test_what_torch_moves() -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        a, b, ids = torch.empty(3, 4), torch.empty(4, 5), torch.empty(7, dtype=torch.int64)
+        with counted(Scene([])) as found:
+            product = a @ b
+            product.view(15)[:3]
+            a[ids]
+            a.fill_(0)
+            a[:1] = torch.empty(1, 4)
+            a.expand(9, 3, 4).sum(0)
+            a.to(torch.float32)
+            a[ids] = torch.empty(7, 4)
+    names, moved = zip(*[(x.name, sum(x.traffic)) for x in found.all], strict=True)
+    assert names == ("mm", "index", "fill_", "copy_", "sum", "index_put_")
+    assert moved == (4 * (12 + 20 + 15), 56 + 2 * 112, 48, 32, 48 + 48, 56 + 112 + 112)
+
+
+def test_the_command_prints_one_object() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.traffic", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result = json.loads(done.stdout)
+    assert len(result["rows"]) == len(SHAPES) * len(LOADS)
+    parts = [f"{part}_{of}" for part in ("propose", "absorb", "commit")
+             for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip
+    assert set(result["rows"][0]) == {"shape", "requests", "context", "window", *parts}

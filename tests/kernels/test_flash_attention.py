@@ -1,0 +1,118 @@
+"""FlashAttention 3 and 4 as draft attention calls them, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.attention.backend import Setting
+from sglang_dflash.serving import flash_attention
+from tests.conftest import raw_config
+from tests.kernels.compile_flash_attention import kinds
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """What a Python process prints that has not loaded Triton's interpreter."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = f"{ROOT}:{ROOT / 'kernels'}"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**inherited, "PYTHONPATH": path, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", [90, 100])
+def test_fa4_compiles_for_every_kind_of_layer(capability: int) -> None:
+    printed = run("-m", "tests.kernels.compile_flash_attention", str(capability))
+    assert json.loads(printed.splitlines()[-1]) == list(kinds())
+
+
+CALL = """
+import torch
+from sglang_dflash.checkpoint.draft_config import LayerAttention
+from sglang_dflash.core.attention.paged import PagedAttention
+from sglang_dflash.core.attention.table import ContextTable
+from sglang_dflash.serving.flash_attention import fa3_kernel
+layers = [LayerAttention(None, False), LayerAttention(None, True), LayerAttention(9, True)]
+with torch.device("meta"):
+    attention = PagedAttention(layers, 4, 100, fa3_kernel())
+    entries = torch.empty(2, 30, dtype=torch.int32)
+    kv = torch.empty(108, 3, 2, 2, 64, dtype=torch.bfloat16)
+    attention.prepare(kv, ContextTable(entries, torch.empty(2, dtype=torch.int64), None))
+    q = torch.empty(2, 4, 8, 64, dtype=torch.bfloat16)
+    for layer in range(3):
+        try:
+            attention.attend(layer, q, q[:, :, :2], q[:, :, :2])
+        except NotImplementedError as error:
+            print(str(error).splitlines()[0])
+"""
+
+
+def stub_driver(folder: Path) -> None:
+    """A libcuda.so.1 with all functions of the driver that sgl-kernel's libraries may name."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    names = set()
+    for place in (spec and spec.submodule_search_locations) or []:
+        for library in Path(place).rglob("*.so"):
+            names |= set(re.findall(rb"\x00(cu[A-Z]\w+)(?=\x00)", library.read_bytes()))
+    source = folder / "stub.c"
+    source.write_text("".join(f"int {name.decode()}(void) {{ return 1; }}\n" for name in names))
+    command = ["cc", "-shared", "-fPIC", "-w", "-o", str(folder / "libcuda.so.1"), str(source)]
+    subprocess.run(command, check=True)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("sgl_kernel") is None or shutil.which("cc") is None,
+    reason="needs sgl-kernel, and a C compiler for a stub of the CUDA driver",
+)
+def test_fa3_takes_our_call(tmp_path: Path) -> None:
+    """Its schema: the call gets as far as looking for a kernel for tensors without memory."""
+    stub_driver(tmp_path)
+    printed = run("-c", CALL, LD_LIBRARY_PATH=str(tmp_path)).splitlines()
+    assert len(printed) == 3
+    for line in printed:
+        assert line.startswith("sgl_kernel::fwd: attempted to run this operator with Meta tensors")
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (LayerAttention(None, False), (None, None)),
+        (LayerAttention(None, True), (None, None)),
+        (LayerAttention(2048, True), (2047, 0)),
+        (LayerAttention(2048, False), (2047, None)),
+    ],
+    ids=str,
+)
+def test_windows(layer: LayerAttention, expected: tuple[int | None, int | None]) -> None:
+    assert flash_attention.window(layer) == expected
+
+
+@pytest.mark.parametrize(("name", "majors"), [("fa3", "8 and 9"), ("fa4", "9 and 10")])
+def test_another_generation_is_refused(
+    name: str, majors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))
+    setting = Setting(4, torch.device("cuda"))
+    message = rf"'{name}' has kernels for GPUs of capability {majors}, this one's is 12"
+    with pytest.raises(ConfigError, match=message):
+        getattr(flash_attention, name)(DraftConfig.from_dict(raw_config()), setting)

@@ -1,0 +1,126 @@
+"""The whole drafter with Triton's operations and attention against torch's: the same drafted
+tokens, and hidden states within a tolerance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dflash_kernels.draft_attention import TritonAttention
+from dflash_kernels.draft_ops import TritonOps
+from torch import Tensor
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.core.attention.backend import DraftAttention, Setting
+from sglang_dflash.core.attention.reference import TorchAttention
+from sglang_dflash.core.attention.table import RequestSlots
+from sglang_dflash.core.drafter import Drafter, TargetHead
+from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.options import Options
+from tests.conftest import random_model, raw_config
+from tests.kernels.support import DEVICE
+
+# float32, through three layers: another order of sums.
+TOLERANCE = 5e-5
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 6,
+}
+CASES: dict[str, tuple[dict[str, Any], int | None, int]] = {
+    "full": ({}, None, 0),
+    "causal": ({"is_causal": True}, None, 0),
+    "sliding": (SLIDING, None, 0),
+    "sliding-but-not-causal": ({**SLIDING, "is_causal": False}, None, 0),
+    "window": ({}, 7, 0),
+    "window-and-sinks": ({}, 7, 2),
+    "sliding-under-a-window": (SLIDING, 5, 0),
+    "bias": ({"attention_bias": True}, None, 0),
+    "one-kv-head": ({"num_key_value_heads": 1}, 7, 0),
+}
+WIDTH, ROWS = 48, 5
+
+
+class Side:
+    """A drafter, and the hidden states of its last proposal."""
+
+    def __init__(self, raw: dict[str, Any], state: dict[str, Tensor], triton: bool, of: Options):
+        ops = TritonOps() if triton else None
+        self.model = DraftModel(DraftConfig.from_dict(raw), ops=ops).to(DEVICE)
+        self.model.load_state_dict(state)
+        self.model.freeze()
+        config, options = self.model.config, of.resolve(self.model.config)
+        self.cache = cache_of(self.model, options.context_window is not None)
+        setting = Setting(
+            options.block_size, torch.device(DEVICE), options.context_window, requests=ROWS,
+            columns=WIDTH,
+        )  # fmt: skip
+        attention: DraftAttention = TorchAttention(config.layers, options.block_size)
+        if triton:
+            attention = TritonAttention(config, setting, processors=64)
+        embed = torch.randn(64, 32, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+        self.hidden = torch.empty(0)
+
+        def argmax(hidden: Tensor) -> Tensor:
+            self.hidden = hidden
+            return (hidden @ embed.T).argmax(-1)
+
+        head = TargetHead(lambda ids: embed[ids], argmax)
+        self.drafter = Drafter(self.model, head, self.cache, options, attention)
+
+
+def cache_of(model: DraftModel, ring: bool) -> DraftKVCache:
+    slots, shape = ROWS * WIDTH, model.config.kv_shape
+    if ring:
+        # Too few entries for all, so that some tokens are lost.
+        return RingKVCache(60, slots, shape, torch.float32, DEVICE)
+    return DirectKVCache(slots, shape, torch.float32, DEVICE)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_triton_and_torch_draft_the_same(case: tuple[dict[str, Any], int | None, int]) -> None:
+    """Over steps of different batches: absorb with rejected tokens, then propose."""
+    changes, window, sinks = case
+    raw = raw_config(**changes)
+    state = random_model(raw).state_dict()
+    options = Options(window=window, sinks=sinks)
+    sides = [Side(raw, state, triton, options) for triton in (False, True)]
+    width = sides[0].model.config.target_hidden_width
+    slots = torch.randperm(ROWS * WIDTH, device=DEVICE).int().view(ROWS, WIDTH)
+    lengths = torch.zeros(ROWS, dtype=torch.int64, device=DEVICE)
+    with torch.inference_mode():
+        for batch in ([0, 1, 2], [3], [4, 1, 0, 2], [0, 3], [2]):
+            rows = torch.tensor(batch, device=DEVICE)
+            new = torch.randint(1, 9, (len(batch),)).to(DEVICE)
+            steps = torch.arange(10, device=DEVICE)
+            positions = (lengths[rows][:, None] + steps).flatten()
+            keep = (steps < new[:, None]).flatten()
+            at = slots[rows[:, None], positions.view(len(batch), -1)].long().flatten()
+            hidden = torch.randn(len(keep), width, device=DEVICE)
+            lengths[rows] += new
+            bonus = torch.randint(0, 63, (len(batch),)).to(DEVICE)
+            known = RequestSlots(slots, rows, lengths[rows], int(lengths[rows].max()))
+            blocks = []
+            for side in sides:
+                side.drafter.absorb(hidden, positions, at, keep)
+                blocks.append(side.drafter.propose(bonus, known))
+            torch.testing.assert_close(
+                sides[1].hidden, sides[0].hidden, atol=TOLERANCE, rtol=TOLERANCE
+            )
+            assert torch.equal(blocks[0], blocks[1])
+            stored = [side.cache.kv[: side.cache.num_entries] for side in sides]
+            torch.testing.assert_close(*stored, atol=1e-5, rtol=1e-5)
+
+
+def test_accept_and_an_empty_batch() -> None:
+    ops = TritonOps()
+    block = torch.tensor([[1, 2, 3], [1, 5, 5]], device=DEVICE)
+    target = torch.tensor([[2, 3, 4], [6, 6, 6]], device=DEVICE)
+    accepted = ops.accept(block, target)
+    assert accepted.lengths.tolist() == [3, 1] and accepted.bonus.tolist() == [4, 6]
+    assert torch.equal(accepted.tokens, target)
+    with pytest.raises(ValueError, match="bias: without a residual"):
+        ops.add_rms_norm(torch.ones(1, 4), None, torch.ones(4), 1e-6, torch.ones(4))

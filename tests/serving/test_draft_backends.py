@@ -1,0 +1,99 @@
+"""--speculative-draft-attention-backend: what it may name, what unset means, what is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dflash_kernels.block_attention import HEAD_DIMS
+from dflash_kernels.draft_ops import TritonOps
+
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.attention.backend import choose_attention
+from sglang_dflash.core.ops import TorchOps
+from sglang_dflash.serving.draft_backends import (
+    ATTENTION,
+    asked_attention,
+    check_attention,
+    draft_ops,
+    unserved_attention,
+)
+from tests.conftest import raw_config
+from tests.serving.published import BACKENDS, LINE, flags, local, needs_plain_cpu, on_this_machine
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FLAG = BACKENDS[1]
+
+
+def config(**changes: Any) -> DraftConfig:
+    return DraftConfig.from_dict(raw_config(**changes))
+
+
+def asking(name: str | None) -> Any:
+    return SimpleNamespace(speculative_draft_attention_backend=name)
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "chosen"),
+    [(CPU, 16, "torch"), (CUDA, 128, "triton"), (CUDA, 80, "torch")],
+    ids=["cpu", "cuda", "a-head-dim-without-a-kernel"],
+)
+def test_unset_takes_the_best_that_can_serve(
+    device: torch.device, head_dim: int, chosen: str
+) -> None:
+    assert choose_attention(None, config(head_dim=head_dim), device, ATTENTION) == chosen
+
+
+@pytest.mark.parametrize("name", ["triton", "fa3", "fa4"])
+def test_an_impossible_choice_names_what_can_run(name: str) -> None:
+    message = rf"^{FLAG}: '{name}' runs on cuda, not on cpu; choose one of \['torch'\]$"
+    with pytest.raises(ConfigError, match=message):
+        check_attention(asking(name), config(), CPU)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    message = rf"^{FLAG}: 'flash' is unknown; choose one of \['triton', 'torch', 'fa3', 'fa4'\]$"
+    with pytest.raises(ConfigError, match=message):
+        check_attention(asking("flash"), config(head_dim=128), CUDA)
+    assert unserved_attention(asking("flash")) is None
+
+
+@pytest.mark.parametrize("name", ["trtllm_mha", "flashinfer"])
+def test_another_backend_of_sglangs_is_left_to_its_worker(name: str) -> None:
+    assert unserved_attention(asking(name)) == f"{FLAG} {name}"
+
+
+@pytest.mark.parametrize("name", [None, "torch", "torch_native", "triton", "fa3", "fa4"])
+def test_ours_are_served(name: str | None) -> None:
+    assert unserved_attention(asking(name)) is None
+
+
+def test_sglangs_name_on_a_plain_cpu_is_torch() -> None:
+    assert asked_attention(asking("torch_native")) == "torch"
+    check_attention(asking("torch_native"), config(), CPU)
+
+
+def test_the_rows_know_their_kernels() -> None:
+    assert ATTENTION["triton"].capabilities.head_dims == HEAD_DIMS
+
+
+def test_operations_by_device() -> None:
+    assert isinstance(draft_ops(CPU), TorchOps) and isinstance(draft_ops(CUDA), TritonOps)
+
+
+@needs_plain_cpu
+@pytest.mark.parametrize(
+    ("given", "asked"), [([], None), ([FLAG, "torch"], "torch"), ([FLAG, "torch_native"], "torch")]
+)
+def test_what_was_given_is_read_and_not_what_sglang_makes_of_it(
+    given: list[str], asked: str | None, resolve: Any, folders: Any
+) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    server_args = resolve([*on_this_machine(local(flags(LINE), folders)), *given])
+    assert asked_attention(server_args) == asked
+    resolved = resolving_view(server_args).speculative_draft_attention_backend
+    assert resolved == "torch_native"
