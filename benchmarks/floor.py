@@ -55,14 +55,13 @@ def visible(layer: LayerAttention, length: int, window: int | None) -> int:
 
 
 def absorb_floor(config: DraftConfig, tokens: int, itemsize: int = 2) -> int:
-    """Bytes of projecting the target's hidden states of `tokens` tokens to context K/V, and storing
-    them."""
+    """Bytes of projecting the target's hidden states of `tokens` tokens to context K/V, and of
+    storing that in the cache."""
     wide, target = config.hidden_size, config.target_hidden_width
     kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
     weights = _products(target, wide) + wide + _products(wide, kv)
     weights += config.num_hidden_layers * config.head_dim + config.attention_bias * kv
-    # Normed and rotated on the way, a projection's output is what the cache stores.
-    return itemsize * (weights + tokens * (target + wide + wide + kv))
+    return itemsize * (weights + tokens * (target + wide + wide + kv + kv))
 
 
 def commit_floor(requests: int, block: int) -> int:

@@ -109,7 +109,11 @@ def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
 def _add_rms_norm(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     _, x, residual, bias = args[:4]
     return add_rms_norm.traffic(
-        *x.shape, x.element_size(), residual=residual is not None, bias=bias is not None
+        *x.shape,
+        x.element_size(),
+        residual=residual is not None,
+        bias=bias is not None,
+        store_sum=kwargs["STORE_SUM"],
     )
 
 
@@ -147,7 +151,7 @@ GATHERS = ("index", "index_select", "embedding", "gather")
 SCATTERS = ("index_put_", "index_fill_", "index_copy_", "scatter_")
 # The old values of the tensor that is written are not read.
 OVERWRITES = ("copy_", "fill_", "zero_")
-NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "detach")
+NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "unsafe_view")
 
 
 class _TorchOps(TorchDispatchMode):
@@ -158,7 +162,7 @@ class _TorchOps(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0].removeprefix("_")
-        if name not in NO_LAUNCH and not func.is_view:
+        if name not in NO_LAUNCH and func.namespace != "prim" and not func.is_view:
             inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             # torch returns the same tensor where there is nothing to do, as a cast to its dtype.

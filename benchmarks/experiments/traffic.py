@@ -86,7 +86,8 @@ def measure(row: Row) -> Step:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with FakeTensorMode(), torch.inference_mode(), device:
+        # In inference mode, torch would not show the operations that others are made of.
+        with FakeTensorMode(), torch.no_grad(), device:
             return _step(row, config, options, scene)
     finally:
         torch.set_default_dtype(before)

@@ -59,11 +59,12 @@ class TritonOps:
         weight: Tensor,
         eps: float,
         bias: Tensor | None = None,
+        needs_sum: bool = True,
     ) -> tuple[Tensor, Tensor]:
         if residual is None and bias is not None:
             raise ValueError("bias: without a residual, the sum would not be stored")
         out = torch.empty_like(x) if residual is None else x
-        add_rms_norm(_rows(out), _rows(x), _rows_or_none(residual), weight, eps, bias)
+        add_rms_norm(_rows(out), _rows(x), _rows_or_none(residual), weight, eps, bias, needs_sum)
         return out, x if residual is None else residual
 
     def qk_norm_rope(

@@ -181,7 +181,8 @@ class DraftModel(nn.Module):
         x, residual = embeddings, None
         for i, layer in enumerate(self._each_layer()):
             x, residual = layer(x, residual, rotation, lambda q, k, v, i=i: attend(i, q, k, v))
-        return self.ops.add_rms_norm(x, residual, self.norm.weight, self.config.rms_norm_eps)[0]
+        eps = self.config.rms_norm_eps
+        return self.ops.add_rms_norm(x, residual, self.norm.weight, eps, needs_sum=False)[0]
 
     def freeze(self) -> DraftModel:
         """Prepare for inference, in place: no gradients, all layers' K/V projections in one matrix.

@@ -50,6 +50,7 @@ class DraftOps(Protocol):
         weight: Tensor,
         eps: float,
         bias: Tensor | None = None,
+        needs_sum: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """RMSNorm of a sum, and the sum.
 
@@ -58,6 +59,7 @@ class DraftOps(Protocol):
             residual: `[..., N, E]`; None for none.
             weight: `[E]`.
             bias: `[E]`, of the projection that made x; None for none.
+            needs_sum: whether the caller uses the sum. If not, the second result has no meaning.
 
         Returns:
             RMSNorm(residual + (x + bias)) * weight, and residual + (x + bias).
@@ -129,6 +131,7 @@ class TorchOps:
         weight: Tensor,
         eps: float,
         bias: Tensor | None = None,
+        needs_sum: bool = True,
     ) -> tuple[Tensor, Tensor]:
         total = x if bias is None else x + bias
         total = total if residual is None else residual + total

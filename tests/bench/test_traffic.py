@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +16,6 @@ from benchmarks.floor import absorb_floor, propose_floor, visible
 from benchmarks.launches import Scene, counted
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
 from tests.conftest import raw_config
-
-ROOT = Path(__file__).parents[2]
 
 
 def row(shape: str, requests: int, context: int, window: int | None) -> dict:
@@ -60,7 +56,7 @@ def test_the_floor_by_hand() -> None:
     assert propose_floor(config, [5, 9], None, 4) == 4 * values + 8 * tokens
     less = 4 * 2 * 32 * (14 - 5 - 7)
     assert propose_floor(config, [5, 9], 7, 4) == 4 * values + 8 * tokens - less
-    absorbed = 64 * 32 + 32 + 32 * 64 + 16 + 3 * (64 + 32 + 32 + 64)
+    absorbed = 64 * 32 + 32 + 32 * 64 + 16 + 3 * (64 + 32 + 32 + 64 + 64)
     assert absorb_floor(config, 3, 4) == 4 * absorbed
 
 
@@ -87,17 +83,17 @@ def test_what_torch_moves() -> None:
     assert moved == (4 * (12 + 20 + 15), 56 + 2 * 112, 48, 32, 48 + 48, 56 + 112 + 112)
 
 
-def test_the_command_prints_one_object() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.traffic", "--json"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    result = json.loads(done.stdout)
-    assert len(result["rows"]) == len(SHAPES) * len(LOADS)
+@pytest.mark.parametrize("spelling", ["benchmarks", "benchmarks.traffic"])
+def test_the_command_prints_one_object(
+    spelling: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(traffic, "SHAPES", SHAPES[2:])
+    monkeypatch.setattr(traffic, "LOADS", LOADS[:1])
+    words = ["traffic"] if spelling == "benchmarks" else []
+    monkeypatch.setattr(sys, "argv", [spelling, *words, "--json"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module(spelling, run_name="__main__", alter_sys=True)
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
     parts = [f"{part}_{of}" for part in ("propose", "absorb", "commit")
              for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip
-    assert set(result["rows"][0]) == {"shape", "requests", "context", "window", *parts}
+    assert set(row) == {"shape", "requests", "context", "window", *parts}

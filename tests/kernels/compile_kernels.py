@@ -132,6 +132,8 @@ def layer_cases(config: DraftConfig) -> list[Case]:
             add_rms_norm.add_rms_norm_kernel,
             {
                 "BLOCK_E": width,
+                "ROWS": 4 if extra else 1,
+                "STORE_SUM": True,
                 "HAS_RESIDUAL": extra,
                 "HAS_BIAS": extra,
                 **({} if extra else {"p_residual": None, "p_bias": None}),

@@ -60,16 +60,44 @@ def test_add_rms_norm(dtype: torch.dtype, count: int, width: int, extra: str) ->
     assert canaries.are_alive()
 
 
+def test_a_sum_that_is_not_needed_is_not_stored() -> None:
+    x, residual, weight, out = some(3, 40), some(3, 40), some(40), some(3, 40)
+    before = residual.clone()
+    add_rms_norm.add_rms_norm(out, x, residual, weight, 1e-6, store_sum=False)
+    assert torch.equal(residual, before)
+    check_close(out, TorchOps().add_rms_norm(x, residual, weight, 1e-6)[0], torch.float32)
+
+
+def test_large_batches_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [add_rms_norm.rows(count) for count in (1, 511, 512)] == [1, 1, 4]
+    monkeypatch.setattr(add_rms_norm, "rows", lambda _: 4)
+    canaries, weight = Canaries(), some(40)
+    x, residual = some(6, 40), canaries.around(some(6, 40))
+    expected, total = TorchOps().add_rms_norm(x, residual, weight, 1e-6, weight)
+    out = canaries.around(some(6, 40))
+    add_rms_norm.add_rms_norm(out, x, residual, weight, 1e-6, weight)
+    check_close(out, expected, torch.float32)
+    check_close(residual, total, torch.float32)
+    assert canaries.are_alive()
+
+
 @needs_interpreter
-@pytest.mark.parametrize("residual", [False, True])
-def test_traffic_of_add_rms_norm(residual: bool) -> None:
-    x, other, weight, out = (some(*shape) for shape in ((3, 40), (3, 40), (40,), (3, 40)))
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("residual", "store"), [(False, True), (True, True), (True, False)])
+def test_traffic_of_add_rms_norm(
+    residual: bool, store: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(add_rms_norm, "rows", lambda _: rows)
+    count = 6
+    x, other, weight, out = (some(*shape) for shape in ((count, 9), (count, 9), (9,), (count, 9)))
     got = counted(
         lambda: add_rms_norm.add_rms_norm(
-            out, x, other if residual else None, weight, 1e-6, weight if residual else None
+            out, x, other if residual else None, weight, 1e-6, weight if residual else None, store
         )
     )
-    assert got == add_rms_norm.traffic(3, 40, 4, residual=residual, bias=residual)
+    assert got == add_rms_norm.traffic(
+        count, 9, 4, residual=residual, bias=residual, store_sum=store
+    )
 
 
 @pytest.mark.parametrize(("count", "width"), [(3, 32), (2, 1100), (1, 45), (0, 32)])
