@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from sglang_dflash.bench.demo import Arm, acceptance_between, outcome
@@ -27,7 +25,7 @@ def test_the_outcome_of_two_arms() -> None:
     """Two prompts of 8 tokens: 4 s and 2 s without a draft, 1 s each with it, 2 steps each."""
     counts = AcceptanceCounts(8)
     before = counts.report()
-    counts.add([replace(FULL, accepted=3, tokens=4)] * 4)
+    counts.add([FULL._replace(accepted=3, tokens=4)] * 4)
     outputs = [[1] * 8, [2] * 8]
     plain, dflash = (Arm(name, None, outputs) for name in ("plain", "dflash"))
     plain.seconds, dflash.seconds = [4.0, 2.0], [1.0, 1.0]
