@@ -143,7 +143,7 @@ def test_a_set_that_is_not_available_is_refused_by_name(
     ):
         datasets.load("gsm8k", 1, model=None, cache=tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="--dataset: 'nonesuch'; choose from demo, stdlib, gsm8k"):
+    with pytest.raises(ConfigError, match="--dataset: 'nonesuch'; choose from demo, unseen"):
         datasets.load("nonesuch", 1, model=None, cache=tmp_path)
 
 
