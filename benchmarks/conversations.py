@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sglang_dflash.bench.datasets import unseen_documents
 from sglang_dflash.checkpoint.embedded import DemoPair
 from sglang_dflash.core.acceptance_length import VerifySteps, of_answer
 
@@ -55,16 +56,20 @@ def texts(pair: DemoPair) -> list[list[int]]:
 
 
 def long_text(pair: DemoPair, tokens: int) -> list[int]:
-    """The first `tokens` token ids of standard-library source.
+    """The first `tokens` token ids of standard-library source; for the `code` pair, of files that
+    neither model has seen.
 
-    Outputs after it mean little: the demo target was trained on 448 tokens at a time.
+    Outputs after it mean little: the demo targets were trained on 448 tokens at a time.
 
     Raises:
         ValueError: the text is shorter.
     """
     from transformers import AutoTokenizer
 
-    sources = "".join(inspect.getsource(module) for module in (argparse, typing, inspect))
+    if pair.kind == "code":
+        sources = "".join(document.turns[0] for document in unseen_documents())
+    else:
+        sources = "".join(inspect.getsource(module) for module in (argparse, typing, inspect))
     ids = AutoTokenizer.from_pretrained(pair.target)(sources)["input_ids"]
     if len(ids) < tokens:
         raise ValueError(f"the text has {len(ids)} tokens, {tokens} are needed")

@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--until", choices=STAGES, default="card", help="the last stage to run")
     parser.add_argument("--target-steps", type=int, default=1300, help="of 7 x 448 tokens")
     parser.add_argument("--shards", type=int, default=80, help="of 128 continuations")
-    parser.add_argument("--draft-steps", type=int, default=2400)
+    parser.add_argument("--draft-steps", type=int, default=2000)
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)

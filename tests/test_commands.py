@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,12 @@ CHECKS: dict[str, Callable[[Printed], None]] = {
 }
 
 
-@pytest.mark.parametrize("command", commands(), ids=str)
+def in_its_tier(command: Printed) -> Any:
+    loads_models = command.text.startswith("sglang-dflash generate ")
+    return pytest.param(command, marks=[pytest.mark.engine] if loads_models else [])
+
+
+@pytest.mark.parametrize("command", map(in_its_tier, commands()), ids=str)
 def test_a_printed_command_works(command: Printed) -> None:
     if any(command.text.startswith(start) for start in ELSEWHERE):
         return

@@ -77,11 +77,36 @@ def summary() -> str:
 def demo(name: str) -> str:
     result = read(name)
     outputs = "identical" if result["identical"] else "different"
+    prompts = result["speedup_by_prompt"]
     return table(
         (f"`{result['command']}` (12 prompts, concurrency 1)", "plain decoding", "DFLASH"),
         ("output tokens/s", result["ar_tok_s"], f"{result['dflash_tok_s']} ({result['speedup']}x)"),
+        (
+            "speedup of single prompts, median (range)",
+            "",
+            f"{prompts['median']}x ({prompts['min']}x to {prompts['max']}x)",
+        ),
         ("tokens per target forward", 1, result["acceptance_length"]),
+        ("ms per target forward, prefill included", result["ar_step_ms"], result["dflash_step_ms"]),
         ("outputs", "", outputs),
+    )
+
+
+def with_range(result: dict[str, Any], key: str) -> str:
+    """A median and the range of the rounds."""
+    return f"{result[key]} ({result[f'{key}_min']} to {result[f'{key}_max']})"
+
+
+def itself() -> str:
+    """The step-time ratios of two equal servers."""
+    result = read("worker_overhead_itself_cpu")
+    levels = {n: result[f"concurrency_{n}"] for n in (1, 8)}
+    return table(
+        ("", *(f"concurrency {n}" for n in levels)),
+        (
+            f"`{result['command']}`: step time of a server over that of an equal one",
+            *(with_range(at, "step_time_ratio") for at in levels.values()),
+        ),
     )
 
 
@@ -93,11 +118,12 @@ def overhead(name: str, other: str, ours: str) -> str:
     for n in (1, 8):
         at = result[f"concurrency_{n}"]
         step = [f"{at[arm]['step_ms']} ms" for arm in (key, "ours")]
-        rows.append((f"step time, concurrency {n}", *step, at["step_time_ratio"]))
+        rows.append((f"step time, concurrency {n}", *step, with_range(at, "step_time_ratio")))
     for n in (1, 8):
         at = result[f"concurrency_{n}"]
         rate = [at[arm]["tokens_per_second"] for arm in (key, "ours")]
-        rows.append((f"output tokens/s, concurrency {n}", *rate, at["throughput_ratio"]))
+        ratio = with_range(at, "throughput_ratio")
+        rows.append((f"output tokens/s, concurrency {n}", *rate, ratio))
     return table(
         (f"`{result['command']}`", other, ours, f"{ours} / {other.removesuffix(' worker')}"), *rows
     )
@@ -245,6 +271,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo_hybrid": lambda: demo("demo_hybrid_cpu"),
     "worker_overhead": lambda: overhead("worker_overhead_cpu", "built-in worker", "ours"),
     "replay_overhead": lambda: overhead("worker_overhead_hybrid_cpu", "snapshots", "replay"),
+    "itself": itself,
     "bench_dense": bench_dense,
     "multi_turn": multi_turn,
     "target_kv": target_kv,

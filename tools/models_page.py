@@ -64,7 +64,7 @@ def _rows(pair: Pair) -> Iterator[tuple[str, ...]]:
             _cell(found.block_size),
             _cell(found.description.draft_layers),
             _cell(found.description.mask_token_id),
-            served.get(found.worker, f"open: {found.reason}"),
+            served.get(found.worker, f"unknown: {found.reason}"),
             f"[source](../sglang_dflash/checkpoint/published/{facts.file})",
         )
 

@@ -1,9 +1,9 @@
 """Acceptance length against context length, by draft window and sinks: a table and a picture.
 
 Over Transformers, greedy, float32: standard-library source up to the context length, then a demo
-prompt, then `NEW_TOKENS` generated. The demo pair was trained on 448 tokens at a time: the figures
-show what happens beyond a draft's training length, with and without a window, not what a draft
-trained on long contexts does. All settings must give the same tokens, or nothing is reported.
+prompt, then `NEW_TOKENS` generated. The demo pairs were trained on up to 448 tokens at a time: the
+figures show what happens beyond a draft's training length, with and without a window, not what a
+draft trained on long contexts does. All settings must give the same tokens, or nothing is reported.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ Lengths = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Options:
+    model: str = option("dense", "which embedded pair")
     prompts: int = option(4, "demo prompts per context length")
 
 
@@ -42,7 +43,7 @@ def workload(_: Arms, options: Options, progress: Progress) -> Lengths:
 
     from sglang_dflash.core.weights import load_model
 
-    pair = demo_pair("dense")
+    pair = demo_pair(options.model)
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     draft = load_model(str(pair.draft), dtype=torch.float32)
     pieces, text = texts(pair)[: options.prompts], long_text(pair, max(CONTEXTS))
@@ -114,7 +115,7 @@ def picture(result: dict[str, Any], path: Path) -> None:
         ylim=(0, None),
     )
     axes.set_title(
-        "Demo pair, trained on 448 tokens at a time: acceptance by context length and draft window",
+        "Demo pair, trained on short texts: acceptance by context length and draft window",
         fontsize=10,
     )
     axes.grid(alpha=0.3)

@@ -25,6 +25,7 @@ WINDOW, SHORT, LONG, NEW_TOKENS = 512, 1024, 16384, 32
 
 @dataclass(frozen=True)
 class Options:
+    model: str = option("dense", "which embedded pair")
     repetitions: int = option(30, "measured requests per context length")
     prefills: int = option(5, "measured prefills per arm")
 
@@ -36,8 +37,8 @@ class Measured(NamedTuple):
     step: dict[str, list[float]]
 
 
-def arms(_: Options) -> Arms:
-    pair = demo_pair("dense")
+def arms(options: Options) -> Arms:
+    pair = demo_pair(options.model)
     plain, dflash = (
         demo_config(pair, dflash=dflash).with_flags({"--max-total-tokens": 4 * LONG})
         for dflash in (False, True)
@@ -49,7 +50,7 @@ def arms(_: Options) -> Arms:
 
 
 def workload(arms: Arms, options: Options, progress: Progress) -> Measured:
-    ids = long_text(demo_pair("dense"), LONG)
+    ids = long_text(demo_pair(options.model), LONG)
     prompts = {"short": ids[:SHORT], "long": ids}
     with all_at_once(arms) as servers:
 

@@ -7,14 +7,15 @@ already computed. The exit status is 1 if another difference is found.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.conversations import AT_A_TIME, Answers, branches, chats, texts
-from benchmarks.runner import Arms, Experiment, NoOptions, Progress, one_after_another
+from benchmarks.runner import Arms, Experiment, Progress, one_after_another, option
 from sglang_dflash.bench.server_config import FlagValue, demo_config
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.core.options import Options
+from sglang_dflash.core.options import Options as DraftOptions
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
@@ -26,14 +27,19 @@ WORKLOADS = {"chats": chats, "branches": branches}
 Measured = dict[str, tuple[dict[str, Answers], dict[str, Any]]]
 
 
-def arms(_: NoOptions) -> Arms:
+@dataclass(frozen=True)
+class Options:
+    model: str = option("dense", "which embedded pair")
+
+
+def arms(options: Options) -> Arms:
     """`plain` comes first."""
-    pair = demo_pair("dense")
+    pair = demo_pair(options.model)
     sizes: dict[str, FlagValue] = {
         "--max-total-tokens": TARGET_TOKENS,
         "--max-running-requests": AT_A_TIME,
     }
-    resolved = Options(window=WINDOW).resolve(DraftConfig.from_pretrained(pair.draft))
+    resolved = DraftOptions(window=WINDOW).resolve(DraftConfig.from_pretrained(pair.draft))
     tenth = resolved.draft_kv_entries(AT_A_TIME) // 10
     entries = "--speculative-dflash-draft-kv-tokens"
     recompute: dict[str, FlagValue] = {"--speculative-dflash-recompute-tail": WINDOW}
@@ -50,8 +56,8 @@ def arms(_: NoOptions) -> Arms:
     }
 
 
-def workload(arms: Arms, _: NoOptions, progress: Progress) -> Measured:
-    pieces = texts(demo_pair("dense"))
+def workload(arms: Arms, options: Options, progress: Progress) -> Measured:
+    pieces = texts(demo_pair(options.model))
 
     def answer_all(_: str, server: Server) -> tuple[dict[str, Answers], dict[str, Any]]:
         answers = {name: ask_all(server, pieces) for name, ask_all in WORKLOADS.items()}
@@ -60,7 +66,7 @@ def workload(arms: Arms, _: NoOptions, progress: Progress) -> Measured:
     return one_after_another(arms, answer_all, progress)
 
 
-def report(measured: Measured, _: NoOptions) -> dict[str, Any]:
+def report(measured: Measured, _: Options) -> dict[str, Any]:
     plain, _report = measured["plain"]
     return {
         "window": WINDOW,
@@ -90,7 +96,7 @@ def compare(
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    lines = [f"{'arm':20}{'slots':>8}" + "".join(f"{name:>10}" for name in WORKLOADS)]
+    lines = [f"{'arm':20}{'entries':>8}" + "".join(f"{name:>10}" for name in WORKLOADS)]
     for name, row in result["arms"].items():
         lengths = "".join(f"{row[one]['acceptance_length']:10.4f}" for one in WORKLOADS)
         lines.append(f"{name:20}{row['draft_kv_entries']:8}{lengths}")
@@ -110,6 +116,7 @@ def failure(result: dict[str, Any]) -> str | None:
 EXPERIMENT = Experiment(
     name="multi_turn",
     description=__doc__,
+    options=Options,
     arms=arms,
     workload=workload,
     report=report,

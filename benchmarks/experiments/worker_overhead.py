@@ -1,7 +1,8 @@
-"""Our worker against SGLang's built-in one, or replay against snapshots.
+"""Our worker against SGLang's built-in one, or replay against snapshots, or against itself.
 
 Same platform, same pair, same prompts, greedy. Both servers run at once in turns; the server that
-waits sleeps. The two must give the same outputs, or nothing is reported.
+waits sleeps. The two must give the same outputs, or nothing is reported. `--against itself` shows
+how far the ratios of two equal servers are from 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from benchmarks.runner import Arms, Experiment, Progress, all_at_once, option, t
 from sglang_dflash.bench import measure
 from sglang_dflash.bench.server_config import FlagValue, demo_config
 from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.core.acceptance_length import VerifySteps
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
@@ -23,6 +25,7 @@ LEVELS = (1, 8)
 AGAINST: dict[str, dict[str, FlagValue]] = {
     "builtin": {"--speculative-dflash-worker": "builtin"},
     "snapshot": {"--speculative-dflash-recurrent-rollback": "snapshot"},
+    "itself": {},
 }
 
 # Arm -> one run per round.
@@ -76,23 +79,26 @@ def report(runs: dict[int, Runs], _: Options) -> dict[str, Any]:
 
 
 def compare(runs: Runs) -> dict[str, Any]:
-    """Medians per arm, and medians of the round-by-round ratios (ours / the other)."""
+    """Medians per arm; medians, least and greatest of the round-by-round ratios (ours / other)."""
     pairs = list(zip(*runs.values(), strict=True))
-    step_time = statistics.median(a.step_ms / b.step_ms for a, b in pairs)
-    throughput = statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
     return {
         **{name: figures(many) for name, many in runs.items()},
-        "step_time_ratio": round(step_time, 4),
-        "throughput_ratio": round(throughput, 4),
+        **spread("step_time_ratio", [a.step_ms / b.step_ms for a, b in pairs]),
+        **spread("throughput_ratio", [a.tokens_per_second / b.tokens_per_second for a, b in pairs]),
     }
 
 
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    of = {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    return {key: round(value, 4) for key, value in of.items()}
+
+
 def figures(runs: list[measure.Run]) -> dict[str, float]:
-    tokens, steps = sum(r.tokens for r in runs), sum(r.verify_steps for r in runs)
+    counts = sum((r.counts for r in runs), VerifySteps())
     return {
         "step_ms": round(statistics.median(r.step_ms for r in runs), 3),
         "tokens_per_second": round(statistics.median(r.tokens_per_second for r in runs), 2),
-        "tokens_per_step": round(tokens / steps, 3),
+        "acceptance_length": round(counts.acceptance_length or 1.0, 3),
     }
 
 

@@ -111,6 +111,8 @@ def make_draft(tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
         return
     target = load_target(out / "target")
     raw = draft_config(target, tokenizer)
+    # As wide as the layers of the target, which the draft starts from.
+    raw["intermediate_size"] = target.config.intermediate_size
     torch.manual_seed(1)
     model = DraftModel(DraftConfig.from_dict(raw))
     init_from_target(model, Decoder(target, ()).layers)

@@ -27,6 +27,8 @@ _SIMULATION = "SGLANG_SIMULATE_ACC_"
 # Share of the memory that servers side by side take together for weights and KV; the rest is for
 # other processes.
 MEMORY_SHARED = 0.6
+# KV tokens of a request of the data set "unseen-long": the document and its answer, with room.
+LONG_TOKENS = 9216
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def _check_simulation(settings: ResolvedSettings, draft: str) -> None:
 
 def _embedded_server(settings: ResolvedSettings, pair: DemoPair) -> ServerConfig:
     config = demo_config(pair, dflash=False)
+    if "unseen-long" in settings.dataset:
+        config = config.with_flags({"--max-total-tokens": LONG_TOKENS * max(settings.levels)})
     if not pair.is_hybrid:
         return config
     # Twice the clients: with few free request slots SGLang admits no new request.

@@ -9,8 +9,9 @@ import inspect
 import json
 import os
 import random
+import sysconfig
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,7 @@ HUB = {
         lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))],
     ),
 }
-BUILT_IN = ("demo", "stdlib")
+BUILT_IN = ("demo", "unseen", "unseen-long", "stdlib")
 NAMES = (*BUILT_IN, *HUB)
 # A count that no set reaches.
 ALL = 10**9
@@ -76,6 +77,9 @@ ALL = 10**9
 # launch/demo_training/data.py.
 HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
 _LEAST_LINES = 8
+# Bytes of a document of "unseen-long": 4,000 to 8,000 tokens of the `code` pair, which has 3.07
+# bytes per token on its held-out files.
+LONG_BYTES = (12_500, 24_500)
 
 
 def default_cache() -> Path:
@@ -103,13 +107,18 @@ def load(name: str, count: int, *, model: str | None, cache: Path, seed: int = 0
         ConfigError: no such set, or it is not cached and cannot be fetched.
     """
     check_name(name)
-    if name == "demo":
-        found = [Prompt((text,), chat=False) for text in demo_pair(model or "dense").prompts]
-    elif name == "stdlib":
-        found = stdlib_functions()
-    else:
-        found = from_file(_cached(name, cache))
+    built_in: dict[str, Callable[[], list[Prompt]]] = {
+        "demo": lambda: _texts(demo_pair(model or "dense").prompts),
+        "unseen": lambda: _texts(demo_pair("code").prompts),
+        "unseen-long": unseen_documents,
+        "stdlib": stdlib_functions,
+    }
+    found = built_in[name]() if name in built_in else from_file(_cached(name, cache))
     return select(found, count, seed)
+
+
+def _texts(texts: Iterable[str]) -> list[Prompt]:
+    return [Prompt((text,), chat=False) for text in texts]
 
 
 def select(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
@@ -132,6 +141,23 @@ def stdlib_functions() -> list[Prompt]:
                 found.append(Prompt((textwrap.dedent("".join(half)),), chat=False))
     # Overloads for other Pythons begin alike.
     return list(dict.fromkeys(found))
+
+
+def unseen_documents() -> list[Prompt]:
+    """Long documents: the modules that were held out of the `code` pair's training, one after the
+    other in a fixed random order, cut at whole lines into pieces of `LONG_BYTES`."""
+    root, rng = Path(sysconfig.get_path("stdlib")), random.Random(0)
+    files = sorted({item["file"] for item in demo_pair("code").cut})
+    rng.shuffle(files)
+    found, lines, room = [], list[str](), rng.randrange(*LONG_BYTES)
+    for file in files:
+        for line in (root / file).read_text(encoding="utf-8").splitlines(keepends=True):
+            if len(line) > room:
+                found.append("".join(lines))
+                lines, room = [], rng.randrange(*LONG_BYTES)
+            lines.append(line)
+            room -= len(line)
+    return _texts(found)
 
 
 def from_file(path: Path) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """The demo: plain decoding and DFLASH side by side, on the same prompts, from two servers here.
 
-    python -m sglang_dflash.bench.demo [--model dense] [--check]
+    python -m sglang_dflash.bench.demo [--model code] [--check] [--out FILE]
 
 Greedy, float32, one request at a time, in turns; the server that waits sleeps. With --check it
 ends after the comparison and its last line is one JSON object; without, it keeps serving DFLASH
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
@@ -23,6 +25,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from sglang_dflash.bench.load import chunks
+from sglang_dflash.bench.measure import hardware
 from sglang_dflash.bench.server import Server
 from sglang_dflash.bench.server_config import demo_config
 from sglang_dflash.checkpoint.embedded import demo_pair
@@ -38,12 +41,20 @@ class Arm:
     name: str
     server: Server
     outputs: list[list[int]] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
     text: str = ""
 
     @property
+    def tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    @property
     def tokens_per_second(self) -> float:
-        return sum(map(len, self.outputs)) / self.seconds if self.seconds else 0.0
+        return self.tokens / sum(self.seconds) if self.seconds else 0.0
+
+    def step_ms(self, steps: int) -> float:
+        """Mean time of one of its `steps` target forwards, prefill included, in milliseconds."""
+        return round(1000 * sum(self.seconds) / steps, 2)
 
     def panel(self) -> Panel:
         return Panel(
@@ -67,12 +78,14 @@ def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> N
         ):
             arm.text = last["text"]
             live.update(Columns([a.panel() for a in panels]))
-    arm.seconds += time.perf_counter() - began
+    arm.seconds.append(time.perf_counter() - began)
     arm.outputs.append(last["output_ids"])
 
 
-def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> dict[str, Any]:
-    """Run all prompts on both arms, in turns, and summarize."""
+def compare(
+    plain: Arm, dflash: Arm, prompts: list[str], text: str, console: Console
+) -> dict[str, Any]:
+    """Run all prompts on both arms, in turns, and summarize. `text`: what they are, in words."""
     for arm in (plain, dflash):
         arm.server.generate(prompts[0], temperature=0, max_new_tokens=32)
     before = dflash.server.dflash()
@@ -88,13 +101,34 @@ def compare(plain: Arm, dflash: Arm, prompts: list[str], console: Console) -> di
             console.print(f"prompt {i + 1}/{len(prompts)}: {rates}")
     if live is not None:
         live.stop()
-    after = dflash.server.dflash()
+    return {"text": text, **outcome(plain, dflash, before, dflash.server.dflash())}
+
+
+def outcome(
+    plain: Arm, dflash: Arm, before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, Any]:
+    """What two arms that ran the same prompts come to.
+
+    Args:
+        before, after: the worker's reports around the prompts.
+    """
+    ratios = sorted(a / b for a, b in zip(plain.seconds, dflash.seconds, strict=True))
+    steps = after["verify_steps"] - before["verify_steps"]
+    ar_step, dflash_step = plain.step_ms(plain.tokens), dflash.step_ms(steps)
     return {
         "identical": plain.outputs == dflash.outputs,
         "acceptance_length": acceptance_between(before, after),
         "ar_tok_s": round(plain.tokens_per_second, 2),
         "dflash_tok_s": round(dflash.tokens_per_second, 2),
         "speedup": round(dflash.tokens_per_second / plain.tokens_per_second, 3),
+        "speedup_by_prompt": {
+            "median": round(statistics.median(ratios), 3),
+            "min": round(ratios[0], 3),
+            "max": round(ratios[-1], 3),
+        },
+        "ar_step_ms": ar_step,
+        "dflash_step_ms": dflash_step,
+        "step_ratio": round(dflash_step / ar_step, 3),
     }
 
 
@@ -112,9 +146,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="dense", help="which embedded pair")
+    parser.add_argument("--model", default="code", help="which embedded pair: %(default)s, ...")
     parser.add_argument(
         "--check", action="store_true", help="end after the comparison; the last line is JSON"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="with --check: also write the result, with the machine",
     )
     args = parser.parse_args()
     console, pair = Console(), demo_pair(args.model)
@@ -130,11 +170,18 @@ def main() -> None:
             plain.wait()
             dflash.wait()
         result = compare(
-            Arm("plain decoding", plain), Arm("DFLASH", dflash), pair.prompts[:PROMPTS], console
+            Arm("plain decoding", plain),
+            Arm("DFLASH", dflash),
+            pair.prompts[:PROMPTS],
+            pair.text,
+            console,
         )
         plain.stop()
         console.print(summary(result))
         if args.check:
+            if args.out is not None:
+                card = {"command": command(args.model), "hardware": hardware(), **result}
+                args.out.write_text(json.dumps(card, indent=1) + "\n")
             print(json.dumps(result), flush=True)
             sys.exit(0 if result["identical"] else 1)
         console.print(
@@ -149,8 +196,17 @@ def main() -> None:
             server.stop()
 
 
+def command(model: str) -> str:
+    """How a checkout runs the check of this pair."""
+    choice = "" if model == "code" else f" --model {model}"
+    return f"bash launch/demo.sh{choice} --check"
+
+
 def summary(result: dict[str, Any]) -> Table:
-    table = Table(title="greedy, float32, concurrency 1, this machine's CPU")
+    table = Table(
+        title="greedy, float32, concurrency 1, this machine's CPU",
+        caption=f"The prompts are {result['text']}.",
+    )
     for column in ("", "plain decoding", "DFLASH"):
         table.add_column(column)
     table.add_row(
@@ -159,6 +215,7 @@ def summary(result: dict[str, Any]) -> Table:
         f"{result['dflash_tok_s']}  ({result['speedup']}x)",
     )
     table.add_row("tokens per target forward", "1", str(result["acceptance_length"]))
+    table.add_row("ms per target forward", str(result["ar_step_ms"]), str(result["dflash_step_ms"]))
     table.add_row("same output", "", "yes, to the token" if result["identical"] else "NO")
     return table
 

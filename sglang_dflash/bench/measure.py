@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_dflash.core.acceptance_length import VerifySteps
+
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
 
@@ -33,6 +35,11 @@ class Run(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def counts(self) -> VerifySteps:
+        """For an acceptance length: the first token of each answer is the prefill's."""
+        return VerifySteps(self.verify_steps, self.tokens - len(self.outputs))
 
     @property
     def step_ms(self) -> float:

@@ -36,6 +36,8 @@ BLOCK_KINDS = ("dflash", "dflash-no-overlap", "builtin", "builtin-no-overlap")
 KINDS = ("ar", "ar-no-overlap", *BLOCK_KINDS, "ngram")
 DTYPES = ("float32", "bfloat16", "float16")
 OUT = "bench-results"
+# For embedded pairs whose own prompts are no memorized text.
+_DEFAULT_SETS = {"code": ("unseen",)}
 
 
 class EmbeddedPair(NamedTuple):
@@ -307,7 +309,8 @@ class Settings:
         embedded = isinstance(served, EmbeddedPair)
         dataset = self.dataset
         if not dataset and self.dataset_file is None:
-            dataset = ("demo", "stdlib") if embedded or self.model else ("stdlib",)
+            pair = served.kind if isinstance(served, EmbeddedPair) else self.model
+            dataset = _DEFAULT_SETS.get(pair or "", ("demo", "stdlib") if pair else ("stdlib",))
         num_prompts = self.num_prompts or scale.num_prompts
         # An infinite rate is SGLang's spelling of none.
         rate = None if self.request_rate == math.inf else self.request_rate

@@ -9,14 +9,36 @@ from pathlib import Path
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.target_config import TargetGeometry
 
+# Pairs whose prompts are from files that were held out of the training of both models.
+_UNSEEN = frozenset({"code"})
+
 
 @dataclass(frozen=True)
 class DemoPair:
-    """The folders of a target and its draft, and prompts that the target has memorized."""
+    """An embedded pair.
 
+    Attributes:
+        kind: its name.
+        target, draft: folders.
+        cut: its prompts. Each has the keys `prompt`, and `file`, the file of the Python library
+            that it was cut from.
+    """
+
+    kind: str
     target: Path
     draft: Path
-    prompts: list[str]
+    cut: tuple[dict[str, str], ...]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [item["prompt"] for item in self.cut]
+
+    @property
+    def text(self) -> str:
+        """What its prompts are cut from, in words."""
+        if self.kind in _UNSEEN:
+            return "Python code from files that neither model has seen"
+        return "Python code that both models have memorized"
 
     @property
     def is_hybrid(self) -> bool:
@@ -37,5 +59,5 @@ def demo_pair(kind: str) -> DemoPair:
             "(a checkout has all pairs, the wheel one)"
         )
     folder = home / kind
-    prompts = [item["prompt"] for item in json.loads((folder / "prompts.json").read_text())]
-    return DemoPair(folder / "target", folder / "draft", prompts)
+    cut = tuple(json.loads((folder / "prompts.json").read_text()))
+    return DemoPair(kind, folder / "target", folder / "draft", cut)

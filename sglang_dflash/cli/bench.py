@@ -31,15 +31,15 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=URL",
         help="a running server, SGLang or of the OpenAI API (vLLM), as an arm; repeat for more",
     )
-    add("--model", help="an embedded pair: dense (default) or hybrid")
+    add("--model", help="an embedded pair: dense (default), hybrid or code")
     add("--target", help="a folder or a hub name; with --base-url, whose tokenizer the servers use")
     add("--draft", help="a folder or a hub name")
     add(
         "--dataset",
         "--dataset-name",
         **repeatable,
-        help="demo, stdlib (built in; the default), gsm8k, math500, humaneval, mbpp, mt-bench, "
-        "alpaca; repeat for more",
+        help="demo, stdlib, unseen, unseen-long (built in), gsm8k, math500, humaneval, mbpp, "
+        "mt-bench, alpaca; repeat for more (default: demo and stdlib; unseen for --model code)",
     )
     add(
         "--dataset-file",

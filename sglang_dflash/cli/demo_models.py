@@ -8,7 +8,7 @@ from sglang_dflash.checkpoint.embedded import demo_pair
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", help="dense; in a checkout also hybrid")
+    parser.add_argument("kind", help="dense; in a checkout also code and hybrid")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -48,7 +48,7 @@ class KnownDraft:
             stated = stated_kv_bytes(facts, "--draft-kv-dtype", serving.draft_kv_dtype)
             return cls(None, None, None, None, stated, facts.weight_bytes, None)
         if facts.unknown:
-            unknown = f"not seen of the draft's config.json: {', '.join(facts.unknown)}"
+            unknown = f"no source shows {', '.join(facts.unknown)} of the draft's config.json"
         else:
             try:
                 config = DraftConfig.from_dict(facts.config)

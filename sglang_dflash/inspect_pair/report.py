@@ -34,7 +34,6 @@ from sglang_dflash.inspect_pair.verdict import (
     weights_verdict,
 )
 
-
 # Facts in words: they stand above the table.
 _HEAD = ("verdict", "assumptions", "warning")
 

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -151,10 +152,13 @@ def load() -> tuple[object | None, str | None]:
         SGLang's platform, and why a server of this installation would end at start, or None.
     """
     try:
-        from sglang.srt.platforms import current_platform
-        from sglang.srt.plugins import load_plugins
+        # What torch and SGLang warn of while they are imported would bury the report.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from sglang.srt.platforms import current_platform
+            from sglang.srt.plugins import load_plugins
 
-        load_plugins()
+            load_plugins()
     except SeamError as error:
         return None, str(error)
     except Exception as error:  # Importing SGLang and its kernels may fail in any way.

@@ -148,7 +148,7 @@ def test_defaults_depend_on_the_machine() -> None:
         # Before anything else is looked at.
         (
             ["--dataset", "gsm8l", "--arm", "ngram", "--model", "sparse"],
-            "--dataset: 'gsm8l'; did you mean gsm8k? choose from demo, stdlib",
+            "--dataset: 'gsm8l'; did you mean gsm8k? choose from demo, unseen",
         ),
         (["--dataset-name", "MT_Bench"], "--dataset: 'MT_Bench'; did you mean mt-bench?"),
         (["--request-rate", "0"], "--request-rate: 0"),

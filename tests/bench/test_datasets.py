@@ -13,6 +13,7 @@ from sglang_dflash.bench import datasets
 from sglang_dflash.bench.compare import encode_of
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.settings import Settings
+from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 
 
@@ -25,6 +26,26 @@ def test_the_library_functions_are_of_held_out_modules() -> None:
     assert all(
         prompt.turns[0].startswith(("def ", "async def ")) and not prompt.chat for prompt in prompts
     )
+
+
+def test_unseen_text_is_of_files_that_neither_model_has_seen() -> None:
+    from launch.demo_training.split import load_split
+
+    held_out = load_split().held_out
+    cut = demo_pair("code").cut
+    assert {item["file"] for item in cut} <= set(held_out)
+    assert all(item["prompt"] in held_out[item["file"]] for item in cut)
+    short = datasets.load("unseen", 1000, model=None, cache=Path())
+    assert [prompt.turns[0] for prompt in short] != [] and len(short) == len(cut)
+    long = datasets.load("unseen-long", 1000, model=None, cache=Path())
+    assert len(long) >= 16
+    least, most = datasets.LONG_BYTES
+    every = "".join(held_out.values())
+    for prompt in long:
+        assert least - 200 <= len(prompt.turns[0]) <= most and not prompt.chat
+        # All lines are theirs: a document is of one file or of several.
+        assert all(line in every for line in prompt.turns[0].splitlines(keepends=True))
+    assert long == datasets.load("unseen-long", 1000, model=None, cache=Path())
 
 
 def test_fewer_prompts_are_always_the_same_ones() -> None:
@@ -122,7 +143,7 @@ def test_a_set_that_is_not_available_is_refused_by_name(
     ):
         datasets.load("gsm8k", 1, model=None, cache=tmp_path)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="--dataset: 'nonesuch'; choose from demo, stdlib, gsm8k"):
+    with pytest.raises(ConfigError, match="--dataset: 'nonesuch'; choose from demo, unseen"):
         datasets.load("nonesuch", 1, model=None, cache=tmp_path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dflash.bench.demo import acceptance_between
+from sglang_dflash.bench.demo import Arm, acceptance_between, outcome
 from sglang_dflash.serving.metrics import AcceptanceCounts, RequestStep
 
 FULL = RequestStep(drafts=7, accepted=7, tokens=8)
@@ -19,3 +19,26 @@ def test_the_acceptance_between_two_readings_is_exact(earlier: int) -> None:
     assert acceptance_between(before, before) is None
     counts.add([FULL] * 13)
     assert acceptance_between(before, counts.report()) == 8.0
+
+
+def test_the_outcome_of_two_arms() -> None:
+    """Two prompts of 8 tokens: 4 s and 2 s without a draft, 1 s each with it, 2 steps each."""
+    counts = AcceptanceCounts(8)
+    before = counts.report()
+    counts.add([FULL._replace(accepted=3, tokens=4)] * 4)
+    outputs = [[1] * 8, [2] * 8]
+    plain, dflash = (Arm(name, None, outputs) for name in ("plain", "dflash"))
+    plain.seconds, dflash.seconds = [4.0, 2.0], [1.0, 1.0]
+    assert outcome(plain, dflash, before, counts.report()) == {
+        "identical": True,
+        "acceptance_length": 4.0,
+        "ar_tok_s": 2.67,
+        "dflash_tok_s": 8.0,
+        "speedup": 3.0,
+        "speedup_by_prompt": {"median": 3.0, "min": 2.0, "max": 4.0},
+        "ar_step_ms": 375.0,
+        "dflash_step_ms": 500.0,
+        "step_ratio": 1.333,
+    }
+    dflash.outputs = [[1] * 8, [2] * 7 + [3]]
+    assert not outcome(plain, dflash, before, counts.report())["identical"]

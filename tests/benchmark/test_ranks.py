@@ -60,6 +60,7 @@ def torchrun(size: int, out: Path, *asked: str, **env: str) -> subprocess.Comple
     )
 
 
+@pytest.mark.engine
 def test_two_ranks_answer_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     assert main([*ASKED, "--output-file", str(one)]) == 0
@@ -79,6 +80,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert found[0]["acceptance_length"] == (tokens - 4) / steps > 4
 
 
+@pytest.mark.engine
 def test_an_error_ends_all_ranks(tmp_path: Path) -> None:
     empty = str(tmp_path / "empty")
     asked = ["--dataset", "gsm8k", "--cache-dir", empty]

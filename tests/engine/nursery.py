@@ -19,17 +19,22 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
 from sglang_dflash.bench.server import Server
 
+_SCHEDULER = "sglang.srt.managers.scheduler"
 IMPORTED = (
-    "launch_server",
-    "srt.entrypoints.http_server",
-    "srt.managers.scheduler",
-    "srt.managers.detokenizer_manager",
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    _SCHEDULER,
+    "sglang.srt.managers.detokenizer_manager",
 )
+# The variable that names a folder of the whole test session (see tests/conftest.py, which this
+# process need not import).
+SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
 
 def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
@@ -42,6 +47,7 @@ def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     os.environ.clear()
     os.environ.update(env)
+    read_environment(metrics="--enable-metrics" in args)
     multiprocessing.set_start_method("fork", force=True)
     # SGLang asks for "spawn", which imports everything again.
     multiprocessing.set_start_method = lambda *args, **kwargs: None
@@ -49,9 +55,22 @@ def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def read_environment(metrics: bool) -> None:
+    """Set what SGLang and prometheus_client read from the environment when they are imported."""
+    scheduler, environ = map(importlib.import_module, (_SCHEDULER, "sglang.srt.environ"))
+    for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL"):
+        setattr(scheduler, name, getattr(environ.envs, f"SGLANG_{name}").get())
+    if metrics:
+        # SGLang makes such a folder if there is none, but after this.
+        folder = tempfile.mkdtemp(dir=os.environ.get(SHARED_FOLDER))
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        values: Any = importlib.import_module("prometheus_client.values")
+        values.ValueClass = values.get_value_class()
+
+
 def main() -> None:
     for name in IMPORTED:
-        importlib.import_module(f"sglang.{name}")
+        importlib.import_module(name)
     for line in sys.stdin:
         asked = json.loads(line)
         if isinstance(asked, int):
@@ -134,6 +153,13 @@ class ForkedServer(Server):
         self.process = Forked(
             self._nursery, module=self.module, args=args, env=self._env, log=str(self.log)
         )
+
+    def stop(self) -> None:
+        """Kill it. An orderly end takes 5 to 30 s; test_as_installed.py tests it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._end_children()
 
 
 if __name__ == "__main__":

@@ -25,15 +25,9 @@ Ask = Callable[[Server], Any]
 
 @dataclass(frozen=True)
 class ServerConfig(server_config.ServerConfig):
-    """A server of the tests, by name.
-
-    Attributes:
-        read_on_import: what SGLang reads when it is imported, too late for a fork of a process that
-            has imported it; "" if the server can be forked.
-    """
+    """A server of the tests, by name."""
 
     name: str = ""
-    read_on_import: str = ""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -70,7 +64,9 @@ def recording_name(config: ServerConfig, ask: Ask) -> str:
 
 # -- the demo pair
 
-PLAIN = ServerConfig(name="plain").having(
+# SGLang compiles what applies a penalty: half a minute of every server here, and not tested.
+NO_COMPILER = ServerConfig().with_env(TORCHDYNAMO_DISABLE="1")
+PLAIN = NO_COMPILER.named("plain").having(
     model_path=PAIR.target, dtype="float32", sleep_on_idle=True, max_total_tokens=32768
 )
 DFLASH_FLAGS: dict[str, Any] = {
@@ -79,11 +75,7 @@ DFLASH_FLAGS: dict[str, Any] = {
 }
 DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
 BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
-READS_METRICS = "prometheus_client reads its folder"
-PAGES = replace(
-    DFLASH.having(page_size=16, chunked_prefill_size=256, enable_metrics=True),
-    read_on_import=READS_METRICS,
-)
+PAGES = DFLASH.having(page_size=16, chunked_prefill_size=256, enable_metrics=True)
 PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
@@ -95,7 +87,7 @@ PAGE16_WINDOW = PAGES.named("page16-window").having(
 )
 # An eighth of the KV, too little draft KV, and SGLang's own test switch: it retracts requests every
 # 25 steps.
-TIGHT = replace(
+TIGHT = (
     DFLASH.named("tight")
     .having(
         max_total_tokens=4000,
@@ -104,8 +96,7 @@ TIGHT = replace(
         enable_metrics=True,
         **WINDOW,
     )
-    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25"),
-    read_on_import=f"SGLang reads SGLANG_TEST_RETRACT, and {READS_METRICS}",
+    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25")
 )
 # Neither checkpoint has weights.
 SIMULATED = (
@@ -164,8 +155,7 @@ FEATURES = PLAIN.having(
     constrained_json_disable_any_whitespace=True,
     enable_lora=True,
     lora_paths=f"adapter={FILES}/adapter",
-    # SGLang compiles what applies a penalty: half a minute of every server here, and not tested.
-).with_env(TORCHDYNAMO_DISABLE="1")
+)
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
@@ -175,7 +165,7 @@ FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap")
 # -- targets with recurrent layers: random ones, dense and with experts, and one draft for both
 
 # States are kept for the prefix cache every 64 tokens: many verify steps cross such a boundary.
-HYBRID = ServerConfig(name="hybrid").having(
+HYBRID = NO_COMPILER.named("hybrid").having(
     dtype="float32",
     sleep_on_idle=True,
     max_total_tokens=16384,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,7 @@ class ServerSession:
             return self._live[1]
         self.stop()
         env = {name: self._rendered(value) for name, value in config.env.items()}
-        make: Callable[..., Server] = functools.partial(ForkedServer, self.nursery)
-        if config.read_on_import:
-            make = Server
-        server = make(self.arguments(config), env=env, module=config.module)
+        server = ForkedServer(self.nursery, self.arguments(config), env=env, module=config.module)
         server.__enter__()
         self._live = config, server
         return server

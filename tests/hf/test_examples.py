@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.checkpoint.embedded import demo_pair
@@ -15,6 +17,7 @@ from sglang_dflash.hf import chat_tokens
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.engine
 def test_transformers_generate() -> None:
     import torch
 
@@ -29,4 +32,6 @@ def test_transformers_generate() -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     ids = chat_tokens(tokenizer, [{"role": "user", "content": pair.prompts[0]}])
     out = target.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False)
-    assert done.stdout == tokenizer.decode(out[0]) + "\n"
+    answer, rate = done.stdout.removesuffix("\n").rsplit("\n", 1)
+    assert answer == tokenizer.decode(out[0, len(ids) :])
+    assert re.fullmatch(r"32 tokens, [\d.]+ tokens/s, prefill included", rate)

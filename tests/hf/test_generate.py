@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
     file = target / "generation_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "eos_token_id": [1022, whole[30]]}))
-    stopping = DemoPair(target, pair.draft, pair.prompts)
+    stopping = replace(pair, target=target)
     _, expected = by_generate(stopping, chat)
     assert 0 < len(expected) <= 31
     prompt = tmp_path / "prompt.txt"
@@ -135,7 +136,7 @@ def test_half_a_pair_and_an_unfit_pair_are_refused(
     dense, hybrid = demo_pair("dense"), demo_pair("hybrid")
     assert cli.main(["generate", "--prompt", "a", "--target", str(dense.target)]) == 1
     assert "--target and --draft: one without the other" in capsys.readouterr().err
-    mixed = DemoPair(dense.target, hybrid.draft, dense.prompts)
+    mixed = replace(dense, draft=hybrid.draft)
     assert cli.main(command(mixed, "--prompt", "a")) == 1
     message = "num_target_layers: the draft was trained on 8 target layers, this target has 6"
     assert message in capsys.readouterr().err

@@ -63,6 +63,7 @@ def test_generate_runs_the_embedded_pair_in_one_thread(
     assert seen == {1} and torch.get_num_threads() == 4
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("given", [None, "ACTIVE"])
 def test_waiting_threads_sleep_unless_the_user_says_otherwise(given: str | None) -> None:
     code = (

@@ -29,7 +29,7 @@ def test_draft_weights_by_hand() -> None:
 
 
 def test_a_bounded_cache_leaves_the_rest_to_the_target() -> None:
-    split = split_kv(12_000, 100, 20, slots=30)
+    split = split_kv(12_000, 100, 20, entries=30)
     assert split.bounded
     assert (split.draft_kv_entries, split.draft_kv_bytes) == (30, 600)
     assert (split.target_tokens, split.target_tokens_without_draft_kv) == (114, 120)

@@ -64,7 +64,7 @@ def test_a_row_shows_what_its_facts_file_decides(row: dict[str, str]) -> None:
     is_sliding = "sliding_attention" in raw.get("layer_types", ())
     assert ("sliding" in row["draft layers"]) == is_sliding
     if facts.unknown:
-        assert row["served by"].startswith("open: ")
+        assert row["served by"].startswith("unknown: ")
         assert all(name in row["served by"] for name in facts.unknown)
         return
     try:

@@ -81,7 +81,7 @@ def test_what_was_not_seen_decides_nothing() -> None:
     raw = raw_config(dflash_config={"target_layer_ids": [1, 3]})
     partly = ModelFacts("a draft", raw, 0, None, "a test", unknown=("dflash_config.mask_token_id",))
     found = inspect(facts(TARGET), partly, Options(), SERVING)
-    reason = "not seen of the draft's config.json: dflash_config.mask_token_id"
+    reason = "no source shows dflash_config.mask_token_id of the draft's config.json"
     assert (found.worker, found.worker_reason) == ("unknown", reason)
     assert found.report()["mask_token_id"] is None and found.report()["draft_layers"] == "3 full"
     with pytest.raises(ConfigError, match="vocab_size: the draft's is 64, the target's 65"):
@@ -119,9 +119,7 @@ def test_the_report_says_what_it_assumes() -> None:
         ("Qwen/Qwen3.5-27B", "somebody/else", False),
     ],
 )
-def test_a_draft_for_another_target_gives_a_warning(
-    target: str, draft: str, warned: bool
-) -> None:
+def test_a_draft_for_another_target_gives_a_warning(target: str, draft: str, warned: bool) -> None:
     warning = other_target(target, draft)
     assert (warning is not None) == warned
     if warning:
