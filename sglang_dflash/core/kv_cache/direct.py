@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang_dflash.core.kv_cache.storage import store_
+
 
 class DirectKVCache:
     """Entry number = target slot (see `DraftKVCache`).
@@ -41,7 +43,7 @@ class DirectKVCache:
     ) -> None:
         if keep is not None:
             target_slots = torch.where(keep, target_slots, self.num_entries)
-        self.kv[target_slots] = kv.to(self.kv.dtype)
+        store_(self.kv, target_slots, kv)
 
     def forget(self, target_slots: Tensor) -> None:
         """Nothing to mark: every token is written before a draft reads it."""

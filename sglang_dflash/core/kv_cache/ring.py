@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang_dflash.core.kv_cache.storage import store_
+
 
 class RingKVCache:
     """`num_entries` entries over the slots of the target's pool (see `DraftKVCache`).
@@ -58,7 +60,7 @@ class RingKVCache:
         keep = keep & (rank >= 0)
         entries = self._next_entries(unused, rank, total.clamp(max=limit))
         entries = torch.where(keep, entries, padding)
-        self.kv[entries] = kv.to(self.kv.dtype)
+        store_(self.kv, entries, kv)
         self.owner[entries] = target_slots.int()
         # `owner[padding] = -1` would copy a host scalar to the device.
         self.owner[padding:].fill_(-1)
