@@ -126,7 +126,7 @@ def test_a_trained_mask_embedding_is_refused_by_name(folder: Path) -> None:
     (folder / "mask_embedding.pt").write_bytes(b"no pickle")
     for read in (tensor_shapes, read_tensors):
         with pytest.raises(
-            ConfigError, match=r"'mask_embedding\.pt' in .*: a trained mask embedding"
+            ConfigError, match=r"'mask_embedding\.pt' in .*: a trained mask"
         ):
             read(folder)
     tensor_shapes(folder, "served")
