@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 # Reads a value of the device on the host.
 READS = ("_local_scalar_dense", "equal", "nonzero", "unique")
-# Elementwise operations take a host scalar as an argument of their launch.
-SCALARS = ("where", "add", "mul", "sub", "div", "eq", "lt", "ge")
+# These take a host scalar as an argument of their launch.
+SCALARS = ("fill", "where", "add", "mul", "sub", "div", "eq", "lt", "ge")
 
 
 class Crossing(NamedTuple):
@@ -77,7 +77,7 @@ class FakeCuda(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         host = [x for x in tensors if not isinstance(x, FakeTensor)]
         to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
-        if host and not (name in SCALARS and all(x.ndim == 0 for x in host)):
+        if host and not (name.rstrip("_") in SCALARS and all(x.ndim == 0 for x in host)):
             pinned = all(x.data_ptr() in self.pinned for x in host)
             self.crossings.append(Crossing(name, not (pinned and kwargs.get("non_blocking"))))
         elif to_host or name.rstrip("_") in READS:

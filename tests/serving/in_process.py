@@ -77,9 +77,10 @@ def worker_of(
     group: Any = ONE_RANK,
     sampler: Any = None,
     rollback: Any = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A worker for a draft of random weights, as `DFlashWorker.__init__` and `alloc_memory_pool`
-    leave it. With a window, the draft KV cache is a ring of `entries`."""
+    leave it. With a window, the draft KV cache is a ring of `entries`; its K/V is of `dtype`."""
     with torch.device(device):
         model = random_model(RAW).freeze()
     worker: Any = DFlashWorker.__new__(DFlashWorker)
@@ -92,10 +93,9 @@ def worker_of(
     worker.extension, worker.rollback = Extension(), rollback
     worker._ranks = SpecTpSync(group)
     worker.target_tokens = TargetTokens(sampler, worker._ranks)
-    shape, dtype = model.kv_shape, torch.float32
-    cache: DraftKVCache = DirectKVCache(SLOTS, shape, dtype, device)
+    cache: DraftKVCache = DirectKVCache(SLOTS, model.kv_shape, dtype, device)
     if window is not None:
-        cache = RingKVCache(entries, SLOTS, shape, dtype, device)
+        cache = RingKVCache(entries, SLOTS, model.kv_shape, dtype, device)
     worker.drafter = drafter_of(model, cache, worker.options, device)
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     worker.req_to_token_pool = SimpleNamespace(req_to_token=table)

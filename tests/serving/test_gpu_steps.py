@@ -13,6 +13,7 @@ from torch import Tensor
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.serving import batch as our_batch
+from sglang_dflash.serving import worker as our_worker
 from sglang_dflash.serving.recurrent import Checkpoints, Replay
 from tests.serving.fake_cuda import FakeCuda
 from tests.serving.in_process import decode_of, prefill_of, prepared, worker_of
@@ -26,10 +27,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(our_batch.DFlashVerifyInput, "prepare_for_verify", prepared)
     monkeypatch.setattr(our_batch, "is_pin_memory_available", lambda _device: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda host: mode.pin(host))
-    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda _: SimpleNamespace(current_stream=lambda: None)
-    )
+    monkeypatch.setattr(our_worker, "record_stream", lambda _: None)
     with mode:
         yield mode
 
