@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.checkpoint.tensors import MASK_EMBEDDING
 
 CONFIG = "config.json"
 # How long the hub may take to begin its answer.
@@ -26,7 +27,8 @@ def draft_folder(flag: str, name: str, *, revision: str | None = None, weights: 
     """
     if Path(name).exists():
         return name
-    patterns = ["*.json", "*.safetensors"] if weights else ["*.json"]
+    # A mask embedding is fetched to be refused by name: it is never read.
+    patterns = ["*.json", "*.safetensors", MASK_EMBEDDING] if weights else ["*.json"]
     with _hub_errors(
         f"{flag}: {name!r} is neither a folder here nor a draft that could be fetched from the hub"
     ):

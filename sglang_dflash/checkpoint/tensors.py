@@ -17,6 +17,8 @@ from sglang_dflash.checkpoint.fields import read_json_object
 INDEX = "model.safetensors.index.json"
 # Copies of the target's embedding and head are ignored: the draft borrows the target's.
 _BORROWED = ("embed_tokens.weight", "lm_head.weight")
+# A trained embedding of the mask token, which some training code writes beside the weights.
+MASK_EMBEDDING = "mask_embedding.pt"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -89,7 +91,8 @@ def tensor_shapes(folder: str | Path, kind: str = "draft") -> dict[str, list[int
         kind: whose checkpoint it is, for messages.
 
     Raises:
-        ConfigError: there is no safetensors file, one is damaged, or two hold the same name.
+        ConfigError: there is no safetensors file, one is damaged, two hold the same name, or a
+            draft has a trained mask embedding.
     """
     return {
         name: opened.get_slice(stored).get_shape()
@@ -111,6 +114,12 @@ def each_tensor(
     Raises:
         ConfigError: as `tensor_shapes`.
     """
+    if kind == "draft" and (Path(folder) / MASK_EMBEDDING).exists():
+        raise ConfigError(
+            f"draft checkpoint: {MASK_EMBEDDING!r} in {str(folder)!r}: a trained mask embedding is "
+            "not served, and acceptance would be low without it. SGLang's own worker reads it: "
+            "--speculative-dflash-worker builtin"
+        )
     files = _named(folder, "*.safetensors")
     if not files:
         others = _named(folder, *_PICKLES)

@@ -13,6 +13,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "host_lengths",
     "recompute_cached_tail",
     "record_stream",
+    "to_device",
     "verify_batch",
 ]
 
@@ -153,6 +155,13 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor) -> DraftInput:
         new_seq_lens=new_seq_lens.long(),
         hidden_states=empty,
     )
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device. The copy is enqueued: the host does not wait for what the device
+    still has to do, as it would for pageable memory."""
+    pinned = is_pin_memory_available(device)
+    return (host.pin_memory() if pinned else host).to(device, non_blocking=pinned)
 
 
 def record_stream(tensor: Tensor) -> None:

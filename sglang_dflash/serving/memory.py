@@ -14,6 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from sglang.srt.mem_cache.allocation_sizing import (
+    get_alloc_page_size,
+    get_alloc_reserve_per_decode,
+)
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
     SpecAuxHiddenStateConfig,
 )
@@ -81,6 +85,12 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
         return per_token
     _charge_draft(configurator, replace(plan, bounded=False), *_draft_charge(configurator))
     return per_token
+
+
+def table_headroom(original: Any) -> int:
+    """Around `get_req_to_token_extra_context_len`: columns of the request-to-token table beyond the
+    context length, enough for the two blocks that SGLang reserves ahead of the committed tokens."""
+    return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
 def _draft_charge(configurator: Any) -> tuple[int | None, int | None]:

@@ -32,6 +32,9 @@ from sglang_dflash.serving.draft_code import refuse_code
 
 logger = logging.getLogger(__name__)
 
+# Values of --kv-cache-dtype that pack two numbers into a byte and keep scales beside them.
+FOUR_BIT_KV = ("nvfp4", "fp4_mx_block16")
+
 
 def check_pair(server_args: Any) -> None:
     """Before SGLang resolves its speculative settings, in the launching process.
@@ -157,6 +160,16 @@ def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
     return builtin()
 
 
+def _has_4bit_draft_kv(settings: Any) -> bool:
+    """Whether draft K/V would take over a 4-bit dtype of the target's. SGLang gives a draft on FA4
+    the model's dtype."""
+    return (
+        settings.kv_cache_dtype in FOUR_BIT_KV
+        and settings.speculative_draft_kv_cache_dtype is None
+        and settings.speculative_draft_attention_backend != "fa4"
+    )
+
+
 def unserved_setting(settings: Any, folder: str) -> str | None:
     """The first draft feature or server setting that our worker does not serve, or None."""
     try:
@@ -166,9 +179,14 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
     unserved = {
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
         "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
+        "--pp-size above 1": settings.pp_size > 1,
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
+        "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
         "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
         "--enable-unified-memory": settings.enable_unified_memory,
+        "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
+            settings
+        ),
     }
     return next((name for name, present in unserved.items() if present), None)

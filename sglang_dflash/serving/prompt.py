@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.options import ContextWindow
-from sglang_dflash.serving.batch import ScheduleBatch
+from sglang_dflash.serving.batch import ScheduleBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,59 @@ def lengths_before_drafting(batch: ScheduleBatch) -> list[int]:
     return [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
 
 
+class PromptWrites(NamedTuple):
+    """What the drafter takes in of a prefill forward, on the device. Known before the forward.
+
+    Attributes:
+        tokens: N, the tokens of the forward. Rows of its hidden states after them are padding.
+        kept: int64 `[M]`, rows of the tokens to write, in the order in which to write them; a slice
+            if all are written where they are.
+        positions: int64 `[M]`.
+        slots: int64 `[M]`, in the target's KV pool.
+    """
+
+    tokens: int
+    kept: Tensor | slice
+    positions: Tensor
+    slots: Tensor
+
+    def features(self, target_hidden: Tensor) -> Tensor:
+        """The rows `[M, F * E]` to write, of the forward's hidden states `[>= N, F * E]`."""
+        return target_hidden[: self.tokens][self.kept]
+
+
+def place_prompt(
+    batch: ScheduleBatch,
+    recomputed: Sequence[int],
+    req_to_token: Tensor,
+    cache: DraftKVCache,
+    window: ContextWindow | None,
+) -> PromptWrites:
+    """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
+
+    To be called before the target's forward starts. SGLang may change the request-to-token table as
+    soon as that forward has read it, and a copy from the host after it would wait for it.
+
+    Args:
+        batch: the prefill.
+        recomputed: cached tokens per request that the forward computes again.
+        req_to_token: int `[rows, positions]`, the request-to-token table.
+        cache: the draft KV cache.
+        window: what drafts see.
+    """
+    starts = [prefix - n for prefix, n in zip(batch.prefix_lens, recomputed, strict=True)]
+    ends = [prefix + n for prefix, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+    tokens = PromptTokens.of(starts, ends, lengths_before_drafting(batch), window)
+    rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
+    slots = req_to_token[batch.req_pool_indices.long()[rows], positions].long()
+    # What these slots held before must not be read, whether or not their tokens are written.
+    cache.forget(slots)
+    kept = cache.prompt_tokens_to_write(tokens.visible, tokens.age)
+    if isinstance(kept, Tensor):
+        kept = to_device(kept, req_to_token.device)
+    return PromptWrites(len(slots), kept, positions[kept], slots[kept])
+
+
 def missing_tails(
     batch: ScheduleBatch,
     req_to_token: Tensor,
@@ -87,9 +141,8 @@ def missing_tails(
     tokens = PromptTokens.of(starts, batch.prefix_lens, lengths, window)
     if not len(tokens.positions):
         return [0] * len(starts)
-    device = req_to_token.device
-    rows = batch.req_pool_indices.long()[tokens.rows.to(device)]
-    _, live = cache.find(req_to_token[rows, tokens.positions.to(device)].long())
+    rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
+    _, live = cache.find(req_to_token[batch.req_pool_indices.long()[rows], positions].long())
     lost = tokens.visible & ~live.cpu()
     missing = [0] * len(starts)
     # Backwards, so that each request's first lost position is the one that counts.

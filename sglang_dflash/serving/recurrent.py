@@ -99,6 +99,22 @@ class Replay:
 
     def __init__(self, model_runner: Any, fold: Fold) -> None:
         self._runner, self._fold = model_runner, fold
+        self._layers: RecurrentLayers | None = None
+        self._weights_changed = False
+
+    def weights_change(self) -> None:
+        """To be called if the target's weights are about to be replaced."""
+        self._weights_changed = True
+
+    def layers(self) -> RecurrentLayers:
+        """The weights of all recurrent layers, stacked. Their memory stays where it is."""
+        recorded = self._runner.req_to_token_pool.mamba_pool.recording.layers
+        if self._layers is None:
+            self._layers = stacked_layers([recorded[i] for i in range(len(recorded))])
+        elif self._weights_changed:
+            self._layers.copy_(stacked_layers([recorded[i] for i in range(len(recorded))]))
+        self._weights_changed = False
+        return self._layers
 
     @property
     def scratch_bytes(self) -> int:
@@ -106,12 +122,10 @@ class Replay:
         return verify_scratch_bytes(self._runner) + recording.nbytes
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
-        recorded = self._runner.req_to_token_pool.mamba_pool.recording.layers
         backend = self._runner.attn_backend.linear_attn_backend
         slots = backend.forward_metadata.mamba_cache_indices[: len(lengths)].long()
         rows = torch.arange(len(lengths), device=lengths.device)
-        # Stacked on every commit: a running server's weights may be replaced.
-        layers = stacked_layers([recorded[i] for i in range(len(recorded))])
+        layers = self.layers()
         if checkpoints is not None:
             # Only the device knows which are due. Reading it would make the host wait every step.
             due = (checkpoints.steps >= 0) & (checkpoints.slots >= 0)
@@ -176,10 +190,15 @@ def recurrent_kind(model_config: Any) -> str | None:
 
 def verify_scratch_bytes(model_runner: Any) -> int:
     """Bytes that the state pool holds for verification only. Counts memory, not shapes: its windows
-    overlap."""
+    overlap.
+
+    Those are snapshots of states, or with --enable-linear-replayssm-spec a ring of their inputs.
+    """
     cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
-    kept = (cache.intermediate_ssm, *cache.intermediate_conv_window)
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    rings = [kept for name, kept in vars(cache).items() if name.startswith("replayssm_")]
+    kept = [cache.intermediate_ssm, *cache.intermediate_conv_window, *rings]
+    memory = [t.untyped_storage() for t in kept if t is not None]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in memory}
     return sum(storages.values())
 
 

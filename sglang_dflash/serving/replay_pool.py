@@ -145,6 +145,11 @@ def verify_without_snapshots(original: Any, dispatcher: Any, *args: Any, **kwarg
     return original(dispatcher, *args, **kwargs)
 
 
+def note_new_weights(manager: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before SGLang chooses the runners whose weights an update replaces: replay has copies."""
+    manager.draft_worker.rollback.weights_change()
+
+
 def replay_bytes(configurator: Any) -> int:
     """Bytes that replay needs beside the states: convolution inputs, the window before them and
     gate inputs of every running request."""

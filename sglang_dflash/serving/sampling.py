@@ -13,6 +13,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
@@ -31,6 +32,7 @@ __all__ = [
     "compute_spec_logprobs",
     "grammar_mask",
     "has_penalties",
+    "mask_output",
     "repeated_sampling_info",
     "simulated_acceptance_length",
     "sync_across_ranks",
@@ -110,6 +112,27 @@ def sync_across_ranks(tokens: Tensor, sampler: Any, info: SamplingBatchInfo) -> 
     """Take rank 0's tokens in the cases in which plain decoding does (grammars,
     SYNC_TOKEN_IDS_ACROSS_TP)."""
     sampler._sync_token_ids_across_tp(tokens, info)
+
+
+def mask_output(
+    info: SamplingBatchInfo | None, draft_input: Any, logits: Tensor, accepted: Accepted
+) -> Any:
+    """SGLang's answer to `return_sampling_mask`: the tokens that each committed one was drawn from;
+    None if no request asked for it.
+
+    Args:
+        info: the running requests' sampling state.
+        draft_input: what SGLang carried to this step, with the largest top-k.
+        logits: `[R * B, V]`, adjusted.
+        accepted: what the step commits.
+    """
+    rows, width = accepted.tokens.shape
+    capture = SpeculativeSamplingMaskCapture.from_logits(
+        info, next_token_logits=logits, draft_input=draft_input, draft_token_num=width, bs=rows
+    )
+    if capture is None:
+        return None
+    return capture.build_output(out_tokens=accepted.tokens, commit_lens=accepted.lengths.int())
 
 
 def simulated_acceptance_length() -> float | None:

@@ -57,6 +57,14 @@ SEAMS = (
         proof="tests/serving/test_memory.py::test_a_bound_leaves_the_target_more_tokens",
     ),
     Seam(
+        target=_SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        kind=Kind.AROUND,
+        ours=_OURS + "memory:table_headroom",
+        reason="With pages of one token, the slots that SGLang reserves for a request near the "
+        "context limit do not fit its row: on a GPU they overwrite the next request's.",
+        proof=_ENGINE + "test_device_lengths.py::test_requests_reach_the_context_limit",
+    ),
+    Seam(
         target=_SRT + "speculative.dflash_utils.validate_dflash_request",
         kind=Kind.AROUND,
         ours=_OURS + "request_fixes:refuse_hidden_states",
@@ -138,5 +146,14 @@ REPLAY_SEAMS = (
         ours=_OURS + "replay_pool:verify_without_snapshots",
         reason="The kernel would write snapshots to a buffer that has no memory.",
         proof="tests/serving/test_replay_pool.py::test_a_buffer_without_memory_is_not_passed_on",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler_components.weight_updater"
+        ".SchedulerWeightUpdaterManager._select_runners",
+        kind=Kind.BEFORE,
+        ours=_OURS + "replay_pool:note_new_weights",
+        reason="Replay has copies of the recurrent layers' weights, and SGLang's update does not "
+        "tell a worker without a runner of its own.",
+        proof="tests/serving/test_replay_pool.py::test_new_weights_are_stacked_again",
     ),
 )

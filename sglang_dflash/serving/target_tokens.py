@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from torch import Tensor
 
 from sglang_dflash.serving import sampling
-from sglang_dflash.serving.batch import ScheduleBatch
+from sglang_dflash.serving.batch import ScheduleBatch, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 class TargetTokens:
     """Picks the target's token at every block position."""
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Any, ranks: SpecTpSync) -> None:
+        self._sampler, self._ranks = sampler, ranks
         self._warned = False
 
     def __call__(
@@ -39,7 +40,8 @@ class TargetTokens:
 
         Args:
             batch: the running requests.
-            logits: `[R * B, V]` after each token of the block; adjusted in place.
+            logits: `[R * B, V]` after each token of the block; adjusted in place. A sampled batch
+                turns them to probabilities, unless log-probabilities or sampling masks need them.
             block: int64 `[R, B]`.
             positions: int64 `[R, B]`.
             barrier: waits until the grammars have seen the last tokens.
@@ -57,16 +59,28 @@ class TargetTokens:
         if mask is not None:
             mask.apply(logits)
         if info is None or info.is_all_greedy:
-            tokens = logits.argmax(-1)
+            site, tokens = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, logits.argmax(-1)
         else:
-            # The sampler turns logits into probabilities in place; log-probabilities need them.
-            output = sampling.LogitsProcessorOutput(next_token_logits=logits.clone())
-            repeated = sampling.repeated_sampling_info(info, width)
-            sampled = self._sampler(output, repeated, False, [], [], positions.flatten())
-            tokens = sampled.long()
-        if info is not None:
+            site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+            tokens = self._sample(batch, logits, positions)
+        if self._ranks.enabled(site):
+            self._ranks.sync(site, tokens)
+        elif info is not None:
             sampling.sync_across_ranks(tokens, self._sampler, info)
         return tokens.view(rows, width)
+
+    def _sample(self, batch: ScheduleBatch, logits: Tensor, positions: Tensor) -> Tensor:
+        """Sample a token int64 `[R * B]` from each row of the logits `[R * B, V]`.
+
+        The sampler turns logits into probabilities in place. A copy of all of them, gigabytes for a
+        large batch, is made only if something else is still to be computed from them.
+        """
+        info = batch.sampling_info
+        if batch.return_logprob or info.sampling_mask_batch_indices is not None:
+            logits = logits.clone()
+        output = sampling.LogitsProcessorOutput(next_token_logits=logits)
+        repeated = sampling.repeated_sampling_info(info, positions.shape[1])
+        return self._sampler(output, repeated, False, [], [], positions.flatten()).long()
 
     def single_token_mask(self, batch: ScheduleBatch) -> Tensor | None:
         """Bool `[R]`: requests whose logits depend on every token before; None for none."""
@@ -81,7 +95,8 @@ class TargetTokens:
                 "logits depend on each token before."
             )
         mask = [depends_on_history(request) for request in batch.reqs]
-        return torch.tensor(mask, device=batch.seq_lens.device)
+        # The target computes the block by now: the host must not wait for it.
+        return to_device(torch.tensor(mask), batch.seq_lens.device)
 
 
 def depends_on_history(request: Any) -> bool:

@@ -10,10 +10,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted
@@ -40,7 +43,7 @@ from sglang_dflash.serving.batch import (
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
-from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
+from sglang_dflash.serving.prompt import PromptWrites, missing_tails, place_prompt
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.request_fixes import IgnoredSeeds
 from sglang_dflash.serving.target_tokens import TargetTokens
@@ -75,6 +78,7 @@ class DFlashWorker(BaseSpecWorker):
         self.device = torch.device(runner.device)
         began = time.perf_counter()
         self._tp = target_model.tensor_parallel()
+        self._ranks = SpecTpSync(get_dp_tp_group())
         self._model = load_draft(
             dtype=runner.dtype, device=self.device, tp=self._tp, ops=draft_ops(self.device)
         )
@@ -152,7 +156,7 @@ class DFlashWorker(BaseSpecWorker):
             self.options,
             self._draft_attention(scratch=cache.num_entries + 1),
         )
-        self.target_tokens = TargetTokens(runner.sampler)
+        self.target_tokens = TargetTokens(runner.sampler, self._ranks)
         logger.info("DFLASH: %s", self.describe())
 
     def _draft_kv_cache(self, target_slots: int) -> DraftKVCache:
@@ -240,14 +244,14 @@ class DFlashWorker(BaseSpecWorker):
         with self.times.of("commit"):
             self._commit(step, target.logits_output, accepted)
         self.extension.observer.after_step(batch, step, accepted, new_seq_lens)
-        return GenerationBatchResult(
-            logits_output=target.logits_output,
+        # The target's own result has what else the request asked for, such as routed experts.
+        return replace(
+            target,
             next_token_ids=accepted.tokens.flatten(),
             accept_lens=accepted.lengths.int(),
             new_seq_lens=new_seq_lens,
             next_draft_input=draft_input(accepted.bonus, new_seq_lens),
             speculative_num_draft_tokens=self.block_size,
-            can_run_cuda_graph=target.can_run_cuda_graph,
         )
 
     def _next_step(self, batch: ScheduleBatch) -> Step:
@@ -264,11 +268,14 @@ class DFlashWorker(BaseSpecWorker):
         longest = int(host_lengths(batch).max())
         table = self.req_to_token_pool.req_to_token
         requests = RequestSlots(table, step.rows, step.seq_lens, longest)
-        return self.drafter.propose(batch.spec_info.bonus_tokens.long(), requests)
+        block = self.drafter.propose(batch.spec_info.bonus_tokens.long(), requests)
+        # SGLang has no site for the drafts of its own v1 worker; this one is for choosing drafts.
+        return self._ranks.sync(SpecTpSyncSite.DFLASH_SELECTOR, block)
 
     def _verify(
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
     ) -> tuple[GenerationBatchResult, Accepted]:
+        given = batch.spec_info
         forward_batch = verify_batch(batch, self.target_worker, block, step.positions, step.slots)
         target = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
@@ -279,6 +286,9 @@ class DFlashWorker(BaseSpecWorker):
         if single is not None:
             block = block.masked_fill(single[:, None], -1)
         accepted = self._accept(block, tokens)
+        output.sampling_mask_output = sampling.mask_output(
+            batch.sampling_info, given, output.next_token_logits, accepted
+        )
         if batch.return_logprob:
             sampling.compute_spec_logprobs(
                 batch, output, accepted.tokens.flatten(), chain_stride=self.block_size
@@ -294,7 +304,8 @@ class DFlashWorker(BaseSpecWorker):
         drafts) to the drafter."""
         committed = self._offsets < accepted.lengths[:, None]
         self.drafter.absorb(
-            output.hidden_states,
+            # A batch that was padded has rows after the block's.
+            output.hidden_states[: committed.numel()],
             step.positions.flatten(),
             step.slots.flatten(),
             keep=committed.flatten(),
@@ -317,16 +328,18 @@ class DFlashWorker(BaseSpecWorker):
             barrier()
         self._ignored_seeds.warn_once(batch)
         recomputed = self._lost_of_prefix(batch)
+        table, window = self.req_to_token_pool.req_to_token, self.options.context_window
+        writes = place_prompt(batch, recomputed, table, self.drafter.cache, window)
         with recompute_cached_tail(batch, recomputed):
             result = self.target_worker.forward_batch_generation(
                 batch,
                 pp_proxy_tensors=pp_proxy_tensors,
                 capture_hidden_mode=CaptureHiddenMode.FULL,
             )
+        self._ranks.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
-        self._absorb_prompt(batch, recomputed, result.logits_output.hidden_states)
-        result.logits_output.hidden_states = None
+        self._absorb_prompt(writes, len(batch.reqs), result.logits_output)
         result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens)
         return result
 
@@ -343,26 +356,12 @@ class DFlashWorker(BaseSpecWorker):
             self.options.recompute_tail,
         )
 
-    def _absorb_prompt(
-        self, batch: ScheduleBatch, recomputed: list[int], target_hidden: Tensor
-    ) -> None:
-        """Project the prompt tokens that the cache needs; mark the target slots of the others
-        dead."""
-        starts = [prefix - n for prefix, n in zip(batch.prefix_lens, recomputed, strict=True)]
-        ends = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-        lengths = lengths_before_drafting(batch)
-        tokens = PromptTokens.of(starts, ends, lengths, self.options.context_window)
-        rows = batch.req_pool_indices.long()[tokens.rows.to(self.device)]
-        positions = tokens.positions.to(self.device)
-        slots = self._target_slots(rows, positions)
-        cache = self.drafter.cache
-        # What these slots held before must not be read, whether or not their tokens are written.
-        cache.forget(slots)
-        kept = cache.prompt_tokens_to_write(tokens.visible, tokens.age)
-        if isinstance(kept, Tensor):
-            kept = kept.to(self.device)
-        quota = len(batch.reqs) * cache.num_entries // self._max_running_requests
-        self.drafter.absorb(target_hidden[kept], positions[kept], slots[kept], quota=quota)
+    def _absorb_prompt(self, writes: PromptWrites, requests: int, output: Any) -> None:
+        """Pass the hidden states of prompt tokens of that many requests to the drafter."""
+        quota = requests * self.drafter.cache.num_entries // self._max_running_requests
+        features = writes.features(output.hidden_states)
+        self.drafter.absorb(features, writes.positions, writes.slots, quota=quota)
+        output.hidden_states = None
 
     def _idle(self, publish: Publish) -> GenerationBatchResult:
         empty = torch.empty(0, dtype=torch.int64, device=self.device)

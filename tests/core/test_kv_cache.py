@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,3 +181,17 @@ def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:
 def test_bytes_are_those_of_the_entries() -> None:
     cache = RingKVCache(100, TARGET_SLOTS, (3, 2, 4, 16), torch.bfloat16, "cpu")
     assert cache.nbytes == 101 * 3 * 2 * 4 * 16 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kind", ["ring", "direct"])
+def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
+    """A plain cast would make NaN or infinity of them, which reaches every reader's tokens."""
+    cache: RingKVCache | DirectKVCache = DirectKVCache(TARGET_SLOTS, SHAPE, dtype, "cpu")
+    if kind == "ring":
+        cache = RingKVCache(8, TARGET_SLOTS, SHAPE, dtype, "cpu")
+    kept, limit = torch.tensor([True, True, False, True]), torch.finfo(dtype).max
+    cache.write(torch.tensor([4, 5, 6, 7]), stamped([1, 10**6, 3, -(10**6)]), kept)
+    entries, live = cache.find(torch.tensor([4, 5, 7]))
+    assert live.all()
+    assert cache.kv.float()[entries][:, 0, 0, 0, 0].tolist() == [1, limit, -limit]

@@ -109,8 +109,20 @@ SIMULATED = (
     .with_env(SGLANG_SIMULATE_ACC_LEN="3.5", SGLANG_SIMULATE_ACC_TOKEN_MODE="real-draft-token")
 )
 TP2 = DFLASH.named("tp2").having(tp_size=2)
+# The second rank's logits and drafts are other ones.
+TP2_DISAGREEING = TP2.named("tp2-disagreeing").having(
+    speculative_dflash_extension="tests.engine.disagreeing:extension"
+)
 BUILTIN_TP2 = BUILTIN.named("builtin-tp2").having(tp_size=2)
 DP2 = DFLASH.named("dp2").having(dp_size=2)
+
+# As on a GPU with FlashAttention, the host knows only bounds of the lengths. Blocks are wider than
+# the draft was trained for, and requests reach the end of the context.
+DEVICE_LENGTHS = DFLASH.named("device-lengths").having(
+    speculative_num_draft_tokens=16,
+    context_length=96,
+    speculative_dflash_extension="tests.engine.device_lengths:extension",
+)
 
 # -- the draft KV cache
 

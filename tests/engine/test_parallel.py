@@ -14,7 +14,7 @@ import requests
 from sglang_dflash.bench.server import Server
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from tests.engine import workload
-from tests.engine.servers import BUILTIN_TP2, DFLASH, DP2, PAIR, PLAIN, TP2
+from tests.engine.servers import BUILTIN_TP2, DFLASH, DP2, PAIR, PLAIN, TP2, TP2_DISAGREEING
 
 KINDS = ("short", "demo")
 
@@ -36,6 +36,16 @@ def of_kinds(answers: dict[str, Any], kinds: tuple[str, ...] = KINDS) -> dict[st
     return {kind: answers[kind] for kind in kinds}
 
 
+def assert_same_drafts(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Every step of every request commits as much: the drafts are the same too, up to the rounding
+    of sums of two shards."""
+    steps = [
+        sum(answer["meta_info"]["spec_verify_ct"] for kind in got for answer in every[kind])
+        for every in (got, expected)
+    ]
+    assert abs(steps[0] - steps[1]) <= 0.01 * steps[1]
+
+
 @pytest.mark.server(TP2)
 @pytest.mark.recorded(PLAIN, workload.run)
 @pytest.mark.recorded(DFLASH, workload.run)
@@ -44,13 +54,7 @@ def test_a_sharded_drafter_drafts_as_the_whole_one(answers: Any, server: Server)
     workload.assert_same_outputs(got, of_kinds(answers(PLAIN, workload.run)))
     report = server.dflash()
     assert report["tensor_parallel"] == 2
-    # Every step of every request commits as much: the drafts are the same too, but for the rounding
-    # of sums of two shards.
-    steps = [
-        sum(answer["meta_info"]["spec_verify_ct"] for kind in KINDS for answer in every[kind])
-        for every in (got, answers(DFLASH, workload.run))
-    ]
-    assert abs(steps[0] - steps[1]) <= 0.01 * steps[1]
+    assert_same_drafts(got, answers(DFLASH, workload.run))
 
 
 @pytest.mark.server(TP2)
@@ -60,6 +64,16 @@ def test_a_draft_kv_cache_is_split_by_heads(server: Server) -> None:
     layers, two, heads, width = DraftConfig.from_pretrained(PAIR.draft).kv_shape
     bytes_per_entry = report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
     assert bytes_per_entry == layers * two * heads * width * 4 / 2
+
+
+@pytest.mark.server(TP2_DISAGREEING)
+@pytest.mark.recorded(PLAIN, workload.run)
+@pytest.mark.recorded(DFLASH, workload.run)
+def test_a_rank_that_disagrees_follows_the_first(answers: Any, server: Server) -> None:
+    """A rank with other drafts or tokens would have other lengths than the first from then on."""
+    got = ask(server, ("demo",))
+    workload.assert_same_outputs(got, of_kinds(answers(PLAIN, workload.run), ("demo",)))
+    assert_same_drafts(got, answers(DFLASH, workload.run))
 
 
 @pytest.mark.server(BUILTIN_TP2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from sglang_dflash.serving.memory import (
     is_bounded,
     plan_of,
     pool_config,
+    table_headroom,
 )
 
 TARGET, DRAFT, MEMORY = 1000, 250, 10_000_000
@@ -111,3 +113,22 @@ def test_allocated_draft_kv_is_not_charged_again(bound: int | None) -> None:
 def test_a_draft_runner_has_no_plan() -> None:
     runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False), True)
     assert tokens(runner) == 8_000
+
+
+@pytest.mark.parametrize(("page", "columns"), [(1, 32), (64, 95)])
+def test_a_table_row_holds_what_is_reserved(
+    page: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang reserves two blocks ahead of the committed tokens, up to a page boundary."""
+    from sglang.srt.mem_cache import allocation_sizing as sizing
+
+    spec = SimpleNamespace(
+        speculative_algorithm="DFLASH", speculative_num_steps=1, speculative_eagle_topk=1
+    )
+    monkeypatch.setattr(sizing, "get_spec", lambda: spec)
+    monkeypatch.setattr(sizing, "get_schedule", lambda: SimpleNamespace(page_size=page))
+    monkeypatch.setattr(sizing, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1))
+    monkeypatch.setattr(sizing, "max_speculative_num_draft_tokens", lambda: 16)
+    original = inspect.unwrap(sizing.get_req_to_token_extra_context_len)
+    assert original() == (20 if page == 1 else 95)
+    assert table_headroom(original) == columns

@@ -12,6 +12,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.serving import replay_pool
 from sglang_dflash.serving.memory import MemoryPlan
+from sglang_dflash.serving.recurrent import Replay, Snapshots
 
 REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
 
@@ -115,3 +116,43 @@ def test_a_buffer_without_memory_is_not_passed_on() -> None:
     for buffer in (real, torch.zeros(()).expand(2, 3), None):
         replay_pool.verify_without_snapshots(target_verify, None, intermediate_states_buffer=buffer)
     assert passed == [real, None, None] or (passed[0] is real and passed[1:] == [None, None])
+
+
+def gdn_layer(value: float) -> Any:
+    """The weights of one of SGLang's GDN layers."""
+    weights = {name: torch.full((2,), value) for name in ("bias", "A_log", "dt_bias")}
+    sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 4, "head_v_dim": 4}
+    return SimpleNamespace(
+        conv_weights=torch.full((2, 4), value), activation="silu", **weights, **sizes
+    )
+
+
+def test_new_weights_are_stacked_again() -> None:
+    """In the same memory, which a captured graph would read; and only then."""
+    recorded = {i: gdn_layer(float(i)) for i in range(3)}
+    pool = SimpleNamespace(recording=SimpleNamespace(layers=recorded))
+    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(mamba_pool=pool))
+    replay = Replay(runner, lambda *_: None)
+    layers = replay.layers()
+    stacked = (layers.conv_weight, layers.conv_bias, layers.a_log, layers.dt_bias)
+    assert [t[1].unique().item() for t in stacked if t is not None] == [1.0] * 4
+    # SGLang loads into the parameter, or replaces it.
+    recorded[1].conv_weights.fill_(5)
+    recorded[1].A_log = torch.full((2,), 5.0)
+    recorded[1].dt_bias.fill_(5)
+    recorded[1].bias.fill_(5)
+    assert layers.conv_weight[1].unique().item() == 1.0
+    manager = SimpleNamespace(draft_worker=SimpleNamespace(rollback=replay))
+    replay_pool.note_new_weights(manager, "target")
+    assert replay.layers() is layers
+    assert [t[1].unique().item() for t in stacked if t is not None] == [5.0] * 4
+
+
+def test_sglangs_ring_of_inputs_counts_as_scratch() -> None:
+    """--enable-linear-replayssm-spec keeps it in place of snapshots, which are None then."""
+    window = torch.zeros(1, 2, 4, 3, 3)
+    ring = {"replayssm_d": torch.zeros(1, 2, 5), "replayssm_k": None}
+    cache = SimpleNamespace(intermediate_ssm=None, intermediate_conv_window=[window], **ring)
+    pool = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache))
+    runner = SimpleNamespace(req_to_token_pool=pool)
+    assert Snapshots(runner).scratch_bytes == window.nbytes + 40

@@ -40,6 +40,13 @@ class RecurrentLayers:
     key_dim: int
     value_dim: int
 
+    def copy_(self, other: RecurrentLayers) -> None:
+        """Take over the weights of the same layers, in place."""
+        for name in ("conv_weight", "conv_bias", "a_log", "dt_bias"):
+            own = getattr(self, name)
+            if own is not None:
+                own.copy_(getattr(other, name))
+
 
 class VerifyInputs(NamedTuple):
     """What verification kept of up to R blocks. Any strides.

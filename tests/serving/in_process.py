@@ -1,0 +1,159 @@
+"""Our worker without a server: its drafter is real, SGLang's batch and the target are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+from torch import Tensor
+
+from sglang_dflash.core.acceptance import accept
+from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.drafter import Drafter, TargetHead
+from sglang_dflash.core.kv_cache import DraftKVCache
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.options import Options
+from sglang_dflash.serving.batch import GenerationBatchResult, draft_input
+from sglang_dflash.serving.extension import Extension
+from sglang_dflash.serving.metrics import PhaseTimes
+from sglang_dflash.serving.request_fixes import IgnoredSeeds
+from sglang_dflash.serving.target_tokens import TargetTokens
+from sglang_dflash.serving.worker import DFlashWorker
+from tests.conftest import random_model, raw_config
+
+RAW = raw_config()
+VOCAB, HIDDEN = RAW["vocab_size"], RAW["hidden_size"]
+# Two requests, with the columns of their rows in the request-to-token table.
+ROWS, COLUMNS, SLOTS = 3, 24, 100
+MODES = {"extend": SimpleNamespace(is_idle=lambda: False, is_extend=lambda: True,
+                                   is_mixed=lambda: False),
+         "decode": SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)}  # fmt: skip
+ONE_RANK: Any = SimpleNamespace(world_size=1, rank_in_group=0)
+
+
+class Target:
+    """SGLang's target worker: random logits and hidden states, with rows of padding behind them."""
+
+    def __init__(self, features: int, device: str, padding: int = 0) -> None:
+        self.features, self.device, self.padding = features, device, padding
+        self.extra: dict[str, Any] = {}
+        self.on_launch: Callable[[], None] = lambda: None
+        self.output: Any = None
+
+    def forward_batch_generation(
+        self, batch: Any, forward_batch: Any = None, **_: Any
+    ) -> GenerationBatchResult:
+        self.on_launch()
+        tokens = forward_batch.tokens if batch is None else sum(batch.extend_lens)
+        rows = tokens if batch is None else len(batch.extend_lens)
+        logits = torch.randn(rows, VOCAB, device=self.device)
+        hidden = torch.randn(tokens + self.padding, self.features, device=self.device)
+        hidden[tokens:] = float("nan")
+        self.output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden)
+        result = GenerationBatchResult(logits_output=self.output, **self.extra)
+        if batch is not None:
+            result.next_token_ids = logits.argmax(-1)
+        return result
+
+
+def drafter_of(model: DraftModel, cache: DraftKVCache, options: Any, device: str) -> Drafter:
+    embedding = torch.randn(VOCAB, HIDDEN, device=device)
+    head = TargetHead(lambda ids: embedding[ids], lambda x: (x @ embedding.T).argmax(-1))
+    attention = make_attention("torch", model.config, options.block_size, torch.device(device))
+    return Drafter(model, head, cache, options, attention)
+
+
+def worker_of(
+    window: int | None = None,
+    device: str = "cpu",
+    entries: int = 60,
+    padding: int = 0,
+    group: Any = ONE_RANK,
+    sampler: Any = None,
+    rollback: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A worker for a draft of random weights, as `DFlashWorker.__init__` and `alloc_memory_pool`
+    leave it. With a window, the draft KV cache is a ring of `entries`; its K/V is of `dtype`."""
+    with torch.device(device):
+        model = random_model(RAW).freeze()
+    worker: Any = DFlashWorker.__new__(DFlashWorker)
+    worker.device, worker.config = torch.device(device), model.config
+    worker.options = Options(window=window).resolve(model.config)
+    worker.block_size = worker.options.block_size
+    worker._offsets = torch.arange(worker.block_size, device=device)
+    worker._max_running_requests, worker._accept = 2, accept
+    worker.times, worker._ignored_seeds = PhaseTimes(), IgnoredSeeds()
+    worker.extension, worker.rollback = Extension(), rollback
+    worker._ranks = SpecTpSync(group)
+    worker.target_tokens = TargetTokens(sampler, worker._ranks)
+    cache: DraftKVCache = DirectKVCache(SLOTS, model.kv_shape, dtype, device)
+    if window is not None:
+        cache = RingKVCache(entries, SLOTS, model.kv_shape, dtype, device)
+    worker.drafter = drafter_of(model, cache, worker.options, device)
+    table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
+    worker.req_to_token_pool = SimpleNamespace(req_to_token=table)
+    worker._target_worker = Target(model.config.target_hidden_width, device, padding)
+    return worker
+
+
+def prefill_of(prefixes: Sequence[int], lengths: Sequence[int], device: str = "cpu") -> Any:
+    """A prefill of requests in rows 1, 2, ...: `lengths` tokens, of which `prefixes` are cached."""
+    return SimpleNamespace(
+        forward_mode=MODES["extend"],
+        reqs=[SimpleNamespace(origin_input_ids=[7] * n, output_ids=[]) for n in lengths],
+        prefix_lens=list(prefixes),
+        extend_lens=[n - prefix for prefix, n in zip(prefixes, lengths, strict=True)],
+        req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
+        seq_lens=torch.tensor(lengths).to(device),
+        sampling_info=None,
+        has_grammar=False,
+    )
+
+
+def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> Any:
+    """A decode step of requests in rows 1, 2, ... with that many committed tokens."""
+    seq_lens = torch.tensor(lengths)
+    given = draft_input(torch.full((len(lengths),), 5, device=device), seq_lens.to(device))
+    batch = SimpleNamespace(
+        forward_mode=MODES["decode"],
+        reqs=[SimpleNamespace() for _ in lengths],
+        req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
+        seq_lens=seq_lens.to(device),
+        seq_lens_cpu=seq_lens,
+        seq_lens_sum=sum(lengths),
+        spec_info=given,
+        sampling_info=None,
+        has_grammar=False,
+        return_logprob=False,
+        mamba_track_indices=None,
+    )
+    for name, value in changes.items():
+        setattr(batch, name, value)
+    return batch
+
+
+def prepared(verify_input: Any, batch: Any, _worker: Any) -> tuple[Any, bool]:
+    """In place of `DFlashVerifyInput.prepare_for_verify`."""
+    batch.spec_info = verify_input
+    return SimpleNamespace(tokens=len(verify_input.draft_token)), False
+
+
+def filled(worker: Any, lengths: Sequence[int]) -> Any:
+    """The worker, after the prefill of requests of these lengths."""
+    worker.forward_batch_generation(prefill_of([0] * len(lengths), lengths, str(worker.device)))
+    return worker
+
+
+def draft_kv(worker: Any, slots: Tensor) -> Tensor:
+    """K/V of target slots, NaN for those that are not live."""
+    entries, live = worker.drafter.cache.find(slots)
+    return worker.drafter.cache.kv[entries].masked_fill(
+        ~live[:, None, None, None, None], float("nan")
+    )

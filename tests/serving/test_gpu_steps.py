@@ -1,0 +1,155 @@
+"""What a GPU's host would wait for, on a made-up GPU: whole steps of our worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.serving import batch as our_batch
+from sglang_dflash.serving import worker as our_worker
+from sglang_dflash.serving.recurrent import Checkpoints, Replay
+from tests.serving.fake_cuda import FakeCuda
+from tests.serving.in_process import decode_of, prefill_of, prepared, worker_of
+
+LENGTHS = [9, 14]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    mode = FakeCuda()
+    monkeypatch.setattr(our_batch.DFlashVerifyInput, "prepare_for_verify", prepared)
+    monkeypatch.setattr(our_batch, "is_pin_memory_available", lambda _device: True)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda host: mode.pin(host))
+    monkeypatch.setattr(our_worker, "record_stream", lambda _: None)
+    with mode:
+        yield mode
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_decode_step_copies_nothing_and_reads_nothing(gpu: FakeCuda, window: int | None) -> None:
+    """Propose, verify, accept and commit."""
+    worker, batch = worker_of(window, "cuda"), decode_of(LENGTHS, "cuda")
+    gpu.crossings.clear()
+    result = worker.forward_batch_generation(batch)
+    assert gpu.crossings == []
+    assert result.next_token_ids.shape == (len(LENGTHS) * worker.block_size,)
+
+
+def test_requests_with_penalties_do_not_make_the_host_wait(gpu: FakeCuda) -> None:
+    """Which requests they are is copied while the target computes."""
+    from sglang_dflash.serving.target_tokens import TargetTokens
+
+    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
+    requests = [
+        SimpleNamespace(
+            sampling_params=SimpleNamespace(**neutral, repetition_penalty=penalty),
+            custom_logit_processor=None,
+        )
+        for penalty in (1.0, 1.5)
+    ]
+    batch = decode_of(LENGTHS, "cuda", reqs=requests)
+    batch.sampling_info = SimpleNamespace(has_custom_logit_processor=True)
+    gpu.crossings.clear()
+    ranks: Any = None
+    mask = TargetTokens(None, ranks).single_token_mask(batch)
+    assert mask is not None and mask.shape == (2,)
+    assert [crossing.waits for crossing in gpu.crossings] == [False]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_prefill_copies_before_its_forward(gpu: FakeCuda, window: int | None) -> None:
+    """From pinned memory; after the launch of the target's forward nothing crosses."""
+    worker, batch = worker_of(window, "cuda"), prefill_of([3, 0], LENGTHS, "cuda")
+    launched: list[int] = []
+    worker.target_worker.on_launch = lambda: launched.append(len(gpu.crossings))
+    gpu.crossings.clear()
+    worker.forward_batch_generation(batch)
+    assert launched == [len(gpu.crossings)]
+    assert len(gpu.crossings) == (1 if window is None else 2)
+    assert not any(crossing.waits for crossing in gpu.crossings)
+
+
+@pytest.mark.parametrize("kind", ["ring", "direct"])
+def test_the_draft_kv_cache_stays_on_the_device(gpu: FakeCuda, kind: str) -> None:
+    shape = (2, 2, 1, 8)
+    cache: Any = (
+        RingKVCache(20, 40, shape, torch.float32, "cuda")
+        if kind == "ring"
+        else DirectKVCache(40, shape, torch.float32, "cuda")
+    )
+    slots = torch.arange(6, device="cuda")
+    kv, keep = torch.zeros(6, *shape, device="cuda"), slots < 4
+    gpu.crossings.clear()
+    for quota in (None, 3):
+        cache.write(slots, kv, keep, quota)
+        cache.write(slots, kv, None, quota)
+    cache.forget(slots)
+    cache.read(slots.view(2, 3), keep.view(2, 3))
+    cache.clear()
+    assert gpu.crossings == []
+
+
+class Layer(SimpleNamespace):
+    """The weights of one of SGLang's GDN layers."""
+
+    @classmethod
+    def on(cls, device: str) -> Layer:
+        return cls(
+            conv_weights=torch.zeros(24, 4, device=device), bias=None, activation="silu",
+            A_log=torch.zeros(2, device=device), dt_bias=torch.zeros(2, device=device),
+            num_k_heads=1, num_v_heads=2, head_k_dim=4, head_v_dim=8,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("with_checkpoints", [False, True])
+def test_replays_commit_stays_on_the_device(gpu: FakeCuda, with_checkpoints: bool) -> None:
+    """All but the fold, which is a kernel (tests/kernels/test_gated_delta_fold.py)."""
+    layers, rows, block = 2, 3, 4
+    windows = torch.zeros(layers, rows, block, 24, 3, device="cuda")
+    pool = SimpleNamespace(
+        recording=SimpleNamespace(
+            layers={i: Layer.on("cuda") for i in range(layers)},
+            windows=torch.zeros(layers, rows, 24, 3, device="cuda"),
+            gates=torch.zeros(2, layers, rows, block, 2, device="cuda"),
+        ),
+        mamba_cache=SimpleNamespace(
+            conv=[torch.zeros(layers, 9, 24, 3, device="cuda")],
+            temporal=torch.zeros(layers, 9, 2, 8, 4, device="cuda"),
+            intermediate_conv_window=[windows],
+        ),
+    )
+    slots = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    linear = SimpleNamespace(
+        forward_metadata=SimpleNamespace(mamba_cache_indices=slots),
+        _translate_mamba_indices=lambda indices: indices,
+    )
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(mamba_pool=pool),
+        attn_backend=SimpleNamespace(linear_attn_backend=linear),
+    )
+    folded: list[Any] = []
+    replay = Replay(runner, lambda *args: folded.append(args))
+    lengths = torch.ones(2, dtype=torch.int64, device="cuda")
+    due = Checkpoints(lengths.clone(), lengths - 2) if with_checkpoints else None
+    gpu.crossings.clear()
+    replay.commit(lengths, due)
+    assert gpu.crossings == [] and len(folded) == 1 + with_checkpoints
+
+
+def test_a_host_scalar_in_an_indexed_assignment_is_noticed(gpu: FakeCuda) -> None:
+    """The made-up GPU sees what a real one would wait for."""
+    owner, where = torch.zeros(4, device="cuda"), torch.tensor([1], device="cuda")
+    assert [crossing.name for crossing in gpu.crossings] == ["_to_copy"]
+    gpu.crossings.clear()
+    owner[where] = -1
+    assert [crossing.waits for crossing in gpu.crossings] == [True]
+    gpu.crossings.clear()
+    owner[1:].fill_(-1)
+    assert gpu.crossings == []

@@ -1,0 +1,151 @@
+"""Which worker serves 8-bit and 4-bit weights and KV, and the dtype of draft K/V: the cases of
+docs/limits.md, each through SGLang's own resolution of its arguments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+
+from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.serving import target_model
+from sglang_dflash.serving.batch import DFlashVerifyInput
+from sglang_dflash.serving.pairing import unserved_setting
+from tests.serving.in_process import decode_of, filled, prepared
+from tests.serving.in_process import worker_of as worker_of_step
+
+PAIR = demo_pair("dense")
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+NVFP4 = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "kv_cache_quant_algo": "FP8",
+    "ignore": ["lm_head"],
+}
+
+
+def quantized(folder: Path, name: str, config: dict[str, Any]) -> str:
+    """A copy of the demo target or draft whose config declares quantized weights."""
+    shutil.copytree(getattr(PAIR, name), folder / name)
+    raw = json.loads((folder / name / "config.json").read_text())
+    (folder / name / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
+    return str(folder / name)
+
+
+def argv(*flags: str, target: str = str(PAIR.target), draft: str = str(PAIR.draft)) -> list[str]:
+    algorithm = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
+    return ["--model-path", target, *algorithm, *flags]
+
+
+def worker_of(given: Any) -> str:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(given)
+    return "builtin" if getattr(worker, "__name__", "") == "DFlashWorkerV2" else "ours"
+
+
+def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Of draft K/V, for a model in bfloat16, as our worker decides it."""
+    monkeypatch.setattr(target_model, "get_model", lambda: settings)
+    monkeypatch.setattr(target_model, "get_spec", lambda: settings)
+    return target_model.draft_kv_dtype(torch.bfloat16)
+
+
+KV = {
+    (): torch.bfloat16,
+    ("--kv-cache-dtype", "fp8_e4m3"): torch.float8_e4m3fn,
+    (
+        "--kv-cache-dtype",
+        "fp8_e4m3",
+        "--speculative-draft-kv-cache-dtype",
+        "bf16",
+    ): torch.bfloat16,
+    ("--speculative-draft-kv-cache-dtype", "fp8_e4m3"): torch.float8_e4m3fn,
+}
+
+
+@pytest.mark.parametrize("flags", KV, ids=" ".join)
+def test_8_bit_kv_is_served(
+    flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = resolve(argv(*flags))
+    assert worker_of(given) == "ours"
+    assert draft_dtype(resolving_view(given), monkeypatch) == KV[flags]
+
+
+NO_4_BIT = "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype"
+# SGLang takes these on a Blackwell GPU only: the settings as they would arrive there, why our
+# worker does not serve, and the dtype of its draft K/V if it does.
+BLACKWELL: list[tuple[dict[str, str], str | None, torch.dtype | None]] = [
+    ({"kv_cache_dtype": "mxfp8"}, None, torch.float8_e4m3fn),
+    ({"kv_cache_dtype": "nvfp4"}, NO_4_BIT, None),
+    ({"kv_cache_dtype": "fp4_mx_block16"}, NO_4_BIT, None),
+    (
+        {"kv_cache_dtype": "nvfp4", "speculative_draft_kv_cache_dtype": "bf16"},
+        None,
+        torch.bfloat16,
+    ),
+    (
+        {"kv_cache_dtype": "nvfp4", "speculative_draft_kv_cache_dtype": "fp8_e4m3"},
+        None,
+        torch.float8_e4m3fn,
+    ),
+    (
+        {"kv_cache_dtype": "nvfp4", "speculative_draft_attention_backend": "fa4"},
+        None,
+        torch.bfloat16,
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason", "dtype"), BLACKWELL)
+def test_kv_of_a_blackwell_gpu(
+    changes: dict[str, str],
+    reason: str | None,
+    dtype: torch.dtype | None,
+    resolve: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = resolve(argv())
+
+    class Arrived:
+        def __getattr__(self, name: str) -> Any:
+            return changes.get(name, getattr(resolving_view(given), name))
+
+    assert unserved_setting(Arrived(), str(PAIR.draft)) == reason
+    if dtype is not None:
+        assert draft_dtype(Arrived(), monkeypatch) == dtype
+
+
+@pytest.mark.parametrize("config", [FP8, NVFP4], ids=["fp8", "nvfp4"])
+def test_a_quantized_target_is_served(
+    config: dict[str, Any], resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lm_head decides, when it is loaded: tests/engine/test_start_up.py."""
+    given = resolve(argv(target=quantized(tmp_path, "target", config)))
+    assert worker_of(given) == "ours"
+    # Also if the checkpoint asks for 8-bit KV of the target.
+    assert draft_dtype(resolving_view(given), monkeypatch) == torch.bfloat16
+
+
+def test_a_quantized_draft_goes_to_the_built_in_worker(
+    resolve: Any, tmp_path: Path, capfd: Any
+) -> None:
+    assert worker_of(resolve(argv(draft=quantized(tmp_path, "draft", FP8)))) == "builtin"
+    assert "quantization_config" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_8_bit_draft_kv_drafts(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill and a decode step; the drafts are of tokens, whatever was rounded."""
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
+    worker = filled(worker_of_step(window, dtype=torch.float8_e4m3fn), [9, 14])
+    assert worker.drafter.cache.kv.dtype == torch.float8_e4m3fn
+    result = worker.forward_batch_generation(decode_of([9, 14]))
+    assert worker.drafter.cache.kv.float().isfinite().all()
+    assert all(1 <= n <= worker.block_size for n in result.accept_lens.tolist())

@@ -1,0 +1,204 @@
+"""Prefill and decode steps of our worker, without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_dflash.serving.batch import DFlashVerifyInput
+from tests.serving.in_process import (
+    COLUMNS,
+    ROWS,
+    decode_of,
+    draft_kv,
+    filled,
+    prefill_of,
+    prepared,
+    worker_of,
+)
+
+LENGTHS = [9, 14]
+
+
+@pytest.fixture(autouse=True)
+def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
+
+
+def slots_of(lengths: list[int]) -> Tensor:
+    table = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) + 1
+    return torch.cat([table[row, :n] for row, n in enumerate(lengths, 1)])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_prompts_slots_are_known_before_the_forward(window: int | None) -> None:
+    """SGLang may change the table as soon as the target's forward has read it."""
+    written = []
+    for changed in (False, True):
+        torch.manual_seed(1)
+        worker = worker_of(window)
+        if changed:
+            table = worker.req_to_token_pool.req_to_token
+            worker.target_worker.on_launch = lambda table=table: table.fill_(99)
+        worker.forward_batch_generation(prefill_of([0, 0], LENGTHS))
+        written.append(draft_kv(worker, slots_of(LENGTHS)))
+    assert written[0].isfinite().any()
+    assert written[0].nan_to_num(-1).equal(written[1].nan_to_num(-1))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_rows_of_padding_are_no_tokens(window: int | None) -> None:
+    """Behind the hidden states of a prefill, and of a verify forward."""
+    worker = filled(worker_of(window, padding=3), LENGTHS)
+    result = worker.forward_batch_generation(decode_of(LENGTHS))
+    assert worker.drafter.cache.kv.isfinite().all()
+    assert result.logits_output.hidden_states is None
+    committed = result.new_seq_lens.tolist()
+    newest = torch.cat([slots_of([0, n])[-1:] if row else slots_of([n])[-1:]
+                        for row, n in enumerate(committed)])  # fmt: skip
+    assert draft_kv(worker, newest).isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_more_may_be_reserved_than_the_table_has_columns(window: int | None) -> None:
+    """Lengths that only the device knows: the host's bound on them is what SGLang has reserved."""
+    lengths = [COLUMNS - 4, 9]
+    results = []
+    for on_host in (True, False):
+        torch.manual_seed(1)
+        batch = decode_of(lengths)
+        if not on_host:
+            batch.seq_lens_cpu = batch.seq_lens_sum = None
+            reserved = torch.tensor([COLUMNS + 8, 24])
+            batch.spec_info.nxt_kv_lens_cpu, batch.spec_info.nxt_kv_lens_sum = reserved, 56
+        worker = filled(worker_of(window), lengths)
+        results.append(worker.forward_batch_generation(batch))
+    assert results[0].next_token_ids.equal(results[1].next_token_ids)
+    assert results[0].new_seq_lens.equal(results[1].new_seq_lens)
+
+
+def test_what_the_target_returns_is_handed_on() -> None:
+    """Routed experts, indexer top-k, and whatever SGLang adds."""
+    worker = filled(worker_of(), LENGTHS)
+    extra = {"routed_experts_output": object(), "indexer_topk_output": object()}
+    worker.target_worker.extra = extra | {"can_run_cuda_graph": True}
+    result = worker.forward_batch_generation(decode_of(LENGTHS))
+    assert all(getattr(result, name) is value for name, value in extra.items())
+    assert result.can_run_cuda_graph and result.accept_lens.tolist() != []
+
+
+def sampling_info(**changes: Any) -> Any:
+    rows = len(LENGTHS)
+    info = SimpleNamespace(
+        is_all_greedy=True,
+        sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None,
+        logit_bias=None,
+        grammar_mask=None,
+        grammars=None,
+        has_custom_logit_processor=False,
+        penalizer_orchestrator=None,
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        temperatures=torch.ones(rows, 1),
+    )
+    for name, value in changes.items():
+        setattr(info, name, value)
+    return info
+
+
+def test_the_sampling_mask_of_a_step_is_handed_on() -> None:
+    """A greedy request's tokens are drawn from themselves."""
+    worker = filled(worker_of(sampler=SimpleNamespace(_sync_token_ids_across_tp=print)), LENGTHS)
+    info = sampling_info(sampling_mask_batch_indices=torch.tensor([1]), sampling_mask_top_ks=[1])
+    result = worker.forward_batch_generation(decode_of(LENGTHS, sampling_info=info))
+    mask = result.logits_output.sampling_mask_output
+    assert mask.token_ids[0, :, 0].tolist() == result.next_token_ids.view(2, -1)[1].tolist()
+    assert mask.num_accept_tokens.tolist() == result.accept_lens[1:].tolist()
+
+
+class Sampler:
+    """Notes which memory it is given, and turns logits into probabilities in place."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def __call__(self, output: Any, *_: Any) -> Tensor:
+        logits = output.next_token_logits
+        self.given.append(logits.data_ptr())
+        tokens = logits.argmax(-1)
+        logits.copy_(logits.softmax(-1))
+        return tokens.int()
+
+    def _sync_token_ids_across_tp(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("return_logprob", [False, True])
+def test_logits_are_copied_only_for_log_probabilities(
+    return_logprob: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_dflash.serving import sampling
+
+    monkeypatch.setattr(sampling, "repeated_sampling_info", lambda info, _times: info)
+    seen: list[Tensor] = []
+    monkeypatch.setattr(
+        sampling,
+        "compute_spec_logprobs",
+        lambda _batch, output, *_, **__: seen.append(output.next_token_logits.clone()),
+    )
+    sampler = Sampler()
+    worker = filled(worker_of(sampler=sampler), LENGTHS)
+    info = sampling_info(is_all_greedy=False)
+    worker.forward_batch_generation(
+        decode_of(LENGTHS, sampling_info=info, return_logprob=return_logprob)
+    )
+    logits = worker.target_worker.output.next_token_logits
+    assert (sampler.given == [logits.data_ptr()]) is not return_logprob
+    if return_logprob:
+        assert not seen[0].sum(-1).allclose(torch.ones(len(seen[0])))
+
+
+class FirstRank:
+    """A group of two in which this rank is the second; the first one's tensors are known."""
+
+    world_size, rank_in_group = 2, 1
+
+    def __init__(self) -> None:
+        self.firsts: list[Tensor] = []
+        self.replaced: list[Tensor] = []
+
+    def broadcast(self, values: Tensor, src: int) -> None:
+        assert src == 0
+        self.replaced.append(values.clone())
+        values.copy_(self.firsts.pop(0).view_as(values))
+
+
+def test_every_choice_is_the_first_ranks() -> None:
+    """Its first tokens, its drafts, and its tokens after verify: one differing argmax would part
+    the ranks for good."""
+    group, rows = FirstRank(), len(LENGTHS)
+    worker = worker_of(group=group)
+    group.firsts = [torch.tensor([3, 4])]
+    result = worker.forward_batch_generation(prefill_of([0, 0], LENGTHS))
+    assert result.next_token_ids.tolist() == [3, 4]
+    assert result.next_draft_input.bonus_tokens.tolist() == [3, 4]
+    block = torch.tensor([[5, 1, 2, 3], [5, 4, 5, 6]])
+    group.firsts = [block, torch.tensor([[1, 2, 9, 9], [0, 1, 2, 3]])]
+    result = worker.forward_batch_generation(decode_of(LENGTHS))
+    assert not group.firsts and len(group.replaced) == 3
+    assert result.accept_lens.tolist() == [3, 1]
+    assert result.next_token_ids.view(rows, -1)[0, :3].tolist() == [1, 2, 9]
+    assert result.next_draft_input.bonus_tokens.tolist() == [9, 0]
+
+
+def test_a_site_that_is_switched_off_is_not_synchronized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SPEC_TP_SYNC", "off")
+    group = FirstRank()
+    worker = filled(worker_of(group=group), LENGTHS)
+    worker.forward_batch_generation(decode_of(LENGTHS))
+    assert not group.replaced
