@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.serving.extension import Extension
 
 
 class OtherDrafts(Drafter):
-    def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        block = super().propose(bonus, seq_lens, positions, slots)
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        block = super().propose(bonus, requests)
         block[:, 1::3] = (block[:, 1::3] + 1) % self.model.config.vocab_size
         return block
 
