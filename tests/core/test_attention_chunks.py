@@ -130,7 +130,7 @@ def test_the_default_is_one_copy_of_a_small_batch() -> None:
     kv = torch.randn(ENTRIES + 1, 3, 2, 2, 16)
     attention.prepare(kv, table([30, 0, 5, 17], None))
     copies = []
-    select = torch.Tensor.index_select
+    select = torch.index_select
 
     class Counting(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):

@@ -49,14 +49,14 @@ class TorchAttention:
         if at_once >= requests:
             # What all layers share is made once.
             self._whole = self._whole or self._requests(0, requests)
-            return self._whole.attend(layer, self._layers[layer], self._kv, q, k, v)
+            return self._whole.attend(layer, self._layers[layer], q, k, v)
         out = torch.empty_like(q)
         for first, count in pieces(requests, at_once):
             some = slice(first, first + count)
             own = q[some], k[some], v[some]
             if at_once:
                 part = self._requests(first, count)
-                out[some] = part.attend(layer, self._layers[layer], self._kv, *own)
+                out[some] = part.attend(layer, self._layers[layer], *own)
             else:
                 out[some] = self._one_request(layer, first, *own, self._chunk_bytes // each)
         return out
@@ -70,7 +70,7 @@ class TorchAttention:
         entries, seq_lens, window = self._table
         some = slice(first, first + count)
         part = ContextTable(entries[some], seq_lens[some], window)
-        return _Whole(part, self._block, self._depth, len(self._kv) // self._depth)
+        return _Whole(part, self._block, self._depth, self._kv)
 
     def _one_request(
         self, layer: int, at: int, q: Tensor, k: Tensor, v: Tensor, width: int
@@ -86,8 +86,7 @@ class TorchAttention:
             part = entries[0, first : first + count]
             positions = context_positions(seq_lens, count, window, first)
             seen = visibility(kind, positions, seq_lens, part[None] >= 0, self._block)
-            rows = _rows(part, self._depth, len(self._kv)) + layer
-            old = self._kv.index_select(0, rows)
+            old = self._kv[layer:].index_select(0, _rows(part, self._depth, len(self._kv)))
             softmax.add(old[:, 0], old[:, 1], seen[0, :, :count])
         return softmax.result().to(q.dtype)[None]
 
@@ -95,20 +94,20 @@ class TorchAttention:
 class _Whole:
     """Attention of some requests, each over its whole context."""
 
-    def __init__(self, table: ContextTable, block: int, depth: int, num_entries: int) -> None:
-        entries, _, _ = table
-        self._table, self._block = table, block
+    def __init__(self, table: ContextTable, block: int, depth: int, kv: Tensor) -> None:
+        """`kv`: `[S * L, 2, G, D]`."""
+        self._table, self._block, self._kv = table, block, kv
         # B free columns for the block's own K/V.
-        padded = F.pad(entries, (0, block), value=-1)
-        self._rows = _rows(padded.flatten(), depth, depth * num_entries)
+        padded = F.pad(table.entries, (0, block), value=-1)
+        self._rows = _rows(padded.flatten(), depth, len(kv))
+        # Every layer's copy in turn.
+        self._copy = kv.new_empty(len(self._rows), *kv.shape[1:])
         self._masks: dict[LayerAttention, Tensor] = {}
 
-    def attend(
-        self, layer: int, kind: LayerAttention, kv: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        old = kv.index_select(0, self._rows + layer)
+    def attend(self, layer: int, kind: LayerAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        torch.index_select(self._kv[layer:], 0, self._rows, out=self._copy)
         columns = self._table.entries.shape[1] + self._block
-        both = old.unflatten(0, (len(q), columns)).to(q.dtype)  # [R, C + B, 2, G, D]
+        both = self._copy.unflatten(0, (len(q), columns)).to(q.dtype)  # [R, C + B, 2, G, D]
         both[:, -self._block :, 0] = k
         both[:, -self._block :, 1] = v
         if kind not in self._masks:
@@ -117,7 +116,9 @@ class _Whole:
 
     def _mask(self, kind: LayerAttention) -> Tensor:
         entries, seq_lens, window = self._table
-        positions = context_positions(seq_lens, entries.shape[1], window)
+        positions = entries
+        if kind.sliding_window is not None:  # others do not look at them
+            positions = context_positions(seq_lens, entries.shape[1], window)
         return visibility(kind, positions, seq_lens, entries >= 0, self._block)
 
 

@@ -66,27 +66,26 @@ def fill_table(
         entries: int32 `[R, C]`, written (see `ContextTable`). C is at least the smaller of the
             longest request's length and the window's size.
         req_to_token: int `[rows, positions]`, see `RequestSlots`.
-        rows: int `[R]`; not used for a request of length 0.
+        rows: int `[R]`.
         seq_lens: int `[R]`.
         window: what the drafts read.
         tags: of a ring; None for a cache with an entry per target slot. The flag of the padding
             entry is left False.
     """
     last = req_to_token.shape[1] - 1
+    ends = seq_lens.clamp(max=last + 1)[:, None]
     if tags is not None:
         tags.in_use.zero_()
     for first, width in pieces(entries.shape[1], PIECE // max(1, len(entries))):
         positions = context_positions(seq_lens.long(), width, window, first)
-        visible = (positions < seq_lens[:, None]) & (positions <= last)
-        row = rows.long()[:, None].where(visible, 0)
-        slots = req_to_token[row, positions.clamp(max=last)].long().where(visible, 0)
+        visible = positions < ends
+        found = req_to_token[rows[:, None], positions.clamp(max=last)].where(visible, 0)
         if tags is not None:
-            found = tags.entry_of[slots].long()
-            visible = visible & (tags.owner[found] == slots)
-            slots = found
+            slots, found = found, tags.entry_of[found]
+            visible &= tags.owner[found] == slots
             used = found.where(visible, len(tags.in_use) - 1)
-            tags.in_use.index_fill_(0, used.flatten(), True)
-        entries[:, first : first + width] = slots.where(visible, -1)
+            tags.in_use.index_fill_(0, used.flatten().long(), True)
+        entries[:, first : first + width] = found.where(visible, -1)
     if tags is not None:
         tags.in_use[-1:].fill_(False)
 
