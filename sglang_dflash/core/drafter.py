@@ -3,9 +3,9 @@ block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -69,6 +69,12 @@ class Proposer(Protocol):
             int64 `[R, B]`: the bonus token and B - 1 drafted ones.
         """
 
+    def describe(self) -> Mapping[str, Any]:
+        """What /server_info shows of its set-up."""
+
+    def report(self) -> Mapping[str, Any]:
+        """What /server_info shows of its counts."""
+
 
 class Drafter:
     """DFlash drafting (arXiv 2602.06036, section 4): one forward fills the block. A `Proposer`."""
@@ -108,6 +114,12 @@ class Drafter:
         drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1))
         ids[:, 1:] = drafted.unflatten(0, (-1, block - 1))
         return ids
+
+    def describe(self) -> Mapping[str, Any]:
+        return {}
+
+    def report(self) -> Mapping[str, Any]:
+        return {}
 
 
 # A draft head other than ours is made by a function with the signature of `Drafter`.

@@ -79,6 +79,7 @@ class GraphedDrafter:
                 drafter has a window.
         """
         self._drafter, self._table = drafter, req_to_token
+        self.cache: DraftKVCache = drafter.cache
         self._buckets = tuple(sorted(set(buckets)))
         positions, window = req_to_token.shape[1], drafter.context_window
         if window is not None:
@@ -95,10 +96,6 @@ class GraphedDrafter:
                 self._graphs[key] = recorder.record(partial(self._propose, key))
             key = Key(requests, 0, drafter.block_size)
             self._graphs[key] = recorder.record(partial(self._commit, key))
-
-    @property
-    def cache(self) -> DraftKVCache:
-        return self._drafter.cache
 
     @property
     def static_bytes(self) -> int:

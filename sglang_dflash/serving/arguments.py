@@ -25,6 +25,12 @@ ALIASES = {
 RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
 WORKERS = ("auto", "builtin")
 GUARD = ("on", "off")
+DRAFT_GRAPHS = ("auto", "off", "recorded")
+CHOICES = {
+    "speculative_dflash_worker": WORKERS,
+    "speculative_dflash_request_guard": GUARD,
+    "speculative_dflash_draft_graphs": DRAFT_GRAPHS,
+}
 DEFAULTS: dict[str, Any] = {
     "speculative_dflash_worker": "auto",
     "speculative_dflash_draft_kv_tokens": None,
@@ -32,6 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "speculative_dflash_recurrent_rollback": Options.recurrent_rollback,
     "speculative_dflash_extension": None,
     "speculative_dflash_request_guard": "on",
+    "speculative_dflash_draft_graphs": "auto",
 }
 
 
@@ -74,6 +81,13 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         "(sglang_dflash.serving.extension).",
     )
     add(
+        "--speculative-dflash-draft-graphs",
+        choices=DRAFT_GRAPHS,
+        help="'auto' captures the drafter's steps in CUDA graphs if the target's are captured, "
+        "'off' does not. 'recorded' replays lists of torch operations instead, on a CPU: the same "
+        "path, for tests. Default: auto.",
+    )
+    add(
         "--speculative-dflash-request-guard",
         choices=GUARD,
         help="Whether requests that would end the server are refused with HTTP 400, under any "
@@ -111,12 +125,10 @@ def server_args_from_kwargs(**kwargs: Any) -> Any:
 
 
 def _attach(server_args: Any, given: dict[str, Any]) -> Any:
-    worker = given.get("speculative_dflash_worker", "auto")
-    if worker not in WORKERS:
-        raise ConfigError(f"speculative_dflash_worker: {worker!r}; choose one of {WORKERS}")
-    guard = given.get("speculative_dflash_request_guard", "on")
-    if guard not in GUARD:
-        raise ConfigError(f"speculative_dflash_request_guard: {guard!r}; choose one of {GUARD}")
+    for name, choices in CHOICES.items():
+        value = given.get(name, DEFAULTS[name])
+        if value not in choices:
+            raise ConfigError(f"{name}: {value!r}; choose one of {choices}")
     setattr(server_args, ATTRIBUTE, given)
     return server_args
 
@@ -139,6 +151,11 @@ def builtin_requested(server_args: Any) -> bool:
 def guard_off(server_args: Any) -> bool:
     """Whether --speculative-dflash-request-guard is off."""
     return _given(server_args)["speculative_dflash_request_guard"] == "off"
+
+
+def draft_graphs(server_args: Any) -> str:
+    """The value of --speculative-dflash-draft-graphs."""
+    return _given(server_args)["speculative_dflash_draft_graphs"]
 
 
 def extension_path(server_args: Any) -> str | None:

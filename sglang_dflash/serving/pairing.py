@@ -29,6 +29,7 @@ from sglang_dflash.serving.draft_backends import (
     unserved_attention,
 )
 from sglang_dflash.serving.draft_code import refuse_code
+from sglang_dflash.serving.graphs import check_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ def check_pair(server_args: Any) -> None:
     if not dummy_weights(settings):
         check_shapes(config, tensor_shapes(folder))
     if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
-        check_attention(server_args, config, torch.device(settings.device))
+        device = torch.device(settings.device)
+        check_attention(server_args, config, device)
+        check_graphs(arguments.draft_graphs(server_args), device, settings.tp_size)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
@@ -133,6 +136,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         load_draft=functools.partial(load, folder),
         options=arguments.options(server_args, settings),
         attention=asked_attention(server_args),
+        draft_graphs=arguments.draft_graphs(server_args),
         extension_path=arguments.extension_path(server_args),
     )
 
@@ -148,7 +152,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     verify(row for row in SEAMS if not row.only_if_loaded)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
-        ours = ("load_draft", "options", "attention", "extension_path")
+        ours = ("load_draft", "options", "attention", "draft_graphs", "extension_path")
         return _fall_back(reason, builtin)(**{k: v for k, v in kwargs.items() if k not in ours})
     return DFlashWorker(**kwargs)
 

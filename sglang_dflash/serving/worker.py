@@ -42,6 +42,7 @@ from sglang_dflash.serving.batch import (
 )
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
 from sglang_dflash.serving.extension import Step, load_extension
+from sglang_dflash.serving.graphs import graphed
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
 from sglang_dflash.serving.prompt import PromptWrites, missing_tails, place_prompt
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
@@ -67,10 +68,16 @@ class DFlashWorker(BaseSpecWorker):
         load_draft: Callable[..., DraftModel],
         options: Options,
         attention: str | None = None,
+        draft_graphs: str = "off",
         extension_path: str | None = None,
     ) -> None:
-        """`load_draft`: called with `dtype`, `device`, `tp` and `ops`; `attention`: the draft
-        attention backend, None for the best. The rest comes from SGLang."""
+        """The rest comes from SGLang.
+
+        Args:
+            load_draft: called with `dtype`, `device`, `tp` and `ops`.
+            attention: the draft attention backend; None for the best.
+            draft_graphs: the value of --speculative-dflash-draft-graphs.
+        """
         super().__init__()
         del gpu_id, nccl_port
         self._target_worker = target_worker
@@ -89,6 +96,7 @@ class DFlashWorker(BaseSpecWorker):
         self.extension = load_extension(extension_path, target_worker)
         self._accept = sampling.accept_rule(self.block_size, self._model.ops.accept)
         self._attention = choose_attention(attention, self.config, self.device, ATTENTION)
+        self._draft_graphs = draft_graphs
         if sampling.simulated_acceptance_length() is not None:
             logger.warning(
                 "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
@@ -183,6 +191,16 @@ class DFlashWorker(BaseSpecWorker):
         )
         return ATTENTION[self._attention].make(self.config, setting)
 
+    def init_cuda_graphs(self) -> None:
+        """After the target's."""
+        self.drafter = graphed(
+            self.drafter,
+            self._draft_graphs,
+            self.device,
+            self.req_to_token_pool.req_to_token,
+            ATTENTION[self._attention].capabilities.capturable,
+        )
+
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
 
@@ -204,13 +222,14 @@ class DFlashWorker(BaseSpecWorker):
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": self._attention,
             "draft_ops": type(self._model.ops).__name__,
+            **self.drafter.describe(),
             "simulated_acceptance": sampling.simulated_acceptance_length(),
         }
 
     def report(self) -> dict[str, Any]:
         """`describe`, and the counts so far."""
         live_share = round(self.drafter.cache.live_share(), 4)
-        progress = {**self.counts.report(), **self.times.report()}
+        progress = {**self.counts.report(), **self.times.report(), **self.drafter.report()}
         return {**self.describe(), "draft_kv_live_share": live_share, **progress}
 
     # -- the step ------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class KnownDrafts:
         """`continuations`: prompt ids to output ids."""
         self._drafter, self._observer, self._continuations = drafter, observer, continuations
         self.cache = drafter.cache
-        self.absorb = drafter.absorb
+        self.absorb, self.describe, self.report = drafter.absorb, drafter.describe, drafter.report
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         block = self._drafter.propose(bonus, requests)
