@@ -124,6 +124,32 @@ DEVICE_LENGTHS = DFLASH.named("device-lengths").having(
     speculative_dflash_extension="tests.engine.device_lengths:extension",
 )
 
+# -- the drafter's steps from recordings; most batches have up to 8 requests
+
+RECORDED: dict[str, Any] = {
+    "speculative_dflash_draft_graphs": "recorded",
+    "max_running_requests": 8,
+}
+GRAPHS = replace(
+    DFLASH.named("graphs").having(**RECORDED),
+    extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
+)
+GRAPHS_WINDOW = DFLASH.named("graphs-page64-window").having(page_size=64, **RECORDED, **WINDOW)
+HYBRID_PAIR = demo_pair("hybrid")
+HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
+    model_path=HYBRID_PAIR.target,
+    max_mamba_cache_size=64,
+    mamba_track_interval=64,
+    mamba_scheduler_strategy="extra_buffer",
+    max_running_requests=8,
+)
+HYBRID_PAIR_GRAPHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
+    speculative_algorithm="DFLASH",
+    speculative_draft_model_path=HYBRID_PAIR.draft,
+    speculative_dflash_recurrent_rollback="snapshot",
+    **RECORDED,
+)
+
 # -- the draft KV cache
 
 CHATS_DEFAULT = DFLASH.named("chats-default").having(
