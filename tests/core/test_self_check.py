@@ -1,0 +1,112 @@
+"""The start-up check finds operations, attention and recordings that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_dflash.core.attention.reference import TorchAttention
+from sglang_dflash.core.graphs import GraphedDrafter
+from sglang_dflash.core.model import DraftModel
+from sglang_dflash.core.ops import TorchOps
+from sglang_dflash.core.recording import OpRecorder
+from sglang_dflash.core.self_check import (
+    SelfCheckFailed,
+    check_attention,
+    check_ops,
+    check_recording,
+)
+from tests.conftest import random_model, raw_config
+from tests.core.test_recording import drafter_of, table
+
+OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
+       "prepare_block", "accept"]  # fmt: skip
+BLOCK = 4
+
+
+class Other:
+    """Not torch's operations by type, but the same results, except for those of `wrong`."""
+
+    def __init__(self, wrong: str = "", change: float = 0.01) -> None:
+        self._ops, self._wrong, self._change = TorchOps(), wrong, change
+
+    def __getattr__(self, name: str) -> Any:
+        right = getattr(self._ops, name)
+        if name != self._wrong:
+            return right
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = right(*args, **kwargs)
+            if name == "write_context":
+                args[0][7] += self._change
+                return out
+            parts = [out] if isinstance(out, Tensor) else list(out)
+            parts[0] = parts[0] + (self._change if parts[0].is_floating_point() else 1)
+            return parts[0] if isinstance(out, Tensor) else tuple(parts)
+
+        return run
+
+
+def model_of(ops: Any) -> DraftModel:
+    model = random_model(raw_config())
+    model.ops = ops
+    return model
+
+
+def test_the_models_own_torch_operations_are_not_compared() -> None:
+    assert check_ops(model_of(TorchOps()), BLOCK) == []
+
+
+def test_equal_operations_pass() -> None:
+    assert check_ops(model_of(Other()), BLOCK) == OPS
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_operation_that_differs_is_named(name: str) -> None:
+    with pytest.raises(SelfCheckFailed, match=rf"self-check: {name} \[.*differs from torch by"):
+        check_ops(model_of(Other(wrong=name)), BLOCK)
+
+
+def test_nan_is_a_difference() -> None:
+    with pytest.raises(SelfCheckFailed, match="silu_mul"):
+        check_ops(model_of(Other(wrong="silu_mul", change=float("nan"))), BLOCK)
+
+
+class Blind(TorchAttention):
+    """Sees no context in the second layer."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer == 1:
+            return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        return super().attend(layer, q, k, v)
+
+
+def test_attention_is_compared_layer_by_layer() -> None:
+    model = random_model(raw_config(layer_types=["sliding_attention"] * 2 + ["full_attention"],
+                                    sliding_window=8))  # fmt: skip
+    check_attention(model, BLOCK, TorchAttention(model.config.layers, BLOCK, chunk_bytes=4096))
+    with pytest.raises(SelfCheckFailed, match=r"attention of layer 1 \(Blind\)"):
+        check_attention(model, BLOCK, Blind(model.config.layers, BLOCK))
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -> None:
+    slots, drafter = table(), drafter_of(window)
+    before = slots.clone()
+    before[1:4] = 0
+    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (4,), (64,))
+    slots.copy_(before)
+    check_recording(drafter, recorded, slots)
+    assert torch.equal(slots[1:4, :1], before[1:4, :1]) and drafter.cache.live_share() in (0, 1)
+
+    class Stale:
+        """Repeats its first answer."""
+
+        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
+            return recorded.propose(bonus, requests) + 1
+
+    with pytest.raises(SelfCheckFailed, match="recorded proposal"):
+        check_recording(drafter, Stale(), slots)
