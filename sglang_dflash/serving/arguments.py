@@ -24,12 +24,13 @@ ALIASES = {
 # that they export: SGLANG_ENABLE_OVERLAP_PLAN_STREAM, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.
 RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
 WORKERS = ("auto", "builtin")
-GUARD = ("on", "off")
+GUARD = SELF_CHECK = ("on", "off")
 DRAFT_GRAPHS = ("auto", "off", "recorded")
 CHOICES = {
     "speculative_dflash_worker": WORKERS,
     "speculative_dflash_request_guard": GUARD,
     "speculative_dflash_draft_graphs": DRAFT_GRAPHS,
+    "speculative_dflash_self_check": SELF_CHECK,
 }
 DEFAULTS: dict[str, Any] = {
     "speculative_dflash_worker": "auto",
@@ -39,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "speculative_dflash_extension": None,
     "speculative_dflash_request_guard": "on",
     "speculative_dflash_draft_graphs": "auto",
+    "speculative_dflash_self_check": "on",
 }
 
 
@@ -86,6 +88,12 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         help="'auto' captures the drafter's steps in CUDA graphs if the target's are captured, "
         "'off' does not. 'recorded' replays lists of torch operations instead, on a CPU: the same "
         "path, for tests. Default: auto.",
+    )
+    add(
+        "--speculative-dflash-self-check",
+        choices=SELF_CHECK,
+        help="Whether kernels and graphs of the drafter are compared with torch at start-up: a few "
+        "milliseconds, and a server that does not start if one is wrong. Default: on.",
     )
     add(
         "--speculative-dflash-request-guard",
@@ -156,6 +164,11 @@ def guard_off(server_args: Any) -> bool:
 def draft_graphs(server_args: Any) -> str:
     """The value of --speculative-dflash-draft-graphs."""
     return _given(server_args)["speculative_dflash_draft_graphs"]
+
+
+def self_check(server_args: Any) -> bool:
+    """Whether --speculative-dflash-self-check is on."""
+    return _given(server_args)["speculative_dflash_self_check"] == "on"
 
 
 def extension_path(server_args: Any) -> str | None:

@@ -14,6 +14,7 @@ from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.drafter import Drafter, Proposer
 from sglang_dflash.core.graphs import GraphedDrafter, batch_buckets
 from sglang_dflash.core.recording import OpRecorder, Recorder
+from sglang_dflash.core.self_check import check_recording
 from sglang_dflash.serving.arguments import DRAFT_GRAPHS
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,12 @@ def check_graphs(asked: str, device: torch.device, tp_size: int) -> None:
 
 
 def graphed(
-    drafter: Proposer, asked: str, device: torch.device, req_to_token: Tensor, capturable: bool
+    drafter: Proposer,
+    asked: str,
+    device: torch.device,
+    req_to_token: Tensor,
+    capturable: bool,
+    self_check: bool,
 ) -> Proposer:
     """The drafter with its steps recorded, or the drafter itself if they are not.
 
@@ -80,6 +86,10 @@ def graphed(
         asked: the flag's value.
         req_to_token: int32 `[rows, positions]`; the first row is SGLang's for padding.
         capturable: whether the draft attention backend can be captured in a CUDA graph.
+        self_check: whether a recorded proposal is compared with an eager one.
+
+    Raises:
+        SelfCheckFailed: they differ.
     """
     recorder = _recorder(drafter, asked, device, capturable)
     if recorder is None or not isinstance(drafter, Drafter):
@@ -88,6 +98,8 @@ def graphed(
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
         made = GraphedDrafter(drafter, recorder, req_to_token, buckets)
+        if self_check:
+            check_recording(drafter, made, req_to_token)
     logger.info(
         "DFLASH: draft steps recorded in %.1f s by %s: %s",
         time.perf_counter() - began,

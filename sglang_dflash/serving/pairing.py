@@ -137,6 +137,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         options=arguments.options(server_args, settings),
         attention=asked_attention(server_args),
         draft_graphs=arguments.draft_graphs(server_args),
+        self_check=arguments.self_check(server_args),
         extension_path=arguments.extension_path(server_args),
     )
 
@@ -152,8 +153,9 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     verify(row for row in SEAMS if not row.only_if_loaded)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
-        ours = ("load_draft", "options", "attention", "draft_graphs", "extension_path")
-        return _fall_back(reason, builtin)(**{k: v for k, v in kwargs.items() if k not in ours})
+        # SGLang's own arguments.
+        theirs = ("server_args", "gpu_id", "nccl_port", "target_worker")
+        return _fall_back(reason, builtin)(**{name: kwargs[name] for name in theirs})
     return DFlashWorker(**kwargs)
 
 

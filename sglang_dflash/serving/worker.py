@@ -20,11 +20,8 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.attention.backend import DraftAttention, Setting, choose_attention
+from sglang_dflash.core.attention.backend import choose_attention
 from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.kv_cache import DraftKVCache
-from sglang_dflash.core.kv_cache.direct import DirectKVCache
-from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.serving import memory, sampling, target_model
@@ -41,6 +38,7 @@ from sglang_dflash.serving.batch import (
     verify_batch,
 )
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
+from sglang_dflash.serving.draft_setup import DraftSetup
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.graphs import graphed
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
@@ -69,6 +67,7 @@ class DFlashWorker(BaseSpecWorker):
         options: Options,
         attention: str | None = None,
         draft_graphs: str = "off",
+        self_check: bool = True,
         extension_path: str | None = None,
     ) -> None:
         """The rest comes from SGLang.
@@ -77,6 +76,7 @@ class DFlashWorker(BaseSpecWorker):
             load_draft: called with `dtype`, `device`, `tp` and `ops`.
             attention: the draft attention backend; None for the best.
             draft_graphs: the value of --speculative-dflash-draft-graphs.
+            self_check: whether operations and graphs are compared at start-up.
         """
         super().__init__()
         del gpu_id, nccl_port
@@ -96,7 +96,7 @@ class DFlashWorker(BaseSpecWorker):
         self.extension = load_extension(extension_path, target_worker)
         self._accept = sampling.accept_rule(self.block_size, self._model.ops.accept)
         self._attention = choose_attention(attention, self.config, self.device, ATTENTION)
-        self._draft_graphs = draft_graphs
+        self._draft_graphs, self._self_check = draft_graphs, self_check
         if sampling.simulated_acceptance_length() is not None:
             logger.warning(
                 "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
@@ -156,40 +156,27 @@ class DFlashWorker(BaseSpecWorker):
         allocator = token_to_kv_pool_allocator
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
         runner = self.target_worker.model_runner
-        cache = self._draft_kv_cache(allocator.size + allocator.page_size)
-        self.drafter = self.extension.make_drafter(
+        rows, positions = self.req_to_token_pool.size, self.req_to_token_pool.req_to_token.shape[1]
+        setup = DraftSetup(
             self._model,
-            target_model.target_head(runner.model, self._tp),
-            cache,
             self.options,
-            self._draft_attention(scratch=cache.num_entries + 1),
+            ATTENTION[self._attention],
+            self._tp,
+            self.device,
+            self._kv_dtype,
+            self._max_running_requests,
+        )
+        target_slots = allocator.size + allocator.page_size
+        cache = setup.cache(target_slots, rows, memory.is_bounded(runner))
+        attention = setup.attention(cache, rows, positions)
+        if self._self_check:
+            setup.check(attention)
+        head = target_model.target_head(runner.model, self._tp)
+        self.drafter = self.extension.make_drafter(
+            self._model, head, cache, self.options, attention
         )
         self.target_tokens = TargetTokens(runner.sampler, self._ranks)
         logger.info("DFLASH: %s", self.describe())
-
-    def _draft_kv_cache(self, target_slots: int) -> DraftKVCache:
-        shape, dtype = self._model.kv_shape, self._kv_dtype
-        needs_scratch = ATTENTION[self._attention].capabilities.scratch
-        scratch = self.req_to_token_pool.size * self.block_size if needs_scratch else 0
-        entries = self.options.draft_kv_entries(self._max_running_requests)
-        bounded = memory.is_bounded(self.target_worker.model_runner)
-        # A bound that the target's pool does not exceed saves nothing.
-        if entries is not None and bounded and entries < target_slots:
-            return RingKVCache(entries, target_slots, shape, dtype, self.device, scratch)
-        return DirectKVCache(target_slots, shape, dtype, self.device, scratch)
-
-    def _draft_attention(self, scratch: int) -> DraftAttention:
-        window = self.options.context_window
-        setting = Setting(
-            self.block_size,
-            self.device,
-            window=window,
-            tp=self._tp,
-            requests=self.req_to_token_pool.size,
-            columns=self.req_to_token_pool.req_to_token.shape[1] if window is None else window.size,
-            scratch=scratch,
-        )
-        return ATTENTION[self._attention].make(self.config, setting)
 
     def init_cuda_graphs(self) -> None:
         """After the target's."""
@@ -199,6 +186,7 @@ class DFlashWorker(BaseSpecWorker):
             self.device,
             self.req_to_token_pool.req_to_token,
             ATTENTION[self._attention].capabilities.capturable,
+            self._self_check,
         )
 
     def clear_cache_pool(self) -> None:
