@@ -125,9 +125,7 @@ def test_a_trained_mask_embedding_is_refused_by_name(folder: Path) -> None:
     """Without it acceptance would be low. It is a pickle, and never read."""
     (folder / "mask_embedding.pt").write_bytes(b"no pickle")
     for read in (tensor_shapes, read_tensors):
-        with pytest.raises(
-            ConfigError, match=r"'mask_embedding\.pt' in .*: a trained mask"
-        ):
+        with pytest.raises(ConfigError, match=r"'mask_embedding\.pt' in .*: a trained mask"):
             read(folder)
     tensor_shapes(folder, "served")
 
