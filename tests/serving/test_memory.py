@@ -134,5 +134,11 @@ def test_a_table_row_holds_what_is_reserved(
     original = inspect.unwrap(sizing.get_req_to_token_extra_context_len)
     assert original() == (20 if page == 1 else 95)
     assert table_headroom(original) == columns
+    # SGLang ends a request two tokens before the limit; its newest token has no KV yet.
+    context = 1000
+    request = SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=0, kv_committed_len=context - 4))
+    _, (reserved,), _ = sizing.page_aligned_decode_alloc_lens([request], reserve=32, page_size=page)
+    assert reserved <= context + columns
+    assert (reserved > context + original()) is (page == 1)
     spec.speculative_algorithm = None
     assert table_headroom(original) == original() == 20
