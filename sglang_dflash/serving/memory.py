@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.allocation_sizing import (
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
     SpecAuxHiddenStateConfig,
 )
+from sglang.srt.runtime_context import get_spec
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
 def table_headroom(original: Any) -> int:
     """Around `get_req_to_token_extra_context_len`: columns of the request-to-token table beyond the
     context length, enough for the two blocks that SGLang reserves ahead of the committed tokens."""
+    if get_spec().speculative_algorithm is None:
+        return original()
     return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 

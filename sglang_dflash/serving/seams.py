@@ -62,7 +62,7 @@ SEAMS = (
         ours=_OURS + "memory:table_headroom",
         reason="With pages of one token, the slots that SGLang reserves for a request near the "
         "context limit do not fit its row: on a GPU they overwrite the next request's.",
-        proof=_ENGINE + "test_device_lengths.py::test_requests_reach_the_context_limit",
+        proof="tests/serving/test_memory.py::test_a_table_row_holds_what_is_reserved",
     ),
     Seam(
         target=_SRT + "speculative.dflash_utils.validate_dflash_request",

@@ -186,7 +186,7 @@ def test_bytes_are_those_of_the_entries() -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("kind", ["ring", "direct"])
 def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
-    """A plain cast would make NaN or infinity of them, which reaches every reader's tokens."""
+    """A cast makes infinity of what float8_e5m2 does not hold. It would reach every reader."""
     cache: RingKVCache | DirectKVCache = DirectKVCache(TARGET_SLOTS, SHAPE, dtype, "cpu")
     if kind == "ring":
         cache = RingKVCache(8, TARGET_SLOTS, SHAPE, dtype, "cpu")

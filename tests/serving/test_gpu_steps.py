@@ -13,8 +13,9 @@ from torch import Tensor
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.serving import batch as our_batch
+from sglang_dflash.serving import recurrent
 from sglang_dflash.serving import worker as our_worker
-from sglang_dflash.serving.recurrent import Checkpoints, Replay
+from sglang_dflash.serving.recurrent import Replay
 from tests.serving.fake_cuda import FakeCuda
 from tests.serving.in_process import decode_of, prefill_of, prepared, worker_of
 
@@ -109,7 +110,9 @@ class Layer(SimpleNamespace):
 
 
 @pytest.mark.parametrize("with_checkpoints", [False, True])
-def test_replays_commit_stays_on_the_device(gpu: FakeCuda, with_checkpoints: bool) -> None:
+def test_replays_commit_stays_on_the_device(
+    gpu: FakeCuda, with_checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but the fold, which is a kernel (tests/kernels/test_gated_delta_fold.py)."""
     layers, rows, block = 2, 3, 4
     windows = torch.zeros(layers, rows, block, 24, 3, device="cuda")
@@ -137,9 +140,13 @@ def test_replays_commit_stays_on_the_device(gpu: FakeCuda, with_checkpoints: boo
     folded: list[Any] = []
     replay = Replay(runner, lambda *args: folded.append(args))
     lengths = torch.ones(2, dtype=torch.int64, device="cuda")
-    due = Checkpoints(lengths.clone(), lengths - 2) if with_checkpoints else None
+    monkeypatch.setattr(recurrent, "mamba_track_grid", lambda _page: 8)
+    batch = SimpleNamespace(
+        mamba_track_indices=lengths.int() if with_checkpoints else None,
+        tree_cache=SimpleNamespace(page_size=1),
+    )
     gpu.crossings.clear()
-    replay.commit(lengths, due)
+    replay.commit(lengths, recurrent.checkpoints_due(batch, lengths + 6, lengths))
     assert gpu.crossings == [] and len(folded) == 1 + with_checkpoints
 
 

@@ -14,6 +14,7 @@ from sglang.srt.model_executor.pool_configurator import _dflash_draft_cell_size
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.serving import memory
 from sglang_dflash.serving.memory import (
     MemoryPlan,
     hand_plan_to_sizing,
@@ -125,10 +126,19 @@ def test_a_table_row_holds_what_is_reserved(
     spec = SimpleNamespace(
         speculative_algorithm="DFLASH", speculative_num_steps=1, speculative_eagle_topk=1
     )
-    monkeypatch.setattr(sizing, "get_spec", lambda: spec)
+    for module in (sizing, memory):
+        monkeypatch.setattr(module, "get_spec", lambda: spec)
     monkeypatch.setattr(sizing, "get_schedule", lambda: SimpleNamespace(page_size=page))
     monkeypatch.setattr(sizing, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1))
     monkeypatch.setattr(sizing, "max_speculative_num_draft_tokens", lambda: 16)
     original = inspect.unwrap(sizing.get_req_to_token_extra_context_len)
     assert original() == (20 if page == 1 else 95)
     assert table_headroom(original) == columns
+    # SGLang ends a request two tokens before the limit; its newest token has no KV yet.
+    context = 1000
+    request = SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=0, kv_committed_len=context - 4))
+    _, (reserved,), _ = sizing.page_aligned_decode_alloc_lens([request], reserve=32, page_size=page)
+    assert reserved <= context + columns
+    assert (reserved > context + original()) is (page == 1)
+    spec.speculative_algorithm = None
+    assert table_headroom(original) == original() == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,15 @@ def test_sglangs_ring_of_inputs_counts_as_scratch() -> None:
     pool = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache))
     runner = SimpleNamespace(req_to_token_pool=pool)
     assert Snapshots(runner).scratch_bytes == window.nbytes + 40
+
+
+def test_every_update_of_weights_chooses_its_runners() -> None:
+    """Before it loads them: that call tells replay."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Manager,
+    )
+
+    updates = [name for name in vars(Manager) if name.startswith("update_weights_")]
+    assert len(updates) == 4
+    for name in (*updates, "begin_weight_update", "end_weight_update"):
+        assert "_select_runners(" in inspect.getsource(getattr(Manager, name)), name

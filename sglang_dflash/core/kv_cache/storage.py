@@ -9,8 +9,8 @@ from torch import Tensor
 def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:
     """Write K/V into entries of a cache, in its dtype.
 
-    8-bit floats saturate: torch's cast makes NaN of what is out of their range, and a NaN would
-    reach every request that reads the entry.
+    8-bit floats saturate: a cast may make NaN or infinity of what is out of their range, which
+    would reach every request that reads the entry.
 
     Args:
         cache: `[S, L, 2, G, D]`.
