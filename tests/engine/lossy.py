@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.serving.extension import Extension
@@ -15,11 +16,11 @@ from sglang_dflash.serving.extension import Extension
 class LossyDrafter(Drafter):
     """Proposes from what is left of a bounded cache."""
 
-    def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         assert isinstance(self.cache, RingKVCache)
         owner = self.cache.owner
         owner[torch.rand(len(owner)) < 0.5] = -1
-        return super().propose(bonus, seq_lens, positions, slots)
+        return super().propose(bonus, requests)
 
 
 def extension(target_worker: Any) -> Extension:
