@@ -130,6 +130,11 @@ def _write_context(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     )
 
 
+def _silu_mul(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    count, width = args[0].shape
+    return silu_mul.traffic(count, width, args[0].element_size())
+
+
 KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "slot_table_kernel": _slot_table,
     "block_attention_kernel": _block_attention,
@@ -137,7 +142,7 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "add_rms_norm_kernel": _add_rms_norm,
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
-    "silu_mul_kernel": lambda _, args, __: silu_mul.traffic(*args[0].shape, args[0].element_size()),
+    "silu_mul_kernel": _silu_mul,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
 }

@@ -102,7 +102,7 @@ class TritonOps:
         write_context(cache, kv, entries, positions, k_weights, rotary, eps)
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
-        commit = make_commit(*block.shape, block.device)
+        commit = make_commit(len(block), block.shape[1], block.device)
         accept(commit, block, target_tokens, commit.seq_lens)
         return Accepted(commit.lengths, target_tokens, commit.bonus)
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.acceptance import target_probabilities
+from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
@@ -189,10 +190,8 @@ def informed(text: list[int]) -> Any:
     """`Drafter.propose` that knows 0, 7, 3 or 5 tokens of the text, in turn."""
     known = itertools.cycle([0, 7, 3, 5])
 
-    def propose(
-        self: Drafter, bonus: torch.Tensor, seq_lens: torch.Tensor, *_: Any
-    ) -> torch.Tensor:
-        at, size = int(seq_lens), self.block_size
+    def propose(self: Drafter, bonus: torch.Tensor, requests: RequestSlots) -> torch.Tensor:
+        at, size = int(requests.seq_lens), self.block_size
         drafts = [*text[at + 1 : at + size], *[0] * size][: size - 1]
         right = next(known)
         wrong = [(t + 1) % 1000 for t in drafts]

@@ -1,0 +1,59 @@
+"""All kernels, compiled for the GPU generations that SGLang serves, at all published shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import compile_kernels
+
+ROOT = Path(__file__).parents[2]
+TABLE = json.loads(Path(__file__).with_name("registers.json").read_text())
+# Bytes of shared memory per program. GPUs of capability 8.6 and 8.9 run what is compiled for 8.0.
+SHARED = {"80": 101376, "90": 232448, "100": 232448, "120": 101376}
+# Float32 queries are multiplied without tensor cores. They are for checks, and may spill.
+MAY_SPILL = "block_attention fp32-fp32"
+
+
+def compiled(*arguments: str) -> dict[str, dict[str, dict[str, int]]]:
+    """What `tests.kernels.compile_kernels` prints, of a process without the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_kernels", *arguments],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_table_has_every_published_shape() -> None:
+    assert set(TABLE) == set(compile_kernels.cases())
+
+
+def test_the_table_allows_every_generation() -> None:
+    """Nothing spills, and shared memory fits."""
+    for name, row in TABLE.items():
+        assert set(row) in ({"80", "90", "100", "120"}, {"90", "100", "120"}), name
+        assert ("80" in row) == ("fp8e4nv" not in name), name
+        for capability, used in row.items():
+            assert used["shared"] <= SHARED[capability], (name, capability)
+            assert used["registers"] <= 255, (name, capability)
+            assert not used["spilled"] or name.startswith(MAY_SPILL), (name, capability)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", SHARED)
+def test_compiled_kernels_are_those_of_the_table(capability: str) -> None:
+    """If a kernel, a published shape or Triton changed: look at what changed, and write the table
+    by `python -m tests.kernels.compile_kernels --write`."""
+    expected = {
+        name: {capability: row[capability]} for name, row in TABLE.items() if capability in row
+    }
+    assert {name: row for name, row in compiled(capability).items() if row} == expected
