@@ -13,6 +13,7 @@ from torch import Tensor
 from sglang_dflash.core.attention.backend import DraftAttention
 from sglang_dflash.core.attention.table import ContextTable
 from sglang_dflash.core.attention.visibility import context_positions
+from sglang_dflash.core.draft_counters import DraftCounters
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import ResolvedOptions
@@ -24,7 +25,8 @@ class TargetHead:
 
     Attributes:
         embed: ids int64 `[N]` -> embeddings `[N, E]`.
-        argmax: hidden states `[N, E]` -> ids int64 `[N]` of the largest logits.
+        argmax: hidden states `[N, E]` -> ids int64 `[N]` of the largest logits; -1 if that logit is
+            not finite.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -39,6 +41,7 @@ class Proposer(Protocol):
     """
 
     cache: DraftKVCache
+    counters: DraftCounters
 
     def absorb(
         self,
@@ -79,7 +82,7 @@ class Proposer(Protocol):
                 position is >= seq_len).
 
         Returns:
-            int64 `[R, B]`: the bonus token and B - 1 drafted ones.
+            int64 `[R, B]`: the bonus token and B - 1 drafted ones, all of them valid token ids.
         """
 
 
@@ -95,6 +98,7 @@ class Drafter:
         attention: DraftAttention,
     ) -> None:
         self.model, self.head, self.cache, self.attention = model, head, cache, attention
+        self.counters = DraftCounters(cache.kv.device)
         self.block_size, self.context_window = options.block_size, options.context_window
 
     def absorb(
@@ -105,8 +109,13 @@ class Drafter:
         keep: Tensor | None = None,
         quota: int | None = None,
     ) -> None:
-        if len(slots):
-            self.cache.write(slots, self.model.context_kv(target_hidden, positions), keep, quota)
+        if len(slots) == 0:
+            return
+        kv = self.model.context_kv(target_hidden, positions)
+        # Masked entries take part in 0 times V: a NaN would reach other requests.
+        finite = kv.flatten(1).isfinite().all(1)
+        self.counters.add_nonfinite(~finite if keep is None else keep & ~finite)
+        self.cache.write(slots, kv.where(finite[:, None, None, None, None], 0), keep, quota)
 
     def visible_context(self, seq_lens: Tensor, longest: int) -> Tensor:
         window = self.context_window
@@ -118,13 +127,18 @@ class Drafter:
         ids = bonus[:, None].repeat(1, block)
         ids[:, 1:] = self.model.config.mask_token_id
         block_positions = seq_lens[:, None] + torch.arange(block, device=seq_lens.device)
-        entries, live = self.cache.read(slots, positions < seq_lens[:, None])
+        sought = positions < seq_lens[:, None]
+        entries, live = self.cache.read(slots, sought)
+        if self.cache.is_bounded:
+            self.counters.add_context(sought, live)
         self.attention.prepare(self.cache.kv, ContextTable(entries, live, positions, seq_lens))
         embedded = self.head.embed(ids.flatten()).unflatten(0, ids.shape)
         hidden = self.model(embedded, block_positions, self.attention.attend)
         # A v1 draft proposes its argmax, a point mass.
-        drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1))
-        ids[:, 1:] = drafted.unflatten(0, (-1, block - 1))
+        drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1)).unflatten(0, (-1, block - 1))
+        broken = drafted < 0
+        self.counters.add_nonfinite(broken)
+        ids[:, 1:] = drafted.where(~broken, self.model.config.mask_token_id)
         return ids
 
 

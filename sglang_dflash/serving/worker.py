@@ -42,6 +42,7 @@ from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, 
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.request_fixes import IgnoredSeeds
 from sglang_dflash.serving.target_tokens import TargetTokens
+from sglang_dflash.serving.watch import DraftWatch
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ ATTENTION = "torch"
 
 class DFlashWorker(BaseSpecWorker):
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off."""
+
+    # For serving/penalties.py.
+    penalised_requests_take_one_token = True
 
     def __init__(
         self,
@@ -147,6 +151,12 @@ class DFlashWorker(BaseSpecWorker):
             self.options,
             make_attention(ATTENTION, self.config, self.block_size, self.device),
         )
+        self.counts.watch = DraftWatch(
+            self.drafter.counters,
+            target_model.metric_labels(),
+            speaks=self._tp.rank == 0,
+            draft_kv_entries=self.drafter.cache.num_entries,
+        )
         self.target_tokens = TargetTokens(runner.sampler)
         logger.info("DFLASH: %s", self.describe())
 
@@ -180,13 +190,22 @@ class DFlashWorker(BaseSpecWorker):
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": ATTENTION,
             "simulated_acceptance": sampling.simulated_acceptance_length(),
+            "context_length": self.target_worker.model_runner.model_config.context_len,
+            "draft_max_position_embeddings": self.config.max_position_embeddings,
         }
 
     def report(self) -> dict[str, Any]:
         """`describe`, and the counts so far."""
         live_share = round(self.drafter.cache.live_share(), 4)
-        progress = {**self.counts.report(), **self.times.report()}
-        return {**self.describe(), "draft_kv_live_share": live_share, **progress}
+        watched = {} if self.counts.watch is None else self.counts.watch.report()
+        return {
+            **self.describe(),
+            "draft_kv_live_share": live_share,
+            **self.counts.report(),
+            **watched,
+            "ignored_seeds": self._ignored_seeds.found,
+            **self.times.report(),
+        }
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -218,6 +237,7 @@ class DFlashWorker(BaseSpecWorker):
             publish(new_seq_lens)
         with self.times.of("commit"):
             self._commit(step, target.logits_output, accepted)
+            self.drafter.counters.send()
         self.extension.observer.after_step(batch, step, accepted, new_seq_lens)
         return GenerationBatchResult(
             logits_output=target.logits_output,

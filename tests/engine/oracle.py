@@ -55,7 +55,7 @@ class KnownDrafts:
     ) -> None:
         """`continuations`: prompt ids to output ids."""
         self._drafter, self._observer, self._continuations = drafter, observer, continuations
-        self.cache = drafter.cache
+        self.cache, self.counters = drafter.cache, drafter.counters
         self.absorb, self.visible_context = drafter.absorb, drafter.visible_context
 
     def propose(self, bonus: Tensor, seq_lens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
