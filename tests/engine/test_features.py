@@ -1,8 +1,8 @@
 """What a request can ask for, with and without speculation: equal answers, in float32, from servers
 that have everything switched on at once.
 
-The plain server runs without overlap scheduling: with it, custom processors see output tokens a step
-late.
+The plain server runs without overlap scheduling: with it, custom processors see output tokens
+a step late.
 
 The requests are in feature_requests.py. Tested elsewhere, each on a server of its own: stop strings
 and stop tokens inside a block, a bias of +-100, `n` choices and clients that hang up

@@ -12,18 +12,19 @@ import pytest
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import ask, flush, together
-from tests.engine.servers import (
-    FEATURES,
-    FEATURES_DFLASH,
-    FEATURES_DFLASH_NO_OVERLAP,
-    FEATURES_PLAIN,
-    PLAIN,
-    TIGHT,
-    ServerConfig,
-)
+from tests.engine.servers import DFLASH_FLAGS, PLAIN, TIGHT, ServerConfig
 
-OVERLAPPED = FEATURES.named("features-plain-overlap")
-WITHOUT_ROWS = FEATURES.named("no-penalty-rows").with_module("tests.engine.no_penalty_rows_server")
+# SGLang compiles what applies a penalty: half a minute of every server here, and not tested.
+BASE = PLAIN.having(
+    max_running_requests=16, chunked_prefill_size=128, enable_mixed_chunk=True
+).with_env(TORCHDYNAMO_DISABLE="1")
+OVERLAPPED = BASE.named("penalties")
+NOT_OVERLAPPED = BASE.named("penalties-no-overlap").having(disable_overlap_schedule=True)
+DRAFTS = OVERLAPPED.named("penalties-dflash").having(**DFLASH_FLAGS)
+DRAFTS_NOT_OVERLAPPED = NOT_OVERLAPPED.named("penalties-dflash-no-overlap").having(**DFLASH_FLAGS)
+WITHOUT_ROWS = OVERLAPPED.named("no-penalty-rows").with_module(
+    "tests.engine.no_penalty_rows_server"
+)
 # A repetition penalty with others, too: the order in which they are applied is fixed.
 WAYS: list[dict[str, Any]] = [
     {"frequency_penalty": 0.9},
@@ -63,24 +64,24 @@ def mixed(server: Server) -> Answers:
     return together(lambda i=i, r=r: later(i, r) for i, r in enumerate(requests()))
 
 
-@pytest.mark.recorded(FEATURES_PLAIN, solo)
+@pytest.mark.recorded(NOT_OVERLAPPED, solo)
 @pytest.mark.parametrize(
-    "config", [FEATURES_PLAIN, OVERLAPPED, FEATURES_DFLASH, FEATURES_DFLASH_NO_OVERLAP], ids=str
+    "config", [NOT_OVERLAPPED, OVERLAPPED, DRAFTS, DRAFTS_NOT_OVERLAPPED], ids=str
 )
 def test_every_answer_in_a_mixed_batch_is_that_of_a_request_by_itself(
     config: ServerConfig, server: Server, answers: Any
 ) -> None:
-    expected = {"all": answers(FEATURES_PLAIN, solo)}
+    expected = {"all": answers(NOT_OVERLAPPED, solo)}
     workload.assert_same_outputs({"all": solo(server)}, expected)
     for _ in range(2):
         workload.assert_same_outputs({"all": mixed(server)}, expected)
 
 
 @pytest.mark.server(WITHOUT_ROWS)
-@pytest.mark.recorded(FEATURES_PLAIN, solo)
+@pytest.mark.recorded(NOT_OVERLAPPED, solo)
 def test_answers_depend_on_the_batch_without_the_rows(server: Server, answers: Any) -> None:
     """Without a batch, too: SGLang counts the prompt's last token, and every other a step late."""
-    expected = answers(FEATURES_PLAIN, solo)
+    expected = answers(NOT_OVERLAPPED, solo)
 
     def same(got: Answers) -> list[bool]:
         return [a["output_ids"] == b["output_ids"] for a, b in zip(got, expected, strict=True)]
