@@ -48,7 +48,8 @@ def no_dflash(reading: Reading) -> Finding | None:
 def builtin_worker(reading: Reading) -> Finding | None:
     if no_dflash(reading) is not None or reading.reports:
         return None
-    reasons = {state.get("dflash_builtin_reason") for state in reading.states} - {None}
+    shown = (state.get("dflash_builtin_reason") for state in reading.states)
+    reasons = {str(reason) for reason in shown if reason}
     if reasons:
         return Finding(
             "builtin-worker",

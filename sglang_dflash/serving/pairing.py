@@ -107,9 +107,9 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     if arguments.builtin_requested(server_args):
-        reason = "--speculative-dflash-worker builtin"
-        logger.info("DFLASH: SGLang's built-in worker, as requested by %s", reason)
-        return _showing(reason, original(algorithm, server_args))
+        flag = "--speculative-dflash-worker builtin"
+        logger.info("DFLASH: SGLang's built-in worker, as requested by %s", flag)
+        return _showing(flag, original(algorithm, server_args))
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
