@@ -9,7 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = ("checkpoint", "core", "plugin", "serving", "platform_cpu", "hf", "inspect_pair")
+PACKAGES = (
+    "checkpoint",
+    "core",
+    "plugin",
+    "serving",
+    "platform_cpu",
+    "hf",
+    "inspect_pair",
+    "doctor",
+)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -17,7 +17,7 @@ OTHERS = [
     for folder in ("benchmarks", "tools", "launch", "tests", "examples")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-TORCH_FREE = ("checkpoint", "inspect_pair", "plugin", "cli")
+TORCH_FREE = ("checkpoint", "inspect_pair", "doctor", "plugin", "cli")
 
 
 def import_table() -> dict[str, set[str]]:

@@ -25,7 +25,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.core.attention.backend import Setting
 from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter, TargetHead
+from sglang_dflash.core.drafter import Drafter, TargetHead, finite_context
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
@@ -118,7 +118,8 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
         keep = torch.arange(block) < accepted.lengths[:, None]
         entries = drafter.cache.place(flat, keep.flatten())
     with counted(scene) as absorb:
-        model.write_context(hidden, flat, drafter.cache.kv, entries)
+        kv, _ = finite_context(model.project_context(hidden))
+        model.write_context(kv, flat, drafter.cache.kv, entries)
     return Step(propose, absorb, commit)
 
 

@@ -32,6 +32,7 @@ COMMANDS = {
         "whether a pair can be served and what it costs, before any weight is loaded",
         _CLI + "inspect",
     ),
+    "doctor": Command("what is wrong with a running server, and what to do", _CLI + "doctor"),
     "generate": Command(
         "continue one prompt over Transformers, without a server", _CLI + "generate"
     ),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.core.attention.backend import DraftAttention
 from sglang_dflash.core.attention.table import ContextTable, RequestSlots
+from sglang_dflash.core.draft_counters import DraftCounters
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import ResolvedOptions
@@ -22,7 +23,8 @@ class TargetHead:
 
     Attributes:
         embed: ids int64 `[N]` -> embeddings `[N, E]`.
-        argmax: hidden states `[N, E]` -> ids int64 `[N]` of the largest logits.
+        argmax: hidden states `[N, E]` -> ids int64 `[N]` of the largest logits; -1 if that logit is
+            not finite.
     """
 
     embed: Callable[[Tensor], Tensor]
@@ -37,6 +39,7 @@ class Proposer(Protocol):
     """
 
     cache: DraftKVCache
+    counters: DraftCounters
 
     def absorb(
         self,
@@ -66,7 +69,7 @@ class Proposer(Protocol):
             requests: where the committed tokens lie.
 
         Returns:
-            int64 `[R, B]`: the bonus token and B - 1 drafted ones.
+            int64 `[R, B]`: the bonus token and B - 1 drafted ones, all of them valid token ids.
         """
 
     def describe(self) -> Mapping[str, Any]:
@@ -88,6 +91,7 @@ class Drafter:
         attention: DraftAttention,
     ) -> None:
         self.model, self.head, self.cache, self.attention = model, head, cache, attention
+        self.counters = DraftCounters(cache.kv.device)
         self.block_size, self.context_window = options.block_size, options.context_window
 
     def absorb(
@@ -98,21 +102,28 @@ class Drafter:
         keep: Tensor | None = None,
         quota: int | None = None,
     ) -> None:
-        if len(slots):
-            entries = self.cache.place(slots, keep, quota)
-            self.model.write_context(target_hidden, positions, self.cache.kv, entries)
+        if len(slots) == 0:
+            return
+        kv, broken = finite_context(self.model.project_context(target_hidden))
+        self.counters.add_nonfinite(broken if keep is None else keep & broken)
+        entries = self.cache.place(slots, keep, quota)
+        self.model.write_context(kv, positions, self.cache.kv, entries)
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         ops, block, window = self.model.ops, self.block_size, self.context_window
         entries = ops.slot_table(requests, window, self.cache.tags)
+        if self.cache.is_bounded:
+            self.counters.add_context(requests.seq_lens, entries)
         self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens, window))
         mask_id = self.model.config.mask_token_id
         ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
         embedded = self.head.embed(ids.flatten()).unflatten(0, ids.shape)
         hidden = self.model(embedded, positions, self.attention.attend)
         # A v1 draft proposes its argmax, a point mass.
-        drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1))
-        ids[:, 1:] = drafted.unflatten(0, (-1, block - 1))
+        drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1)).unflatten(0, (-1, block - 1))
+        broken = drafted < 0
+        self.counters.add_nonfinite(broken)
+        ids[:, 1:] = drafted.masked_fill(broken, mask_id)
         return ids
 
     def describe(self) -> Mapping[str, Any]:
@@ -120,6 +131,13 @@ class Drafter:
 
     def report(self) -> Mapping[str, Any]:
         return {}
+
+
+def finite_context(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Context K/V `[N, L, 2, G, D]` with zeros for tokens that hold a NaN or Inf, and which those
+    are, bool `[N]`. Masked entries take part in 0 times V: a NaN would reach other requests."""
+    broken = ~kv.flatten(1).isfinite().all(1)
+    return kv.masked_fill(broken[:, None, None, None, None], 0), broken
 
 
 # A draft head other than ours is made by a function with the signature of `Drafter`.

@@ -80,6 +80,7 @@ class GraphedDrafter:
         """
         self._drafter, self._table = drafter, req_to_token
         self.cache: DraftKVCache = drafter.cache
+        self.counters = drafter.counters
         self._buckets = tuple(sorted(set(buckets)))
         positions, window = req_to_token.shape[1], drafter.context_window
         if window is not None:

@@ -145,20 +145,18 @@ class DraftModel(nn.Module):
             self.config.rms_norm_eps,
         )
 
-    def write_context(
-        self, target_hidden: Tensor, positions: Tensor, cache: Tensor, entries: Tensor
-    ) -> None:
+    def write_context(self, kv: Tensor, positions: Tensor, cache: Tensor, entries: Tensor) -> None:
         """Store `context_kv` of N tokens in entries of a draft KV cache.
 
         Args:
-            target_hidden: `[N, F * E]`, see `project_context`.
+            kv: `[N, L, 2, G, D]`, from `project_context`.
             positions: int64 `[N]`.
             cache: `[S, L, 2, G, D]`.
             entries: int64 `[N]`, from `DraftKVCache.place`.
         """
         self.ops.write_context(
             cache,
-            self.project_context(target_hidden),
+            kv,
             entries,
             positions,
             self._k_norms(),

@@ -52,19 +52,20 @@ class TensorParallel:
 def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tensor:
     """Ids of the largest logits of a vocabulary that is split over ranks.
 
-    Of equal logits the one on the lowest rank is taken.
+    Of equal logits the one on the lowest rank is taken. NaN counts as the largest of all.
 
     Args:
         logits: `[N, V / size]`, this rank's part of the vocabulary.
         first_id: the id of its first column.
 
     Returns:
-        int64 `[N]`.
+        int64 `[N]`; -1 for rows whose largest logit is not finite.
     """
-    if tp.size == 1:
-        return logits.argmax(-1) + first_id
     value, index = logits.max(-1)
+    if tp.size == 1:
+        return torch.where(value.isfinite(), index + first_id, -1)
     # Ids below 2 ** 24 are exact in float32, so one gather carries values and ids.
     candidates = tp.all_gather(torch.stack((value.float(), (index + first_id).float())))
     best = candidates[:, 0].argmax(0, keepdim=True)
-    return candidates[:, 1].gather(0, best)[0].long()
+    value, index = (candidates[:, i].gather(0, best)[0] for i in (0, 1))
+    return torch.where(value.isfinite(), index.long(), -1)

@@ -18,6 +18,7 @@ from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options, ResolvedOptions
+from sglang_dflash.core.parallel import argmax_of_shards
 from sglang_dflash.hf.checks import check_new_tokens, check_pair, prompt_ids
 from sglang_dflash.hf.target_cache import TargetCache, captured_hidden
 
@@ -174,7 +175,7 @@ def _drafter(
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     return Drafter(
         draft,
-        TargetHead(embed, lambda h: head(h).argmax(-1)),
+        TargetHead(embed, lambda h: argmax_of_shards(head(h), 0, draft.tp)),
         DirectKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
         options,
         make_attention("torch", draft.config, Setting(options.block_size, device)),

@@ -139,7 +139,8 @@ class DraftInput(DFlashDraftInputV2):
     """
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        if batch.sampling_info.penalizer_orchestrator.is_required:
+        # Under overlap the tokens are on the device: see serving/penalties.py.
+        if not batch.enable_overlap and batch.sampling_info.penalizer_orchestrator.is_required:
             batch.cumulate_penalty_output_tokens()
         super().prepare_for_decode(batch)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from sglang_dflash.core.acceptance_length import VerifySteps
 from sglang_dflash.serving.target_tokens import depends_on_history
+from sglang_dflash.serving.watch import DraftWatch
 
 
 class RequestStep(NamedTuple):
@@ -88,6 +89,7 @@ class AcceptanceCounts:
     block_size: int
     prometheus: PrometheusCounters | None = None
     by_drafts: dict[int, DraftCounts] = field(default_factory=dict)
+    watch: DraftWatch | None = None
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         for step in steps:
@@ -99,6 +101,9 @@ class AcceptanceCounts:
                 counts.accepted[position] += 1
         if self.prometheus is not None:
             self.prometheus.add(steps)
+        if self.watch is not None:
+            drafted = [step for step in steps if step.drafts]
+            self.watch.add(VerifySteps(len(drafted), sum(step.tokens for step in drafted)))
 
     def report(self) -> dict[str, Any]:
         """Totals since the start, as integers, and the ratios that follow from them."""
@@ -169,6 +174,10 @@ class PhaseTimes:
 
 def add_report(_result: None, controller: Any, state: dict[str, Any]) -> None:
     """After SGLang has added its speculative figures to the state that /server_info shows: ours."""
-    report = getattr(controller.scheduler.draft_worker, "report", None)
+    worker = controller.scheduler.draft_worker
+    report = getattr(worker, "report", None)
     if report is not None:
         state["dflash"] = report()
+    reason = getattr(worker, "builtin_reason", None)
+    if reason is not None:
+        state["dflash_builtin_reason"] = reason

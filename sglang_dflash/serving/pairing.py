@@ -119,10 +119,9 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     if arguments.builtin_requested(server_args):
-        logger.info(
-            "DFLASH: SGLang's built-in worker, as requested by --speculative-dflash-worker builtin"
-        )
-        return original(algorithm, server_args)
+        flag = "--speculative-dflash-worker builtin"
+        logger.info("DFLASH: SGLang's built-in worker, as requested by %s", flag)
+        return _showing(flag, original(algorithm, server_args))
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
@@ -163,7 +162,12 @@ def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
     logger.warning(
         "DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
     )
-    return builtin()
+    return _showing(reason, builtin())
+
+
+def _showing(reason: str, worker: type) -> type:
+    """That class of SGLang's, which tells `metrics.add_report` why it serves."""
+    return type(worker.__name__, (worker,), {"builtin_reason": reason})
 
 
 def _has_4bit_draft_kv(settings: Any) -> bool:

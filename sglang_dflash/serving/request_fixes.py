@@ -34,15 +34,18 @@ class IgnoredSeeds:
 
     SGLang hands seeds to its sampler only under --enable-deterministic-inference
     (`SamplingBatchInfo.from_schedule_batch`), with and without speculation.
+
+    Attributes:
+        found: whether there was such a request.
     """
 
     def __init__(self) -> None:
-        self._warned = False
+        self.found = False
 
     def warn_once(self, batch: Any) -> None:
         """`batch`: a ScheduleBatch of new requests."""
         info = batch.sampling_info
-        if self._warned or info is None or info.sampling_seed is not None:
+        if self.found or info is None or info.sampling_seed is not None:
             return
         for request in batch.reqs:
             seed, is_greedy = (
@@ -50,7 +53,7 @@ class IgnoredSeeds:
                 request.sampling_params.top_k == 1,
             )
             if seed is not None and not is_greedy:
-                self._warned = True
+                self.found = True
                 logger.warning(
                     "DFLASH: a request has the seed %d, which SGLang ignores: its samples cannot "
                     "be repeated, and are not those of a run without speculation. Start the server "

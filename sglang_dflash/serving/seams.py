@@ -95,6 +95,29 @@ SEAMS = (
         proof=_ENGINE + "test_counts.py::test_all_accounts_of_the_acceptance_agree",
     ),
     Seam(
+        target=_SRT + "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
+        kind=Kind.AROUND,
+        ours=_OURS + "penalties:count_while_scheduling",
+        reason="Under overlap, penalties miss the newest token, count the prompt's last one, and "
+        "miss or double others when a prefill comes in between.",
+        proof=_ENGINE + "test_penalties.py::test_answers_depend_on_the_batch_without_the_rows",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler.Scheduler._forward_isolation",
+        kind=Kind.BEFORE,
+        ours=_OURS + "penalties:count_newest",
+        reason="Under overlap, penalties never see the newest token, which is on the device.",
+        proof=_ENGINE + "test_penalties.py::test_answers_depend_on_the_batch_without_the_rows",
+    ),
+    Seam(
+        target=_SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+        kind=Kind.AFTER,
+        ours=_OURS + "penalties:count_from_the_start",
+        reason="A retracted request's penalties forget its output; the order in which penalties "
+        "are applied is that of a set.",
+        proof="tests/serving/test_penalties.py::test_retraction_forgets_the_output_without_the_row",
+    ),
+    Seam(
         target=_SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         kind=Kind.BEFORE,
         ours=_OURS + "request_guard:check_shape",

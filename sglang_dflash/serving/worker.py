@@ -38,7 +38,7 @@ from sglang_dflash.serving.batch import (
     verify_batch,
 )
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
-from sglang_dflash.serving.draft_setup import DraftSetup
+from sglang_dflash.serving.draft_setup import DraftSetup, warn_about_long_contexts
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.graphs import graphed
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
@@ -46,6 +46,7 @@ from sglang_dflash.serving.prompt import PromptWrites, missing_tails, place_prom
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.request_fixes import IgnoredSeeds
 from sglang_dflash.serving.target_tokens import TargetTokens
+from sglang_dflash.serving.watch import DraftWatch
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ Barrier = Callable[[], None]
 
 class DFlashWorker(BaseSpecWorker):
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off."""
+
+    # For serving/penalties.py.
+    penalised_requests_take_one_token = True
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class DFlashWorker(BaseSpecWorker):
         self._ignored_seeds = IgnoredSeeds()
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
         memory.hand_plan_to_sizing(runner, self._memory_plan())
-        self._warn_about_long_contexts(runner.model_config.context_len)
+        warn_about_long_contexts(self.config, runner.model_config.context_len)
 
     def _counters(self) -> AcceptanceCounts:
         prometheus = prometheus_counters(target_model.metric_labels(), self.block_size)
@@ -122,16 +126,6 @@ class DFlashWorker(BaseSpecWorker):
             bounded_draft_kv_bytes=None if entries is None else entries * token_bytes,
             replay=self.rollback is not None and self.rollback.name == "replay",
         )
-
-    def _warn_about_long_contexts(self, served: int) -> None:
-        trained = self.config.max_position_embeddings
-        if served > trained:
-            logger.warning(
-                "DFLASH: the target serves contexts of %d tokens, the draft was made for %d "
-                "(max_position_embeddings): beyond that outputs stay exact and acceptance may fall",
-                served,
-                trained,
-            )
 
     # -- start-up: SGLang calls these in this order --------------------------------------------
 
@@ -175,6 +169,12 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter = self.extension.make_drafter(
             self._model, head, cache, self.options, attention
         )
+        self.counts.watch = DraftWatch(
+            self.drafter.counters,
+            target_model.metric_labels(),
+            speaks=self._tp.rank == 0,
+            draft_kv_entries=cache.num_entries,
+        )
         self.target_tokens = TargetTokens(runner.sampler, self._ranks)
         logger.info("DFLASH: %s", self.describe())
 
@@ -212,13 +212,23 @@ class DFlashWorker(BaseSpecWorker):
             "draft_ops": type(self._model.ops).__name__,
             **self.drafter.describe(),
             "simulated_acceptance": sampling.simulated_acceptance_length(),
+            "context_length": self.target_worker.model_runner.model_config.context_len,
+            "draft_max_position_embeddings": self.config.max_position_embeddings,
         }
 
     def report(self) -> dict[str, Any]:
         """`describe`, and the counts so far."""
         live_share = round(self.drafter.cache.live_share(), 4)
-        progress = {**self.counts.report(), **self.times.report(), **self.drafter.report()}
-        return {**self.describe(), "draft_kv_live_share": live_share, **progress}
+        watched = {} if self.counts.watch is None else self.counts.watch.report()
+        return {
+            **self.describe(),
+            "draft_kv_live_share": live_share,
+            **self.counts.report(),
+            **watched,
+            "ignored_seeds": self._ignored_seeds.found,
+            **self.times.report(),
+            **self.drafter.report(),
+        }
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -250,6 +260,7 @@ class DFlashWorker(BaseSpecWorker):
             publish(new_seq_lens)
         with self.times.of("commit"):
             self._commit(step, target.logits_output, accepted)
+            self.drafter.counters.send()
         self.extension.observer.after_step(batch, step, accepted, new_seq_lens)
         # The target's own result has what else the request asked for, such as routed experts.
         return replace(

@@ -90,11 +90,7 @@ def biases(server: Server) -> Answers:
 
 
 def penalties(server: Server) -> Answers:
-    """Each by itself and several at once, in batches with requests that have none.
-
-    Not the repetition penalty with another: without overlap scheduling SGLang keeps penalties in a
-    set, and the order in which a factor and a term are applied differs between processes.
-    """
+    """Each by itself and several at once, in batches with requests that have none."""
     several = {
         "frequency_penalty": 0.4,
         "presence_penalty": 0.6,

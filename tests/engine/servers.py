@@ -165,6 +165,15 @@ CHATS_TWENTIETH = CHATS_DEFAULT.named("chats-twentieth").having(
 CHATS_RECOMPUTE = CHATS_DEFAULT.named("chats-recompute").having(
     speculative_dflash_recompute_tail=512
 )
+# -- drafts of no use: random ones, and finite ones whose logits overflow
+
+RANDOM_DRAFT = DFLASH.named("random-draft").having(
+    speculative_draft_model_path=f"{FILES}/random-draft"
+)
+OVERFLOWING = DFLASH.named("overflowing").having(
+    speculative_draft_model_path=f"{FILES}/overflowing-draft", enable_metrics=True
+)
+
 # As many KV tokens as the server finds memory for, on a machine of fixed size.
 SIZED = PLAIN.with_module("tests.engine.sized_server").having(
     max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16

@@ -1,13 +1,13 @@
 """What a request can ask for, with and without speculation: equal answers, in float32, from servers
 that have everything switched on at once.
 
-The plain server runs without overlap scheduling: with it, SGLang counts output tokens for penalties
-and custom processors a step late, depending on what else is being prefilled.
+The plain server runs without overlap scheduling: with it, custom processors see output tokens
+a step late.
 
 The requests are in feature_requests.py. Tested elsewhere, each on a server of its own: stop strings
 and stop tokens inside a block, a bias of +-100, `n` choices and clients that hang up
-(test_requests.py), seeds, temperatures and `n` samples (test_sampling.py), penalties under overlap,
-one request at a time (test_exact.py).
+(test_requests.py), seeds, temperatures and `n` samples (test_sampling.py), penalties by
+themselves and in a mixed batch (test_penalties.py).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ SAME = {
         features.grammars,
         features.sessions,
         features.mixed_chunks,
+        features.penalties,
         features.choices,
         features.logprobs,
         features.biases,

@@ -59,8 +59,6 @@ def run(server: Server) -> dict[str, list[dict[str, Any]]]:
 
 
 def run_penalised(server: Server) -> list[dict[str, Any]]:
-    """One request after another: under overlap SGLang counts an output token a step late, and which
-    one that is depends on what else is being prefilled, in plain decoding too."""
     send = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     texts = prompts()["demo"][:10]
     return [

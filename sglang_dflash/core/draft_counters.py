@@ -1,0 +1,63 @@
+"""What drafting counts on the device, and its copy on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class DraftHealth(NamedTuple):
+    """Totals since the start.
+
+    Attributes:
+        nonfinite: outputs of the draft that held NaN or Inf: the logits of a drafted token, or the
+            K/V of a committed one.
+        context_sought: context tokens that drafts were to see, one per token, request and block.
+        context_found: those of them whose K/V the draft KV cache held.
+    """
+
+    nonfinite: int = 0
+    context_sought: int = 0
+    context_found: int = 0
+
+    def __sub__(self, earlier: DraftHealth) -> DraftHealth:
+        return DraftHealth(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+    @property
+    def context_share(self) -> float | None:
+        """Share of the context that drafts found; None if they sought none."""
+        return self.context_found / self.context_sought if self.context_sought else None
+
+
+class DraftCounters:
+    """Adds on the device without a synchronization; the host reads what `send` has copied."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        device = torch.device(device)
+        self._device = torch.zeros(len(DraftHealth._fields), dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(len(self._device), dtype=torch.int64, pin_memory=pinned)
+
+    def add_nonfinite(self, mask: Tensor) -> None:
+        """Count the True elements of a bool mask."""
+        self._device[0].add_(mask.sum())
+
+    def add_context(self, seq_lens: Tensor, entries: Tensor) -> None:
+        """Count a step's table.
+
+        Args:
+            seq_lens: int64 `[R]`, committed tokens.
+            entries: int32 `[R, C]`, see `ContextTable`.
+        """
+        self._device[1].add_(seq_lens.clamp(max=entries.shape[1]).sum())
+        self._device[2].add_((entries >= 0).sum())
+
+    def send(self) -> None:
+        """Start the copy to the host. It is complete when the device is done with this step."""
+        self._host.copy_(self._device, non_blocking=True)
+
+    def read(self) -> DraftHealth:
+        """The counts of a step that the device has finished, the newest or one shortly before."""
+        return DraftHealth(*self._host.tolist())

@@ -1,0 +1,1 @@
+"""`sglang-dflash doctor`: what is wrong with a running server, and what to do."""

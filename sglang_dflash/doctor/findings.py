@@ -1,0 +1,209 @@
+"""What is wrong with a server, by its reading: one function per finding.
+
+The numbers that they read are explained in docs/operating.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sglang_dflash.core.alarm import CAUSES, LOW, LOW_CONTEXT_SHARE, WINDOW
+from sglang_dflash.doctor.reading import Reading
+
+# An acceptance length below this may be slower than plain decoding.
+USEFUL = 2.0
+# More steps without drafts than this share are worth a word.
+UNDRAFTED_SHARE = 0.25
+# Verify steps before acceptance is judged.
+ENOUGH_STEPS = 100
+
+
+class Finding(NamedTuple):
+    """Something that is wrong.
+
+    Attributes:
+        name: does not change between versions.
+        problem: what was found, with numbers.
+        advice: what to do.
+    """
+
+    name: str
+    problem: str
+    advice: str
+
+
+def no_dflash(reading: Reading) -> Finding | None:
+    algorithm = reading.info.get("speculative_algorithm")
+    if (algorithm or "").upper() == "DFLASH":
+        return None
+    serves = f"--speculative-algorithm {algorithm}" if algorithm else "plain decoding"
+    return Finding(
+        "no-dflash",
+        f"the server runs {serves}, no DFlash draft",
+        "start it with --speculative-algorithm DFLASH --speculative-draft-model-path DRAFT",
+    )
+
+
+def builtin_worker(reading: Reading) -> Finding | None:
+    if no_dflash(reading) is not None or reading.reports:
+        return None
+    shown = (state.get("dflash_builtin_reason") for state in reading.states)
+    reasons = {str(reason) for reason in shown if reason}
+    if reasons:
+        return Finding(
+            "builtin-worker",
+            f"SGLang's built-in DFLASH worker serves, because of {', '.join(sorted(reasons))}",
+            "leave that out to get sglang-dflash's worker (docs/limits.md), or keep it: "
+            "everything but what this package adds works",
+        )
+    return Finding(
+        "builtin-worker",
+        "SGLang's built-in DFLASH worker serves, and the plugin of sglang-dflash is not loaded",
+        "run `sglang-dflash env` in the server's environment: it tells why",
+    )
+
+
+def simulated_acceptance(reading: Reading) -> Finding | None:
+    tokens = reading.least("simulated_acceptance")
+    if tokens is None:
+        return None
+    return Finding(
+        "simulated-acceptance",
+        f"SGLANG_SIMULATE_ACC_LEN commits {tokens:g} tokens per step, right or wrong: outputs have "
+        "no meaning",
+        "unset that variable, and restart",
+    )
+
+
+def nonfinite_outputs(reading: Reading) -> Finding | None:
+    count = reading.total("nonfinite_outputs")
+    if not count:
+        return None
+    return Finding(
+        "nonfinite-outputs",
+        f"{count} outputs of the draft were NaN or Inf; they were never accepted",
+        "serve in bfloat16 or float32 if this is float16; otherwise the draft checkpoint is "
+        "broken: get it again, or take another",
+    )
+
+
+def low_acceptance(reading: Reading) -> Finding | None:
+    """The alarm, or else the acceptance length since the start."""
+    if simulated_acceptance(reading) is not None:
+        return None
+    recent = reading.least("recent_acceptance_length")
+    if reading.any("acceptance_alarm") and recent is not None:
+        return Finding(
+            "acceptance-alarm",
+            f"acceptance length {recent:.2f} over the last {WINDOW} verify steps: next to no draft "
+            "is accepted",
+            _causes("turn drafts off until it is found (leave out --speculative-algorithm)"),
+        )
+    steps, tokens = reading.total("verify_steps"), reading.total("committed_tokens")
+    length = tokens / steps if steps else None
+    if not reading.reports:
+        # SGLang's own figure, since its last log line.
+        lengths = [state.get("avg_spec_accept_length") for state in reading.states]
+        length, steps = min((x for x in lengths if x), default=None), ENOUGH_STEPS
+    if length is None or steps < ENOUGH_STEPS or length >= USEFUL:
+        return None
+    if length < LOW:
+        return Finding(
+            "acceptance-near-1",
+            f"acceptance length {length:.2f}: next to no draft is accepted",
+            _causes("turn drafts off until it is found (leave out --speculative-algorithm)"),
+        )
+    return Finding(
+        "acceptance-below-2",
+        f"acceptance length {length:.2f}: plain decoding may be faster",
+        _causes("compare with `sglang-dflash bench`"),
+    )
+
+
+def _causes(otherwise: str) -> str:
+    return f"look for {'; '.join(CAUSES)}; {otherwise}"
+
+
+def low_context_share(reading: Reading) -> Finding | None:
+    share = reading.least("draft_context_share")
+    if share is None or share >= LOW_CONTEXT_SHARE:
+        return None
+    entries = reading.least("draft_kv_entries") or 0
+    return Finding(
+        "draft-kv-too-small",
+        f"the draft KV cache held {share:.0%} of the context that drafts were to see",
+        f"raise --speculative-dflash-draft-kv-tokens (now {entries:.0f}); if requests share long "
+        "prompts, set --speculative-dflash-recompute-tail",
+    )
+
+
+def many_undrafted(reading: Reading) -> Finding | None:
+    undrafted = reading.total("undrafted_steps")
+    steps = undrafted + reading.total("verify_steps")
+    if undrafted < ENOUGH_STEPS or undrafted <= UNDRAFTED_SHARE * steps:
+        return None
+    return Finding(
+        "many-undrafted",
+        f"{undrafted / steps:.0%} of the decode steps had no drafts: their requests have "
+        "penalties, min_new_tokens or a custom logit processor",
+        "send requests without these where they are not needed; such a request takes one token "
+        "per step",
+    )
+
+
+def long_contexts(reading: Reading) -> Finding | None:
+    for report in reading.reports:
+        served, trained = report.get("context_length"), report.get("draft_max_position_embeddings")
+        if served and trained and served > trained:
+            return Finding(
+                "long-contexts",
+                f"the server takes contexts of {served} tokens, the draft was made for {trained}: "
+                "beyond that acceptance may fall",
+                f"set --context-length {trained} if requests are shorter, or a draft window "
+                "(--speculative-draft-window-size) if they are not",
+            )
+    return None
+
+
+def ignored_seeds(reading: Reading) -> Finding | None:
+    if not reading.any("ignored_seeds"):
+        return None
+    return Finding(
+        "ignored-seeds",
+        "requests with a seed were sampled without it",
+        "start the server with --enable-deterministic-inference, or leave the seeds out",
+    )
+
+
+def retractions(reading: Reading) -> Finding | None:
+    count = reading.metric("sglang:num_retracted_requests_total")
+    requests = reading.metric("sglang:num_requests_total")
+    if not count or not requests or count <= 0.05 * requests:
+        return None
+    return Finding(
+        "retractions",
+        f"{count:.0f} retractions in {requests:.0f} requests: the KV pool is too small for what "
+        "runs at once, and their prompts are computed again",
+        "lower --max-running-requests, or give the pool more memory (--mem-fraction-static)",
+    )
+
+
+CHECKS: tuple[Callable[[Reading], Finding | None], ...] = (
+    no_dflash,
+    builtin_worker,
+    simulated_acceptance,
+    nonfinite_outputs,
+    low_acceptance,
+    low_context_share,
+    many_undrafted,
+    long_contexts,
+    ignored_seeds,
+    retractions,
+)
+
+
+def examine(reading: Reading) -> list[Finding]:
+    """All findings, the gravest first."""
+    found = (check(reading) for check in CHECKS)
+    return [finding for finding in found if finding is not None]

@@ -1,0 +1,120 @@
+"""Penalties that count every output token once, whatever else is in the batch.
+
+SGLang counts a request's newest output token while it schedules the next decode step
+(`ScheduleBatch.cumulate_penalty_output_tokens`). Under overlap scheduling that token is still on
+the device: SGLang counts the one before, and before the first the prompt's last token. If another
+request's prefill comes in between, the host catches up: one token is never counted and the next one
+twice. A retracted request starts from zero. So an answer depends on what else was served.
+
+Here, under overlap, the newest tokens are counted where they are known, on the device right before
+the forward that reads them (`count_newest`). A request that comes back after a retraction begins
+with the counts of its output (`count_from_the_start`). Without overlap SGLang's own counting is
+right and stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Counted(NamedTuple):
+    """The fields of a penalizer: counts, `[R, V]`, and each request's penalty `[R, 1]`."""
+
+    counts: str
+    penalty: str
+    adds_up: bool
+
+
+# SGLang's penalizers by class name, but BatchedMinNewTokensPenalizer, which counts tokens only.
+_PENALIZERS = {
+    "BatchedFrequencyPenalizer": _Counted(
+        "cumulated_frequency_penalties", "frequency_penalties", adds_up=True
+    ),
+    "BatchedPresencePenalizer": _Counted(
+        "cumulated_presence_penalties", "presence_penalties", adds_up=False
+    ),
+    "BatchedRepetitionPenalizer": _Counted(
+        "cumulated_repetition_penalties", "repetition_penalties", adds_up=False
+    ),
+}
+_LENGTH = "len_output_tokens"
+
+
+def count_while_scheduling(original: Any, batch: Any) -> None:
+    """Around `ScheduleBatch.cumulate_penalty_output_tokens`: not in plain decoding under overlap.
+
+    Other workers call it on their own terms; ours does not under overlap.
+    """
+    if not (batch.enable_overlap and batch.spec_algorithm.is_none()):
+        original(batch)
+
+
+def count_newest(scheduler: Any, batch: Any, *, overlap: bool) -> None:
+    """Before `Scheduler._forward_isolation`, which sums up the penalties of the next forward."""
+    info = batch.sampling_info
+    ours = getattr(scheduler.draft_worker, "penalised_requests_take_one_token", False)
+    if not overlap or info is None or not (ours or batch.spec_algorithm.is_none()):
+        return
+    orchestrator = info.penalizer_orchestrator
+    if orchestrator is None or not orchestrator.is_required:
+        return
+    requests = len(batch.reqs)
+    if batch.forward_mode.is_decode():
+        decoding, tokens = requests, _newest_tokens(batch)[:requests]
+    else:
+        # A prefill, or one with decoding requests at its end (--enable-mixed-chunk).
+        decoding = len(batch.decoding_reqs or ())
+        tokens = batch.input_ids[len(batch.input_ids) - decoding :]
+    if decoding == 0:
+        return
+    rows = torch.arange(requests - decoding, requests, device=tokens.device)
+    count(orchestrator, rows, tokens.long())
+    # The next schedule filters and merges what was just written on this stream.
+    scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+
+
+def count_from_the_start(_result: None, orchestrator: Any, *_: Any, **__: Any) -> None:
+    """After `BatchedPenalizerOrchestrator.__init__`: count the output of retracted requests.
+
+    Also fixes the order in which penalties are applied, which is that of a set: terms before
+    factors, as under overlap.
+    """
+    ordered = sorted(
+        orchestrator.penalizers.items(), key=lambda item: (item[1].is_multiplicative, str(item[0]))
+    )
+    orchestrator.penalizers = dict(ordered)
+    batch = orchestrator.batch
+    if not orchestrator.is_required or not batch.forward_mode.is_extend():
+        return
+    outputs = [request.output_ids for request in batch.reqs]
+    if any(outputs):
+        rows = [row for row, output in enumerate(outputs) for _ in output]
+        tokens = [token for output in outputs for token in output]
+        count(
+            orchestrator,
+            torch.tensor(rows, device=orchestrator.device),
+            torch.tensor(tokens, device=orchestrator.device),
+        )
+
+
+def count(orchestrator: Any, rows: Tensor, tokens: Tensor) -> None:
+    """Count output tokens, int64 `[N]`, of the requests in `rows`, int64 `[N]`, in place."""
+    for penalizer in orchestrator.penalizers.values():
+        if not penalizer.is_prepared():
+            continue
+        if hasattr(penalizer, _LENGTH):
+            ones = torch.ones_like(rows, dtype=torch.int32)[:, None]
+            getattr(penalizer, _LENGTH).index_add_(0, rows, ones)
+            continue
+        kind = _PENALIZERS[type(penalizer).__name__]
+        penalties = getattr(penalizer, kind.penalty)[rows, 0]
+        getattr(penalizer, kind.counts).index_put_(
+            (rows, tokens), penalties, accumulate=kind.adds_up
+        )
+
+
+def _newest_tokens(batch: Any) -> Tensor:
+    return batch.input_ids if batch.spec_algorithm.is_none() else batch.spec_info.bonus_tokens

@@ -1,0 +1,129 @@
+"""Drafts of no use on a server: they change no output, the log and /server_info and /metrics tell,
+and the doctor names the cause."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_dflash import cli
+from sglang_dflash.bench.server import Server
+from sglang_dflash.core.alarm import WINDOW
+from sglang_dflash.doctor.findings import examine
+from sglang_dflash.doctor.reading import Reading, read
+from tests.doctor.test_findings import HEALTHY
+from tests.engine import workload
+from tests.engine.client import together
+from tests.engine.servers import (
+    BUILTIN,
+    CHATS_TWENTIETH,
+    DFLASH,
+    OVERFLOWING,
+    PLAIN,
+    RANDOM_DRAFT,
+    SIMULATED,
+    ServerConfig,
+)
+from tests.engine.test_draft_kv import chatted
+
+# Of its own: other tests send the shared one what a doctor would mention.
+SOUND = DFLASH.named("sound")
+
+
+def asked(server: Server) -> list[dict[str, Any]]:
+    """More verify steps than the alarm judges at once, if no draft is accepted."""
+    texts = workload.prompts()["demo"][:8]
+    send = {"temperature": 0, "max_new_tokens": 2 * WINDOW // len(texts), "ignore_eos": True}
+    return together(lambda text=text: server.generate(text, **send) for text in texts)
+
+
+def doctor(server: Server, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Problems by name."""
+    capsys.readouterr()
+    status = cli.main(["doctor", server.url, "--json"])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert status == (1 if findings else 0)
+    return {finding["name"]: finding["problem"] for finding in findings}
+
+
+def warnings(server: Server, words: str) -> list[str]:
+    return [line for line in server.log.read_text().splitlines() if words in line]
+
+
+@pytest.mark.recorded(PLAIN, asked)
+@pytest.mark.parametrize("config", [RANDOM_DRAFT, OVERFLOWING], ids=str)
+def test_the_alarm_is_raised_and_outputs_are_plain_decodings(
+    config: ServerConfig, server: Server, answers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload.assert_same_outputs({"all": asked(server)}, {"all": answers(PLAIN, asked)})
+    report = server.dflash()
+    assert report["acceptance_alarm"] is True and report["recent_acceptance_length"] < 1.2
+    assert len(warnings(server, "the drafts are of no use")) == 1
+    found = doctor(server, capsys)
+    assert "acceptance-alarm" in found
+    if config == OVERFLOWING:
+        # Every drafted token of every step, those of requests that had just finished included.
+        assert report["nonfinite_outputs"] >= 7 * report["verify_steps"]
+        assert len(warnings(server, "NaN or Inf")) == 1
+        assert "NaN or Inf" in found["nonfinite-outputs"]
+    else:
+        assert report["nonfinite_outputs"] == 0 and set(found) == {"acceptance-alarm"}
+
+
+@pytest.mark.server(OVERFLOWING)
+def test_metrics_show_the_alarm(server: Server) -> None:
+    asked(server)
+    shown = read(server.url, 30)
+    assert shown.metric("sglang_dflash_acceptance_alarm") == 1
+    counted = shown.metric("sglang_dflash_nonfinite_outputs_total")
+    assert counted is not None and counted > 7 * WINDOW
+
+
+@pytest.mark.server(SOUND)
+def test_the_doctor_finds_nothing_wrong_with_a_sound_server(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked(server)
+    assert doctor(server, capsys) == {}
+    # The values that its tests are made of are the keys of a real server.
+    assert set(HEALTHY) <= set(server.dflash())
+
+
+def info(server: Server) -> dict[str, Any]:
+    """/server_info, after some requests."""
+    asked(server)
+    return requests.get(f"{server.url}/server_info", timeout=60).json()
+
+
+@pytest.mark.recorded(PLAIN, info)
+@pytest.mark.recorded(BUILTIN, info)
+@pytest.mark.recorded(SIMULATED, info)
+@pytest.mark.parametrize(
+    ("config_", "found"),
+    [
+        (PLAIN, "no-dflash"),
+        (BUILTIN, "builtin-worker"),
+        (SIMULATED, "simulated-acceptance"),
+    ],
+    ids=str,
+)
+def test_the_doctor_names_other_servers(config_: ServerConfig, found: str, answers: Any) -> None:
+    findings = examine(Reading(answers(config_, info)))
+    assert findings[0].name == found
+    if config_ == BUILTIN:
+        assert "--speculative-dflash-worker builtin" in findings[0].problem
+
+
+@pytest.mark.server(CHATS_TWENTIETH)
+def test_a_cache_that_is_too_small_is_warned_of(
+    server: Server, answers: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(CHATS_TWENTIETH, chatted)
+    chatted(server)
+    assert server.dflash()["draft_context_share"] < 0.8
+    (warning,) = warnings(server, "raise --speculative-dflash-draft-kv-tokens")
+    assert "(now 416)" in warning
+    assert "draft-kv-too-small" in doctor(server, capsys)

@@ -1,0 +1,127 @@
+"""What the watch logs, once, and what it shows."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import prometheus_client
+import pytest
+import torch
+
+from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.core.alarm import WINDOW
+from sglang_dflash.core.draft_counters import DraftCounters
+from sglang_dflash.serving.metrics import AcceptanceCounts, RequestStep
+from sglang_dflash.serving.watch import DraftWatch
+
+
+class Fed:
+    """A watch, its counters, and what it has logged."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, **kwargs: Any) -> None:
+        self.counters, self._caplog = DraftCounters("cpu"), caplog
+        self.watch = DraftWatch(self.counters, draft_kv_entries=416, **kwargs)
+
+    def step(self, steps: int, length: float, nonfinite: int = 0, found: float = 1.0) -> None:
+        self.counters.add_nonfinite(torch.ones(nonfinite, dtype=torch.bool))
+        sought = torch.ones(100, dtype=torch.bool)
+        self.counters.add_context(sought, torch.arange(100) < 100 * found)
+        self.counters.send()
+        self.watch.add(VerifySteps(steps, round(steps * length)))
+
+    @property
+    def logged(self) -> list[str]:
+        return [r.getMessage() for r in self._caplog.records if r.levelno == logging.WARNING]
+
+
+def test_a_useful_draft_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    fed = Fed(caplog)
+    for _ in range(8):
+        fed.step(WINDOW // 2, 3.0)
+    assert fed.logged == []
+    assert fed.watch.report() == {
+        "acceptance_alarm": False,
+        "recent_acceptance_length": 3.0,
+        "nonfinite_outputs": 0,
+        "draft_context_share": 1.0,
+    }
+
+
+def test_drafts_of_no_use_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fed = Fed(caplog)
+    for _ in range(8):
+        fed.step(WINDOW // 2, 1.0)
+    (warning,) = fed.logged
+    assert "acceptance length 1.00" in warning and "sglang-dflash doctor" in warning
+    assert fed.watch.report()["acceptance_alarm"] is True
+
+
+def test_a_draft_that_is_not_finite_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fed = Fed(caplog)
+    for _ in range(8):
+        fed.step(1, 1.0, nonfinite=7)
+    (warning,) = fed.logged
+    assert "NaN or Inf" in warning
+    assert fed.watch.report()["nonfinite_outputs"] == 56
+
+
+def test_a_cache_that_is_too_small_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    fed = Fed(caplog)
+    for _ in range(8):
+        fed.step(WINDOW // 2, 3.0, found=0.5)
+    (warning,) = fed.logged
+    assert "held 50% of the context" in warning
+    assert "--speculative-dflash-draft-kv-tokens (now 416)" in warning
+    assert fed.watch.report()["draft_context_share"] == 0.5
+
+
+def test_a_few_steps_are_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """A prefix that another request has left is not complete at first."""
+    fed = Fed(caplog)
+    fed.step(WINDOW - 1, 1.0, found=0.0)
+    assert fed.logged == []
+
+
+def test_other_ranks_do_not_log(caplog: pytest.LogCaptureFixture) -> None:
+    fed = Fed(caplog, speaks=False)
+    fed.step(WINDOW, 1.0, nonfinite=1, found=0.0)
+    assert fed.logged == [] and fed.watch.alarm.raised
+
+
+def test_the_series_follow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    for kind in ("Counter", "Gauge"):
+        real = getattr(prometheus_client, kind)
+        monkeypatch.setattr(
+            prometheus_client,
+            kind,
+            lambda *args, real=real, **more: real(*args, registry=registry, **more),
+        )
+    fed = Fed(caplog, labels={"model_name": "m"})
+
+    def values() -> tuple[float | None, float | None]:
+        names = ("acceptance_alarm", "nonfinite_outputs_total")
+        alarm, nonfinite = (
+            registry.get_sample_value(f"sglang_dflash_{name}", {"model_name": "m"})
+            for name in names
+        )
+        return alarm, nonfinite
+
+    assert values() == (0, 0)
+    fed.step(WINDOW, 1.0, nonfinite=3)
+    fed.step(1, 1.0, nonfinite=2)
+    assert values() == (1, 5)
+    fed.step(WINDOW, 4.0)
+    assert values() == (0, 5)
+
+
+def test_only_steps_with_drafts_reach_it(caplog: pytest.LogCaptureFixture) -> None:
+    fed = Fed(caplog)
+    counts = AcceptanceCounts(8, watch=fed.watch)
+    counts.add([RequestStep(0, 0, 1)] * (2 * WINDOW))
+    assert fed.watch.alarm.recent is None
+    counts.add([RequestStep(7, 0, 1), RequestStep(7, 2, 3)] * WINDOW)
+    assert fed.watch.alarm.recent == 2.0
