@@ -19,6 +19,7 @@ from sglang_dflash.core import acceptance
 from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.attention.table import RequestSlots, fill_table
 from sglang_dflash.core.kv_cache import RingTags
+from sglang_dflash.core.kv_cache.storage import store_
 from sglang_dflash.core.options import ContextWindow
 from sglang_dflash.core.rope import Rotary, rotate
 
@@ -162,7 +163,7 @@ class TorchOps:
         eps: float,
     ) -> None:
         # -1 is the spare entry.
-        cache[entries] = norm_rope_context(kv, positions, k_weights, rotary, eps).to(cache.dtype)
+        store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         return acceptance.accept(block, target_tokens)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.core.kv_cache import RingTags
+from sglang_dflash.core.kv_cache.storage import store_
 
 
 class DirectKVCache:
@@ -53,7 +54,7 @@ class DirectKVCache:
         quota: int | None = None,
     ) -> None:
         # -1 is a spare entry.
-        self.kv[self.place(target_slots, keep)] = kv.to(self.kv.dtype)
+        store_(self.kv, self.place(target_slots, keep), kv)
 
     def forget(self, target_slots: Tensor) -> None:
         """Nothing to mark: every token is written before a draft reads it."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.core.kv_cache import RingTags
+from sglang_dflash.core.kv_cache.storage import store_
 
 
 class RingKVCache:
@@ -55,7 +56,7 @@ class RingKVCache:
         quota: int | None = None,
     ) -> None:
         # -1 is a spare entry.
-        self.kv[self.place(target_slots, keep, quota)] = kv.to(self.kv.dtype)
+        store_(self.kv, self.place(target_slots, keep, quota), kv)
 
     def place(
         self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
