@@ -37,8 +37,8 @@ class DraftCounters:
     def __init__(self, device: torch.device | str) -> None:
         device = torch.device(device)
         self._device = torch.zeros(len(DraftHealth._fields), dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(len(self._device), dtype=torch.int64, pin_memory=pinned)
+        host = torch.zeros(len(self._device), dtype=torch.int64)
+        self._host = host.pin_memory() if device.type == "cuda" else host
 
     def add_nonfinite(self, mask: Tensor) -> None:
         """Count the True elements of a bool mask."""

@@ -64,7 +64,7 @@ class FakeCuda(TorchDispatchMode):
         if not made_there and not any(isinstance(x, FakeTensor) for x in tensors):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        self._note(func, tensors, kwargs)
+        self._note(func, tensors, args, kwargs)
 
         def fake(x: Any) -> Any:
             real = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
@@ -73,12 +73,16 @@ class FakeCuda(TorchDispatchMode):
         args, kwargs = tree_map(fake, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _note(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
+    def _note(
+        self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         name = func._schema.name.removeprefix("aten::")
         host = [x for x in tensors if not isinstance(x, FakeTensor)]
         to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
         if host and not (name.rstrip("_") in SCALARS and all(x.ndim == 0 for x in host)):
             pinned = all(x.data_ptr() in self.pinned for x in host)
-            self.crossings.append(Crossing(name, not (pinned and kwargs.get("non_blocking"))))
+            # `copy_` has it as its third argument.
+            asynchronous = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+            self.crossings.append(Crossing(name, not (pinned and asynchronous)))
         elif to_host or name.rstrip("_") in READS:
             self.crossings.append(Crossing(name, True))

@@ -12,7 +12,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 from torch import Tensor
 
 from sglang_dflash.core.acceptance import accept
-from sglang_dflash.core.attention.backend import make_attention
+from sglang_dflash.core.attention.backend import Setting, make_attention
 from sglang_dflash.core.drafter import Drafter, TargetHead
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
@@ -65,7 +65,8 @@ class Target:
 def drafter_of(model: DraftModel, cache: DraftKVCache, options: Any, device: str) -> Drafter:
     embedding = torch.randn(VOCAB, HIDDEN, device=device)
     head = TargetHead(lambda ids: embedding[ids], lambda x: (x @ embedding.T).argmax(-1))
-    attention = make_attention("torch", model.config, options.block_size, torch.device(device))
+    setting = Setting(options.block_size, torch.device(device), window=options.context_window)
+    attention = make_attention("torch", model.config, setting)
     return Drafter(model, head, cache, options, attention)
 
 
