@@ -16,7 +16,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.checkpoint.hub import draft_folder
-from sglang_dflash.checkpoint.tensors import check_shapes, tensor_shapes
+from sglang_dflash.checkpoint.values import check_weights
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.parallel import TensorParallel
@@ -24,6 +24,7 @@ from sglang_dflash.core.weights import dummy_model, load_model
 from sglang_dflash.plugin.seam import verify
 from sglang_dflash.serving import arguments
 from sglang_dflash.serving.draft_code import refuse_code
+from sglang_dflash.serving.refusal import ends_the_server
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,14 @@ def check_pair(server_args: Any) -> None:
     if not _dflash_requested(settings):
         return
     arguments.warn_retired_env()
+    try:
+        _check(server_args, settings)
+    except ConfigError as error:
+        raise ConfigError(arguments.in_typed_words(server_args, str(error))) from None
+
+
+def _check(server_args: Any, settings: Any) -> None:
+    """`check_pair`. Errors name the flags of `Options`."""
     if arguments.builtin_requested(server_args):
         refuse_code(_folder(settings, weights=False), settings)
         return
@@ -49,8 +58,9 @@ def check_pair(server_args: Any) -> None:
     except UnsupportedDraft:
         return
     options = arguments.options(server_args, settings)
-    options.resolve(config)
+    resolved = options.resolve(config)
     model = model_config_of(server_args)
+    options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
     if mambaish_config(model) is not None:
         _check_recurrent_target(options, settings)
     target = model.hf_text_config
@@ -60,7 +70,7 @@ def check_pair(server_args: Any) -> None:
         num_layers=target.num_hidden_layers,
     )
     if not dummy_weights(settings):
-        check_shapes(config, tensor_shapes(folder))
+        check_weights(config, folder)
     if unserved_setting(settings, folder) is None:
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
@@ -140,7 +150,8 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     if reason is not None:
         ours = ("load_draft", "options", "extension_path")
         return _fall_back(reason, builtin)(**{k: v for k, v in kwargs.items() if k not in ours})
-    return DFlashWorker(**kwargs)
+    with ends_the_server(functools.partial(arguments.in_typed_words, kwargs["server_args"])):
+        return DFlashWorker(**kwargs)
 
 
 def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:

@@ -6,6 +6,7 @@ the target's KV slots.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -23,7 +24,7 @@ from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
-from sglang_dflash.serving import memory, sampling, target_model
+from sglang_dflash.serving import arguments, memory, sampling, target_model
 from sglang_dflash.serving.batch import (
     CaptureHiddenMode,
     DraftInput,
@@ -40,6 +41,7 @@ from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
 from sglang_dflash.serving.prompt import PromptTokens, lengths_before_drafting, missing_tails
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
+from sglang_dflash.serving.refusal import ends_the_server
 from sglang_dflash.serving.request_fixes import IgnoredSeeds
 from sglang_dflash.serving.target_tokens import TargetTokens
 
@@ -77,6 +79,8 @@ class DFlashWorker(BaseSpecWorker):
         self._model = load_draft(dtype=runner.dtype, device=self.device, tp=self._tp)
         self._load_seconds = time.perf_counter() - began
         self.config, self.options = self._model.config, options.resolve(self._model.config)
+        self._asked = options
+        self._in_typed_words = functools.partial(arguments.in_typed_words, server_args)
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
         self.extension = load_extension(extension_path, target_worker)
@@ -93,7 +97,7 @@ class DFlashWorker(BaseSpecWorker):
         self._ignored_seeds = IgnoredSeeds()
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
         memory.hand_plan_to_sizing(runner, self._memory_plan())
-        self._warn_about_long_contexts(runner.model_config.context_len)
+        self._warn_about_sizes(runner.model_config.context_len)
 
     def _counters(self) -> AcceptanceCounts:
         prometheus = prometheus_counters(target_model.metric_labels(), self.block_size)
@@ -107,15 +111,9 @@ class DFlashWorker(BaseSpecWorker):
             replay=self.rollback is not None and self.rollback.name == "replay",
         )
 
-    def _warn_about_long_contexts(self, served: int) -> None:
-        trained = self.config.max_position_embeddings
-        if served > trained:
-            logger.warning(
-                "DFLASH: the target serves contexts of %d tokens, the draft was made for %d "
-                "(max_position_embeddings): beyond that outputs stay exact and acceptance may fall",
-                served,
-                trained,
-            )
+    def _warn_about_sizes(self, context: int) -> None:
+        for warning in self.options.warnings(self.config, context):
+            logger.warning("DFLASH: %s", self._in_typed_words(warning))
 
     # -- start-up: SGLang calls these in this order --------------------------------------------
 
@@ -139,6 +137,8 @@ class DFlashWorker(BaseSpecWorker):
     ) -> None:
         allocator = token_to_kv_pool_allocator
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
+        with ends_the_server(self._in_typed_words):
+            self._asked.check_room(self.options, context=None, kv_tokens=allocator.size)
         runner = self.target_worker.model_runner
         self.drafter = self.extension.make_drafter(
             self._model,

@@ -132,7 +132,7 @@ def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
 
 BAD_FLAGS = {
     r"--speculative-num-draft-tokens: 1 is too small": ["--speculative-num-draft-tokens", "1"],
-    r"--speculative-draft-window-size: 7 is smaller than the block size 8": [
+    r"--speculative-dflash-draft-window-size: 7 is smaller than the block size 8": [
         "--speculative-dflash-draft-window-size",
         "7",
     ],
