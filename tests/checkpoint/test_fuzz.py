@@ -30,7 +30,7 @@ from tests.conftest import random_model, raw_config
 # Of this process: the machine may be busy with other things.
 SECONDS = 3.0
 bounded = settings(
-    max_examples=300,
+    max_examples=200,
     deadline=None,
     derandomize=True,
     database=None,

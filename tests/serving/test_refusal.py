@@ -41,7 +41,7 @@ def test_a_command_line_uses_it() -> None:
 
 
 def _scheduler() -> None:
-    logging.basicConfig(format="%(message)s")
+    logging.basicConfig(format="%(message)s", force=True)
     with ends_the_server(lambda message: message.replace("flag", "typed")):
         raise ConfigError("flag: 1; 2 is required")
 
