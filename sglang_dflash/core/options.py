@@ -204,13 +204,14 @@ class Options:
         if context is not None and 2 * resolved.block_size > context:
             raise ConfigError(
                 f"{name}: {resolved.block_size} is more than half of the target's context of "
-                f"{context} tokens; give at most {context // 2}"
+                f"{context} tokens; {_at_most(context // 2)} a context of at least "
+                f"{2 * resolved.block_size} tokens"
             )
         if kv_tokens is not None and 4 * resolved.block_size > kv_tokens:
             raise ConfigError(
                 f"{name}: {resolved.block_size} is too large for a KV pool of {kv_tokens} tokens, "
-                f"in which every request reserves two blocks; give at most {kv_tokens // 4}, or "
-                "more KV memory"
+                f"in which every request reserves two blocks; {_at_most(kv_tokens // 4)} a pool "
+                f"of at least {4 * resolved.block_size} tokens"
             )
 
     def with_block_size(self, block_size: int) -> ResolvedOptions:
@@ -230,3 +231,7 @@ class Options:
             recompute_tail=self.recompute_tail,
             recurrent_rollback=self.recurrent_rollback,
         )
+
+
+def _at_most(block_size: int) -> str:
+    return f"give at most {block_size}, or" if block_size >= 2 else "give"

@@ -44,11 +44,15 @@ REFUSED: dict[tuple[str, ...], str] = {
     (BLOCK, "16", BLOCK_ALIAS, "8"): f"{BLOCK_ALIAS}: 8, but {BLOCK} is 16; give one of them",
     (BLOCK, "0", BLOCK_ALIAS, "8"): f"{BLOCK_ALIAS}: 8, but {BLOCK} is 0; give one of them",
     (BLOCK, "64", "--max-total-tokens", "255"): f"{BLOCK}: 64 is too large for a KV pool of 255 "
-    "tokens, in which every request reserves two blocks; give at most 63, or more KV memory",
+    "tokens, in which every request reserves two blocks; give at most 63, or a pool of at "
+    "least 256 tokens",
     ("--max-total-tokens", "31"): "block_size: 8 is too large for a KV pool of 31 tokens, in which "
-    "every request reserves two blocks; give at most 7, or more KV memory",
+    "every request reserves two blocks; give at most 7, or a pool of at "
+    "least 32 tokens",
+    ("--max-total-tokens", "7"): "block_size: 8 is too large for a KV pool of 7 tokens, in which "
+    "every request reserves two blocks; give a pool of at least 32 tokens",
     (BLOCK_ALIAS, "64", "--context-length", "100"): f"{BLOCK_ALIAS}: 64 is more than half of the "
-    "target's context of 100 tokens; give at most 50",
+    "target's context of 100 tokens; give at most 50, or a context of at least 128 tokens",
     (WINDOW, "0"): f"{WINDOW}: 0 sees nothing; give at least the block size",
     (WINDOW, "-64"): f"{WINDOW}: -64 sees nothing; give at least the block size",
     (WINDOW, "7"): f"{WINDOW}: 7 is smaller than the block size 8; give at least 8",
