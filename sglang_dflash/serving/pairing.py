@@ -12,9 +12,10 @@ import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft, cut, shown
 from sglang_dflash.checkpoint.hub import draft_folder
 from sglang_dflash.checkpoint.values import check_weights
 from sglang_dflash.core.model import DraftModel
@@ -57,6 +58,7 @@ def _check(server_args: Any, settings: Any) -> None:
         config = DraftConfig.from_pretrained(folder)
     except UnsupportedDraft:
         return
+    _check_as_sglang_reads_it(folder, settings)
     options = arguments.options(server_args, settings)
     resolved = options.resolve(config)
     model = model_config_of(server_args)
@@ -75,6 +77,19 @@ def _check(server_args: Any, settings: Any) -> None:
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def _check_as_sglang_reads_it(folder: str, settings: Any) -> None:
+    """Raise ConfigError if SGLang, which reads the config.json too, cannot: Transformers must know
+    its model_type, and checks fields that we do not read."""
+    try:
+        get_config(folder, trust_remote_code=settings.trust_remote_code)
+    # Transformers raises errors of many types.
+    except Exception as error:
+        raise ConfigError(
+            f"draft checkpoint: the config.json in {shown(folder)} cannot be read by Transformers, "
+            f"which SGLang uses ({cut(str(error))})"
+        ) from error
 
 
 def _dflash_requested(settings: Any) -> bool:

@@ -13,7 +13,7 @@ from sglang_dflash import cli
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.hf.arguments import GenerateArgs
 from sglang_dflash.hf.generate import load
-from tests.broken_drafts import BROKEN, PAIR
+from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields
 
 TARGET = str(PAIR.target)
 SERVER = ["--model-path", TARGET, "--speculative-algorithm", "DFLASH"]
@@ -85,3 +85,22 @@ def test_a_file_is_no_draft(
     (tmp_path / "draft").write_text("")
     messages = refusals(str(tmp_path / "draft"), resolve, capsys)
     assert len(set(messages)) == 1 and "no config.json in" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [
+        ({"model_type": "nonesuch"}, "nonesuch"),
+        ({"attention_dropout": "much"}, "attention_dropout"),
+    ],
+)
+def test_a_config_that_sglang_cannot_read_is_one_line(
+    field: dict[str, str], found: str, resolve: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Only a server reads such fields, by Transformers."""
+    draft = BrokenDraft(fields(**field), found).make(tmp_path / "draft")
+    with pytest.raises(ConfigError) as refused:
+        resolve([*SERVER, DRAFT, str(draft)])
+    message = str(refused.value)
+    assert message.startswith(f"draft checkpoint: the config.json in '{draft}' cannot be read")
+    assert found in message and "\n" not in message
