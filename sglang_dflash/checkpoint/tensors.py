@@ -216,8 +216,10 @@ def _read_index(kind: str, folder: Path) -> tuple[list[str], int]:
             f"{what}: metadata of {INDEX}: {shown(metadata)}; an object of fields is required"
         )
     total = metadata.get("total_size")
-    is_size = isinstance(total, int | float) and 0 < total < 2**63
-    return sorted(set(names.values())), int(total) if is_size else 0
+    named = sorted(set(names.values()))
+    if isinstance(total, int | float) and 0 < total < 2**63:
+        return named, int(total)
+    return named, 0
 
 
 def _check_index(kind: str, folder: Path) -> int:
