@@ -66,6 +66,13 @@ PATHS = [
 ]
 KINDS: list[Any] = [None, "linear", "llama3", "yarn"]
 changes = st.lists(st.tuples(st.sampled_from(PATHS), values), min_size=1, max_size=3)
+extremes = st.dictionaries(
+    st.sampled_from(
+        ["factor", "rope_theta", "low_freq_factor", "original_max_position_embeddings"]
+    ),
+    st.sampled_from([1e-320, 1e-30, 1e-9, 1e-3, 0.5, 1, 1.001, 2, 1e9, 1e15, 1e30, 1e308]),
+    max_size=3,
+)
 
 
 def in_one_line(read: Callable[[], Any]) -> Any:
@@ -101,8 +108,22 @@ def changed(kind: Any, made: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any
 @bounded
 @given(kind=st.sampled_from(KINDS), made=changes)
 def test_any_config_is_read_or_refused(kind: Any, made: Any) -> None:
-    raw = changed(kind, made)
+    read_or_refused(changed(kind, made))
 
+
+@bounded
+@given(kind=st.sampled_from(KINDS[1:]), extreme=extremes)
+def test_any_rotary_embedding_is_finite_or_refused(kind: Any, extreme: dict[str, float]) -> None:
+    names = {
+        "llama3": ("beta_fast", "mscale"),
+        "linear": ("beta_fast", "mscale", "low_freq_factor"),
+    }
+    for name in names.get(kind, ("low_freq_factor",)):
+        extreme.pop(name, None)
+    read_or_refused(changed(kind, [(("rope_scaling", name), x) for name, x in extreme.items()]))
+
+
+def read_or_refused(raw: dict[str, Any]) -> None:
     def use() -> DraftConfig:
         config = DraftConfig.from_dict(raw)
         expected_tensors(config)
