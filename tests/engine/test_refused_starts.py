@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ DFLASH = [
 ]
 # From the line to the end. Not by the clock, since the machine may be busy with other tests.
 CPU_SECONDS = 20
+MOST_SECONDS = 400
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,18 @@ def launched(*flags: str, until: str) -> Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
+    # A server that serves would never end.
+    limit = threading.Timer(MOST_SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+    limit.start()
     lines, seen = [], 0.0
     for line in process.stdout or ():
         lines.append(line.rstrip("\n"))
         if until in line:
             seen = sum(psutil.Process(process.pid).cpu_times()[:2])
     _, status, used = os.wait4(process.pid, 0)
+    limit.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
     return Ended(process.returncode, lines, used.ru_utime + used.ru_stime - seen)
 
