@@ -13,24 +13,32 @@ from types import TracebackType
 
 from sglang_dflash.checkpoint.errors import ConfigError
 
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
 logger = logging.getLogger(__name__)
 
 
-def show_in_one_line(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """A `sys.excepthook`: of a ConfigError only the message, of anything else what Python shows."""
-    if isinstance(error, ConfigError):
-        print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
-    else:
-        sys.__excepthook__(kind, error, trace)
+class OneLine:
+    """A `sys.excepthook`: of a ConfigError only the message, of anything else what the hook before
+    it shows. Packages that SGLang imports set one, too."""
+
+    def __init__(self, before: ExceptHook) -> None:
+        self.before = before
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConfigError):
+            print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
+        else:
+            self.before(kind, error, trace)
 
 
 def use_one_line() -> None:
     """Show ConfigErrors that end this process in one line. For processes that a command line
     started; a script that makes an `Engine` keeps its tracebacks."""
-    if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = show_in_one_line
+    if not isinstance(sys.excepthook, OneLine):
+        sys.excepthook = OneLine(sys.excepthook)
 
 
 @contextmanager

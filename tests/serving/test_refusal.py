@@ -12,7 +12,7 @@ import time
 import pytest
 
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.serving.refusal import ends_the_server, show_in_one_line
+from sglang_dflash.serving.refusal import OneLine, ends_the_server
 
 
 def test_our_errors_are_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,7 +20,7 @@ def test_our_errors_are_shown_in_one_line(capsys: pytest.CaptureFixture[str]) ->
         try:
             raise error
         except ValueError as caught:
-            show_in_one_line(type(caught), caught, caught.__traceback__)
+            OneLine(sys.__excepthook__)(type(caught), caught, caught.__traceback__)
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "sglang-dflash: a: 1; 2 is required"
     assert others[0].startswith("Traceback") and others[-1] == "ValueError: not ours"
