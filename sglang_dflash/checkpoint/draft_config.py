@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft, shown
 from sglang_dflash.checkpoint.fields import Fields, read_json_object
 from sglang_dflash.checkpoint.rope_config import RopeConfig, read_rope
 
+# Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
+_MOST_LAYERS = 256
+_MOST_WIDTH = 2**18
+# Published drafts have 1e-6 and 1e-5.
+_MOST_EPS = 0.1
 # A field of any value but false, null, 0 or "" belongs to a drafter head other than DFlash v1.
 _OTHER_HEADS = (
     "selector_rank",
@@ -20,6 +25,8 @@ _OTHER_HEADS = (
     "attention_sink_bias",
     "attention_value_scale",
 )
+# Of these and of `_OTHER_HEADS`, those that are true or false.
+_FLAGS = ("attention_sink_bias", "has_embed_tokens", "use_gemma_norm")
 # A field of any value but null, 0 or 1 belongs to a drafter head other than DFlash v1.
 _OUTPUT_SCALES = ("output_multiplier", "final_logit_softcapping")
 _UNSUPPORTED = ("has_embed_tokens", "use_gemma_norm", "quantization_config")
@@ -76,17 +83,20 @@ class DraftConfig:
         text = Fields.of(raw, "draft")
         either = draft_fields(raw)
         _refuse_other_heads(text, either)
+        _check_kind(raw, either)
         depth, _, kv_heads, head_dim = draft_kv_shape(text)
         num_target_layers = either.positive_int("num_target_layers")
         config = cls(
-            hidden_size=text.positive_int("hidden_size"),
-            intermediate_size=text.positive_int("intermediate_size"),
+            hidden_size=text.positive_int("hidden_size", most=_MOST_WIDTH),
+            intermediate_size=text.positive_int("intermediate_size", most=_MOST_WIDTH),
             num_hidden_layers=depth,
-            num_attention_heads=text.positive_int("num_attention_heads"),
+            num_attention_heads=text.positive_int("num_attention_heads", most=_MOST_WIDTH),
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=text.positive_int("vocab_size"),
-            rms_norm_eps=float(text.positive_number("rms_norm_eps", default=1e-6)),
+            rms_norm_eps=float(
+                text.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=_MOST_EPS)
+            ),
             rope=read_rope(text),
             max_position_embeddings=text.positive_int("max_position_embeddings", default=32768),
             block_size=either.positive_int("block_size", default=16),
@@ -133,6 +143,17 @@ class DraftConfig:
                 f"block_size: {self.block_size} drafts nothing; a block is the bonus token and at "
                 "least 1 drafted token"
             )
+        if self.block_size > self.max_position_embeddings:
+            raise ConfigError(
+                f"block_size: {self.block_size} is more than max_position_embeddings "
+                f"({self.max_position_embeddings}) of the draft; the block size that the draft was "
+                "trained with is required"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim: {self.head_dim} is odd; the rotary embedding pairs dimensions, an even "
+                "number is required (without head_dim it is hidden_size / num_attention_heads)"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_key_value_heads: {self.num_key_value_heads} does not divide "
@@ -156,12 +177,13 @@ def draft_kv_shape(text: Fields) -> tuple[int, int, int, int]:
     Raises:
         ConfigError: a field is missing or invalid.
     """
-    heads = text.positive_int("num_attention_heads")
+    heads = text.positive_int("num_attention_heads", most=_MOST_WIDTH)
+    width = text.positive_int("hidden_size", most=_MOST_WIDTH)
     return (
-        text.positive_int("num_hidden_layers"),
+        text.positive_int("num_hidden_layers", most=_MOST_LAYERS),
         2,
-        text.positive_int("num_key_value_heads", default=heads),
-        text.positive_int("head_dim", default=text.positive_int("hidden_size") // heads),
+        text.positive_int("num_key_value_heads", default=heads, most=_MOST_WIDTH),
+        text.positive_int("head_dim", default=width // heads, most=_MOST_WIDTH),
     )
 
 
@@ -211,25 +233,42 @@ def _layer_attention(text: Fields, depth: int) -> tuple[LayerAttention, ...]:
             layers.append(LayerAttention(window, causal=text.flag("is_causal", default=True)))
         else:
             raise UnsupportedDraft(
-                f"layer_types[{i}]: {kind!r}; full_attention and sliding_attention are served"
+                f"layer_types[{i}]: {shown(kind)}; full_attention and sliding_attention are served"
             )
     return tuple(layers)
 
 
+def _check_kind(raw: Mapping[str, Any], either: Fields) -> None:
+    """Raise ConfigError if a config.json is clearly not that of a DFlash draft."""
+    names = either.words("architectures")
+    named = any("dflash" in name.casefold() for name in names)
+    if not named and "dflash_config" not in raw and "num_target_layers" not in either:
+        raise ConfigError(
+            "draft checkpoint: no DFlash draft: its config.json has neither dflash_config nor "
+            "num_target_layers; the folder or name of the draft is required, not the target's"
+        )
+
+
 def _refuse_other_heads(text: Fields, either: Fields) -> None:
     """Raise UnsupportedDraft with the first field that a DFlash v1 draft does not have."""
+    for name in _FLAGS:
+        either.flag(name, default=False)
+    for name in ("model_type", "projector_type"):
+        either.word(name)
+    either.block("quantization_config")
     other_heads = [name for name in _OTHER_HEADS if either.get(name)]
     other_heads += [name for name in _OUTPUT_SCALES if either.get(name) not in (None, 0, 1)]
     for name in other_heads:
         raise UnsupportedDraft(
-            f"{either.path(name)}: {either.get(name)!r}; only the DFlash v1 head is served here"
+            f"{either.path(name)}: {shown(either.get(name))}; only the DFlash v1 head is served "
+            "here"
         )
     for name in _UNSUPPORTED:
         if text.get(name):
             raise UnsupportedDraft(
-                f"{text.path(name)}: {text.get(name)!r}; drafts with this are not served here"
+                f"{text.path(name)}: {shown(text.get(name))}; drafts with this are not served here"
             )
-    if text.get("hidden_act") not in (None, "silu"):
+    if text.word("hidden_act") not in (None, "silu"):
         raise UnsupportedDraft(
-            f"{text.path('hidden_act')}: {text.get('hidden_act')!r}; silu is served"
+            f"{text.path('hidden_act')}: {shown(text.get('hidden_act'))}; silu is served"
         )

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.checkpoint.errors import ConfigError, cut, shown
+
+# Counts and sizes of a model are 32-bit in SGLang and in kernels.
+_MOST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,17 @@ class Fields:
     def error(self, name: str, required: str) -> ConfigError:
         """The error for a field whose value is not `required`, such as "a positive integer"."""
         value = self.get(name)
-        found = "missing from" if value is None else f"{value!r} in"
+        found = "missing from" if value is None else f"{shown(value)} in"
         return ConfigError(f"{self.path(name)}: {found} {self.file}; {required} is required")
 
-    def positive_int(self, name: str, default: int | None = None) -> int:
-        """An integer above 0. Raises ConfigError, also if there is no value and no default."""
+    def positive_int(self, name: str, default: int | None = None, *, most: int = _MOST_INT) -> int:
+        """An integer from 1 to `most`. Raises ConfigError, also if there is no value and no
+        default."""
         value = self.get(name, default)
         if not _is_int(value) or value < 1:
             raise self.error(name, "a positive integer")
+        if value > most:
+            raise self.error(name, f"an integer from 1 to {most}")
         return value
 
     def token_id(self, name: str) -> int:
@@ -91,12 +97,17 @@ class Fields:
             raise self.error(name, "a token id (an integer of at least 0)")
         return value
 
-    def positive_number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0. Raises ConfigError, also if there is no value and no default."""
+    def positive_number(
+        self, name: str, default: float | None = None, *, least: float = 0.0, most: float = math.inf
+    ) -> float:
+        """A finite number above 0, from `least` to `most`. Raises ConfigError, also if there is no
+        value and no default."""
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < math.inf:
             raise self.error(name, "a positive number")
+        if not least <= value <= most:
+            raise self.error(name, f"a number from {least:g} to {most:g}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -107,30 +118,46 @@ class Fields:
         return value
 
     def layer_ids(self, name: str, num_layers: int) -> tuple[int, ...]:
-        """A non-empty list of layer ids from 0 to `num_layers - 1`. Raises ConfigError."""
+        """A non-empty list of layer ids from 0 to `num_layers - 1`, each above the one before: a
+        target gives the outputs of its layers in their order. Raises ConfigError."""
         ids = self.get(name)
         if not isinstance(ids, list | tuple) or not ids or not all(map(_is_int, ids)):
             raise self.error(name, "a non-empty list of layer ids")
         outside = [i for i in ids if not 0 <= i < num_layers]
         if outside:
             raise ConfigError(
-                f"{self.path(name)}: {outside} outside the target's layers 0 to {num_layers - 1}"
+                f"{self.path(name)}: {shown(outside)} outside the target's layers 0 to "
+                f"{num_layers - 1}"
             )
+        if list(ids) != sorted(set(ids)):
+            raise self.error(name, "a list of distinct layer ids in ascending order")
         return tuple(ids)
+
+    def word(self, name: str) -> str | None:
+        """The name of a kind, such as "yarn"; None if it is missing. Raises ConfigError."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(name, "a name")
+        return value
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of names, empty if it is missing. Raises ConfigError."""
+        value = self.get(name, [])
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, "a list of names")
+        return tuple(value)
 
     def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
         """The field `layer_types`, one name per layer, or None. Raises ConfigError."""
-        types = self.get("layer_types")
-        if types is None:
+        if "layer_types" not in self:
             return None
-        if not isinstance(types, list | tuple) or not all(isinstance(kind, str) for kind in types):
-            raise self.error("layer_types", "a list of names")
+        types = self.words("layer_types")
         if len(types) != num_layers:
             raise ConfigError(
                 f"{self.path('layer_types')}: {len(types)} entries for {num_layers} layers; "
                 "one per layer is required"
             )
-        return tuple(types)
+        return types
 
 
 def _is_int(value: object) -> bool:
@@ -143,14 +170,25 @@ def read_json_object(path: Path, what: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file is missing, is not JSON, or holds something else.
     """
-    if not path.is_file():
-        raise ConfigError(
-            f"{what}: no {path.name} in {str(path.parent)!r}; give the folder of a checkpoint"
-        )
+    file = shown(str(path))
     try:
+        if not path.is_file():
+            raise ConfigError(
+                f"{what}: no {path.name} in {shown(str(path.parent))}; give the folder of a "
+                "checkpoint"
+            )
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{what}: {str(path)!r} is not valid JSON ({error})") from error
+    except OSError as error:
+        raise ConfigError(f"{what}: {file} cannot be read ({error.strerror})") from error
+    except RecursionError as error:
+        raise ConfigError(f"{what}: {file} is not valid JSON (nested too deeply)") from error
+    except ConfigError:
+        raise
+    # Not JSON, not UTF-8, or an integer of thousands of digits.
+    except ValueError as error:
+        raise ConfigError(f"{what}: {file} is not valid JSON ({cut(str(error))})") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{what}: {str(path)!r} holds no JSON object")
+        raise ConfigError(
+            f"{what}: {file} holds no JSON object but {shown(raw)}; an object of fields is required"
+        )
     return raw

@@ -7,12 +7,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.checkpoint.tensors import MASK_EMBEDDING
+from sglang_dflash.checkpoint.errors import ConfigError, cut, shown
+from sglang_dflash.checkpoint.tensors import MASK_EMBEDDING, StoredTensor
 
 CONFIG = "config.json"
 # How long the hub may take to begin its answer.
 _ANSWER_SECONDS = 5.0
+
+
+def exists(name: str) -> bool:
+    """Whether `name` is a path here; False for a name that no path can have."""
+    try:
+        return Path(name).exists()
+    except OSError:  # Too long.
+        return False
 
 
 def draft_folder(flag: str, name: str, *, revision: str | None = None, weights: bool = True) -> str:
@@ -25,12 +33,13 @@ def draft_folder(flag: str, name: str, *, revision: str | None = None, weights: 
     Raises:
         ConfigError: `name` is neither a path nor a draft that can be fetched.
     """
-    if Path(name).exists():
+    if exists(name):
         return name
     # A mask embedding is fetched to be refused by name: it is never read.
     patterns = ["*.json", "*.safetensors", MASK_EMBEDDING] if weights else ["*.json"]
     with _hub_errors(
-        f"{flag}: {name!r} is neither a folder here nor a draft that could be fetched from the hub"
+        f"{flag}: {shown(name)} is neither a folder here nor a draft that could be fetched from "
+        "the hub"
     ):
         from huggingface_hub import snapshot_download
 
@@ -64,7 +73,7 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
     import httpx
 
     with _hub_errors(
-        f"{kind.upper()}: {name!r} is neither a folder here nor a model whose config.json "
+        f"{kind.upper()}: {shown(name)} is neither a folder here nor a model whose config.json "
         f"{'is in the local cache' if offline else 'could be fetched from the hub'}"
     ):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
@@ -88,16 +97,16 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
             ) from error
 
 
-def hub_tensors(kind: str, name: str) -> tuple[dict[str, list[int]], int] | None:
-    """Shapes by stored name, and bytes, of the safetensors weights of `name` on the hub, from their
-    headers. None if its weights have another format.
+def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | None:
+    """Tensors by stored name, and bytes, of the safetensors weights of `name` on the hub, from
+    their headers. None if its weights have another format.
 
     Raises:
         ConfigError: the hub does not give them, or a header is damaged.
     """
     import httpx
 
-    with _hub_errors(f"{kind.upper()}: the safetensors headers of {name!r} on the hub"):
+    with _hub_errors(f"{kind.upper()}: the safetensors headers of {shown(name)} on the hub"):
         from huggingface_hub import get_safetensors_metadata
         from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -109,7 +118,7 @@ def hub_tensors(kind: str, name: str) -> tuple[dict[str, list[int]], int] | None
             raise OSError(str(error)) from error
     tensors = [item for file in files for item in file.tensors.items()]
     total = sum(info.data_offsets[1] - info.data_offsets[0] for _, info in tensors)
-    return {stored: info.shape for stored, info in tensors}, total
+    return {stored: StoredTensor(info.dtype, tuple(info.shape)) for stored, info in tensors}, total
 
 
 @contextmanager
@@ -120,5 +129,4 @@ def _hub_errors(message: str) -> Iterator[None]:
     try:
         yield
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ConfigError(f"{message} ({first_line})") from error
+        raise ConfigError(f"{message} ({cut(str(error))})") from error

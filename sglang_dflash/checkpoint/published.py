@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,8 +13,13 @@ from typing import Any
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.fields import read_json_object
-from sglang_dflash.checkpoint.hub import fetch_config, hub_tensors
-from sglang_dflash.checkpoint.tensors import local_draft_shapes, local_weight_bytes, plain_name
+from sglang_dflash.checkpoint.hub import exists, fetch_config, hub_tensors
+from sglang_dflash.checkpoint.tensors import (
+    StoredTensor,
+    local_draft_tensors,
+    local_weight_bytes,
+    plain_name,
+)
 
 FOLDER = Path(__file__).parent / "published"
 _OTHER = {"target": "draft", "draft": "target"}
@@ -32,8 +37,9 @@ class ModelFacts:
         source: where the facts were read.
         unknown: fields of the config.json that serving needs and that the source does not show.
         file: the shipped file with these facts; None if they are not shipped.
-        tensors: shape by name of a draft's tensors, from the headers of its weights; None if no
-            weights are at hand.
+        tensors: a draft's tensors by name, from the headers of its weights; None if no weights are
+            at hand.
+        weights: the local folder that holds the draft's weights; None if they are not here.
     """
 
     name: str
@@ -43,7 +49,8 @@ class ModelFacts:
     source: str
     unknown: tuple[str, ...] = ()
     file: str | None = None
-    tensors: Mapping[str, Sequence[int]] | None = None
+    tensors: Mapping[str, StoredTensor] | None = None
+    weights: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
         ConfigError: nothing is known under that name, its files cannot be fetched or read, or it is
             a draft given as target or a target given as draft.
     """
-    if Path(name).is_dir():
+    if exists(name):
         return _of_folder(kind, Path(name))
     ours = _shipped_name(kind, name)
     if ours is not None:
@@ -113,8 +120,8 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
         found = fetch_config(kind, name, offline=offline)
     except ConfigError as error:
         raise ConfigError(f"{error}; {_suggestion(kind, name)}") from error
-    raw = read_json_object(found.config, kind.upper())
-    _check_kind(kind, name, raw)
+    raw = read_json_object(found.config, f"{kind} checkpoint")
+    _refuse_draft_as_target(kind, name, raw)
     source = f"config.json of {name} {'on the hub' if found.online else 'in the local cache'}"
     if not found.online:
         return _of_files(kind, name, raw, found.config.parent, source)
@@ -126,8 +133,8 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
                 "safetensors files"
             )
         return ModelFacts(name, raw, None, None, source)
-    shapes, total = weights
-    tensors = {plain_name(stored): shape for stored, shape in shapes.items()}
+    found_tensors, total = weights
+    tensors = {plain_name(stored): tensor for stored, tensor in found_tensors.items()}
     source = f"{source}, and the headers of its weights"
     return ModelFacts(name, raw, total, None, source, tensors=tensors)
 
@@ -158,23 +165,18 @@ def _swapped(kind: str, name: str) -> ConfigError:
     )
 
 
-def _check_kind(kind: str, name: str, raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a config.json is clearly that of the other kind."""
+def _refuse_draft_as_target(kind: str, name: str, raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a target's config.json is clearly that of a draft. `DraftConfig` refuses
+    the other mistake."""
     names = raw.get("architectures")
     named = isinstance(names, list) and any("dflash" in str(name).casefold() for name in names)
-    is_draft = named or "dflash_config" in raw
-    if kind == "target" and is_draft:
+    if kind == "target" and (named or "dflash_config" in raw):
         raise _swapped(kind, name)
-    if kind == "draft" and not is_draft and "num_target_layers" not in raw:
-        raise ConfigError(
-            f"DRAFT: {name!r} is no DFlash draft: its config.json has neither dflash_config nor "
-            "num_target_layers; the target comes first, then the draft"
-        )
 
 
 def _of_folder(kind: str, folder: Path) -> ModelFacts:
-    raw = read_json_object(folder / "config.json", kind.upper())
-    _check_kind(kind, str(folder), raw)
+    raw = read_json_object(folder / "config.json", f"{kind} checkpoint")
+    _refuse_draft_as_target(kind, str(folder), raw)
     source = f"config.json and weight files in {folder}"
     return _of_files(kind, str(folder), raw, folder, source)
 
@@ -182,7 +184,7 @@ def _of_folder(kind: str, folder: Path) -> ModelFacts:
 def _of_files(
     kind: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
 ) -> ModelFacts:
-    tensors = local_draft_shapes(folder) if kind == "draft" else None
+    tensors = local_draft_tensors(folder) if kind == "draft" else None
     return ModelFacts(
         name=name,
         config=raw,
@@ -190,4 +192,5 @@ def _of_files(
         kv_bytes_per_token=None,
         source=source,
         tensors=tensors,
+        weights=None if tensors is None else folder,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.tensors import check_shapes, each_tensor
+from sglang_dflash.checkpoint.values import check_weights
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.ops import DraftOps
 from sglang_dflash.core.parallel import TensorParallel
@@ -96,10 +97,10 @@ def load_model(
     """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
 
     Raises:
-        ConfigError: see `DraftConfig.from_pretrained`, `read_tensors` and
-            `checkpoint.tensors.check_shapes`.
+        ConfigError: see `DraftConfig.from_pretrained` and `checkpoint.values.check_weights`.
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
+    check_weights(config, folder)
     state = load_state(config, read_tensors(folder), tp)
     placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
     return _network(config, tp, ops, placed, device)

@@ -51,15 +51,19 @@ def load(args: GenerateArgs) -> Loaded:
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     folder = draft_folder("--draft", args.draft)
     config = DraftConfig.from_pretrained(folder)
-    args.options.resolve(config)
+    resolved = args.options.resolve(config)
     try:
-        # The config comes before the weights, so that an unfit pair is refused within seconds.
+        # The target's weights come last: a draft that does not fit is refused within seconds.
         text = AutoConfig.from_pretrained(args.target).get_text_config()
         config.check_target(
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             num_layers=text.num_hidden_layers,
         )
+        args.options.check_room(
+            resolved, context=getattr(text, "max_position_embeddings", None), kv_tokens=None
+        )
+        draft = load_model(folder, dtype=getattr(torch, dtype), device=device)
         tokenizer = AutoTokenizer.from_pretrained(args.target)
         target: Any = AutoModelForCausalLM.from_pretrained(
             args.target, dtype=getattr(torch, dtype)
@@ -72,7 +76,6 @@ def load(args: GenerateArgs) -> Loaded:
             f"--target: {args.target!r} is no causal language model that Transformers can load "
             f"({first_line})"
         ) from error
-    draft = load_model(folder, dtype=getattr(torch, dtype), device=device)
     stop_token_ids = _stop_token_ids(target, tokenizer)
     return Loaded(draft, target.to(device), tokenizer, stop_token_ids, device, dtype)
 

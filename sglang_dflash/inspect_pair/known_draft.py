@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import TargetGeometry
-from sglang_dflash.checkpoint.tensors import check_shapes
+from sglang_dflash.checkpoint.tensors import StoredTensor, check_tensors
+from sglang_dflash.checkpoint.values import check_values
 from sglang_dflash.core.options import Options, ResolvedOptions
 from sglang_dflash.inspect_pair.memory import Serving, draft_weight_bytes, stated_kv_bytes
 
@@ -28,7 +30,7 @@ class KnownDraft:
         kv_bytes_per_token: draft KV bytes of one token.
         weight_bytes: None if unknown.
         block_size: the checkpoint's; None if unknown.
-        tensors: see `ModelFacts`.
+        tensors, weights: see `ModelFacts`.
     """
 
     raw: Mapping[str, Any] | None
@@ -38,7 +40,8 @@ class KnownDraft:
     kv_bytes_per_token: int
     weight_bytes: int | None
     block_size: int | None
-    tensors: Mapping[str, Sequence[int]] | None = None
+    tensors: Mapping[str, StoredTensor] | None = None
+    weights: Path | None = None
 
     @classmethod
     def of(cls, facts: ModelFacts, serving: Serving) -> KnownDraft:
@@ -66,6 +69,7 @@ class KnownDraft:
             weight_bytes=draft_weight_bytes(config) if config else facts.weight_bytes,
             block_size=config.block_size if config else block_size,
             tensors=facts.tensors,
+            weights=facts.weights,
         )
 
     def check_target(self, geometry: TargetGeometry) -> None:
@@ -87,15 +91,24 @@ class KnownDraft:
         """How many tensors `check_weights` checks; None for none."""
         return None if self.config is None or self.tensors is None else len(self.tensors)
 
+    @property
+    def checked_values(self) -> str | None:
+        """What `check_weights` finds of the values of an accepted draft; None if it reads none."""
+        return None if self.config is None or self.weights is None else "finite"
+
     def check_weights(self) -> None:
-        """Raise ConfigError if the tensors at hand are not those of the config, as a server does.
-        Those of a draft that our worker does not serve are not checked."""
+        """Raise ConfigError if the tensors at hand are not those of the config, as a server does,
+        and of weights in a local folder if a value is not finite or a weight all zeros. Those of a
+        draft that our worker does not serve are not checked."""
         if self.config is not None and self.tensors is not None:
-            check_shapes(self.config, self.tensors)
+            check_tensors(self.config, self.tensors)
+        if self.config is not None and self.weights is not None:
+            check_values(self.config, self.weights)
 
     def resolve(self, options: Options) -> ResolvedOptions:
         """Fill in the draft's block size. Raises ConfigError if it is unknown and not given."""
-        block_size = options.block_size or self.block_size
-        if block_size is None:
+        if self.block_size is not None:
+            return options.for_trained_block(self.block_size)
+        if options.block_size is None:
             raise ConfigError("--block-size: required, because the draft's is not known")
-        return options.with_block_size(block_size)
+        return options.with_block_size(options.block_size)

@@ -51,6 +51,8 @@ class Inspection:
         worker_reason: why it is not "sglang-dflash".
         draft_tensors: how many tensors of the draft's weights were checked against its config; None
             if there are no weights at hand.
+        draft_values: "finite" if the values of these tensors were read and are finite; None if only
+            headers are at hand.
         recurrent_rollback: how that worker follows an accepted prefix in recurrent layers; None if
             there are none.
         recurrent_state_bytes: of one request.
@@ -78,6 +80,7 @@ class Inspection:
     target_weight_bytes: int | None
     draft_weight_bytes: int | None
     draft_tensors: int | None
+    draft_values: str | None
     recurrent_layers: int | None
     recurrent_rollback: str | None
     recurrent_state_bytes: int | None
@@ -135,6 +138,7 @@ def inspect(
     entries = resolved.draft_kv_entries(serving.max_running_requests)
     worker, reason = _worker(target, geometry, known)
     kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, entries)
+    options.check_room(resolved, context=_context(target), kv_tokens=kv.target_tokens)
     tokens, requests = window.tokens if window else None, serving.max_running_requests
     return Inspection(
         verdict=verdict(worker, reason, kv, window=tokens, requests=requests),
@@ -157,6 +161,7 @@ def inspect(
         target_weight_bytes=target.weight_bytes,
         draft_weight_bytes=known.weight_bytes,
         draft_tensors=known.checked_tensors,
+        draft_values=known.checked_values,
         recurrent_layers=geometry.recurrent_layers if geometry else None,
         recurrent_rollback=_rollback(geometry, worker),
         recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
@@ -202,7 +207,7 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     ]
     width = max(len(name) for name, _ in facts)
     indent = " " * (width + 2)
-    weights = weights_verdict(report["worker"], report["draft_tensors"])
+    weights = weights_verdict(report["worker"], report["draft_tensors"], report["draft_values"])
     head = [report["verdict"], weights, report["assumptions"], report["warning"] or ""]
     notes = [
         textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
@@ -210,6 +215,12 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     ]
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
     return "\n".join([*(textwrap.fill(text, 120) for text in head if text), "", *lines, *notes])
+
+
+def _context(target: ModelFacts) -> int | None:
+    """Tokens of a request, at most; None if the target's config does not tell."""
+    text, name = Fields.of(target.config or {}, "target"), "max_position_embeddings"
+    return text.positive_int(name) if name in text else None
 
 
 def _worker(

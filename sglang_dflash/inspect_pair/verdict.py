@@ -66,13 +66,21 @@ def other_target(target: str, draft: str) -> str | None:
     )
 
 
-def weights_verdict(worker: str, tensors: int | None) -> str:
-    """What was checked of the draft's weights: `tensors` of them, or None for no weights."""
+def weights_verdict(worker: str, tensors: int | None, values: str | None) -> str:
+    """What was checked of the draft's weights.
+
+    Args:
+        tensors, values: `draft_tensors` and `draft_values` of `Inspection`.
+    """
     if worker == "builtin":
         return "draft weights: not checked, SGLang's worker reads them"
     if tensors is None:
         return "draft weights: not checked, only the config is known here"
-    return f"draft weights: {tensors} tensors, with the names and shapes that the config asks for"
+    found = "their values are finite" if values else "values are checked when they are loaded"
+    return (
+        f"draft weights: {tensors} tensors, with the names and shapes that the config asks for; "
+        f"{found}"
+    )
 
 
 def _total_bytes(kv: KvSplit) -> float:

@@ -7,8 +7,9 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.options import RECURRENT_ROLLBACKS, Options
+from sglang_dflash.checkpoint.errors import ConfigError, shown
+from sglang_dflash.core.options import BLOCK_FLAG, RECURRENT_ROLLBACKS, Options
+from sglang_dflash.serving.refusal import use_one_line
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ ALIASES = {
 # The published commands export these; SGLang 0.5.23 knows neither. It still reads the two others
 # that they export: SGLANG_ENABLE_OVERLAP_PLAN_STREAM, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.
 RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
+BLOCK_ALIAS = "--speculative-dflash-block-size"  # SGLang's own, of another field.
 WORKERS = ("auto", "builtin")
 GUARD = SELF_CHECK = ("on", "off")
 DRAFT_GRAPHS = ("auto", "off", "recorded")
@@ -44,12 +46,56 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+class AliasAction(argparse.Action):
+    """Stores the value under SGLang's field, and under the alias to tell that it was typed.
+
+    Another value of the field that was typed before is an error of the command line. One that is
+    typed later is found by `keep_flags`.
+    """
+
+    def __init__(self, *args: Any, alias: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.alias = alias
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        is_typed = before not in (
+            parser.get_default(self.dest),
+            getattr(namespace, self.alias, None),
+        )
+        if is_typed and before != values:
+            raise argparse.ArgumentError(self, _conflict(self.alias, values, before))
+        setattr(namespace, self.dest, values)
+        setattr(namespace, self.alias, values)
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _conflict(alias: str, value: Any, other: Any) -> str:
+    return (
+        f"{shown(value)}, but {_flag(ALIASES[alias])}, of which it is an alias, is {shown(other)}; "
+        "give one of them"
+    )
+
+
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     """After `ServerArgs.add_cli_args`: our flags, and aliases of SGLang's."""
     group = parser.add_argument_group("sglang-dflash")
 
     def add(flag: str, **others: Any) -> None:
         group.add_argument(flag, default=argparse.SUPPRESS, **others)
+
+    def add_alias(alias: str, **others: Any) -> None:
+        others |= {"dest": ALIASES[alias], "action": AliasAction, "alias": alias}
+        add(_flag(alias), **others)
 
     add(
         "--speculative-dflash-worker",
@@ -101,23 +147,44 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         help="Whether requests that would end the server are refused with HTTP 400, under any "
         "--speculative-algorithm and without one. Default: on.",
     )
-    add(
-        "--speculative-dflash-draft-window-size",
+    add_alias(
+        "speculative_dflash_draft_window_size",
         type=int,
-        dest=ALIASES["speculative_dflash_draft_window_size"],
         help="Alias of --speculative-draft-window-size: committed tokens that the draft attends "
         "to.",
     )
-    add(
-        "--mamba-scheduler-strategy",
-        dest=ALIASES["mamba_scheduler_strategy"],
+    add_alias(
+        "mamba_scheduler_strategy",
+        choices=_choices(parser, ALIASES["mamba_scheduler_strategy"]),
         help="Alias of --mamba-radix-cache-strategy.",
     )
 
 
+def _choices(parser: argparse.ArgumentParser, field: str) -> list[str] | None:
+    """The values that SGLang's flag of that field takes; None for any, or without such a flag."""
+    actions = (action for action in parser._actions if action.dest == field)
+    found = next((action.choices for action in actions if action.choices), None)
+    return None if found is None else list(found)
+
+
+def _check_choice(alias: str, value: Any, server_args_class: Any) -> None:
+    """Raise ConfigError unless SGLang's flag takes the value. Keyword arguments pass no parser."""
+    parser = argparse.ArgumentParser()
+    server_args_class.add_cli_args(parser)
+    choices = _choices(parser, ALIASES[alias])
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{_flag(alias)}: {shown(value)}; choose one of {', '.join(choices)}")
+
+
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
-    """After `ServerArgs.from_cli_args`: keep the values of our flags with SGLang's."""
-    given = {name: getattr(namespace, name) for name in DEFAULTS if hasattr(namespace, name)}
+    """After `ServerArgs.from_cli_args`: keep the values of our flags with SGLang's.
+
+    Raises:
+        ConfigError: a flag and its alias were given different values.
+    """
+    use_one_line()
+    names = (*DEFAULTS, *ALIASES)
+    given = {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
     return _attach(server_args, given)
 
 
@@ -125,10 +192,11 @@ def server_args_from_kwargs(**kwargs: Any) -> Any:
     """For `sglang.Engine(**kwargs)`: SGLang's arguments, ours attached and aliases resolved."""
     from sglang.srt.server_args import ServerArgs
 
+    given = {name: kwargs.pop(name) for name in (*DEFAULTS, *ALIASES) if name in kwargs}
     for alias, field in ALIASES.items():
-        if alias in kwargs:
-            kwargs[field] = kwargs.pop(alias)
-    given = {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
+        if alias in given:
+            _check_choice(alias, given[alias], ServerArgs)
+            kwargs.setdefault(field, given[alias])
     return _attach(ServerArgs(**kwargs), given)
 
 
@@ -136,7 +204,11 @@ def _attach(server_args: Any, given: dict[str, Any]) -> Any:
     for name, choices in CHOICES.items():
         value = given.get(name, DEFAULTS[name])
         if value not in choices:
-            raise ConfigError(f"{name}: {value!r}; choose one of {choices}")
+            raise ConfigError(f"{name}: {shown(value)}; choose one of {choices}")
+    for alias, field in ALIASES.items():
+        value = getattr(server_args, field)
+        if alias in given and given[alias] != value:
+            raise ConfigError(f"{_flag(alias)}: {_conflict(alias, given[alias], value)}")
     setattr(server_args, ATTRIBUTE, given)
     return server_args
 
@@ -179,14 +251,31 @@ def extension_path(server_args: Any) -> str | None:
 def options(server_args: Any, resolved: Any) -> Options:
     """`Options` from SGLang's resolved fields and ours. Raises ConfigError."""
     given = _given(server_args)
+    block, alias = resolved.speculative_num_draft_tokens, resolved.speculative_dflash_block_size
+    if alias is not None and block not in (None, alias):
+        raise ConfigError(
+            f"{BLOCK_ALIAS}: {shown(alias)}, but {BLOCK_FLAG} is {shown(block)}; give one of them"
+        )
     return Options(
-        block_size=resolved.speculative_num_draft_tokens or resolved.speculative_dflash_block_size,
+        block_size=alias if block is None else block,
         window=resolved.speculative_draft_window_size,
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=given["speculative_dflash_draft_kv_tokens"],
         recompute_tail=given["speculative_dflash_recompute_tail"],
         recurrent_rollback=given["speculative_dflash_recurrent_rollback"],
     )
+
+
+def in_typed_words(server_args: Any, message: str) -> str:
+    """A message with the flags that the user typed in place of those that `Options` names."""
+    given, names = _given(server_args), {}
+    if server_args.speculative_num_draft_tokens is None:
+        is_alias = server_args.speculative_dflash_block_size is not None
+        names[BLOCK_FLAG] = BLOCK_ALIAS if is_alias else "block_size"
+    names |= {_flag(field): _flag(alias) for alias, field in ALIASES.items() if alias in given}
+    for name, typed in names.items():
+        message = message.replace(name, typed)
+    return message
 
 
 def _given(server_args: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.core.attention.backend import Backend, DraftAttention, Setting
 from sglang_dflash.core.attention.reference import TorchAttention
 from sglang_dflash.core.kv_cache import DraftKVCache
@@ -20,18 +19,6 @@ from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.self_check import check_attention, check_ops
 
 logger = logging.getLogger(__name__)
-
-
-def warn_about_long_contexts(config: DraftConfig, served: int) -> None:
-    """Log one warning if the target serves contexts that the draft was not made for."""
-    trained = config.max_position_embeddings
-    if served > trained:
-        logger.warning(
-            "DFLASH: the target serves contexts of %d tokens, the draft was made for %d "
-            "(max_position_embeddings): beyond that outputs stay exact and acceptance may fall",
-            served,
-            trained,
-        )
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft, cut, shown
 from sglang_dflash.checkpoint.hub import draft_folder
-from sglang_dflash.checkpoint.tensors import check_shapes, tensor_shapes
+from sglang_dflash.checkpoint.values import check_weights
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.parallel import TensorParallel
@@ -30,6 +31,7 @@ from sglang_dflash.serving.draft_backends import (
 )
 from sglang_dflash.serving.draft_code import refuse_code
 from sglang_dflash.serving.graphs import check_graphs
+from sglang_dflash.serving.refusal import ends_the_server
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,14 @@ def check_pair(server_args: Any) -> None:
     if not _dflash_requested(settings):
         return
     arguments.warn_retired_env()
+    try:
+        _check(server_args, settings)
+    except ConfigError as error:
+        raise ConfigError(arguments.in_typed_words(server_args, str(error))) from None
+
+
+def _check(server_args: Any, settings: Any) -> None:
+    """`check_pair`. Errors name the flags of `Options`."""
     if arguments.builtin_requested(server_args):
         refuse_code(_folder(settings, weights=False), settings)
         return
@@ -57,9 +67,11 @@ def check_pair(server_args: Any) -> None:
         config = DraftConfig.from_pretrained(folder)
     except UnsupportedDraft:
         return
+    _check_as_sglang_reads_it(folder, settings)
     options = arguments.options(server_args, settings)
-    options.resolve(config)
+    resolved = options.resolve(config)
     model = model_config_of(server_args)
+    options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
     if mambaish_config(model) is not None:
         _check_recurrent_target(options, settings)
     target = model.hf_text_config
@@ -69,7 +81,7 @@ def check_pair(server_args: Any) -> None:
         num_layers=target.num_hidden_layers,
     )
     if not dummy_weights(settings):
-        check_shapes(config, tensor_shapes(folder))
+        check_weights(config, folder)
     if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
         device = torch.device(settings.device)
         check_attention(server_args, config, device)
@@ -77,6 +89,19 @@ def check_pair(server_args: Any) -> None:
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def _check_as_sglang_reads_it(folder: str, settings: Any) -> None:
+    """Raise ConfigError if SGLang, which reads the config.json too, cannot: Transformers must know
+    its model_type, and checks fields that we do not read."""
+    try:
+        get_config(folder, trust_remote_code=settings.trust_remote_code)
+    # Transformers raises errors of many types.
+    except Exception as error:
+        raise ConfigError(
+            f"draft checkpoint: the config.json in {shown(folder)} cannot be read by Transformers, "
+            f"which SGLang uses ({cut(str(error))})"
+        ) from error
 
 
 def _dflash_requested(settings: Any) -> bool:
@@ -155,7 +180,8 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
         # SGLang's own arguments.
         theirs = ("server_args", "gpu_id", "nccl_port", "target_worker")
         return _fall_back(reason, builtin)(**{name: kwargs[name] for name in theirs})
-    return DFlashWorker(**kwargs)
+    with ends_the_server(functools.partial(arguments.in_typed_words, kwargs["server_args"])):
+        return DFlashWorker(**kwargs)
 
 
 def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:

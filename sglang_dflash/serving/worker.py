@@ -6,6 +6,7 @@ the target's KV slots.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -24,7 +25,7 @@ from sglang_dflash.core.attention.backend import choose_attention
 from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
-from sglang_dflash.serving import memory, sampling, target_model
+from sglang_dflash.serving import arguments, memory, sampling, target_model
 from sglang_dflash.serving.batch import (
     CaptureHiddenMode,
     DraftInput,
@@ -38,12 +39,13 @@ from sglang_dflash.serving.batch import (
     verify_batch,
 )
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
-from sglang_dflash.serving.draft_setup import DraftSetup, warn_about_long_contexts
+from sglang_dflash.serving.draft_setup import DraftSetup
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.graphs import graphed
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
 from sglang_dflash.serving.prompt import PromptWrites, missing_tails, place_prompt
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
+from sglang_dflash.serving.refusal import ends_the_server
 from sglang_dflash.serving.request_fixes import IgnoredSeeds
 from sglang_dflash.serving.target_tokens import TargetTokens
 from sglang_dflash.serving.watch import DraftWatch
@@ -95,6 +97,8 @@ class DFlashWorker(BaseSpecWorker):
         )
         self._load_seconds = time.perf_counter() - began
         self.config, self.options = self._model.config, options.resolve(self._model.config)
+        self._asked = options
+        self._in_typed_words = functools.partial(arguments.in_typed_words, server_args)
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
         self.extension = load_extension(extension_path, target_worker)
@@ -113,7 +117,8 @@ class DFlashWorker(BaseSpecWorker):
         self._ignored_seeds = IgnoredSeeds()
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
         memory.hand_plan_to_sizing(runner, self._memory_plan())
-        warn_about_long_contexts(self.config, runner.model_config.context_len)
+        for warning in self.options.warnings(self.config, runner.model_config.context_len):
+            logger.warning("DFLASH: %s", self._in_typed_words(warning))
 
     def _counters(self) -> AcceptanceCounts:
         prometheus = prometheus_counters(target_model.metric_labels(), self.block_size)
@@ -149,22 +154,20 @@ class DFlashWorker(BaseSpecWorker):
     ) -> None:
         allocator = token_to_kv_pool_allocator
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
+        with ends_the_server(self._in_typed_words):
+            self._asked.check_room(self.options, context=None, kv_tokens=allocator.size)
         runner = self.target_worker.model_runner
         rows, positions = self.req_to_token_pool.size, self.req_to_token_pool.req_to_token.shape[1]
         setup = DraftSetup(
-            self._model,
-            self.options,
-            ATTENTION[self._attention],
-            self._tp,
-            self.device,
-            self._kv_dtype,
-            self._max_running_requests,
-        )
+            self._model, self.options, ATTENTION[self._attention], self._tp, self.device,
+            self._kv_dtype, self._max_running_requests,
+        )  # fmt: skip
         target_slots = allocator.size + allocator.page_size
         cache = setup.cache(target_slots, rows, memory.is_bounded(runner))
         attention = setup.attention(cache, rows, positions)
         if self._self_check:
-            setup.check(attention)
+            with ends_the_server(self._in_typed_words):
+                setup.check(attention)
         head = target_model.target_head(runner.model, self._tp)
         self.drafter = self.extension.make_drafter(
             self._model, head, cache, self.options, attention
@@ -180,14 +183,15 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """After the target's."""
-        self.drafter = graphed(
-            self.drafter,
-            self._draft_graphs,
-            self.device,
-            self.req_to_token_pool.req_to_token,
-            ATTENTION[self._attention].capabilities.capturable,
-            self._self_check,
-        )
+        with ends_the_server(self._in_typed_words):
+            self.drafter = graphed(
+                self.drafter,
+                self._draft_graphs,
+                self.device,
+                self.req_to_token_pool.req_to_token,
+                ATTENTION[self._attention].capabilities.capturable,
+                self._self_check,
+            )
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()

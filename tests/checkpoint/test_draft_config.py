@@ -132,6 +132,9 @@ def test_a_pair_that_does_not_fit_is_refused(target: dict, message: str) -> None
         ({"sinks": -1}, "--speculative-draft-sink-size: -1 is negative"),
         ({"window": 0}, "--speculative-draft-window-size: 0 sees nothing"),
         ({"draft_kv_tokens": 0}, "--speculative-dflash-draft-kv-tokens: 0; a positive"),
+        ({"sinks": 4}, "--speculative-draft-sink-size: 4 has no effect without a window"),
+        ({"window": 2**31}, "--speculative-draft-window-size: 2147483648 is too large"),
+        ({"block_size": 65}, "num-draft-tokens: 65 is more than 16 times .* give at most 64"),
         (
             {"window": 3},
             "--speculative-draft-window-size: 3 is smaller than the block size 4; give at least 4",

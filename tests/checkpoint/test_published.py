@@ -60,7 +60,7 @@ class Hub:
         if self.shapes is None:
             raise NotASafetensorsRepoError(name)
         infos = {
-            stored: SimpleNamespace(shape=shape, data_offsets=(10 * i, 10 * i + 10))
+            stored: SimpleNamespace(dtype="BF16", shape=shape, data_offsets=(10 * i, 10 * i + 10))
             for i, (stored, shape) in enumerate(self.shapes.items())
         }
         return SimpleNamespace(files_metadata={"file": SimpleNamespace(tensors=infos)})
@@ -76,7 +76,7 @@ def test_a_hub_config_is_fetched_and_its_headers_weighed(hub: Hub) -> None:
     hub.shapes = {"a": [1], "b": [2]}
     facts = look_up("target", "some/target")
     assert facts.config == TARGET and facts.weight_bytes == 20 and "hub" in facts.source
-    assert facts.tensors == {"a": [1], "b": [2]}
+    assert facts.tensors == {"a": ("BF16", (1,)), "b": ("BF16", (2,))}
     hub.shapes = None
     assert look_up("target", "some/target").weight_bytes is None
 
@@ -84,7 +84,7 @@ def test_a_hub_config_is_fetched_and_its_headers_weighed(hub: Hub) -> None:
 def test_a_draft_without_safetensors_on_the_hub_is_refused(hub: Hub) -> None:
     (hub.folder / "config.json").write_text(json.dumps(raw_config()))
     hub.shapes = {"model.fc.weight": [1]}
-    assert look_up("draft", "some/draft").tensors == {"fc.weight": [1]}
+    assert look_up("draft", "some/draft").tensors == {"fc.weight": ("BF16", (1,))}
     hub.shapes = None
     with pytest.raises(ConfigError, match="DRAFT: 'some/draft' has no safetensors weights"):
         look_up("draft", "some/draft")

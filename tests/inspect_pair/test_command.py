@@ -50,7 +50,7 @@ def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "TARGET: 'Qwen/Nonesuch'" in shown and "did you mean" not in shown
     assert all(published in shown for published, _ in PUBLISHED_PAIRS)
     assert "DRAFT: 'Qwen/Nonesuch'" in refusal(capsys, target, "Qwen/Nonesuch")
-    assert "DRAFT: no config.json in" in refusal(capsys, target, str(tmp_path))
+    assert "draft checkpoint: no config.json in" in refusal(capsys, target, str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     assert "is not valid JSON" in refusal(capsys, target, str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
@@ -113,7 +113,7 @@ def test_a_swapped_pair_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     folders = str(pair.draft), str(pair.target)
     assert f"TARGET: '{folders[0]}' {swapped}" in refusal(capsys, *folders)
     shown = refusal(capsys, str(pair.target), str(pair.target))
-    assert f"DRAFT: '{folders[1]}' is no DFlash draft" in shown
+    assert "draft checkpoint: no DFlash draft" in shown
     assert f"DRAFT: '{target}' is a target" in refusal(capsys, target, target)
 
 

@@ -82,10 +82,9 @@ def test_options_size_the_cache_and_dtypes_its_entries() -> None:
     ("options", "shown"),
     [
         (Options(), (4, None, 0)),
-        (Options(sinks=4), (4, None, 0)),
         (Options(block_size=6, window=100, sinks=4), (6, 100, 4)),
     ],
-    ids=["default", "sinks-without-a-window", "window"],
+    ids=["default", "window"],
 )
 @pytest.mark.parametrize("head", [{}, {"selector_rank": 256}], ids=["v1", "other"])
 def test_the_report_shows_the_options_in_effect(

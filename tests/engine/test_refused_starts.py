@@ -1,0 +1,101 @@
+"""A server that is started with what it cannot serve ends with one line and no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.broken_drafts import BROKEN, PAIR, fields
+
+DFLASH = [
+    *("--model-path", str(PAIR.target)),
+    *("--speculative-algorithm", "DFLASH"),
+    "--speculative-draft-model-path",
+]
+# From the line to the end. Not by the clock, since the machine may be busy with other tests.
+CPU_SECONDS = 20
+MOST_SECONDS = 400
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended: its status, its lines, and its CPU seconds since one of them."""
+
+    status: int
+    lines: list[str]
+    seconds_since: float
+
+    def lines_with(self, text: str) -> list[str]:
+        return [line for line in self.lines if text in line]
+
+
+def launched(*flags: str, until: str) -> Ended:
+    """Run the launcher. `until` is part of the line from which CPU seconds are counted."""
+    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *flags]
+    process = subprocess.Popen(
+        [*command, "--port", "39999"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    # A server that serves would never end.
+    limit = threading.Timer(MOST_SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+    limit.start()
+    lines, seen = [], 0.0
+    for line in process.stdout or ():
+        lines.append(line.rstrip("\n"))
+        if until in line:
+            seen = sum(psutil.Process(process.pid).cpu_times()[:2])
+    _, status, used = os.wait4(process.pid, 0)
+    limit.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Ended(process.returncode, lines, used.ru_utime + used.ru_stime - seen)
+
+
+@pytest.mark.parametrize("what", ["file: nested", "tensors: one NaN", "field: hidden_size"])
+def test_a_broken_draft_ends_the_launcher(what: str, tmp_path: Path) -> None:
+    draft = BROKEN[what].make(tmp_path / "draft")
+    ended = launched(*DFLASH, str(draft), until=BROKEN[what].message)
+    assert ended.status == 1 and ended.seconds_since < CPU_SECONDS
+    assert not ended.lines_with("Traceback")
+    (line,) = ended.lines_with(BROKEN[what].message)
+    assert line.startswith("sglang-dflash: ") and line == ended.lines[-1]
+
+
+def test_a_flag_of_an_absurd_size_ends_the_launcher() -> None:
+    flag = ["--speculative-num-draft-tokens", "99999999999"]
+    ended = launched(*DFLASH, str(PAIR.draft), *flag, until="99999999999 is more than")
+    assert ended.status == 1 and ended.seconds_since < CPU_SECONDS
+    assert not ended.lines_with("Traceback")
+    assert ended.lines[-1] == (
+        "sglang-dflash: --speculative-num-draft-tokens: 99999999999 is more than 16 times the "
+        "block size that the draft was trained with (8); give at most 128"
+    )
+
+
+def test_a_value_that_is_no_choice_ends_the_parser() -> None:
+    flag = ["--mamba-scheduler-strategy", "bogus"]
+    ended = launched(*DFLASH, str(PAIR.draft), *flag, until="invalid choice: 'bogus'")
+    assert ended.status == 2 and ended.seconds_since < CPU_SECONDS
+    assert "argument --mamba-scheduler-strategy: invalid choice: 'bogus'" in ended.lines[-1]
+    assert not ended.lines_with("Traceback")
+
+
+def test_what_only_the_scheduler_knows_ends_the_server(tmp_path: Path) -> None:
+    """The size of the KV pool: here it follows from the machine's memory."""
+    draft = BROKEN["field: hidden_size"].make(tmp_path / "draft")
+    fields(hidden_size=192, block_size=16_000)(draft)
+    ended = launched(*DFLASH, str(draft), until="is too large for a KV pool of")
+    assert ended.status != 0 and ended.seconds_since < CPU_SECONDS
+    assert not ended.lines_with("Traceback")
+    (line,) = ended.lines_with("sglang-dflash: ")
+    assert "sglang-dflash: block_size: 16000 is too large for a KV pool of" in line

@@ -1,0 +1,106 @@
+"""Every broken draft is refused by a server, by `generate` and by `inspect`, with the same line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash import cli
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.hf.arguments import GenerateArgs
+from sglang_dflash.hf.generate import load
+from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields
+
+TARGET = str(PAIR.target)
+SERVER = ["--model-path", TARGET, "--speculative-algorithm", "DFLASH"]
+DRAFT = "--speculative-draft-model-path"
+# Of a message. A path of pytest may take half of it.
+LONGEST = 600
+
+
+def refusals(draft: str, resolve: Any, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The messages of a server, `generate` and `inspect`."""
+    with pytest.raises(ConfigError) as by_server:
+        resolve([*SERVER, DRAFT, draft])
+    with pytest.raises(ConfigError) as by_generate:
+        load(GenerateArgs(target=TARGET, draft=draft, prompt="a"))
+    capsys.readouterr()
+    assert cli.main(["inspect", TARGET, draft, "--offline"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    return [
+        str(by_server.value),
+        str(by_generate.value),
+        shown.err.removeprefix("sglang-dflash: ").removesuffix("\n"),
+    ]
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_all_refuse_a_broken_draft_with_the_same_line(
+    what: str, resolve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = BROKEN[what].make(tmp_path / "draft")
+    began = time.monotonic()
+    by_server, by_generate, by_inspect = refusals(str(draft), resolve, capsys)
+    assert BROKEN[what].message in by_server
+    assert "\n" not in by_server and len(by_server) < LONGEST
+    assert by_generate == by_server and by_inspect == by_server
+    assert time.monotonic() - began < 20
+
+
+def test_the_table_breaks_drafts_that_are_served_otherwise(
+    resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve([*SERVER, DRAFT, str(PAIR.draft)])
+    load(GenerateArgs(target=TARGET, draft=str(PAIR.draft), prompt="a"))
+    assert cli.main(["inspect", TARGET, str(PAIR.draft), "--offline"]) == 0
+
+
+NOT_A_FOLDER = {
+    "too long": 5000 * "a",
+    "too long, with folders": "/".join(600 * ["aaaaaaaa"]),
+    "with a null byte": "dra\0ft",
+    "absent": "/no/such/draft",
+    "of spaces": "a draft",
+}
+
+
+@pytest.mark.parametrize("what", NOT_A_FOLDER)
+def test_a_path_that_cannot_be_one_is_named_with_its_flag(
+    what: str, resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = refusals(NOT_A_FOLDER[what], resolve, capsys)
+    for flag, message in zip((DRAFT, "--draft", "DRAFT"), messages, strict=True):
+        assert message.startswith(f"{flag}: '") and " is neither a folder here nor " in message
+        assert "\n" not in message and len(message) < 2 * LONGEST
+
+
+def test_a_file_is_no_draft(
+    resolve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "draft").write_text("")
+    messages = refusals(str(tmp_path / "draft"), resolve, capsys)
+    assert len(set(messages)) == 1 and "no config.json in" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "found"),
+    [
+        ({"model_type": "nonesuch"}, "nonesuch"),
+        ({"attention_dropout": "much"}, "attention_dropout"),
+    ],
+)
+def test_a_config_that_sglang_cannot_read_is_one_line(
+    field: dict[str, str], found: str, resolve: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Only a server reads such fields, by Transformers."""
+    draft = BrokenDraft(fields(**field), found).make(tmp_path / "draft")
+    with pytest.raises(ConfigError) as refused:
+        resolve([*SERVER, DRAFT, str(draft)])
+    message = str(refused.value)
+    assert message.startswith(f"draft checkpoint: the config.json in '{draft}' cannot be read")
+    assert found in message and "\n" not in message

@@ -1,0 +1,193 @@
+"""Flags: each combination is served, warned of, or refused in one line that names the flag."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.serving import arguments
+from tests.broken_drafts import PAIR
+
+PAIR_FLAGS = [
+    *("--model-path", str(PAIR.target)),
+    *("--speculative-algorithm", "DFLASH"),
+    *("--speculative-draft-model-path", str(PAIR.draft)),
+]
+BLOCK, BLOCK_ALIAS = "--speculative-num-draft-tokens", "--speculative-dflash-block-size"
+WINDOW, WINDOW_ALIAS = (
+    "--speculative-draft-window-size", "--speculative-dflash-draft-window-size",
+)  # fmt: skip
+SINKS = "--speculative-draft-sink-size"
+ENTRIES, TAIL = "--speculative-dflash-draft-kv-tokens", "--speculative-dflash-recompute-tail"
+STATES, STATES_ALIAS = "--mamba-radix-cache-strategy", "--mamba-scheduler-strategy"
+HUGE = "99999999999"
+
+# Flags -> the message.
+REFUSED: dict[tuple[str, ...], str] = {
+    (BLOCK, "0"): f"{BLOCK}: 0 is too small; a block has at least 2 tokens",
+    (BLOCK, "1"): f"{BLOCK}: 1 is too small; a block has at least 2 tokens",
+    (BLOCK, "-8"): f"{BLOCK}: -8 is too small; a block has at least 2 tokens",
+    (BLOCK, HUGE): f"{BLOCK}: {HUGE} is more than 16 times the block size that the draft was "
+    "trained with (8); give at most 128",
+    (BLOCK, "129"): f"{BLOCK}: 129 is more than 16 times the block size that the draft was "
+    "trained with (8); give at most 128",
+    (BLOCK_ALIAS, "0"): f"{BLOCK_ALIAS}: 0 is too small; a block has at least 2 tokens",
+    (BLOCK_ALIAS, "1"): f"{BLOCK_ALIAS}: 1 is too small; a block has at least 2 tokens",
+    (BLOCK_ALIAS, HUGE): f"{BLOCK_ALIAS}: {HUGE} is more than 16 times the block size that the "
+    "draft was trained with (8); give at most 128",
+    (BLOCK, "16", BLOCK_ALIAS, "8"): f"{BLOCK_ALIAS}: 8, but {BLOCK} is 16; give one of them",
+    (BLOCK, "0", BLOCK_ALIAS, "8"): f"{BLOCK_ALIAS}: 8, but {BLOCK} is 0; give one of them",
+    (BLOCK, "64", "--max-total-tokens", "255"): f"{BLOCK}: 64 is too large for a KV pool of 255 "
+    "tokens, in which every request reserves two blocks; give at most 63, or a pool of at "
+    "least 256 tokens",
+    ("--max-total-tokens", "31"): "block_size: 8 is too large for a KV pool of 31 tokens, in which "
+    "every request reserves two blocks; give at most 7, or a pool of at "
+    "least 32 tokens",
+    ("--max-total-tokens", "7"): "block_size: 8 is too large for a KV pool of 7 tokens, in which "
+    "every request reserves two blocks; give a pool of at least 32 tokens",
+    (BLOCK_ALIAS, "64", "--context-length", "100"): f"{BLOCK_ALIAS}: 64 is more than half of the "
+    "target's context of 100 tokens; give at most 50, or a context of at least 128 tokens",
+    (WINDOW, "0"): f"{WINDOW}: 0 sees nothing; give at least the block size",
+    (WINDOW, "-64"): f"{WINDOW}: -64 sees nothing; give at least the block size",
+    (WINDOW, "7"): f"{WINDOW}: 7 is smaller than the block size 8; give at least 8",
+    (WINDOW_ALIAS, "7"): f"{WINDOW_ALIAS}: 7 is smaller than the block size 8; give at least 8",
+    (WINDOW, "15", BLOCK, "16"): f"{WINDOW}: 15 is smaller than the block size 16; give at least "
+    "16",
+    (WINDOW, HUGE): f"{WINDOW}: {HUGE} is too large; give at most 2147483647 tokens",
+    (WINDOW_ALIAS, HUGE): f"{WINDOW_ALIAS}: {HUGE} is too large; give at most 2147483647 tokens",
+    (WINDOW, "64", SINKS, HUGE): f"{SINKS}: {HUGE} is too large; give at most 2147483647 tokens",
+    (WINDOW, "64", SINKS, "-1"): f"{SINKS}: -1 is negative; give 0 or more tokens",
+    (SINKS, "4"): f"{SINKS}: 4 has no effect without a window; give {WINDOW} too, or leave it out",
+    (ENTRIES, "999"): f"{ENTRIES}: 999 has no effect without a window; give {WINDOW} too, or leave "
+    "it out",
+    (ENTRIES, "0"): f"{ENTRIES}: 0; a positive number of tokens is required",
+    (WINDOW, "64", ENTRIES, HUGE): f"{ENTRIES}: {HUGE} is too large; give at most 2147483647 "
+    "tokens",
+    (TAIL, "64"): f"{TAIL}: 64 has no effect without a window; give {WINDOW} too, or leave it out",
+    (TAIL, "-1"): f"{TAIL}: -1 is negative; give 0 or more tokens",
+    (WINDOW, "64", TAIL, HUGE): f"{TAIL}: {HUGE} is too large; give at most 2147483647 tokens",
+    (WINDOW_ALIAS, "128", WINDOW, "64"): f"{WINDOW_ALIAS}: 128, but {WINDOW}, of which it is an "
+    "alias, is 64; give one of them",
+    (STATES_ALIAS, "extra_buffer", STATES, "no_buffer"): f"{STATES_ALIAS}: 'extra_buffer', but "
+    f"{STATES}, of which it is an alias, is 'no_buffer'; give one of them",
+}  # fmt: skip
+
+# Flags -> the end of argparse's message.
+REFUSED_BY_THE_PARSER: dict[tuple[str, ...], str] = {
+    (STATES_ALIAS, "bogus"): "invalid choice: 'bogus' (choose from ",
+    (STATES_ALIAS, ""): "invalid choice: '' (choose from ",
+    (WINDOW, "64", WINDOW_ALIAS, "128"): f"argument {WINDOW_ALIAS}: 128, but {WINDOW}, of which it "
+    "is an alias, is 64; give one of them",
+    (STATES, "no_buffer", STATES_ALIAS, "extra_buffer"): f"argument {STATES_ALIAS}: 'extra_buffer'"
+    f", but {STATES}, of which it is an alias, is 'no_buffer'; give one of them",
+    (WINDOW_ALIAS, "many"): "invalid int value: 'many'",
+    (ENTRIES, "1e3"): "invalid int value: '1e3'",
+    ("--speculative-dflash-worker", "mine"): "invalid choice: 'mine' (choose from ",
+    ("--speculative-dflash-recurrent-rollback", "undo"): "invalid choice: 'undo' (choose from ",
+    ("--speculative-dflash-request-guard", "maybe"): "invalid choice: 'maybe' (choose from ",
+}
+
+SERVED: list[list[str]] = [
+    [],
+    [BLOCK, "8", BLOCK_ALIAS, "8"],
+    [BLOCK, "128"],
+    [WINDOW, "64", WINDOW_ALIAS, "64"],
+    [WINDOW_ALIAS, "64", WINDOW_ALIAS, "128"],
+    [WINDOW, "64", SINKS, "0"],
+    [TAIL, "0"],
+    [WINDOW_ALIAS, "64", ENTRIES, "999", TAIL, "16"],
+    [STATES_ALIAS, "no_buffer", STATES, "no_buffer"],
+]
+
+
+@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+def test_flags_that_cannot_work_are_refused(
+    flags: tuple[str, ...], resolve: Callable[..., Any]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolve([*PAIR_FLAGS, *flags])
+    assert str(refused.value) == REFUSED[flags]
+
+
+@pytest.mark.parametrize("flags", REFUSED_BY_THE_PARSER, ids=" ".join)
+def test_the_parser_refuses_values_that_are_none(
+    flags: tuple[str, ...], resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        resolve([*PAIR_FLAGS, *flags])
+    assert ended.value.code == 2
+    assert REFUSED_BY_THE_PARSER[flags] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flags", SERVED, ids=" ".join)
+def test_flags_that_work_are_served(flags: list[str], resolve: Callable[..., Any]) -> None:
+    resolve([*PAIR_FLAGS, *flags])
+
+
+@pytest.mark.parametrize("flag", ["--speculative-num-steps", "--speculative-eagle-topk"])
+def test_a_flag_without_effect_is_named_in_one_warning(
+    flag: str, resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    resolve([*PAIR_FLAGS, flag, "4"])
+    name = flag.removeprefix("--").replace("-", "_")
+    found = [line for line in capfd.readouterr().err.splitlines() if f"{name}=4" in line]
+    assert len(found) == 1 and "DFLASH only supports" in found[0]
+
+
+def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
+    make = arguments.server_args_from_kwargs
+    with pytest.raises(ConfigError, match=r"^--mamba-scheduler-strategy: 'bogus'; choose one of "):
+        make(model_path="m", mamba_scheduler_strategy="bogus")
+    with pytest.raises(ConfigError, match=r"-window-size: 128, but .* is 64; give one of them$"):
+        make(
+            model_path="m",
+            speculative_dflash_draft_window_size=128,
+            speculative_draft_window_size=64,
+        )
+    pair = {
+        "model_path": str(PAIR.target),
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(PAIR.draft),
+    }
+    for value in ("16", 16.0, True):
+        with pytest.raises(ConfigError, match=rf"^{BLOCK}: .*; a number of tokens is required$"):
+            make(**pair, speculative_num_draft_tokens=value).resolve_once()
+
+
+NUMBERS = ["-1", "0", "1", "2", "7", "8", "16", "64", "129", "1000", HUGE, "x", "", "1.5"]
+FLAGS = [BLOCK, BLOCK_ALIAS, WINDOW, WINDOW_ALIAS, SINKS, ENTRIES, TAIL]
+
+
+@pytest.fixture(scope="module")
+def parser(resolve: Callable[..., Any]) -> argparse.ArgumentParser:
+    """SGLang's, with our flags: `resolve` has loaded the plugins."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(typed=st.lists(st.tuples(st.sampled_from(FLAGS), st.sampled_from(NUMBERS)), max_size=4))
+def test_any_flags_are_served_or_refused_in_one_line(
+    typed: list[tuple[str, str]], parser: argparse.ArgumentParser
+) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_dflash.serving.pairing import check_pair
+
+    flags = [word for pair in typed for word in pair]
+    try:
+        check_pair(ServerArgs.from_cli_args(parser.parse_args([*PAIR_FLAGS, *flags])))
+    except SystemExit as ended:
+        assert ended.code == 2
+    except ConfigError as refused:
+        assert "\n" not in str(refused)
+        assert any(flag in str(refused) for flag in flags[::2])
