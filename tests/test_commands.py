@@ -29,6 +29,8 @@ ELSEWHERE = {
     "python tools/figures.py": "tests/test_figures.py",
     "python tools/models_page.py": "tests/inspect_pair/test_models_page.py",
     "python tools/seams_page.py": "tests/test_docs.py",
+    "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
+    "sglang-dflash doctor": "needs a server: tests/doctor/test_command.py",
     "git clone": "needs a repository's address",
     "git grep": "a search for a maintainer to read",
     "pip download": "the beginning of a maintainer's command, and needs the network",
@@ -56,7 +58,8 @@ def script_is_valid(command: Printed) -> None:
 
 
 def experiment_takes_the_options(command: Printed) -> None:
-    name, *options = command.words[3:]
+    # `python -m benchmarks NAME` or `python -m benchmarks.NAME`.
+    name, *options = [*command.words[2].split(".")[1:], *command.words[3:]]
     if name == "NAME":
         return
     if name == "--list":
@@ -102,7 +105,7 @@ def drafts_well(command: Printed) -> None:
 # The first that matches.
 CHECKS: dict[str, Callable[[Printed], None]] = {
     r"python -m sglang\.launch_server": parsed_by_sglang,
-    r"python -m benchmarks ": experiment_takes_the_options,
+    r"python -m benchmarks[ .]": experiment_takes_the_options,
     r"python -m sglang_dflash\.benchmark": benchmark_takes_the_options,
     r"bash ": script_is_valid,
     r"sglang-dflash generate ": drafts_well,

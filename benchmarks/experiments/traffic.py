@@ -25,7 +25,7 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.published import shipped
 from sglang_dflash.core.attention.backend import Setting
 from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter, TargetHead, finite_context
+from sglang_dflash.core.drafter import Drafter, TargetHead, finite
 from sglang_dflash.core.kv_cache import DraftKVCache
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
@@ -118,7 +118,7 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
         keep = torch.arange(block) < accepted.lengths[:, None]
         entries = drafter.cache.place(flat, keep.flatten())
     with counted(scene) as absorb:
-        kv, _ = finite_context(model.project_context(hidden))
+        kv = model.project_context(finite(model.context_features(hidden))[0])
         model.write_context(kv, flat, drafter.cache.kv, entries)
     return Step(propose, absorb, commit)
 

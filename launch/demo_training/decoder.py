@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.checkpoint.rope_config import RopeConfig
 from sglang_dflash.core.model import DraftLayer
+from sglang_dflash.core.ops import TorchOps
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.rope import Rotary
 from sglang_dflash.core.weights import checkpoint_names
@@ -33,7 +34,9 @@ class Decoder:
         self.layer_ids = tuple(layer_ids)
         self.config = _as_draft(target)
         self.embed = target.get_input_embeddings().weight.detach()
-        self.layers = [DraftLayer(self.config, TensorParallel()) for _ in self.config.layers]
+        self.layers = [
+            DraftLayer(self.config, TensorParallel(), TorchOps()) for _ in self.config.layers
+        ]
         weights = target.model.state_dict()
         for i, layer in enumerate(self.layers):
             state = {
@@ -67,13 +70,15 @@ class Decoder:
             the logits after the last token, `[B, V]`.
         """
         begin, self.length = self.length, self.length + ids.shape[1]
-        cos, sin = self.rotary.cos_sin(torch.arange(begin, self.length), torch.float32)
-        x, kept = F.embedding(ids, self.embed), []
+        rotation = self.rotary.cos_sin(torch.arange(begin, self.length), torch.float32)
+        x, residual, kept = F.embedding(ids, self.embed), None, []
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, lambda q, k, v, i=i: self._attend(i, begin, q, k, v))
+            x, residual = layer(
+                x, residual, rotation, lambda q, k, v, i=i: self._attend(i, begin, q, k, v)
+            )
             if i in self.layer_ids:
-                kept.append(x)
-        x = F.rms_norm(x, x.shape[-1:], self.norm_weight, self.config.rms_norm_eps)
+                kept.append(residual + x)
+        x = F.rms_norm(residual + x, x.shape[-1:], self.norm_weight, self.config.rms_norm_eps)
         return torch.cat([*kept, x], dim=-1), x[:, -1] @ self.embed.T
 
     @torch.inference_mode()

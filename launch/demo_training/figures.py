@@ -133,8 +133,8 @@ def prompt_lookup(prompt: list[int], output: list[int], block_size: int) -> list
 class BlindDraft(DraftModel):
     """The ablation: a draft whose context K/V are zero, so that it sees its own block only."""
 
-    def project_context(self, target_hidden: Tensor) -> Tensor:
-        return torch.zeros_like(super().project_context(target_hidden))
+    def project_context(self, features: Tensor) -> Tensor:
+        return torch.zeros_like(super().project_context(features))
 
 
 def blinded(draft: DraftModel) -> DraftModel:

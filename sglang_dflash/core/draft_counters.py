@@ -34,11 +34,14 @@ class DraftHealth(NamedTuple):
 class DraftCounters:
     """Adds on the device without a synchronization; the host reads what `send` has copied."""
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, pinned: bool | None = None) -> None:
+        """`pinned`: whether the host's copy is in pinned memory; by default if there is a GPU."""
         device = torch.device(device)
         self._device = torch.zeros(len(DraftHealth._fields), dtype=torch.int64, device=device)
         host = torch.zeros(len(self._device), dtype=torch.int64)
-        self._host = host.pin_memory() if device.type == "cuda" else host
+        if pinned is None:
+            pinned = device.type == "cuda" and torch.cuda.is_available()
+        self._host = host.pin_memory() if pinned else host
 
     def add_nonfinite(self, mask: Tensor) -> None:
         """Count the True elements of a bool mask."""

@@ -104,9 +104,10 @@ class Drafter:
     ) -> None:
         if len(slots) == 0:
             return
-        kv, broken = finite_context(self.model.project_context(target_hidden))
+        features, broken = finite(self.model.context_features(target_hidden))
         self.counters.add_nonfinite(broken if keep is None else keep & broken)
         entries = self.cache.place(slots, keep, quota)
+        kv = self.model.project_context(features)
         self.model.write_context(kv, positions, self.cache.kv, entries)
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
@@ -133,11 +134,14 @@ class Drafter:
         return {}
 
 
-def finite_context(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Context K/V `[N, L, 2, G, D]` with zeros for tokens that hold a NaN or Inf, and which those
-    are, bool `[N]`. Masked entries take part in 0 times V: a NaN would reach other requests."""
-    broken = ~kv.flatten(1).isfinite().all(1)
-    return kv.masked_fill(broken[:, None, None, None, None], 0), broken
+def finite(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Features `[N, E]` with zeros for NaN and Inf, and which tokens' target hidden states held one,
+    bool `[N]`.
+
+    Masked entries take part in 0 times V: a NaN would reach other requests. One that is in the
+    hidden states is in every feature, since each is a sum over all of them; so the first one tells.
+    """
+    return features.nan_to_num(0.0, 0.0, 0.0), ~features[:, 0].isfinite()
 
 
 # A draft head other than ours is made by a function with the signature of `Drafter`.

@@ -111,34 +111,43 @@ class DraftModel(nn.Module):
         """Shape of one token's K/V on this rank: `(L, 2, G, D)`."""
         return (len(self.layers), 2, self.kv_heads, self.config.head_dim)
 
-    def project_context(self, target_hidden: Tensor) -> Tensor:
-        """Every layer's context K and V of tokens, before norm and RoPE.
+    def context_features(self, target_hidden: Tensor) -> Tensor:
+        """What all layers' context K and V are projected from.
 
         Args:
             target_hidden: `[..., N, F * E]`, outputs of the config's `target_layer_ids`, joined.
 
         Returns:
-            `[..., N, L, 2, G, D]` in the dtype of the weights.
+            `[..., N, E]` in the dtype of the weights.
         """
         context = self.fc(target_hidden.to(self.fc.weight.dtype))
-        context, _ = self.ops.add_rms_norm(
-            context, None, self.hidden_norm.weight, self.config.rms_norm_eps
-        )
+        weight, eps = self.hidden_norm.weight, self.config.rms_norm_eps
+        return self.ops.add_rms_norm(context, None, weight, eps)[0]
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """Every layer's context K and V of tokens, before norm and RoPE.
+
+        Args:
+            features: `[..., N, E]`, from `context_features`.
+
+        Returns:
+            `[..., N, L, 2, G, D]` in the dtype of the weights.
+        """
         weight, bias = self._context_projection()
-        return F.linear(context, weight, bias).unflatten(-1, self.kv_shape)
+        return F.linear(features, weight, bias).unflatten(-1, self.kv_shape)
 
     def context_kv(self, target_hidden: Tensor, positions: Tensor) -> Tensor:
         """Every layer's context K (normed and rotated) and V, for a caller with a cache of its own.
 
         Args:
-            target_hidden: see `project_context`.
+            target_hidden: see `context_features`.
             positions: int `[..., N]`.
 
         Returns:
             `[..., N, L, 2, G, D]` in the dtype of the weights.
         """
         return norm_rope_context(
-            self.project_context(target_hidden),
+            self.project_context(self.context_features(target_hidden)),
             positions,
             self._k_norms(),
             self.rotary,

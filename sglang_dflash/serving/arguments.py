@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.checkpoint.errors import ConfigError, shown
@@ -86,6 +87,29 @@ def _conflict(alias: str, value: Any, other: Any) -> str:
     )
 
 
+def _add_switches(add: Callable[..., None]) -> None:
+    """Flags with a few values each, most of them for when something is wrong."""
+    add(
+        "--speculative-dflash-draft-graphs",
+        choices=DRAFT_GRAPHS,
+        help="'auto' captures the drafter's steps in CUDA graphs if the target's are captured, "
+        "'off' does not. 'recorded' replays lists of torch operations instead, on a CPU: the same "
+        "path, for tests. Default: auto.",
+    )
+    add(
+        "--speculative-dflash-self-check",
+        choices=SELF_CHECK,
+        help="Whether kernels and graphs of the drafter are compared with torch at start-up: a few "
+        "milliseconds, and a server that does not start if one is wrong. Default: on.",
+    )
+    add(
+        "--speculative-dflash-request-guard",
+        choices=GUARD,
+        help="Whether requests that would end the server are refused with HTTP 400, under any "
+        "--speculative-algorithm and without one. Default: on.",
+    )
+
+
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     """After `ServerArgs.add_cli_args`: our flags, and aliases of SGLang's."""
     group = parser.add_argument_group("sglang-dflash")
@@ -128,25 +152,7 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         help="For experiments: a function that supplies another drafter or watches every step "
         "(sglang_dflash.serving.extension).",
     )
-    add(
-        "--speculative-dflash-draft-graphs",
-        choices=DRAFT_GRAPHS,
-        help="'auto' captures the drafter's steps in CUDA graphs if the target's are captured, "
-        "'off' does not. 'recorded' replays lists of torch operations instead, on a CPU: the same "
-        "path, for tests. Default: auto.",
-    )
-    add(
-        "--speculative-dflash-self-check",
-        choices=SELF_CHECK,
-        help="Whether kernels and graphs of the drafter are compared with torch at start-up: a few "
-        "milliseconds, and a server that does not start if one is wrong. Default: on.",
-    )
-    add(
-        "--speculative-dflash-request-guard",
-        choices=GUARD,
-        help="Whether requests that would end the server are refused with HTTP 400, under any "
-        "--speculative-algorithm and without one. Default: on.",
-    )
+    _add_switches(add)
     add_alias(
         "speculative_dflash_draft_window_size",
         type=int,

@@ -83,7 +83,7 @@ def _check(server_args: Any, settings: Any) -> None:
     if not dummy_weights(settings):
         check_weights(config, folder)
     if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
-        device = torch.device(settings.device)
+        device = torch.device(settings.device or "cpu")
         check_attention(server_args, config, device)
         check_graphs(arguments.draft_graphs(server_args), device, settings.tp_size)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.

@@ -49,7 +49,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn-factor-not-the-ratio-of-contexts": {**YARN, "factor": 3.0},
     "yarn-original-context-missing": {"rope_type": "yarn", "factor": 4.0},
     "yarn-original-context-tiny": {**YARN, "original_max_position_embeddings": 2},
-    "yarn-original-context-huge": {**YARN, "original_max_position_embeddings": 10**30},
+    "yarn-original-context-huge": {**YARN, "original_max_position_embeddings": 10**9},
     "llama3": LLAMA3,
     "llama3-original-context-missing": {
         k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"

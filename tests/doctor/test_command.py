@@ -110,7 +110,11 @@ def test_a_server_that_cannot_be_read_is_a_finding(
     assert status == 1 and out.startswith("not-reachable: ") and words in out
 
 
-@pytest.mark.parametrize("url", [f"127.0.0.1:{free_port()}", "http://", "http://256.0.0.1:x"])
+@pytest.mark.parametrize(
+    "url",
+    [f"127.0.0.1:{free_port()}", "http://", "http://256.0.0.1:x"],
+    ids=["no port", "no host", "no url"],
+)
 def test_no_server_is_a_finding(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = doctor(url, "--json", capsys=capsys)
     (finding,) = json.loads(out)["findings"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang_dflash.core.draft_counters import DraftCounters
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.serving import batch as our_batch
@@ -37,6 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 def test_a_decode_step_copies_nothing_and_reads_nothing(gpu: FakeCuda, window: int | None) -> None:
     """Propose, verify, accept and commit."""
     worker, batch = worker_of(window, "cuda"), decode_of(LENGTHS, "cuda")
+    worker.drafter.counters = DraftCounters("cuda", pinned=True)
     gpu.crossings.clear()
     result = worker.forward_batch_generation(batch)
     # The counters of the draft, which the host reads a step later.

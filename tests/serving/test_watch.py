@@ -25,8 +25,9 @@ class Fed:
 
     def step(self, steps: int, length: float, nonfinite: int = 0, found: float = 1.0) -> None:
         self.counters.add_nonfinite(torch.ones(nonfinite, dtype=torch.bool))
-        sought = torch.ones(100, dtype=torch.bool)
-        self.counters.add_context(sought, torch.arange(100) < 100 * found)
+        columns = torch.arange(100, dtype=torch.int32)
+        entries = columns.where(columns < 100 * found, -1)[None]
+        self.counters.add_context(torch.tensor([100]), entries)
         self.counters.send()
         self.watch.add(VerifySteps(steps, round(steps * length)))
 
