@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
+KERNELS = Path(__file__).parent / "kernels"
 # The variable that names a folder shared by the processes of one test session.
 SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
@@ -45,11 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked neither `engine` (see tests/engine/conftest.py), `gpu` nor `compile` is
-    `fast`."""
+    """Tests of kernels are `kernels`. What is in no other tier either is `fast`; for `engine` see
+    tests/engine/conftest.py."""
     for item in items:
         if not any(item.get_closest_marker(tier) for tier in ("engine", "gpu", "compile")):
-            item.add_marker(pytest.mark.fast)
+            is_kernel = KERNELS in item.path.parents
+            item.add_marker(pytest.mark.kernels if is_kernel else pytest.mark.fast)
     if config.getoption("--reverse"):
         items.reverse()
 

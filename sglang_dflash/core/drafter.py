@@ -135,8 +135,7 @@ class Drafter:
 
 
 def finite(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Features `[N, E]` with zeros for NaN and Inf, and which tokens' target hidden states held one,
-    bool `[N]`.
+    """Features `[N, E]` with zeros for NaN and Inf, and whose hidden states held one, bool `[N]`.
 
     Masked entries take part in 0 times V: a NaN would reach other requests. One that is in the
     hidden states is in every feature, since each is a sum over all of them; so the first one tells.
