@@ -39,8 +39,12 @@ def main() -> None:
 
     messages = [{"role": "user", "content": args.prompt}]
     input_ids = tokenizer.apply_chat_template(
-        messages, return_tensors="pt", add_generation_prompt=True, enable_thinking=False
-    ).to(draft.device)
+        messages,
+        return_tensors="pt",
+        return_dict=True,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )["input_ids"].to(draft.device)
 
     began = time.perf_counter()
     output = draft.spec_generate(

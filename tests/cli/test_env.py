@@ -64,7 +64,7 @@ def test_this_installation_serves_with_our_worker() -> None:
     text = env.as_text(report)
     assert text.startswith("worker: sglang-dflash\nwhy: it serves this pair")
     assert f"  serving: {len(SEAMS) - 1} of {len(SEAMS)} applied\n    not here: " in text
-    assert "  replay: 4 of 4 can be applied" in text
+    assert "  replay: 5 of 5 can be applied" in text
 
 
 def test_without_sglang_it_tells_so() -> None:
