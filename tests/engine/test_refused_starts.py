@@ -61,7 +61,10 @@ def launched(*flags: str, until: str) -> Ended:
     return Ended(process.returncode, lines, used.ru_utime + used.ru_stime - seen)
 
 
-@pytest.mark.parametrize("what", ["file: nested", "tensors: one NaN", "field: hidden_size"])
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("file: nested", "tensors: one NaN")]
+
+
+@pytest.mark.parametrize("what", ["field: hidden_size", *LONG])
 def test_a_broken_draft_ends_the_launcher(what: str, tmp_path: Path) -> None:
     draft = BROKEN[what].make(tmp_path / "draft")
     ended = launched(*DFLASH, str(draft), until=BROKEN[what].message)
@@ -71,6 +74,7 @@ def test_a_broken_draft_ends_the_launcher(what: str, tmp_path: Path) -> None:
     assert line.startswith("sglang-dflash: ") and line == ended.lines[-1]
 
 
+@pytest.mark.long
 def test_a_flag_of_an_absurd_size_ends_the_launcher() -> None:
     flag = ["--speculative-num-draft-tokens", "99999999999"]
     ended = launched(*DFLASH, str(PAIR.draft), *flag, until="99999999999 is more than")
@@ -82,6 +86,7 @@ def test_a_flag_of_an_absurd_size_ends_the_launcher() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_value_that_is_no_choice_ends_the_parser() -> None:
     flag = ["--mamba-scheduler-strategy", "bogus"]
     ended = launched(*DFLASH, str(PAIR.draft), *flag, until="invalid choice: 'bogus'")

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 import requests
 
 from sglang_dflash.bench.server import Server
@@ -53,6 +54,7 @@ class Timed:
         self.ended = time.monotonic()
 
 
+@pytest.mark.long
 def test_the_server_ends_and_clients_get_an_error(servers: ServerSession) -> None:
     servers.stop()
     with ForkedServer(servers.nursery, servers.arguments(DFLASH)) as server:
