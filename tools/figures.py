@@ -267,6 +267,7 @@ def hardware() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "hardware": hardware,
+    "demo_code": lambda: demo("demo_code_cpu"),
     "demo": lambda: demo("demo_cpu"),
     "demo_hybrid": lambda: demo("demo_hybrid_cpu"),
     "worker_overhead": lambda: overhead("worker_overhead_cpu", "built-in worker", "ours"),
