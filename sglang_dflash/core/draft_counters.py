@@ -57,6 +57,10 @@ class DraftCounters:
         self._device[1].add_(seq_lens.clamp(max=entries.shape[1]).sum())
         self._device[2].add_((entries >= 0).sum())
 
+    def clear(self) -> None:
+        """Start again at zero."""
+        self._device.zero_()
+
     def send(self) -> None:
         """Start the copy to the host. It is complete when the device is done with this step."""
         self._host.copy_(self._device, non_blocking=True)

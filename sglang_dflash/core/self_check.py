@@ -104,6 +104,7 @@ def check_recording(eager: Drafter, recorded: Proposer, req_to_token: Tensor) ->
     finally:
         req_to_token[rows, :length] = 0
         eager.cache.clear()
+        eager.counters.clear()
 
 
 class _Random:

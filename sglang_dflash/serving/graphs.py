@@ -100,6 +100,7 @@ def graphed(
         made = GraphedDrafter(drafter, recorder, req_to_token, buckets)
         if self_check:
             check_recording(drafter, made, req_to_token)
+            made.replays = dict.fromkeys(made.replays, 0)
     logger.info(
         "DFLASH: draft steps recorded in %.1f s by %s: %s",
         time.perf_counter() - began,

@@ -42,7 +42,15 @@ ONE_EACH = (
     "sampling_logprobs_mode",
     "custom_logit_processor",
     "lora_path",
+    "lora_id",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
 )
+# A request by itself takes a list of them; a batch takes one value per request.
+ONE_EACH_OF_A_BATCH = ("video_data", "audio_data", "modalities")
 # Fields of a tokenized request that are large, that were checked before, or that SGLang converts
 # when it sends them.
 NOT_ENCODED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "time_stats", "encoder_urls")
@@ -60,6 +68,10 @@ def check_shape(manager: Any, obj: Any, request: Any = None) -> None:
     size = _batch_size(obj)
     for name in (*ONE_EACH, "sampling_params"):
         _check_one_each(name, getattr(obj, name), size)
+    for name in ONE_EACH_OF_A_BATCH if size is not None else ():
+        # SGLang fills in modalities that are empty.
+        if name != "modalities" or obj.modalities:
+            _check_one_each(name, getattr(obj, name), size)
     if size is None and isinstance(obj.rid, list):
         raise ValueError(f"rid: {_short(obj.rid)}; one request takes one id, a string")
     nested = obj.token_ids_logprob

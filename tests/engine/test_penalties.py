@@ -28,6 +28,8 @@ WITHOUT_ROWS = OVERLAPPED.named("no-penalty-rows").with_module(
 # A repetition penalty with others, too: the order in which they are applied is fixed.
 WAYS: list[dict[str, Any]] = [
     {"frequency_penalty": 0.9},
+    # Rewards repetition: a count that comes late changes the next token.
+    {"frequency_penalty": -2.0},
     {"presence_penalty": 1.5},
     {"repetition_penalty": 1.4},
     {"min_new_tokens": 25, "ignore_eos": False},
@@ -39,8 +41,11 @@ Answers = list[dict[str, Any]]
 
 
 def requests() -> list[Callable[[Server], dict[str, Any]]]:
-    """Sixteen: with a penalty and without, in turn. Some prompts take several prefill chunks."""
-    texts = [*workload.prompts()["demo"][:12], *workload.prompts()["long"][:4]]
+    """Sixteen: with a penalty and without, in turn. Some prompts take several prefill chunks.
+
+    Of texts that the target did not memorize: there a penalty changes the answer.
+    """
+    texts = [*workload.prompts()["short"][4:16], *workload.prompts()["long"][:4]]
     ways = [WAYS[i // 2 % len(WAYS)] if i % 2 == 0 else {} for i in range(len(texts))]
     return [
         lambda server, text=text, way=way: ask(server, text, max_new_tokens=40, **way)

@@ -102,5 +102,5 @@ def test_what_only_the_scheduler_knows_ends_the_server(tmp_path: Path) -> None:
     ended = launched(*DFLASH, str(draft), until="is too large for a KV pool of")
     assert ended.status != 0 and ended.seconds_since < CPU_SECONDS
     assert not ended.lines_with("Traceback")
-    (line,) = ended.lines_with("sglang-dflash: ")
+    (line,) = ended.lines_with("sglang-dflash: block_size")
     assert "sglang-dflash: block_size: 16000 is too large for a KV pool of" in line

@@ -141,6 +141,9 @@ UNSHAPED: dict[str, dict[str, Any]] = {
     "no parameters": {"text": "a", "sampling_params": []},
     "too few": {"text": ["a", "b"], "sampling_params": [{}]},
     "too few values": {"text": ["a", "b"], "return_logprob": [True]},
+    "too few ports": {"text": ["a"], "bootstrap_port": []},
+    "too few videos": {"text": ["a", "b"], "video_data": ["a.mp4"]},
+    "too few modalities": {"text": ["a", "b"], "modalities": ["image"]},
     "no embeddings": {"input_embeds": []},
     "n": {"text": "a", "sampling_params": {"n": None}},
 }
