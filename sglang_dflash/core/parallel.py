@@ -19,6 +19,10 @@ def _single_rank(x: Tensor) -> Tensor:
     return x[None]
 
 
+def _own_number(number: int) -> int:
+    return number
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """A rank in a tensor-parallel group. The default is a group of one.
@@ -27,12 +31,14 @@ class TensorParallel:
         rank, size: this rank, and the number of ranks.
         all_reduce: the sum of a tensor over the ranks.
         all_gather: all ranks' tensors `[...]`, stacked as `[size, ...]`.
+        from_first: a number of rank 0, on all ranks. On the host: no device is waited for.
     """
 
     rank: int = 0
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _identity
     all_gather: Callable[[Tensor], Tensor] = _single_rank
+    from_first: Callable[[int], int] = _own_number
 
     def shard_size(self, name: str, total: int) -> int:
         """Heads or columns per rank, of `total`. Raises ConfigError if it does not divide."""

@@ -29,11 +29,13 @@ BLOCK_ALIAS = "--speculative-dflash-block-size"  # SGLang's own, of another fiel
 WORKERS = ("auto", "builtin")
 GUARD = SELF_CHECK = ("on", "off")
 DRAFT_GRAPHS = ("auto", "off", "recorded")
+WIDTHS = ("adaptive", "fixed")
 CHOICES = {
     "speculative_dflash_worker": WORKERS,
     "speculative_dflash_request_guard": GUARD,
     "speculative_dflash_draft_graphs": DRAFT_GRAPHS,
     "speculative_dflash_self_check": SELF_CHECK,
+    "speculative_dflash_width": WIDTHS,
 }
 DEFAULTS: dict[str, Any] = {
     "speculative_dflash_worker": "auto",
@@ -44,6 +46,8 @@ DEFAULTS: dict[str, Any] = {
     "speculative_dflash_request_guard": "on",
     "speculative_dflash_draft_graphs": "auto",
     "speculative_dflash_self_check": "on",
+    "speculative_dflash_width": "fixed",
+    "speculative_dflash_widths": None,
 }
 
 
@@ -84,6 +88,20 @@ def _conflict(alias: str, value: Any, other: Any) -> str:
     return (
         f"{shown(value)}, but {_flag(ALIASES[alias])}, of which it is an alias, is {shown(other)}; "
         "give one of them"
+    )
+
+
+def _add_widths(add: Callable[..., None]) -> None:
+    add(
+        "--speculative-dflash-width",
+        choices=WIDTHS,
+        help="How many tokens of a block the target verifies: 'fixed' is all of them in every "
+        "step, 'adaptive' is as many as pay off, down to 1, plain decoding. Default: fixed.",
+    )
+    add(
+        "--speculative-dflash-widths",
+        metavar="1,...,BLOCK_SIZE",
+        help="Widths that an adaptive server may choose. Default: 1,4,8 and the block size.",
     )
 
 
@@ -152,6 +170,7 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         help="For experiments: a function that supplies another drafter or watches every step "
         "(sglang_dflash.serving.extension).",
     )
+    _add_widths(add)
     _add_switches(add)
     add_alias(
         "speculative_dflash_draft_window_size",
@@ -247,6 +266,25 @@ def draft_graphs(server_args: Any) -> str:
 def self_check(server_args: Any) -> bool:
     """Whether --speculative-dflash-self-check is on."""
     return _given(server_args)["speculative_dflash_self_check"] == "on"
+
+
+def width(server_args: Any) -> tuple[str, tuple[int, ...] | None]:
+    """The values of --speculative-dflash-width and --speculative-dflash-widths.
+
+    Raises:
+        ConfigError: the second is no list of numbers.
+    """
+    given = _given(server_args)
+    kind, listed = given["speculative_dflash_width"], given["speculative_dflash_widths"]
+    if listed is None:
+        return kind, None
+    try:
+        return kind, tuple(int(number) for number in listed.split(","))
+    except (AttributeError, ValueError):
+        raise ConfigError(
+            f"{_flag('speculative_dflash_widths')}: {shown(listed)}; numbers separated by commas "
+            "are required, such as 1,4,8,16"
+        ) from None
 
 
 def extension_path(server_args: Any) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.utils.common import is_pin_memory_available
@@ -23,6 +24,7 @@ __all__ = [
     "GenerationBatchResult",
     "ScheduleBatch",
     "can_recompute_cached_tail",
+    "decode_batch",
     "draft_input",
     "host_lengths",
     "recompute_cached_tail",
@@ -77,6 +79,39 @@ def verify_batch(
         )
         forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     return forward_batch
+
+
+def decode_batch(
+    batch: ScheduleBatch, target_worker: Any, bonus: Tensor, cache_locs: Tensor
+) -> ForwardBatch:
+    """The target's forward over the bonus tokens only: a step of plain decoding.
+
+    Args:
+        bonus: int64 `[R]`.
+        cache_locs: int64 `[R]`, the KV slots to write.
+    """
+    batch.input_ids, batch.out_cache_loc = bonus, cache_locs
+    with restored(
+        batch, "seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "mamba_track_mask"
+    ):
+        if batch.seq_lens_cpu is not None:
+            batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        else:
+            batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
+            batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_sum
+        batch.seq_lens = batch.seq_lens + 1
+        # Its attention follows the draft input if there is one.
+        batch.spec_info = None
+        if batch.mamba_track_indices is not None:
+            grid = mamba_track_grid(batch.tree_cache.page_size)
+            batch.mamba_track_mask = batch.seq_lens % grid == 0
+        return ForwardBatch.init_new(
+            batch,
+            target_worker.model_runner,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            return_hidden_states_before_norm=False,
+        )
 
 
 def host_lengths(batch: ScheduleBatch) -> Tensor:

@@ -9,6 +9,7 @@ an `Extension`.
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.drafter import Drafter, DrafterFactory
+from sglang_dflash.core.width import WidthPolicy
 
 
 class Step(NamedTuple):
@@ -25,14 +27,19 @@ class Step(NamedTuple):
     Attributes:
         rows: int64 `[R]`, rows of SGLang's request-to-token table.
         seq_lens: int64 `[R]`, committed tokens before the step.
-        positions: int64 `[R, B]`, of the block.
-        slots: int64 `[R, B]`, the target KV slots of the block.
+        positions: int64 `[R, width]`, of the tokens that the target computes.
+        slots: int64 `[R, width]`, their target KV slots.
     """
 
     rows: Tensor
     seq_lens: Tensor
     positions: Tensor
     slots: Tensor
+
+    @property
+    def width(self) -> int:
+        """Tokens per request that the target computes: 1 to B."""
+        return self.positions.shape[1]
 
 
 class StepObserver:
@@ -55,10 +62,13 @@ class Extension:
     Attributes:
         make_drafter: makes the drafter; by default DFlash's.
         observer: is shown every decode step.
+        width_policy: makes the policy that chooses verify widths, from the block size; None for the
+            one that the flags name.
     """
 
     make_drafter: DrafterFactory = Drafter
     observer: StepObserver = field(default_factory=StepObserver)
+    width_policy: Callable[[int], WidthPolicy] | None = None
 
 
 def load_extension(path: str | None, target_worker: Any) -> Extension:

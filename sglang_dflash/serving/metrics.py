@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -82,14 +82,24 @@ class DraftCounts:
     accepted: list[int]
 
 
+def _no_one(_width: int, _accepted: Mapping[str, int]) -> None:
+    """The default of `AcceptanceCounts.on_outcome`."""
+
+
 @dataclass
 class AcceptanceCounts:
-    """Steps and tokens of live requests, by the number of drafts that a step verified."""
+    """Steps and tokens of live requests, by the number of drafts that a step verified.
+
+    Attributes:
+        on_outcome: called after each decode step with its width and the accepted drafts of each
+            live request that takes drafts.
+    """
 
     block_size: int
     prometheus: PrometheusCounters | None = None
     by_drafts: dict[int, DraftCounts] = field(default_factory=dict)
     watch: DraftWatch | None = None
+    on_outcome: Callable[[int, Mapping[str, int]], None] = _no_one
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         for step in steps:
@@ -140,14 +150,17 @@ def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) ->
         return
     before = [(r.spec_verify_ct, r.spec_num_correct_drafts, len(r.output_ids)) for r in batch.reqs]
     original(processor, batch, result)
-    steps = []
+    steps, outcome, width = [], {}, result.speculative_num_draft_tokens
     for request, (step_count, correct, length) in zip(batch.reqs, before, strict=True):
         if request.spec_verify_ct > step_count:
-            drafts = 0 if depends_on_history(request) else result.speculative_num_draft_tokens - 1
+            drafts = 0 if depends_on_history(request) else width - 1
             tokens = len(request.output_ids_through_stop) - length
             accepted = min(request.spec_num_correct_drafts - correct, tokens, drafts)
             steps.append(RequestStep(drafts, accepted, tokens))
+            if not depends_on_history(request):
+                outcome[request.rid] = accepted
     counts.add(steps)
+    counts.on_outcome(width, outcome)
 
 
 class PhaseTimes:

@@ -32,6 +32,7 @@ from sglang_dflash.serving.draft_backends import (
 from sglang_dflash.serving.draft_code import refuse_code
 from sglang_dflash.serving.graphs import check_graphs
 from sglang_dflash.serving.refusal import ends_the_server
+from sglang_dflash.serving.step_width import check_width
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def _check(server_args: Any, settings: Any) -> None:
     options = arguments.options(server_args, settings)
     resolved = options.resolve(config)
     model = model_config_of(server_args)
+    check_width(server_args, settings, resolved.block_size)
     options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
     if mambaish_config(model) is not None:
         _check_recurrent_target(options, settings)
@@ -154,6 +156,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if reason is not None:
         return _fall_back(reason, builtin)
     load = dummy_model if dummy_weights(settings) else load_model
+    kind, widths = arguments.width(server_args)
     return functools.partial(
         _build_worker,
         builtin,
@@ -162,6 +165,8 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         attention=asked_attention(server_args),
         draft_graphs=arguments.draft_graphs(server_args),
         self_check=arguments.self_check(server_args),
+        width=kind,
+        widths=widths,
         extension_path=arguments.extension_path(server_args),
     )
 

@@ -48,20 +48,22 @@ class Recording:
         Args:
             pool: the target's request pool.
             layer: SGLang's layer.
-            a, b: `[R * B, HV]`.
+            a, b: `[R * block, HV]`.
             slots: int `[R]`, the requests' state slots.
-            block: B.
+            block: tokens per request in this step, at most B.
         """
         index = pool.mamba2_layer_index(layer.layer_id)
         gates = torch.stack((a, b)).unflatten(1, (-1, block))
         conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
         if not self.layers:
             depth, rows = len(conv), pool.size + 1
-            self.gates = gates.new_zeros(2, depth, rows, *gates.shape[2:])
+            # A step may verify less than a block.
+            most = get_spec().speculative_num_draft_tokens
+            self.gates = gates.new_zeros(2, depth, rows, most, gates.shape[-1])
             self.windows = conv.new_zeros(depth, rows, *conv.shape[2:])
         self.layers[index] = layer
         # Copies: a captured graph reuses the memory of its tensors.
-        self.gates[:, index, :count] = gates
+        self.gates[:, index, :count, :block] = gates
         self.windows[index, :count] = conv[index, slots[:count].long()]
 
 

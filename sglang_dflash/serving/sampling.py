@@ -157,7 +157,7 @@ def accept_rule(block_size: int, rule: AcceptRule) -> AcceptRule:
     filler = _FILLER if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "fixed" else None
 
     def simulate(block: Tensor, target_tokens: Tensor) -> Accepted:
-        length = sample_simulated_acc_len(mean, method, block_size)
+        length = min(sample_simulated_acc_len(mean, method, block_size), block.shape[1])
         return simulate_acceptance(block, target_tokens, length, filler)
 
     return simulate

@@ -122,7 +122,7 @@ SEAMS = (
         kind=Kind.BEFORE,
         ours=_OURS + "request_guard:check_shape",
         reason="Lists that do not match a batch are an HTTP 500, or end the scheduler.",
-        proof="tests/serving/test_request_guard.py::test_shapes_are_no_value_errors_without_the_row",
+        proof="tests/serving/test_request_guard.py::test_shapes_raise_other_errors_without_the_row",
     ),
     Seam(
         target=_SRT + "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",

@@ -27,7 +27,16 @@ def tensor_parallel() -> TensorParallel:
     def all_gather(x: Tensor) -> Tensor:
         return group.all_gather(x[None].contiguous(), dim=0)
 
-    return TensorParallel(group.rank_in_group, group.world_size, group.all_reduce, all_gather)
+    def from_first(number: int) -> int:
+        if group.world_size == 1:
+            return number
+        shared = torch.tensor(number)
+        torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
+        return int(shared)
+
+    return TensorParallel(
+        group.rank_in_group, group.world_size, group.all_reduce, all_gather, from_first
+    )
 
 
 def target_head(model: Any, tp: TensorParallel) -> TargetHead:

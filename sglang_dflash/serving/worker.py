@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +25,15 @@ from sglang_dflash.core.attention.backend import choose_attention
 from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
+from sglang_dflash.core.plain_context import PlainContext
 from sglang_dflash.serving import arguments, memory, sampling, target_model
 from sglang_dflash.serving.batch import (
-    CaptureHiddenMode,
     DraftInput,
     GenerationBatchResult,
     ScheduleBatch,
-    can_recompute_cached_tail,
+    decode_batch,
     draft_input,
     host_lengths,
-    recompute_cached_tail,
     record_stream,
     verify_batch,
 )
@@ -43,17 +42,14 @@ from sglang_dflash.serving.draft_setup import DraftSetup
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.graphs import graphed
 from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
-from sglang_dflash.serving.prompt import PromptWrites, missing_tails, place_prompt
+from sglang_dflash.serving.prefill import Barrier, Prefill, Publish
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.refusal import ends_the_server
-from sglang_dflash.serving.request_fixes import IgnoredSeeds
+from sglang_dflash.serving.step_width import StepWidths, make_policy
 from sglang_dflash.serving.target_tokens import TargetTokens
 from sglang_dflash.serving.watch import DraftWatch
 
 logger = logging.getLogger(__name__)
-
-Publish = Callable[[Tensor], None]
-Barrier = Callable[[], None]
 
 
 class DFlashWorker(BaseSpecWorker):
@@ -74,6 +70,8 @@ class DFlashWorker(BaseSpecWorker):
         attention: str | None = None,
         draft_graphs: str = "off",
         self_check: bool = True,
+        width: str = "fixed",
+        widths: Sequence[int] | None = None,
         extension_path: str | None = None,
     ) -> None:
         """The rest comes from SGLang.
@@ -83,6 +81,8 @@ class DFlashWorker(BaseSpecWorker):
             attention: the draft attention backend; None for the best.
             draft_graphs: the value of --speculative-dflash-draft-graphs.
             self_check: whether operations and graphs are compared at start-up.
+            width: the value of --speculative-dflash-width.
+            widths: of --speculative-dflash-widths; None for the default.
         """
         super().__init__()
         del gpu_id, nccl_port
@@ -101,7 +101,10 @@ class DFlashWorker(BaseSpecWorker):
         self._in_typed_words = functools.partial(arguments.in_typed_words, server_args)
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
+        self.plain_context = PlainContext(lambda: self.drafter)
         self.extension = load_extension(extension_path, target_worker)
+        make = self.extension.width_policy or functools.partial(make_policy, width, widths)
+        self.widths = StepWidths(make(self.block_size), self._tp)
         self._accept = sampling.accept_rule(self.block_size, self._model.ops.accept)
         self._attention = choose_attention(attention, self.config, self.device, ATTENTION)
         self._draft_graphs, self._self_check = draft_graphs, self_check
@@ -114,7 +117,7 @@ class DFlashWorker(BaseSpecWorker):
         self._kv_dtype = target_model.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48
         self.counts, self.times = self._counters(), PhaseTimes()
-        self._ignored_seeds = IgnoredSeeds()
+        self.counts.on_outcome = self.widths.observe
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
         memory.hand_plan_to_sizing(runner, self._memory_plan())
         for warning in self.options.warnings(self.config, runner.model_config.context_len):
@@ -179,6 +182,10 @@ class DFlashWorker(BaseSpecWorker):
             draft_kv_entries=cache.num_entries,
         )
         self.target_tokens = TargetTokens(runner.sampler, self._ranks)
+        self.prefill = Prefill(
+            self.target_worker, self.req_to_token_pool.req_to_token, self.options, self._ranks,
+            self._max_running_requests,
+        )  # fmt: skip
         logger.info("DFLASH: %s", self.describe())
 
     def init_cuda_graphs(self) -> None:
@@ -195,6 +202,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
+        self.plain_context.clear()
 
     def describe(self) -> dict[str, Any]:
         """The set-up, as the log and /server_info show it."""
@@ -229,8 +237,9 @@ class DFlashWorker(BaseSpecWorker):
             "draft_kv_live_share": live_share,
             **self.counts.report(),
             **watched,
-            "ignored_seeds": self._ignored_seeds.found,
+            "ignored_seeds": self.prefill.ignored_seeds.found,
             **self.times.report(),
+            **self.widths.policy.report(),
             **self.drafter.report(),
         }
 
@@ -246,24 +255,27 @@ class DFlashWorker(BaseSpecWorker):
         """One scheduler step. `on_publish` takes the new committed lengths when they are known."""
         publish = on_publish or (lambda _: None)
         if batch.forward_mode.is_idle():
+            self.widths.interrupted()
             return self._idle(publish)
         if batch.forward_mode.is_extend():
-            return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
+            self.widths.interrupted()
+            self.plain_context.absorb()
+            return self.prefill(self.drafter, batch, publish, grammar_barrier, pp_proxy_tensors)
         return self._decode(batch, publish, grammar_barrier)
 
     def _decode(
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
     ) -> GenerationBatchResult:
-        step = self._next_step(batch)
+        step = self._next_step(batch, self.widths.choose(batch))
         self.extension.observer.before_step(batch, step)
-        with self.times.of("propose"):
+        with self.times.of("propose" if step.width > 1 else "skip_proposal"):
             block = self._propose(batch, step)
         with self.times.of("verify"):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
         with self.times.of("commit"):
-            self._commit(step, target.logits_output, accepted)
+            self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()
         self.extension.observer.after_step(batch, step, accepted, new_seq_lens)
         # The target's own result has what else the request asked for, such as routed experts.
@@ -273,13 +285,13 @@ class DFlashWorker(BaseSpecWorker):
             accept_lens=accepted.lengths.int(),
             new_seq_lens=new_seq_lens,
             next_draft_input=draft_input(accepted.bonus, new_seq_lens),
-            speculative_num_draft_tokens=self.block_size,
+            speculative_num_draft_tokens=step.width,
         )
 
-    def _next_step(self, batch: ScheduleBatch) -> Step:
+    def _next_step(self, batch: ScheduleBatch, width: int) -> Step:
         record_stream(batch.seq_lens)
         rows, seq_lens = batch.req_pool_indices.long(), batch.seq_lens.long()
-        positions = seq_lens[:, None] + self._offsets
+        positions = seq_lens[:, None] + self._offsets[:width]
         return Step(rows, seq_lens, positions, self._target_slots(rows[:, None], positions))
 
     def _target_slots(self, rows: Tensor, positions: Tensor) -> Tensor:
@@ -287,10 +299,15 @@ class DFlashWorker(BaseSpecWorker):
         return self.req_to_token_pool.req_to_token[rows, positions].long()
 
     def _propose(self, batch: ScheduleBatch, step: Step) -> Tensor:
+        """The step's tokens int64 `[R, width]`: each request's bonus token, then drafts."""
+        bonus = batch.spec_info.bonus_tokens.long()
+        if step.width == 1:
+            return bonus[:, None]
+        self.plain_context.absorb()
         longest = int(host_lengths(batch).max())
         table = self.req_to_token_pool.req_to_token
         requests = RequestSlots(table, step.rows, step.seq_lens, longest)
-        block = self.drafter.propose(batch.spec_info.bonus_tokens.long(), requests)
+        block = self.drafter.propose(bonus, requests)[:, : step.width].contiguous()
         # SGLang has no site for the drafts of its own v1 worker; this one is for choosing drafts.
         return self._ranks.sync(SpecTpSyncSite.DFLASH_SELECTOR, block)
 
@@ -298,10 +315,7 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
     ) -> tuple[GenerationBatchResult, Accepted]:
         given = batch.spec_info
-        forward_batch = verify_batch(batch, self.target_worker, block, step.positions, step.slots)
-        target = self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
+        target = self._forward_target(batch, step, block)
         output = target.logits_output
         tokens = self.target_tokens(batch, output.next_token_logits, block, step.positions, barrier)
         single = self.target_tokens.single_token_mask(batch)
@@ -313,77 +327,44 @@ class DFlashWorker(BaseSpecWorker):
         )
         if batch.return_logprob:
             sampling.compute_spec_logprobs(
-                batch, output, accepted.tokens.flatten(), chain_stride=self.block_size
+                batch, output, accepted.tokens.flatten(), chain_stride=step.width
             )
-        if self.rollback is not None:
+        if self.rollback is not None and step.width > 1:
             # Before the new lengths are published: the next forward reads these states.
             due = checkpoints_due(batch, step.seq_lens, accepted.lengths)
             self.rollback.commit(accepted.lengths, due)
         return target, accepted
 
-    def _commit(self, step: Step, output: Any, accepted: Accepted) -> None:
+    def _forward_target(
+        self, batch: ScheduleBatch, step: Step, block: Tensor
+    ) -> GenerationBatchResult:
+        if step.width == 1:
+            bonus, slots = block.flatten(), step.slots.flatten()
+            return self.target_worker.forward_batch_generation(
+                batch=None,
+                forward_batch=decode_batch(batch, self.target_worker, bonus, slots),
+                is_verify=True,
+            )
+        forward_batch = verify_batch(batch, self.target_worker, block, step.positions, step.slots)
+        return self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+        )
+
+    def _commit(self, batch: ScheduleBatch, step: Step, output: Any, accepted: Accepted) -> None:
         """Pass the hidden states of the committed tokens (the old bonus token and the accepted
         drafts) to the drafter."""
-        committed = self._offsets < accepted.lengths[:, None]
-        self.drafter.absorb(
-            # A batch that was padded has rows after the block's.
-            output.hidden_states[: committed.numel()],
-            step.positions.flatten(),
-            step.slots.flatten(),
-            keep=committed.flatten(),
-        )
+        # A batch that was padded has rows after the block's.
+        hidden = output.hidden_states[: step.positions.numel()]
         # Large, and no longer needed: the overlap loop would copy it to the host.
         output.hidden_states = None
-
-    # -- prefill -------------------------------------------------------------------------------
-
-    def _prefill(
-        self,
-        batch: ScheduleBatch,
-        publish: Publish,
-        barrier: Barrier | None,
-        pp_proxy_tensors: Any,
-    ) -> GenerationBatchResult:
-        if barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
-            # Decoding requests take part: the target samples their next token under grammars that
-            # must have seen their last ones.
-            barrier()
-        self._ignored_seeds.warn_once(batch)
-        recomputed = self._lost_of_prefix(batch)
-        table, window = self.req_to_token_pool.req_to_token, self.options.context_window
-        writes = place_prompt(batch, recomputed, table, self.drafter.cache, window)
-        with recompute_cached_tail(batch, recomputed):
-            result = self.target_worker.forward_batch_generation(
-                batch,
-                pp_proxy_tensors=pp_proxy_tensors,
-                capture_hidden_mode=CaptureHiddenMode.FULL,
-            )
-        self._ranks.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
-        result.new_seq_lens = batch.seq_lens
-        publish(result.new_seq_lens)
-        self._absorb_prompt(writes, len(batch.reqs), result.logits_output)
-        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens)
-        return result
-
-    def _lost_of_prefix(self, batch: ScheduleBatch) -> list[int]:
-        """Cached tokens before each request's new ones that the target computes again, for their
-        hidden states."""
-        if not self.options.recompute_tail or not can_recompute_cached_tail(batch):
-            return [0] * len(batch.prefix_lens)
-        return missing_tails(
-            batch,
-            self.req_to_token_pool.req_to_token,
-            self.drafter.cache,
-            self.options.context_window,
-            self.options.recompute_tail,
+        if step.width == 1:
+            requests = [request.rid for request in batch.reqs]
+            self.plain_context.add(requests, hidden, step.positions, step.slots)
+            return
+        committed = self._offsets[: step.width] < accepted.lengths[:, None]
+        self.drafter.absorb(
+            hidden, step.positions.flatten(), step.slots.flatten(), keep=committed.flatten()
         )
-
-    def _absorb_prompt(self, writes: PromptWrites, requests: int, output: Any) -> None:
-        """Pass the hidden states of prompt tokens of that many requests to the drafter."""
-        quota = requests * self.drafter.cache.num_entries // self._max_running_requests
-        features = writes.features(output.hidden_states)
-        self.drafter.absorb(features, writes.positions, writes.slots, quota=quota)
-        output.hidden_states = None
 
     def _idle(self, publish: Publish) -> GenerationBatchResult:
         empty = torch.empty(0, dtype=torch.int64, device=self.device)

@@ -150,6 +150,17 @@ HYBRID_PAIR_GRAPHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
     **RECORDED,
 )
 
+# -- verify widths that change
+
+CHANGING: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random_widths:extension"}
+RANDOM_WIDTHS = DFLASH.named("random-widths").having(**CHANGING)
+RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**CHANGING, **WINDOW)
+RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
+HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
+    speculative_algorithm="DFLASH", speculative_draft_model_path=HYBRID_PAIR.draft, **CHANGING
+)
+ADAPTIVE = DFLASH.named("adaptive").having(speculative_dflash_width="adaptive")
+
 # -- the draft KV cache
 
 CHATS_DEFAULT = DFLASH.named("chats-default").having(

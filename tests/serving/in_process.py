@@ -19,10 +19,14 @@ from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.plain_context import PlainContext
+from sglang_dflash.core.width import FixedWidth
 from sglang_dflash.serving.batch import GenerationBatchResult, draft_input
 from sglang_dflash.serving.extension import Extension
 from sglang_dflash.serving.metrics import PhaseTimes
-from sglang_dflash.serving.request_fixes import IgnoredSeeds
+from sglang_dflash.serving.prefill import Prefill
+from sglang_dflash.serving.step_width import StepWidths
 from sglang_dflash.serving.target_tokens import TargetTokens
 from sglang_dflash.serving.worker import DFlashWorker
 from tests.conftest import random_model, raw_config
@@ -79,6 +83,7 @@ def worker_of(
     sampler: Any = None,
     rollback: Any = None,
     dtype: torch.dtype = torch.float32,
+    widths: StepWidths | None = None,
 ) -> Any:
     """A worker for a draft of random weights, as `DFlashWorker.__init__` and `alloc_memory_pool`
     leave it. With a window, the draft KV cache is a ring of `entries`; its K/V is of `dtype`."""
@@ -90,7 +95,10 @@ def worker_of(
     worker.block_size = worker.options.block_size
     worker._offsets = torch.arange(worker.block_size, device=device)
     worker._max_running_requests, worker._accept = 2, accept
-    worker.times, worker._ignored_seeds = PhaseTimes(), IgnoredSeeds()
+    worker.times, worker.widths = (
+        PhaseTimes(),
+        widths or StepWidths(FixedWidth(worker.block_size), TensorParallel()),
+    )
     worker.extension, worker.rollback = Extension(), rollback
     worker._ranks = SpecTpSync(group)
     worker.target_tokens = TargetTokens(sampler, worker._ranks)
@@ -101,6 +109,10 @@ def worker_of(
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     worker.req_to_token_pool = SimpleNamespace(req_to_token=table)
     worker._target_worker = Target(model.config.target_hidden_width, device, padding)
+    worker.plain_context = PlainContext(lambda: worker.drafter)
+    worker.prefill = Prefill(
+        worker._target_worker, table, worker.options, worker._ranks, worker._max_running_requests
+    )
     return worker
 
 
@@ -124,7 +136,7 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
     given = draft_input(torch.full((len(lengths),), 5, device=device), seq_lens.to(device))
     batch = SimpleNamespace(
         forward_mode=MODES["decode"],
-        reqs=[SimpleNamespace() for _ in lengths],
+        reqs=[SimpleNamespace(rid=str(row)) for row in range(len(lengths))],
         req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
         seq_lens=seq_lens.to(device),
         seq_lens_cpu=seq_lens,
@@ -134,6 +146,7 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
         has_grammar=False,
         return_logprob=False,
         mamba_track_indices=None,
+        mamba_track_mask=None,
     )
     for name, value in changes.items():
         setattr(batch, name, value)

@@ -23,7 +23,7 @@ class Request:
     """The fields of SGLang's Req that the counts read."""
 
     def __init__(self, output: int = 1, **params: Any) -> None:
-        self.output_ids = list(range(output))
+        self.rid, self.output_ids = str(output), list(range(output))
         self.finished_len: int | None = None
         self.spec_verify_ct = self.spec_num_correct_drafts = 0
         self.custom_logit_processor = None

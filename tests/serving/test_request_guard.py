@@ -150,7 +150,7 @@ UNSHAPED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", UNSHAPED)
-def test_shapes_are_no_value_errors_without_the_row(name: str) -> None:
+def test_shapes_raise_other_errors_without_the_row(name: str) -> None:
     obj = GenerateReqInput(**UNSHAPED[name])
     with pytest.raises(ValueError):
         request_guard.check_shape(manager(), obj)

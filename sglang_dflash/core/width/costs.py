@@ -1,0 +1,126 @@
+"""What a decode step costs at each width, from measured steps."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Measurements of a width before its cost counts as known.
+ENOUGH = 3
+# Steps in one place after which widths that were only guessed there are measured.
+SETTLED = 32
+# A measurement weighs at least this much. What all widths have in common (other processes, clock
+# rates) is followed faster, as one factor.
+LEAST_WEIGHT, DRIFT_WEIGHT = 0.05, 0.1
+# A measurement counts as at most so many times what was expected: steps that a collection of
+# garbage or another process has delayed are no cost of a width.
+OUTLIER = 2.0
+LEAST_CONTEXT = 1024
+
+
+class Place(NamedTuple):
+    """Where costs are alike: buckets of requests and of tokens in their contexts."""
+
+    requests: int
+    context: int
+
+
+def place_of(requests: int, context: int) -> Place:
+    """Buckets of R requests with `context` committed tokens each: 1, 2, 3, 4, 6, 8, 12, 16, ...
+    requests, and powers of two from 1,024 tokens."""
+    if requests > 4:
+        power = 1 << (requests - 1).bit_length() - 1
+        requests = power * 3 // 2 if requests <= power * 3 // 2 else power * 2
+    return Place(requests, max(0, math.ceil(math.log2(max(context, 1) / LEAST_CONTEXT))))
+
+
+class _Costs:
+    """Seconds by width in one place, without the common factor."""
+
+    def __init__(self, widths: int) -> None:
+        self.seconds, self.count = np.full(widths, np.nan), np.zeros(widths, dtype=np.int64)
+        self.first: list[list[float]] = [[] for _ in range(widths)]
+        self.steps = 0
+
+
+class StepCosts:
+    """Costs by place and width. Unknown ones are guessed from the nearest place that has them."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        """
+        Args:
+            widths: ascending.
+        """
+        self._widths = tuple(widths)
+        self._places: dict[Place, _Costs] = {}
+        self._drift = 1.0
+
+    def record(self, place: Place, width: int, seconds: float) -> None:
+        """Take in one step."""
+        costs = self._places.setdefault(place, _Costs(len(self._widths)))
+        at = bisect_left(self._widths, width)
+        costs.steps += 1
+        costs.count[at] += 1
+        if costs.count[at] <= ENOUGH:
+            # The first ones may hold allocations: their median.
+            costs.first[at].append(seconds / self._drift)
+            costs.seconds[at] = np.median(costs.first[at])
+            return
+        ratio = seconds / (costs.seconds[at] * self._drift)
+        ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
+        self._drift *= ratio**DRIFT_WEIGHT
+        costs.seconds[at] *= ratio ** max(1 / costs.count[at], LEAST_WEIGHT)
+
+    def seconds(self, place: Place) -> NDArray[np.float64]:
+        """`[widths]`: seconds of a step; nan for what nothing is known of."""
+        costs = self._places.get(place)
+        known = costs.seconds if costs else np.full(len(self._widths), np.nan)
+        if np.isnan(known).any():
+            known = self._with_guesses(place, known)
+        return known * self._drift
+
+    def _with_guesses(self, place: Place, known: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Unknown costs in proportion to what the nearest other places have measured."""
+        for near in sorted(self._places, key=lambda other: _distance(place, other)):
+            other = self._places[near].seconds
+            both = ~np.isnan(known) & ~np.isnan(other)
+            scale = (known[both] / other[both]).mean() if both.any() else 1.0
+            known = np.where(np.isnan(known), other * scale, known)
+        return known
+
+    def to_measure(self, place: Place, widths: Sequence[int]) -> int | None:
+        """One of the widths whose cost is to be measured before anything is decided here, or None.
+
+        In the first place every width is measured; in others once there were some steps.
+        """
+        costs = self._places.get(place)
+        if costs is None:
+            return None if self._places else widths[0]
+        if costs.steps < SETTLED and place != next(iter(self._places)):
+            return None
+        short = (w for w in widths if costs.count[bisect_left(self._widths, w)] < ENOUGH)
+        return next(short, None)
+
+    def report(self) -> list[dict[str, object]]:
+        """Milliseconds by place and width; None for what was not measured."""
+        return [
+            {
+                "requests": place.requests,
+                "context": LEAST_CONTEXT << place.context,
+                "milliseconds": {
+                    str(width): None if np.isnan(s) else round(float(s * self._drift) * 1e3, 3)
+                    for width, s in zip(self._widths, costs.seconds, strict=True)
+                },
+                "steps": costs.steps,
+            }
+            for place, costs in sorted(self._places.items())
+        ]
+
+
+def _distance(a: Place, b: Place) -> float:
+    return abs(math.log2(a.requests / b.requests)) + abs(a.context - b.context)

@@ -1,0 +1,204 @@
+"""Which verify width serves fastest.
+
+A step of width w gives each request 1 to w tokens and costs what a target forward over w tokens per
+request costs, and a draft forward if w > 1. Width 1 is plain decoding. The policy takes the width
+with the most expected tokens per second. Expectations come from the outcomes of earlier steps
+(`Survival`), costs from their duration (`StepCosts`); no step waits for the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from sglang_dflash.core.width.costs import Place, StepCosts, place_of
+from sglang_dflash.core.width.survival import Survival
+
+# Another width is taken if it promises this much more than the one in use, ...
+ENTER = 1.03
+# ... and drafting is given up if it promises less than this of plain decoding. Estimates of one
+# request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
+KEEP = 0.98
+# Share of the time that probes may take while nothing is drafted, and the steps between them.
+EXPLORE = 0.015
+LEAST_STEPS, MOST_STEPS = 16, 120
+# What a probe hopes for: drafts that are accepted this often.
+HOPE = 0.9
+
+
+class WidthPolicy(Protocol):
+    """Chooses the width of every step.
+
+    Attributes:
+        widths: ascending; the last one is the block size.
+        drafts: whether steps draft, apart from probes.
+    """
+
+    widths: tuple[int, ...]
+
+    @property
+    def drafts(self) -> bool: ...
+
+    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+        """The width of the next step.
+
+        Args:
+            requests: those that take drafts. The others of the batch take one token per step.
+            context: committed tokens of the longest request.
+            most: tokens that a request can still take, at most.
+        """
+
+    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+        """A step of that many requests had this duration."""
+
+    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        """Outcome of a step: accepted drafts of each request that took drafts."""
+
+    def report(self) -> Mapping[str, Any]:
+        """For /server_info."""
+
+
+class FixedWidth:
+    """Every step verifies the whole block."""
+
+    drafts = True
+
+    def __init__(self, block_size: int) -> None:
+        self.widths = (block_size,)
+
+    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+        return self.widths[0]
+
+    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+        pass
+
+    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        pass
+
+    def report(self) -> Mapping[str, Any]:
+        return {"width": "fixed"}
+
+
+@dataclass
+class _Figures:
+    """What is reported. `predicted` and `accepted` are drafts, of steps that had any."""
+
+    steps: Counter[int] = field(default_factory=Counter)
+    probes: int = 0
+    switches: int = 0
+    predicted: float = 0.0
+    accepted: int = 0
+    seconds: float = 0.0
+    probe_seconds: float = 0.0
+
+
+class AdaptiveWidth:
+    """The width with the most expected tokens per second, with hysteresis and probes."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        """
+        Args:
+            widths: ascending; the first is 1, the last the block size.
+
+        Raises:
+            ValueError: they are not.
+        """
+        self.widths = tuple(widths)
+        if len(self.widths) < 2 or self.widths[0] != 1 or list(widths) != sorted(set(widths)):
+            raise ValueError(f"widths {widths}: ascending numbers from 1 to the block size")
+        self._columns = np.array(self.widths) - 1
+        self._survival, self._costs = Survival(self.widths[-1] - 1), StepCosts(widths)
+        self._current = self.widths[-1]
+        self._idle_steps = 0
+        self._probe_now = False
+        self._probing = False
+        self._figures = _Figures()
+
+    @property
+    def drafts(self) -> bool:
+        return self._current > 1
+
+    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+        allowed = self.widths[: max(1, bisect_right(self.widths, most))] if requests else (1,)
+        place = place_of(max(1, len(requests)), context)
+        self._probing = False
+        width = None if len(allowed) == 1 else self._costs.to_measure(place, allowed)
+        if width is None:
+            width = self._best(requests, place, allowed)
+        if width == 1 and len(allowed) > 1:
+            width = self._probe(len(requests), place, allowed)
+        self._idle_steps = self._idle_steps + 1 if width == 1 else 0
+        self._figures.steps[width] += 1
+        self._figures.probes += self._probing
+        return width
+
+    def _best(self, requests: Sequence[Hashable], place: Place, allowed: Sequence[int]) -> int:
+        """The width to stay at. A limit by the end of requests changes it for this step only."""
+        if len(allowed) == 1:
+            return 1
+        rows = self._survival.rows(requests)
+        tokens = self._survival.tokens(rows).sum(0)[self._columns[: len(allowed)]]
+        rate = dict(zip(allowed, tokens / self._costs.seconds(place)[: len(allowed)], strict=True))
+        best = max(allowed, key=rate.__getitem__)
+        current = min(self._current, allowed[-1])
+        if current > 1 and rate[current] < KEEP * rate[1]:
+            # To the best width that pays, if there is one.
+            width = best if rate[best] >= ENTER * rate[1] else 1
+        else:
+            width = best if rate[best] >= ENTER * rate[current] else current
+        if width != current:
+            self._current = width
+            self._figures.switches += 1
+        return width
+
+    def _probe(self, requests: int, place: Place, allowed: Sequence[int]) -> int:
+        """1, or now and then a width to find out whether drafts have become better."""
+        seconds = self._costs.seconds(place)[: len(allowed)]
+        hoped = (1 - HOPE ** (self._columns[: len(allowed)] + 1)) / (1 - HOPE) / seconds
+        at = int(hoped.argmax())
+        if at == 0:
+            return 1
+        between = (seconds[at] / seconds[0] - 1) / EXPLORE
+        if not self._probe_now and self._idle_steps < min(max(between, LEAST_STEPS), MOST_STEPS):
+            return 1
+        self._probe_now, self._probing = False, True
+        return allowed[at]
+
+    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+        self._costs.record(place_of(max(1, requests), context), width, seconds)
+        self._figures.seconds += seconds
+        self._figures.probe_seconds += seconds * (width > 1 and not self.drafts)
+
+    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        if not requests:
+            return
+        rows = self._survival.rows(requests)
+        if width > 1:
+            figures, total = self._figures, sum(accepted)
+            predicted = float(self._survival.tokens(rows)[:, width - 1].sum()) - len(rows)
+            figures.predicted += predicted
+            figures.accepted += total
+            # A probe that found better drafts than expected is repeated at once: one step says
+            # little.
+            self._probe_now = not self.drafts and total > max(predicted, len(rows))
+        self._survival.observe(rows, width - 1, np.array(accepted, dtype=np.int64))
+
+    def report(self) -> Mapping[str, Any]:
+        f = self._figures
+        share = f.probe_seconds / f.seconds if f.seconds else 0.0
+        return {
+            "width": "adaptive",
+            "width_now": self._current,
+            "width_steps": {str(width): f.steps[width] for width in self.widths},
+            "width_switches": f.switches,
+            "width_probes": f.probes,
+            "width_probe_share": round(share, 4),
+            "width_drafts_predicted": round(f.predicted, 1),
+            "width_drafts_accepted": f.accepted,
+            "width_costs": self._costs.report(),
+        }

@@ -1,0 +1,127 @@
+"""The verify width of every decode step: what the policy needs to know of SGLang's batches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang_dflash.checkpoint.errors import ConfigError, shown
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.width import AdaptiveWidth, FixedWidth, WidthPolicy
+from sglang_dflash.serving import arguments
+from sglang_dflash.serving.batch import ScheduleBatch, host_lengths
+from sglang_dflash.serving.target_tokens import depends_on_history
+
+logger = logging.getLogger(__name__)
+
+WIDTH_FLAG, WIDTHS_FLAG = "--speculative-dflash-width", "--speculative-dflash-widths"
+# Widths below the block size that are tried by default.
+DEFAULT_WIDTHS = (1, 4, 8)
+# Steps without drafts, or with, before a line in the log.
+LONG = 256
+
+
+def make_policy(kind: str, widths: Sequence[int] | None, block_size: int) -> WidthPolicy:
+    """The policy that the flags name.
+
+    Args:
+        kind: "fixed" or "adaptive".
+        widths: of --speculative-dflash-widths; None for the default.
+        block_size: B.
+
+    Raises:
+        ConfigError: the widths do not fit the block size, or are given with a fixed width.
+    """
+    if kind == "fixed":
+        if widths is not None:
+            raise ConfigError(
+                f"{WIDTHS_FLAG}: {shown(list(widths))} has no effect with {WIDTH_FLAG} fixed; give "
+                "adaptive, or leave it out"
+            )
+        return FixedWidth(block_size)
+    if widths is None:
+        widths = (*(width for width in DEFAULT_WIDTHS if width < block_size), block_size)
+    if widths[0] != 1 or widths[-1] != block_size or list(widths) != sorted(set(widths)):
+        raise ConfigError(
+            f"{WIDTHS_FLAG}: {','.join(map(str, widths))}; give ascending numbers from 1 (plain "
+            f"decoding) to the block size, {block_size}"
+        )
+    return AdaptiveWidth(widths)
+
+
+def check_width(server_args: Any, settings: Any, block_size: int) -> None:
+    """Whether the width flags fit the server.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    kind, widths = arguments.width(server_args)
+    make_policy(kind, widths, block_size)
+    if kind == "fixed":
+        return
+    if settings.enable_deterministic_inference:
+        raise ConfigError(
+            f"{WIDTH_FLAG}: 'adaptive' depends on how long steps take, and "
+            "--enable-deterministic-inference is given; give fixed"
+        )
+    if (settings.device or "cpu") != "cpu":
+        raise ConfigError(
+            f"{WIDTH_FLAG}: 'adaptive' is served on CPUs only; a GPU needs a captured graph and an "
+            f"attention plan of the target for each width. The device is {settings.device!r}; give "
+            "fixed"
+        )
+
+
+class StepWidths:
+    """Chooses widths, measures steps, and passes outcomes on to the policy."""
+
+    def __init__(self, policy: WidthPolicy, tp: TensorParallel) -> None:
+        self.policy, self._tp = policy, tp
+        self._is_fixed = len(policy.widths) == 1
+        # When the last decode step began, and what it was; None after anything else.
+        self._last: tuple[float, int, int, int] | None = None
+        self._steps_alike, self._drafts, self._told = 0, True, True
+
+    def choose(self, batch: ScheduleBatch) -> int:
+        """The width of the step that begins now."""
+        if self._is_fixed:
+            return self.policy.widths[0]
+        now = time.perf_counter()
+        if self._last is not None:
+            began, *what = self._last
+            self.policy.took(now - began, *what)
+        drafting = [request.rid for request in batch.reqs if not depends_on_history(request)]
+        context = int(host_lengths(batch).max())
+        most = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs)
+        # Durations differ between ranks.
+        width = self._tp.from_first(self.policy.choose(drafting, context, most))
+        self._last = now, len(batch.reqs), context, width
+        self._tell()
+        return width
+
+    def interrupted(self) -> None:
+        """Something else than a decode step runs: the time since the last one is not its own."""
+        self._last = None
+
+    def observe(self, width: int, accepted: Mapping[str, int]) -> None:
+        """Outcome of a step, by request: accepted drafts of those that took drafts and live."""
+        if not self._is_fixed:
+            self.policy.observe(list(accepted), width, list(accepted.values()))
+
+    def _tell(self) -> None:
+        """One line if plain decoding lasts, and one if drafting is back to stay."""
+        drafts = self.policy.drafts
+        self._steps_alike = self._steps_alike + 1 if drafts == self._drafts else 0
+        self._drafts = drafts
+        if self._steps_alike < LONG or drafts == self._told or self._tp.rank:
+            return
+        self._told = drafts
+        logger.info(
+            "DFLASH: %s",
+            "drafting is faster than plain decoding again"
+            if drafts
+            else "plain decoding is faster than drafting for what is served now; a step now and "
+            "then tries drafts again",
+        )

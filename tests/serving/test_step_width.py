@@ -1,0 +1,207 @@
+"""Verify widths in the worker: what the policy is told, and what the drafter gets of each width."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core import plain_context
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.width import AdaptiveWidth, FixedWidth
+from sglang_dflash.serving import step_width
+from sglang_dflash.serving.arguments import ATTRIBUTE
+from sglang_dflash.serving.batch import DFlashVerifyInput, ForwardBatch
+from sglang_dflash.serving.step_width import StepWidths, check_width, make_policy
+from tests.serving.in_process import decode_of, draft_kv, filled, prepared, worker_of
+from tests.serving.test_worker import LENGTHS, slots_of
+
+
+class Scripted(FixedWidth):
+    """Takes its widths from a list, and keeps what it is told."""
+
+    def __init__(self, widths: Iterable[int]) -> None:
+        self.widths = (1, 4, 8)
+        self._next = iter(widths)
+        self.asked: list[tuple[list[Hashable], int, int]] = []
+        self.durations: list[tuple[float, int, int, int]] = []
+        self.outcomes: list[tuple[int, dict[Hashable, int]]] = []
+
+    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+        self.asked.append((list(requests), context, most))
+        return next(self._next)
+
+    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+        self.durations.append((round(seconds, 6), requests, context, width))
+
+    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        self.outcomes.append((width, dict(zip(requests, accepted, strict=True))))
+
+    def report(self) -> Mapping[str, Any]:
+        return {}
+
+
+def request(rid: str, most: int = 100, output: int = 0, **params: Any) -> Any:
+    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1.0}
+    return SimpleNamespace(
+        rid=rid,
+        output_ids=[1] * output,
+        custom_logit_processor=None,
+        sampling_params=SimpleNamespace(
+            **{**neutral, "min_new_tokens": 0, "max_new_tokens": most, **params}
+        ),
+    )
+
+
+def batch(*requests: Any, lengths: Sequence[int] = (500,)) -> Any:
+    return SimpleNamespace(reqs=list(requests), seq_lens_cpu=torch.tensor(lengths))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Seconds that `time.perf_counter` returns next."""
+    readings: list[float] = []
+    monkeypatch.setattr(step_width.time, "perf_counter", lambda: readings.pop(0))
+    yield readings
+
+
+def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
+    clock += [1.0]
+    policy = Scripted([4])
+    widths = StepWidths(policy, TensorParallel())
+    width = widths.choose(
+        batch(
+            request("a", most=10, output=7),
+            request("b", most=10, output=4, frequency_penalty=0.5),
+            lengths=(300, 700),
+        )
+    )
+    assert width == 4 and policy.asked == [(["a"], 700, 6)]
+
+
+def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
+    clock += [1.0, 1.25, 9.0, 9.5]
+    policy = Scripted([8, 1, 4, 4])
+    widths, one = StepWidths(policy, TensorParallel()), batch(request("a"))
+    widths.choose(one)
+    widths.choose(one)
+    widths.interrupted()
+    widths.choose(one)
+    widths.choose(one)
+    assert policy.durations == [(0.25, 1, 500, 8), (0.5, 1, 500, 4)]
+
+
+def test_every_rank_takes_the_first_ones_width(clock: list[float]) -> None:
+    clock += [1.0]
+    tp = TensorParallel(rank=1, size=2, from_first=lambda own: {4: 8}[own])
+    assert StepWidths(Scripted([4]), tp).choose(batch(request("a"))) == 8
+
+
+def test_a_fixed_width_asks_nothing() -> None:
+    widths = StepWidths(FixedWidth(8), TensorParallel())
+    assert widths.choose(None) == 8  # type: ignore[arg-type]
+    widths.observe(8, {"a": 3})
+
+
+def test_plain_decoding_that_lasts_is_logged_once(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    policy = Scripted([1] * 10_000)
+    widths, one = StepWidths(policy, TensorParallel()), batch(request("a"))
+    clock += [float(i) for i in range(10_000)]
+    for drafts, steps in ((True, 300), (False, 200), (True, 300), (False, 600), (True, 600)):
+        policy.drafts = drafts
+        for _ in range(steps):
+            widths.choose(one)
+    assert ["plain decoding is faster" in line for line in caplog.messages] == [True, False]
+
+
+# -- what the drafter gets
+
+
+@pytest.fixture
+def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
+    monkeypatch.setattr(
+        ForwardBatch, "init_new", lambda batch, *_, **__: SimpleNamespace(tokens=len(batch.reqs))
+    )
+
+
+def steps_of(widths: Sequence[int], window: int | None, waiting: int) -> tuple[Any, list[int]]:
+    """A worker after the prefill and a step of each width, and the committed lengths."""
+    torch.manual_seed(1)
+    policy = Scripted(widths)
+    worker = filled(worker_of(window, widths=StepWidths(policy, TensorParallel())), LENGTHS)
+    lengths = LENGTHS
+    for width in widths:
+        step = decode_of(lengths)
+        step.reqs = [request("a"), request("b")]
+        result = worker.forward_batch_generation(step)
+        assert result.speculative_num_draft_tokens == width
+        assert result.next_token_ids.shape == (2 * width,)
+        assert step.spec_info is not None and step.seq_lens.tolist() == lengths
+        lengths = result.new_seq_lens.tolist()
+    return worker, lengths
+
+
+@pytest.mark.usefixtures("_prepared")
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("widths", [[1, 1, 1], [4, 1, 8], [1, 4, 1, 1]])
+def test_every_committed_token_reaches_the_drafter(
+    widths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same K/V whether the hidden states of plain steps wait or not; `filled` has poisoned
+    the entries."""
+    written = []
+    for waiting in (1, 16):
+        monkeypatch.setattr(plain_context, "MOST_STEPS", waiting)
+        worker, lengths = steps_of(widths, window, waiting)
+        assert lengths[0] >= LENGTHS[0] + len(widths)
+        worker.plain_context.absorb()
+        written.append(draft_kv(worker, slots_of(lengths)))
+    assert written[0].isfinite().all() and written[0].equal(written[1])
+
+
+@pytest.mark.usefixtures("_prepared")
+def test_a_prefill_comes_after_what_waits() -> None:
+    worker, lengths = steps_of([1, 1], None, 16)
+    newest = torch.cat([slots_of([0, n])[-1:] for n in lengths[1:]])
+    assert not draft_kv(worker, newest).isfinite().any()
+    filled(worker, lengths)
+    assert draft_kv(worker, newest).isfinite().all()
+
+
+# -- flags
+
+
+def test_default_widths_end_with_the_block() -> None:
+    for block, widths in ((2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (16, (1, 4, 8, 16))):
+        policy = make_policy("adaptive", None, block)
+        assert isinstance(policy, AdaptiveWidth) and policy.widths == widths
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no numbers": ({"widths": "1,x"}, {}, r"widths: '1,x'; numbers separated by commas"),
+    "a number": ({"widths": 8}, {}, r"widths: 8; numbers separated by commas"),
+    "no plain step": ({"widths": "4,8"}, {}, r"widths: 4,8; give ascending numbers from 1"),
+    "above the block": ({"widths": "1,16"}, {}, r"widths: 1,16; .* to the block size, 8"),
+    "not ascending": ({"widths": "1,6,4,8"}, {}, r"widths: 1,6,4,8; give ascending"),
+    "with a fixed width": ({"width": "fixed", "widths": "1,8"}, {}, r"has no effect with .* fixed"),
+    "determinism": ({}, {"enable_deterministic_inference": True}, r"adaptive' depends on how long"),
+    "a GPU": ({}, {"device": "cuda"}, r"on CPUs only; .*device is 'cuda'; give fixed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_widths_that_do_not_fit_are_refused(name: str) -> None:
+    flags, settings, message = REFUSED[name]
+    given = {f"speculative_dflash_{k}": v for k, v in ({"width": "adaptive"} | flags).items()}
+    server_args = SimpleNamespace(**{ATTRIBUTE: given})
+    plain = {"enable_deterministic_inference": False, "device": "cpu"}
+    with pytest.raises(ConfigError, match=message):
+        check_width(server_args, SimpleNamespace(**(plain | settings)), 8)
