@@ -32,7 +32,7 @@ from sglang_dflash.serving.draft_backends import (
 from sglang_dflash.serving.draft_code import refuse_code
 from sglang_dflash.serving.graphs import check_graphs
 from sglang_dflash.serving.refusal import ends_the_server
-from sglang_dflash.serving.step_width import check_width
+from sglang_dflash.serving.step_width import check_width, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +165,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         attention=asked_attention(server_args),
         draft_graphs=arguments.draft_graphs(server_args),
         self_check=arguments.self_check(server_args),
-        width=kind,
-        widths=widths,
+        width_policy=functools.partial(make_policy, kind, widths),
         extension_path=arguments.extension_path(server_args),
     )
 

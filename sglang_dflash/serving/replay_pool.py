@@ -57,8 +57,8 @@ class Recording:
         conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
         if not self.layers:
             depth, rows = len(conv), pool.size + 1
-            # A step may verify less than a block.
-            most = get_spec().speculative_num_draft_tokens
+            # A step may verify less than a block; SGLang's own windows are for a whole one.
+            most = pool.mamba_pool.mamba_cache.intermediate_conv_window[0].shape[2]
             self.gates = gates.new_zeros(2, depth, rows, most, gates.shape[-1])
             self.windows = conv.new_zeros(depth, rows, *conv.shape[2:])
         self.layers[index] = layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,10 @@ __all__ = [
     "repeated_sampling_info",
     "simulated_acceptance_length",
     "sync_across_ranks",
+    "warn_of_simulation",
 ]
+
+logger = logging.getLogger(__name__)
 
 # The token id that SGLang commits in its simulation mode "fixed".
 _FILLER = 100
@@ -139,6 +143,15 @@ def simulated_acceptance_length() -> float | None:
     """Tokens per step that SGLANG_SIMULATE_ACC_LEN asks to commit; None if it is not set."""
     length = envs.SGLANG_SIMULATE_ACC_LEN.get()
     return length if length > 0 else None
+
+
+def warn_of_simulation() -> None:
+    """Log that SGLang's variables ask for a simulation, if they do."""
+    if simulated_acceptance_length() is not None:
+        logger.warning(
+            "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
+            "right or wrong; the output has no meaning"
+        )
 
 
 AcceptRule = Callable[[Tensor, Tensor], Accepted]

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.plain_context import PlainContext
+from sglang_dflash.core.width import FixedWidth, WidthPolicy
 from sglang_dflash.serving import arguments, memory, sampling, target_model
 from sglang_dflash.serving.batch import (
     DraftInput,
@@ -45,7 +46,7 @@ from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, promethe
 from sglang_dflash.serving.prefill import Barrier, Prefill, Publish
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.refusal import ends_the_server
-from sglang_dflash.serving.step_width import StepWidths, make_policy
+from sglang_dflash.serving.step_width import StepWidths
 from sglang_dflash.serving.target_tokens import TargetTokens
 from sglang_dflash.serving.watch import DraftWatch
 
@@ -70,8 +71,7 @@ class DFlashWorker(BaseSpecWorker):
         attention: str | None = None,
         draft_graphs: str = "off",
         self_check: bool = True,
-        width: str = "fixed",
-        widths: Sequence[int] | None = None,
+        width_policy: Callable[[int], WidthPolicy] = FixedWidth,
         extension_path: str | None = None,
     ) -> None:
         """The rest comes from SGLang.
@@ -81,8 +81,7 @@ class DFlashWorker(BaseSpecWorker):
             attention: the draft attention backend; None for the best.
             draft_graphs: the value of --speculative-dflash-draft-graphs.
             self_check: whether operations and graphs are compared at start-up.
-            width: the value of --speculative-dflash-width.
-            widths: of --speculative-dflash-widths; None for the default.
+            width_policy: makes what chooses the verify widths, from the block size.
         """
         super().__init__()
         del gpu_id, nccl_port
@@ -103,16 +102,12 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_steps = 1
         self.plain_context = PlainContext(lambda: self.drafter)
         self.extension = load_extension(extension_path, target_worker)
-        make = self.extension.width_policy or functools.partial(make_policy, width, widths)
-        self.widths = StepWidths(make(self.block_size), self._tp)
+        width_policy = self.extension.width_policy or width_policy
+        self.widths = StepWidths(width_policy(self.block_size), self._tp)
         self._accept = sampling.accept_rule(self.block_size, self._model.ops.accept)
         self._attention = choose_attention(attention, self.config, self.device, ATTENTION)
         self._draft_graphs, self._self_check = draft_graphs, self_check
-        if sampling.simulated_acceptance_length() is not None:
-            logger.warning(
-                "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
-                "right or wrong; the output has no meaning"
-            )
+        sampling.warn_of_simulation()
         self._offsets = torch.arange(self.block_size, device=self.device)
         self._kv_dtype = target_model.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48

@@ -16,7 +16,7 @@ import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.conftest import SHARED_FOLDER
-from tests.engine.servers import Ask, ServerConfig
+from tests.engine.servers import PLAIN, Ask, ServerConfig
 from tests.engine.session import ServerSession
 
 HERE = Path(__file__).parent
@@ -63,8 +63,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             places.setdefault(config, len(places) if config is not None else -1)
             if config is not None:
                 item.add_marker(pytest.mark.xdist_group(config.name))
-    # Tests of other folders stay in front of all that use a server.
-    items.sort(key=lambda item: places[config_of(item)] if HERE in item.path.parents else -1)
+    waits = {config_of(item) for item in items if PLAIN in recordings_of(item)}
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        """Tests of other folders stay in front of all that use a server. Then one process records
+        the plain server's answers, while the other one takes tests that do not wait for them."""
+        if HERE not in item.path.parents:
+            return -1, -1
+        config = config_of(item)
+        if config is None:
+            return (2 if PLAIN in recordings_of(item) else -1), -1
+        return (0 if config == PLAIN else 2 if config in waits else 1), places[config]
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

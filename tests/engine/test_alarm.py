@@ -117,6 +117,7 @@ def test_the_doctor_names_other_servers(config_: ServerConfig, found: str, answe
         assert "--speculative-dflash-worker builtin" in findings[0].problem
 
 
+@pytest.mark.long
 @pytest.mark.server(CHATS_TWENTIETH)
 def test_a_cache_that_is_too_small_is_warned_of(
     server: Server, answers: Any, capsys: pytest.CaptureFixture[str]

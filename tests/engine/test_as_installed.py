@@ -42,7 +42,7 @@ def used_mib(pid: int) -> float:
 
 
 # Before the pools were sized by the model, 11.4 GiB (dense) and 17.0 GiB (hybrid) of 23 GiB.
-@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("hybrid", marks=pytest.mark.long)])
 def test_the_readme_command_serves_in_bfloat16_and_little_memory(
     kind: str, servers: ServerSession, tmp_path: Path
 ) -> None:

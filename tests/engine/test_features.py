@@ -70,11 +70,24 @@ SAME = {
     ),
 }
 
+LONG = {
+    (FEATURES_DFLASH_NO_OVERLAP, features.grammars),
+    (FEATURES_DFLASH_NO_OVERLAP, features.penalties),
+}
+
 
 @pytest.mark.parametrize(
     ("config", "feature"),
     [
-        pytest.param(config, feature, marks=compared(feature), id=f"{config}-{feature.__name__}")
+        pytest.param(
+            config,
+            feature,
+            marks=[
+                compared(feature),
+                *([pytest.mark.long] if (config, feature) in LONG else []),
+            ],
+            id=f"{config}-{feature.__name__}",
+        )
         for config, asked in SAME.items()
         for feature in asked
     ],

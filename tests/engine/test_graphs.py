@@ -25,11 +25,11 @@ from tests.engine.servers import (
 @pytest.mark.recorded(PLAIN, workload.run)
 @pytest.mark.parametrize("config", [GRAPHS, GRAPHS_WINDOW], ids=str)
 def test_outputs_are_plain_decodings(config: ServerConfig, answers: Any, server: Server) -> None:
-    plain, got = answers(PLAIN, workload.run), answers(config, workload.run)
-    workload.assert_same_outputs(got, plain)
+    plain, got = answers(PLAIN, workload.run), answers(config, workload.run_half)
+    workload.assert_same_outputs(got, workload.halved(plain))
     assert workload.acceptance_length(got["demo"]) > 2
     report = server.dflash()
-    assert report["draft_graph_proposals"] > 100 and report["draft_graph_commits"] > 100
+    assert report["draft_graph_proposals"] > 50 and report["draft_graph_commits"] > 50
     # Batches of 7 and 8 are larger than the largest of GRAPHS.
     sizes = [1, 2, 6] if config == GRAPHS else list(range(1, 9))
     assert report["draft_graph_batch_sizes"] == sizes

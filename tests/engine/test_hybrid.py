@@ -52,6 +52,14 @@ def test_plain_decoding_is_that_of_transformers(
         assert (best - second).min() > CLEAR
 
 
+# Of each rollback some, so that every way of keeping states is there; the others take minutes more.
+LONG = {
+    ("replay", "extra-buffer-no-overlap"),
+    ("snapshot", "extra-buffer"),
+    ("snapshot", "no-buffer"),
+}
+
+
 def reference_of(kept: str) -> ServerConfig:
     """The plain server whose prefix cache keeps states as often."""
     return HYBRID_PLAIN_NO_BUFFER if kept == "no-buffer" else HYBRID_PLAIN
@@ -66,7 +74,10 @@ def reference_of(kept: str) -> ServerConfig:
             rollback,
             kept,
             id=f"{rollback}-{kept}",
-            marks=pytest.mark.recorded(reference_of(kept), hybrid_answers),
+            marks=[
+                pytest.mark.recorded(reference_of(kept), hybrid_answers),
+                *([pytest.mark.long] if (rollback, kept) in LONG else []),
+            ],
         )
         for (rollback, kept), config in HYBRID_ROLLBACK.items()
     ],
@@ -91,7 +102,10 @@ def test_outputs_states_and_prefix_hits_are_those_of_plain_decoding(
 @pytest.mark.recorded(HYBRID_PLAIN, hybrid_answers)
 @pytest.mark.parametrize(
     ("config", "rollback"),
-    [pytest.param(config, rollback, id=rollback) for rollback, config in HYBRID_TP2.items()],
+    [
+        pytest.param(HYBRID_TP2["replay"], "replay", id="replay"),
+        pytest.param(HYBRID_TP2["snapshot"], "snapshot", id="snapshot", marks=pytest.mark.long),
+    ],
 )
 def test_two_ranks_with_half_the_heads_each(
     config: ServerConfig, rollback: str, answers: Any, server: Server, servers: ServerSession

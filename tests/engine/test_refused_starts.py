@@ -13,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_dflash.bench.server import ServerFailed
 from tests.broken_drafts import BROKEN, PAIR, fields
+from tests.engine.nursery import ForkedServer
+from tests.engine.session import ServerSession
 
 DFLASH = [
     *("--model-path", str(PAIR.target)),
@@ -95,12 +98,18 @@ def test_a_value_that_is_no_choice_ends_the_parser() -> None:
     assert not ended.lines_with("Traceback")
 
 
-def test_what_only_the_scheduler_knows_ends_the_server(tmp_path: Path) -> None:
+def test_what_only_the_scheduler_knows_ends_the_server(
+    tmp_path: Path, servers: ServerSession
+) -> None:
     """The size of the KV pool: here it follows from the machine's memory."""
-    draft = BROKEN["field: hidden_size"].make(tmp_path / "draft")
+    draft, log = BROKEN["field: hidden_size"].make(tmp_path / "draft"), tmp_path / "log"
     fields(hidden_size=192, block_size=16_000)(draft)
-    ended = launched(*DFLASH, str(draft), until="is too large for a KV pool of")
-    assert ended.status != 0 and ended.seconds_since < CPU_SECONDS
-    assert not ended.lines_with("Traceback")
-    (line,) = ended.lines_with("sglang-dflash: block_size")
+    servers.stop()
+    server = ForkedServer(servers.nursery, [*DFLASH, str(draft)], log=log)
+    with pytest.raises(ServerFailed):
+        server.__enter__()
+    assert server.process.poll() not in (None, 0)
+    lines = log.read_text().splitlines()
+    assert not [line for line in lines if "Traceback" in line]
+    (line,) = [line for line in lines if "sglang-dflash: block_size" in line]
     assert "sglang-dflash: block_size: 16000 is too large for a KV pool of" in line

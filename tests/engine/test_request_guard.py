@@ -110,7 +110,11 @@ def test_requests_at_the_bounds_are_served(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("config", "name"),
-    [(PLAIN_OFF, "empty text"), (OFF, "top_k 2**40"), (OFF, "top logprobs")],
+    [
+        (PLAIN_OFF, "empty text"),
+        (OFF, "top logprobs"),
+        pytest.param(OFF, "top_k 2**40", marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_the_server_ends_without_the_guard(

@@ -23,17 +23,23 @@ from tests.engine.test_graphs import run_pair
 
 @pytest.mark.recorded(PLAIN, workload.run)
 @pytest.mark.parametrize(
-    "config", [RANDOM_WIDTHS, RANDOM_WIDTHS_WINDOW, RANDOM_WIDTHS_TP2], ids=str
+    "config",
+    [
+        RANDOM_WIDTHS,
+        RANDOM_WIDTHS_WINDOW,
+        pytest.param(RANDOM_WIDTHS_TP2, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_outputs_do_not_depend_on_widths(
     config: ServerConfig, answers: Any, server: Server
 ) -> None:
-    plain, got = answers(PLAIN, workload.run), answers(config, workload.run)
-    workload.assert_same_outputs(got, plain)
+    plain, got = answers(PLAIN, workload.run), answers(config, workload.run_half)
+    workload.assert_same_outputs(got, workload.halved(plain))
     report = server.dflash()
-    assert all(steps > 50 for steps in report["width_steps"].values())
+    assert all(steps > 20 for steps in report["width_steps"].values())
     # Context of plain steps reaches the drafter: text that it knows stays easy.
-    assert report["acceptance_by_position"][0] > 0.5
+    assert report["acceptance_by_position"][0] > 0.35
     assert report["nonfinite_outputs"] == 0
 
 
@@ -43,14 +49,14 @@ def test_recurrent_states_follow_every_width(answers: Any, server: Server) -> No
     assert answers(HYBRID_PAIR_WIDTHS, run_pair) == answers(HYBRID_PAIR_PLAIN, run_pair)
     report = server.dflash()
     assert report["recurrent_rollback"] == "replay" and report["acceptance_by_position"][0] > 0.5
-    assert all(steps > 20 for steps in report["width_steps"].values())
+    assert all(steps > 10 for steps in report["width_steps"].values())
 
 
 @pytest.mark.server(ADAPTIVE)
 @pytest.mark.recorded(PLAIN, workload.run)
 def test_an_adaptive_server_is_exact_and_shows_its_choices(answers: Any, server: Server) -> None:
-    plain, got = answers(PLAIN, workload.run), answers(ADAPTIVE, workload.run)
-    workload.assert_same_outputs(got, plain)
+    plain, got = answers(PLAIN, workload.run), answers(ADAPTIVE, workload.run_half)
+    workload.assert_same_outputs(got, workload.halved(plain))
     report = server.dflash()
     assert report["width"] == "adaptive" and all(report["width_steps"].values())
     assert sum(report["width_steps"].values()) == report["decode_steps"]

@@ -44,8 +44,12 @@ def prompts() -> dict[str, list[str]]:
 
 def run(server: Server) -> dict[str, list[dict[str, Any]]]:
     """All answers: ragged batches of 8, but the shared prefixes one after another."""
+    return _answers(server, prompts())
+
+
+def _answers(server: Server, asked: dict[str, list[str]]) -> dict[str, list[dict[str, Any]]]:
     answers = {}
-    for name, texts in prompts().items():
+    for name, texts in asked.items():
         with ThreadPoolExecutor(1 if name == "shared prefix" else 8) as pool:
             answers[name] = list(
                 pool.map(
@@ -56,6 +60,17 @@ def run(server: Server) -> dict[str, list[dict[str, Any]]]:
                 )
             )
     return answers
+
+
+def halved(answers: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Of `run`'s answers those that `run_half` gives."""
+    return {name: every[::2] for name, every in answers.items()}
+
+
+def run_half(server: Server) -> dict[str, list[dict[str, Any]]]:
+    """As `run`, every second prompt: for servers that differ from one that answers them all in one
+    thing."""
+    return _answers(server, {name: texts[::2] for name, texts in prompts().items()})
 
 
 def run_penalised(server: Server) -> list[dict[str, Any]]:

@@ -80,7 +80,17 @@ def cache_of(model: DraftModel, ring: bool) -> DraftKVCache:
     return DirectKVCache(slots, shape, torch.float32, DEVICE)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# What the cases before these cover in part; a case takes the interpreter eight seconds.
+LONG = ("sliding-but-not-causal", "window", "full")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.long] if name in LONG else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_triton_and_torch_draft_the_same(case: tuple[dict[str, Any], int | None, int]) -> None:
     """Over steps of different batches: absorb with rejected tokens, then propose."""
     changes, window, sinks = case

@@ -47,6 +47,7 @@ class Target:
     def __init__(self, features: int, device: str, padding: int = 0) -> None:
         self.features, self.device, self.padding = features, device, padding
         self.extra: dict[str, Any] = {}
+        self.model_runner: Any = None
         self.on_launch: Callable[[], None] = lambda: None
         self.output: Any = None
 

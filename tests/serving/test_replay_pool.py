@@ -66,18 +66,20 @@ class FakePool(replay_pool.ReplayPool):
     """Two layers, four state slots, a convolution of width 4 over 3 channels."""
 
     def __init__(self) -> None:
-        self.mamba_cache = SimpleNamespace(conv=[torch.randn(2, 4, 3, 3)])
+        self.mamba_cache = SimpleNamespace(
+            conv=[torch.randn(2, 4, 3, 3)], intermediate_conv_window=[torch.zeros(2, 6, 2, 3, 3)]
+        )
         self.recording = replay_pool.Recording()
 
 
-def verify(is_verify: bool, state_pool: Any) -> None:
+def verify(is_verify: bool, state_pool: Any, tokens: int = 2) -> None:
     requests = SimpleNamespace(
         size=5, mamba_pool=state_pool, mamba2_layer_index=lambda layer_id: layer_id - 10
     )
-    slots = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1], dtype=torch.int32))
+    slots = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0][: 4 // tokens]))
     forward = SimpleNamespace(
         forward_mode=SimpleNamespace(is_target_verify=lambda: is_verify),
-        spec_info=SimpleNamespace(draft_token_num=2),
+        spec_info=SimpleNamespace(draft_token_num=tokens),
     )
     backend = SimpleNamespace(req_to_token_pool=requests, forward_metadata=slots)
     a = torch.arange(8.0).view(4, 2)
@@ -101,6 +103,16 @@ def test_only_verify_forwards_are_recorded() -> None:
     assert recording.gates[0, 0, :2].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     assert recording.gates[1].equal(-recording.gates[0])
     assert recording.windows[:, :2].equal(pool.mamba_cache.conv[0][:, [3, 1]])
+
+
+def test_a_step_may_record_less_than_a_block() -> None:
+    """The block has two tokens here; a narrow step comes first, and between wide ones."""
+    pool = FakePool()
+    verify(True, pool, tokens=1)
+    narrow = pool.recording.gates[0, 0, :4, 0].tolist()
+    assert narrow == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    verify(True, pool)
+    assert pool.recording.gates[0, 0, :2].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_a_target_that_keeps_snapshots_is_not_recorded() -> None:

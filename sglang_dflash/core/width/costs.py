@@ -20,6 +20,9 @@ LEAST_WEIGHT, DRIFT_WEIGHT = 0.05, 0.1
 # A measurement counts as at most so many times what was expected: steps that a collection of
 # garbage or another process has delayed are no cost of a width.
 OUTLIER = 2.0
+# So many measurements in a row that are off by this factor are a change. Whether it is one of this
+# width or of the machine, only new measurements of the other widths can tell.
+SURPRISES, SURPRISE = 4, 1.4
 LEAST_CONTEXT = 1024
 
 
@@ -45,7 +48,13 @@ class _Costs:
     def __init__(self, widths: int) -> None:
         self.seconds, self.count = np.full(widths, np.nan), np.zeros(widths, dtype=np.int64)
         self.first: list[list[float]] = [[] for _ in range(widths)]
-        self.steps = 0
+        self.surprises = self.steps = 0
+
+    def measure_others(self, at: int) -> None:
+        """Forget that the costs of other widths than number `at` were measured."""
+        for other in range(len(self.first)):
+            if other != at:
+                self.count[other], self.first[other] = 0, []
 
 
 class StepCosts:
@@ -72,7 +81,11 @@ class StepCosts:
             costs.seconds[at] = np.median(costs.first[at])
             return
         ratio = seconds / (costs.seconds[at] * self._drift)
+        is_surprise = not 1 / SURPRISE < ratio < SURPRISE
+        costs.surprises = costs.surprises + 1 if is_surprise else 0
         ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
+        if costs.surprises == SURPRISES:
+            costs.measure_others(at)
         self._drift *= ratio**DRIFT_WEIGHT
         costs.seconds[at] *= ratio ** max(1 / costs.count[at], LEAST_WEIGHT)
 

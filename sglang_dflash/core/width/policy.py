@@ -9,7 +9,7 @@ with the most expected tokens per second. Expectations come from the outcomes of
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,8 +25,8 @@ ENTER = 1.03
 # request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
 KEEP = 0.98
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
-EXPLORE = 0.015
-LEAST_STEPS, MOST_STEPS = 16, 120
+EXPLORE = 0.02
+LEAST_STEPS, MOST_STEPS = 16, 100
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -86,12 +86,12 @@ class FixedWidth:
 
 @dataclass
 class _Figures:
-    """What is reported. `predicted` and `accepted` are drafts, of steps that had any."""
+    """What is reported. `expected` and `accepted` are drafts, of steps that had any."""
 
     steps: Counter[int] = field(default_factory=Counter)
     probes: int = 0
     switches: int = 0
-    predicted: float = 0.0
+    expected: float = 0.0
     accepted: int = 0
     seconds: float = 0.0
     probe_seconds: float = 0.0
@@ -114,9 +114,12 @@ class AdaptiveWidth:
         self._columns = np.array(self.widths) - 1
         self._survival, self._costs = Survival(self.widths[-1] - 1), StepCosts(widths)
         self._current = self.widths[-1]
+        self._tokens = np.ones(self.widths[-1])
         self._idle_steps = 0
         self._probe_now = False
-        self._probing = False
+        # Drafts that were expected of the steps whose outcome is not known yet: two under overlap.
+        self._expected: deque[float] = deque(maxlen=4)
+        self._settled: tuple[object, ...] = ()
         self._figures = _Figures()
 
     @property
@@ -126,23 +129,27 @@ class AdaptiveWidth:
     def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
         allowed = self.widths[: max(1, bisect_right(self.widths, most))] if requests else (1,)
         place = place_of(max(1, len(requests)), context)
-        self._probing = False
         width = None if len(allowed) == 1 else self._costs.to_measure(place, allowed)
         if width is None:
             width = self._best(requests, place, allowed)
         if width == 1 and len(allowed) > 1:
             width = self._probe(len(requests), place, allowed)
         self._idle_steps = self._idle_steps + 1 if width == 1 else 0
+        self._expected.append(float(self._tokens[width - 1]) - len(requests) if requests else 0.0)
         self._figures.steps[width] += 1
-        self._figures.probes += self._probing
         return width
 
     def _best(self, requests: Sequence[Hashable], place: Place, allowed: Sequence[int]) -> int:
         """The width to stay at. A limit by the end of requests changes it for this step only."""
         if len(allowed) == 1:
             return 1
-        rows = self._survival.rows(requests)
-        tokens = self._survival.tokens(rows).sum(0)[self._columns[: len(allowed)]]
+        # While nothing is drafted, nothing is learned: the choice stands for some steps.
+        situation = (*requests, place, allowed)
+        if not self.drafts and self._idle_steps % 8 and situation == self._settled:
+            return 1
+        self._settled = situation
+        self._tokens = self._survival.tokens(self._survival.rows(requests)).sum(0)
+        tokens = self._tokens[self._columns[: len(allowed)]]
         rate = dict(zip(allowed, tokens / self._costs.seconds(place)[: len(allowed)], strict=True))
         best = max(allowed, key=rate.__getitem__)
         current = min(self._current, allowed[-1])
@@ -151,7 +158,7 @@ class AdaptiveWidth:
             width = best if rate[best] >= ENTER * rate[1] else 1
         else:
             width = best if rate[best] >= ENTER * rate[current] else current
-        if width != current:
+        if width != current and allowed == self.widths:
             self._current = width
             self._figures.switches += 1
         return width
@@ -166,7 +173,8 @@ class AdaptiveWidth:
         between = (seconds[at] / seconds[0] - 1) / EXPLORE
         if not self._probe_now and self._idle_steps < min(max(between, LEAST_STEPS), MOST_STEPS):
             return 1
-        self._probe_now, self._probing = False, True
+        self._probe_now = False
+        self._figures.probes += 1
         return allowed[at]
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
@@ -175,17 +183,18 @@ class AdaptiveWidth:
         self._figures.probe_seconds += seconds * (width > 1 and not self.drafts)
 
     def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        expected = self._expected.popleft() if self._expected else 0.0
         if not requests:
             return
-        rows = self._survival.rows(requests)
         if width > 1:
-            figures, total = self._figures, sum(accepted)
-            predicted = float(self._survival.tokens(rows)[:, width - 1].sum()) - len(rows)
-            figures.predicted += predicted
-            figures.accepted += total
+            total = sum(accepted)
+            self._figures.expected += expected
+            self._figures.accepted += total
             # A probe that found better drafts than expected is repeated at once: one step says
             # little.
-            self._probe_now = not self.drafts and total > max(predicted, len(rows))
+            self._probe_now = not self.drafts and total > max(expected, len(requests))
+            self._settled = ()
+        rows = self._survival.rows(requests)
         self._survival.observe(rows, width - 1, np.array(accepted, dtype=np.int64))
 
     def report(self) -> Mapping[str, Any]:
@@ -198,7 +207,7 @@ class AdaptiveWidth:
             "width_switches": f.switches,
             "width_probes": f.probes,
             "width_probe_share": round(share, 4),
-            "width_drafts_predicted": round(f.predicted, 1),
+            "width_drafts_expected": round(f.expected, 1),
             "width_drafts_accepted": f.accepted,
             "width_costs": self._costs.report(),
         }

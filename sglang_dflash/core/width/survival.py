@@ -15,12 +15,14 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 # Weight of earlier steps at each new one: of a request's rates (a hundred steps count), of its
-# level lately (sixteen), and of all requests' rates, per batch step.
-REMEMBER, REMEMBER_LATELY, REMEMBER_ALL = 0.99, 0.94, 0.99
+# level lately (six), and of all requests' rates, per batch step.
+REMEMBER, REMEMBER_LATELY, REMEMBER_ALL = 0.99, 0.85, 0.99
 # The same for a step in which nothing was drafted: what was known grows old.
 REMEMBER_UNSEEN = 0.98
 # Standard deviations between a request's level lately and before at which its text has changed.
 CHANGE = 2.5
+# Tries that are left of a request's counts then: the next steps decide.
+AFTER_CHANGE = 4.0
 # A draft that was never tried counts as accepted this often, with the weight of so many tries. So
 # a server begins by drafting, and a few batches decide whether it goes on.
 FIRST_GUESS, GUESS_WEIGHT = 0.8, 4.0
@@ -52,6 +54,7 @@ class Survival:
         self._counts = np.zeros((16, 2 * drafts + 2))
         self._all_hits = np.full(drafts, FIRST_GUESS * GUESS_WEIGHT)
         self._all_tries = np.full(drafts, GUESS_WEIGHT)
+        self._typical, self._typical_logit = self._all_rates()
         self._positions = np.arange(drafts)
         self._keep = np.full(2 * drafts + 2, REMEMBER)
         self._keep[-2:] = REMEMBER_LATELY
@@ -92,9 +95,15 @@ class Survival:
         self._drop_outdated(rows)
         self._all_hits = self._all_hits * REMEMBER_ALL + is_hit.sum(0)
         self._all_tries = self._all_tries * REMEMBER_ALL + is_tried.sum(0)
+        self._typical, self._typical_logit = self._all_rates()
+
+    def _all_rates(self) -> tuple[Floats, Floats]:
+        """All requests' acceptance rates `[B - 1]`, and their log odds."""
+        rates = _between(self._all_hits / self._all_tries)
+        return rates, _logit(rates)
 
     def _drop_outdated(self, rows: Ints) -> None:
-        """Scale a request's counts down to those of lately if these do not fit them."""
+        """Replace a request's counts by a few with the level of lately, if that does not fit."""
         counts, n = self._counts[rows], self.drafts
         hits, tries = counts[:, :n].sum(1), counts[:, n : 2 * n].sum(1)
         lately_hits, lately = counts[:, -2], counts[:, -1]
@@ -103,22 +112,19 @@ class Survival:
         changed = np.abs(lately_hits - lately * rate) > CHANGE * spread
         for row in rows[changed]:
             all_hits, all_tries = self._counts[row, :n], self._counts[row, n : 2 * n]
-            scale = self._counts[row, -1] / max(all_tries.sum(), self._counts[row, -1])
-            all_tries *= scale
-            # As many hits as lately, in proportion to the tries.
+            all_tries *= min(1.0, AFTER_CHANGE / all_tries.sum())
             np.multiply(all_tries, self._counts[row, -2] / self._counts[row, -1], out=all_hits)
 
     def acceptance(self, rows: Ints) -> Floats:
         """`[R, B - 1]`: the probability that a draft is accepted if those before it were."""
-        everyone = np.clip(self._all_hits / self._all_tries, MARGIN, 1 - MARGIN)
         n, counts = self.drafts, self._counts[rows]
         hits, tries = counts[:, :n], counts[:, n : 2 * n]
         total = tries.sum(1)
         # All requests' rate at the positions that this request has tried.
-        typical = (tries @ everyone + 1e-6 * everyone[0]) / (total + 1e-6)
+        typical = (tries @ self._typical + 1e-6 * self._typical[0]) / (total + 1e-6)
         level = (hits.sum(1) + SHRINK_REQUEST * typical) / (total + SHRINK_REQUEST)
-        shift = _logit(np.clip(level, MARGIN, 1 - MARGIN)) - _logit(typical)
-        prior = 1 / (1 + np.exp(-(_logit(everyone) + shift[:, None])))
+        shift = _logit(_between(level)) - _logit(typical)
+        prior = 1 / (1 + np.exp(-(self._typical_logit + shift[:, None])))
         return (hits + SHRINK_POSITION * prior) / (tries + SHRINK_POSITION)
 
     def tokens(self, rows: Ints) -> Floats:
@@ -126,6 +132,10 @@ class Survival:
         expected = np.ones((len(rows), self.drafts + 1))
         expected[:, 1:] += self.acceptance(rows).cumprod(1).cumsum(1)
         return expected
+
+
+def _between(p: Floats) -> Floats:
+    return np.minimum(np.maximum(p, MARGIN), 1 - MARGIN)
 
 
 def _logit(p: Floats) -> Floats:
