@@ -134,6 +134,7 @@ def _arm_server(
         "ar": {},
         "ar-no-overlap": no_overlap,
         "dflash": dflash,
+        "dflash-adaptive": {**dflash, "--speculative-dflash-width": "adaptive"},
         "dflash-no-overlap": dflash | no_overlap,
         "builtin": builtin,
         "builtin-no-overlap": builtin | no_overlap,

@@ -32,7 +32,13 @@ ON_CPU = Scale("1,8,16", 16, 48, 3)
 ON_ACCELERATOR = Scale("1,8,16,32", 128, 1024, 3)
 
 # Those that draft blocks: their block size can be chosen, and their acceptance simulated.
-BLOCK_KINDS = ("dflash", "dflash-no-overlap", "builtin", "builtin-no-overlap")
+BLOCK_KINDS = (
+    "dflash",
+    "dflash-adaptive",
+    "dflash-no-overlap",
+    "builtin",
+    "builtin-no-overlap",
+)
 KINDS = ("ar", "ar-no-overlap", *BLOCK_KINDS, "ngram")
 DTYPES = ("float32", "bfloat16", "float16")
 OUT = "bench-results"

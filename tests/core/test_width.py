@@ -21,7 +21,7 @@ Text = Callable[[int, int], float]
 def simulate(
     policy: WidthPolicy,
     text: Text,
-    steps: int = 2000,
+    steps: int = 1000,
     requests: int = 1,
     cost: dict[int, float] | Callable[[int, int], float] = COST,
     noise: float = 0.05,
@@ -64,24 +64,24 @@ def fixed(p: float, width: int) -> float:
 # -- throughput
 
 
-@pytest.mark.parametrize("requests", [1, 4, 16])
+@pytest.mark.parametrize("requests", [1, 8])
 @pytest.mark.parametrize("p", [0.02, 0.2, 0.4, 0.5])
 def test_useless_drafts_cost_three_percent(p: float, requests: int) -> None:
     rate, _ = simulate(AdaptiveWidth(WIDTHS), lambda *_: p, requests=requests)
     assert rate * COST[1] >= 0.97
 
 
-@pytest.mark.parametrize("requests", [1, 4, 16])
+@pytest.mark.parametrize("requests", [1, 8])
 @pytest.mark.parametrize("p", [0.6, 0.7, 0.8, 0.95])
 def test_good_drafts_get_the_best_width(p: float, requests: int) -> None:
     rate = np.mean(
         [
             simulate(AdaptiveWidth(WIDTHS), lambda *_: p, requests=requests, seed=seed)[0]
-            for seed in range(3)
+            for seed in range(2)
         ]
     )
-    # Near the break-even, at 0.6, one request's outcomes hardly tell.
-    bound = 0.93 if requests == 1 and p < 0.75 else 0.975
+    # One request's outcomes tell less: it takes longer to know.
+    bound = 0.95 if requests == 1 else 0.975
     assert rate >= bound * max(fixed(p, width) for width in WIDTHS)
 
 
@@ -108,7 +108,7 @@ class _Always(FixedWidth):
 def test_mixed_batches_are_judged_as_a_whole() -> None:
     """Three hopeless requests beside one good one: drafting costs more than it brings."""
     rate, widths = simulate(AdaptiveWidth(WIDTHS), lambda _, i: 0.9 if i == 0 else 0.02, requests=4)
-    assert rate * COST[1] >= 0.97 and Counter(widths)[1] > 1800
+    assert rate * COST[1] >= 0.97 and Counter(widths)[1] > 900
 
 
 ADVERSARIAL: dict[str, tuple[Text, Callable[[int, int], float]]] = {
@@ -135,7 +135,7 @@ def test_plain_decoding_is_never_lost_for_long(name: str) -> None:
     text, cost = ADVERSARIAL[name]
     rng, policy = np.random.default_rng(0), AdaptiveWidth(WIDTHS)
     plain, got = [], []
-    for step in range(3000):
+    for step in range(2000):
         width = policy.choose(["r"], 500, 10**6)
         rejected = rng.random(width - 1) >= text(step, 0)
         accepted = int(rejected.argmax()) if rejected.any() else width - 1
