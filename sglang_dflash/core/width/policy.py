@@ -69,7 +69,7 @@ class FixedWidth:
     drafts = True
 
     def __init__(self, block_size: int) -> None:
-        self.widths = (block_size,)
+        self.widths: tuple[int, ...] = (block_size,)
 
     def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
         return self.widths[0]
