@@ -74,11 +74,38 @@ def check_width(server_args: Any, settings: Any, block_size: int) -> None:
         )
 
 
+class PrometheusWidths:
+    """Steps by width in /metrics, with the labels of SGLang's own series."""
+
+    def __init__(self, labels: Mapping[str, Any], widths: Sequence[int]) -> None:
+        # Imported late: SGLang first sets the directory in which its processes share metrics.
+        from prometheus_client import Counter
+
+        steps = Counter(
+            "sglang_dflash_steps", "Decode steps of a batch, by verify width.", [*labels, "width"]
+        )
+        self._steps = {width: steps.labels(**labels, width=width) for width in widths}
+
+    def add(self, width: int) -> None:
+        """Count a step."""
+        self._steps[width].inc()
+
+
 class StepWidths:
     """Chooses widths, measures steps, and passes outcomes on to the policy."""
 
-    def __init__(self, policy: WidthPolicy, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        policy: WidthPolicy,
+        tp: TensorParallel,
+        labels: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            labels: of this process's series in /metrics; None for none.
+        """
         self.policy, self._tp = policy, tp
+        self._prometheus = None if labels is None else PrometheusWidths(labels, policy.widths)
         self._is_fixed = len(policy.widths) == 1
         # When the last decode step began, and what it was; None after anything else.
         self._last: tuple[float, int, int, int] | None = None
@@ -86,8 +113,12 @@ class StepWidths:
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width of the step that begins now."""
-        if self._is_fixed:
-            return self.policy.widths[0]
+        width = self.policy.widths[0] if self._is_fixed else self._chosen(batch)
+        if self._prometheus is not None:
+            self._prometheus.add(width)
+        return width
+
+    def _chosen(self, batch: ScheduleBatch) -> int:
         now = time.perf_counter()
         if self._last is not None:
             began, *what = self._last

@@ -103,7 +103,8 @@ class DFlashWorker(BaseSpecWorker):
         self.plain_context = PlainContext(lambda: self.drafter)
         self.extension = load_extension(extension_path, target_worker)
         width_policy = self.extension.width_policy or width_policy
-        self.widths = StepWidths(width_policy(self.block_size), self._tp)
+        labels = target_model.metric_labels()
+        self.widths = StepWidths(width_policy(self.block_size), self._tp, labels)
         self._accept = sampling.accept_rule(self.block_size, self._model.ops.accept)
         self._attention = choose_attention(attention, self.config, self.device, ATTENTION)
         self._draft_graphs, self._self_check = draft_graphs, self_check

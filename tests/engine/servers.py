@@ -159,7 +159,9 @@ RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     speculative_algorithm="DFLASH", speculative_draft_model_path=HYBRID_PAIR.draft, **CHANGING
 )
-ADAPTIVE = DFLASH.named("adaptive").having(speculative_dflash_width="adaptive")
+ADAPTIVE = DFLASH.named("adaptive").having(
+    speculative_dflash_width="adaptive", enable_metrics=True
+)
 
 # -- the draft KV cache
 

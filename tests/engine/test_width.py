@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import requests
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
@@ -61,3 +63,6 @@ def test_an_adaptive_server_is_exact_and_shows_its_choices(answers: Any, server:
     assert report["width"] == "adaptive" and all(report["width_steps"].values())
     assert sum(report["width_steps"].values()) == report["decode_steps"]
     assert report["width_costs"] and report["width_drafts_accepted"] > 0
+    metrics = requests.get(f"{server.url}/metrics", timeout=60).text
+    counted = re.findall(r'sglang_dflash_steps_total\{.*width="(\d+)".*\} ([\d.]+)', metrics)
+    assert {width: float(n) for width, n in counted} == report["width_steps"]
