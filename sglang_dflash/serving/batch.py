@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
+from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
@@ -103,6 +104,8 @@ def decode_batch(
         batch.seq_lens = batch.seq_lens + 1
         # Its attention follows the draft input if there is one.
         batch.spec_info = None
+        # SGLang names the checkpoints of recurrent states in verify forwards only.
+        prepare_mamba_track_for_verify(batch)
         if batch.mamba_track_indices is not None:
             grid = mamba_track_grid(batch.tree_cache.page_size)
             batch.mamba_track_mask = batch.seq_lens % grid == 0

@@ -6,10 +6,12 @@ import os
 import random
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.core.width import FixedWidth
 from sglang_dflash.serving.extension import Extension
+from tests.engine import oracle
 
 
 class RandomWidth(FixedWidth):
@@ -32,6 +34,11 @@ class RandomWidth(FixedWidth):
 
     def report(self) -> Mapping[str, Any]:
         return {"width_steps": {str(width): self._steps[width] for width in self.widths}}
+
+
+def with_oracle(target_worker: Any) -> Extension:
+    """Random widths of the oracle's drafts."""
+    return replace(oracle.extension(target_worker), width_policy=RandomWidth)
 
 
 def extension(_target_worker: Any) -> Extension:

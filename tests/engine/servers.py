@@ -159,9 +159,7 @@ RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     speculative_algorithm="DFLASH", speculative_draft_model_path=HYBRID_PAIR.draft, **CHANGING
 )
-ADAPTIVE = DFLASH.named("adaptive").having(
-    speculative_dflash_width="adaptive", enable_metrics=True
-)
+ADAPTIVE = DFLASH.named("adaptive").having(speculative_dflash_width="adaptive", enable_metrics=True)
 
 # -- the draft KV cache
 
@@ -294,6 +292,12 @@ HYBRID_TP2 = {
         tp_size=2,
     )
     for rollback in ROLLBACKS
+}
+HYBRID_WIDTHS = {
+    kept: _hybrid(f"hybrid-widths-{kept}", HYBRID, HYBRID_PLAIN, **KEPT_STATES[kept]).having(
+        speculative_dflash_extension="tests.engine.random_widths:with_oracle"
+    )
+    for kept in ("extra-buffer", "lazy")
 }
 # Refused, but only after the worker has been built: it gets no drafts to start with.
 HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").having(

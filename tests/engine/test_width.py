@@ -10,17 +10,22 @@ import requests
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
+from tests.engine.hybrid_requests import hybrid_answers, outputs
 from tests.engine.servers import (
     ADAPTIVE,
     HYBRID_PAIR_PLAIN,
     HYBRID_PAIR_WIDTHS,
+    HYBRID_PLAIN,
+    HYBRID_WIDTHS,
     PLAIN,
     RANDOM_WIDTHS,
     RANDOM_WIDTHS_TP2,
     RANDOM_WIDTHS_WINDOW,
     ServerConfig,
 )
+from tests.engine.session import ServerSession
 from tests.engine.test_graphs import run_pair
+from tests.engine.test_hybrid import assert_hits, assert_same_states
 
 
 @pytest.mark.recorded(PLAIN, workload.run)
@@ -52,6 +57,26 @@ def test_recurrent_states_follow_every_width(answers: Any, server: Server) -> No
     report = server.dflash()
     assert report["recurrent_rollback"] == "replay" and report["acceptance_by_position"][0] > 0.5
     assert all(steps > 10 for steps in report["width_steps"].values())
+
+
+@pytest.mark.recorded(HYBRID_PLAIN, hybrid_answers)
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        pytest.param(HYBRID_WIDTHS["extra-buffer"], "extra-buffer", id="extra-buffer"),
+        pytest.param(HYBRID_WIDTHS["lazy"], "lazy", id="lazy", marks=pytest.mark.long),
+    ],
+)
+def test_states_that_the_prefix_cache_keeps_follow_every_width(
+    config: ServerConfig, kept: str, answers: Any, server: Server, servers: ServerSession
+) -> None:
+    """A step of plain decoding passes checkpoints, too."""
+    ours, plain = answers(config, hybrid_answers), answers(HYBRID_PLAIN, hybrid_answers)
+    for got, expected in zip(ours, plain, strict=True):
+        assert outputs(got) == outputs(expected)
+    assert_hits(kept, ours, plain)
+    assert all(steps > 20 for steps in server.dflash()["width_steps"].values())
+    assert_same_states(servers, config)
 
 
 @pytest.mark.server(ADAPTIVE)

@@ -13,6 +13,7 @@ from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core import plain_context
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.width import AdaptiveWidth, FixedWidth
+from sglang_dflash.serving import batch as serving_batch
 from sglang_dflash.serving import step_width
 from sglang_dflash.serving.arguments import ATTRIBUTE
 from sglang_dflash.serving.batch import DFlashVerifyInput, ForwardBatch
@@ -137,6 +138,7 @@ def test_plain_decoding_that_lasts_is_logged_once(
 @pytest.fixture
 def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
+    monkeypatch.setattr(serving_batch, "prepare_mamba_track_for_verify", lambda _batch: None)
     monkeypatch.setattr(
         ForwardBatch, "init_new", lambda batch, *_, **__: SimpleNamespace(tokens=len(batch.reqs))
     )
