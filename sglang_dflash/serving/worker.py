@@ -167,7 +167,7 @@ class DFlashWorker(BaseSpecWorker):
         attention = setup.attention(cache, rows, positions)
         if self._self_check:
             with ends_the_server(self._in_typed_words):
-                setup.check(attention)
+                setup.check(attention, cache)
         head = target_model.target_head(runner.model, self._tp)
         self.drafter = self.extension.make_drafter(
             self._model, head, cache, self.options, attention
