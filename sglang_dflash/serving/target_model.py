@@ -58,16 +58,34 @@ def unserved_target(model: Any) -> str | None:
 
 
 def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of draft K/V by SGLang's flags: --speculative-draft-kv-cache-dtype, else
-    --kv-cache-dtype."""
+    """The dtype of draft K/V in a scheduler process (`kv_dtype_by_flags`)."""
+    spec = get_spec()
+    return kv_dtype_by_flags(
+        get_model().kv_cache_dtype,
+        spec.speculative_draft_kv_cache_dtype,
+        spec.speculative_draft_attention_backend,
+        model_dtype,
+    )
+
+
+def kv_dtype_by_flags(
+    target: str, draft: str | None, attention: str | None, model_dtype: torch.dtype
+) -> torch.dtype:
+    """The dtype of draft K/V by SGLang's flags: --speculative-draft-kv-cache-dtype (`draft`), else
+    --kv-cache-dtype (`target`).
+
+    Args:
+        attention: --speculative-draft-attention-backend, as SGLang has resolved it.
+        model_dtype: of the models.
+    """
     _, dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=get_model().kv_cache_dtype,
-        speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
+        server_args_kv_cache_dtype=target,
+        speculative_draft_kv_cache_dtype=draft,
         model=None,
         model_dtype=model_dtype,
         is_draft_worker=True,
         is_dflash=True,
-        speculative_draft_attention_backend=get_spec().speculative_draft_attention_backend,
+        speculative_draft_attention_backend=attention or "",
     )
     return dtype
 

@@ -60,6 +60,7 @@ class Capabilities:
         sliding_layers: whether it serves layers with a sliding window.
         capturable: whether `prepare` and `attend` can be captured in a CUDA graph.
         scratch: whether it needs an entry of the cache for every block position.
+        kv_dtypes: of the draft KV cache.
     """
 
     devices: frozenset[str] | None = None
@@ -67,9 +68,16 @@ class Capabilities:
     sliding_layers: bool = True
     capturable: bool = False
     scratch: bool = False
+    kv_dtypes: frozenset[torch.dtype] | None = None
 
-    def obstacle(self, config: DraftConfig, device: torch.device) -> str | None:
-        """The first reason why this draft cannot be served on that device, or None."""
+    def obstacle(
+        self, config: DraftConfig, device: torch.device, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        """The first reason why this draft cannot be served on that device, or None.
+
+        Args:
+            kv_dtype: of the draft KV cache; None if it is not known.
+        """
         if self.devices is not None and device.type not in self.devices:
             return f"runs on {', '.join(sorted(self.devices))}, not on {device.type}"
         if self.head_dims is not None and config.head_dim not in self.head_dims:
@@ -77,7 +85,14 @@ class Capabilities:
             return f"serves head dim {served}, the draft's is {config.head_dim}"
         if not self.sliding_layers and any(x.sliding_window is not None for x in config.layers):
             return "does not serve sliding-window layers, which this draft has"
+        if kv_dtype is not None and self.kv_dtypes is not None and kv_dtype not in self.kv_dtypes:
+            served = ", ".join(sorted(_name(dtype) for dtype in self.kv_dtypes))
+            return f"serves draft K/V in {served}, not in {_name(kv_dtype)}"
         return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -123,17 +138,21 @@ def choose_attention(
     config: DraftConfig,
     device: torch.device,
     backends: Mapping[str, Backend] = BACKENDS,
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
     """The name of the backend for a draft.
 
     Args:
         name: the one asked for; None for the first of `backends` that can serve this draft.
+        kv_dtype: of the draft KV cache; None if it is not known.
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot serve this draft on this device; the
             message lists those that can.
     """
-    obstacles = {key: row.capabilities.obstacle(config, device) for key, row in backends.items()}
+    obstacles = {
+        key: row.capabilities.obstacle(config, device, kv_dtype) for key, row in backends.items()
+    }
     able = [key for key, obstacle in obstacles.items() if obstacle is None]
     if name is None:
         return able[0]
