@@ -33,6 +33,12 @@ def _triton(config: DraftConfig, setting: Setting) -> DraftAttention:
     return make(config, setting)
 
 
+def _triton_workspace(config: DraftConfig, setting: Setting) -> int:
+    from dflash_kernels.draft_attention import workspace_bytes
+
+    return workspace_bytes(config, setting)
+
+
 def _fa3(config: DraftConfig, setting: Setting) -> DraftAttention:
     from sglang_dflash.serving.flash_attention import fa3
 
@@ -51,6 +57,12 @@ def _flashinfer(config: DraftConfig, setting: Setting) -> DraftAttention:
     return flashinfer(config, setting)
 
 
+def _flashinfer_workspace(config: DraftConfig, setting: Setting) -> int:
+    from sglang_dflash.serving.flashinfer_attention import WORKSPACE_BYTES, WRAPPER_BYTES
+
+    return WORKSPACE_BYTES + WRAPPER_BYTES * len(set(config.layers))
+
+
 _CUDA = frozenset({"cuda"})
 # Of kernels whose queries and keys are of one dtype, a tensor core's.
 _HALF = frozenset({torch.bfloat16, torch.float16})
@@ -59,6 +71,7 @@ ATTENTION: Mapping[str, Backend] = {
     "triton": Backend(
         Capabilities(devices=_CUDA, head_dims=frozenset({16, 32, 64, 128, 256}), capturable=True),
         _triton,
+        _triton_workspace,
     ),
     **BACKENDS,
     "fa3": Backend(
@@ -84,6 +97,7 @@ ATTENTION: Mapping[str, Backend] = {
     "flashinfer": Backend(
         Capabilities(_CUDA, head_dims=frozenset({64, 128, 256}), scratch=True, kv_dtypes=_HALF),
         _flashinfer,
+        _flashinfer_workspace,
     ),
 }
 

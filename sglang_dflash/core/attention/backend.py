@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.attention.reference import TorchAttention
+from sglang_dflash.core.attention.reference import CHUNK_BYTES, TorchAttention
 from sglang_dflash.core.attention.table import ContextTable
 from sglang_dflash.core.options import ContextWindow
 from sglang_dflash.core.parallel import TensorParallel
@@ -118,19 +118,29 @@ class Setting:
     scratch: int = 0
 
 
+def _no_workspace(config: DraftConfig, setting: Setting) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table: what it can serve, and how to make one for a draft."""
+    """A row of the table: what it can serve, how to make one for a draft, and the bytes that it
+    then takes beside the cache, at most."""
 
     capabilities: Capabilities
     make: Callable[[DraftConfig, Setting], DraftAttention]
+    workspace: Callable[[DraftConfig, Setting], int] = _no_workspace
 
 
 def _torch(config: DraftConfig, setting: Setting) -> TorchAttention:
     return TorchAttention(config.layers, setting.block_size)
 
 
-BACKENDS: Mapping[str, Backend] = {"torch": Backend(Capabilities(), _torch)}
+def _torch_workspace(config: DraftConfig, setting: Setting) -> int:
+    return CHUNK_BYTES
+
+
+BACKENDS: Mapping[str, Backend] = {"torch": Backend(Capabilities(), _torch, _torch_workspace)}
 
 
 def choose_attention(
