@@ -181,9 +181,7 @@ def loaded(
     known = RequestSlots(table, rows, lengths, load.context)
     _fill(cache, known, options.context_window is not None, known.columns(options.context_window))
     drafter = Drafter(model, head, cache, options, setup.attention(cache, requests, width))
-    found = model.ops.slot_table(known, options.context_window, cache.tags)
-    if not bool((found >= 0).all()):
-        raise RuntimeError(f"{load.name}: {int((found < 0).sum())} of {found.numel()} are not live")
+    check_live(model.ops.slot_table(known, options.context_window, cache.tags))
     positions = lengths[:, None] + torch.arange(block, device=device)
     tokens = requests * block
     return Loaded(
@@ -197,6 +195,14 @@ def loaded(
         positions=positions.flatten(),
         slots=table[rows[:, None], positions].long().flatten(),
     )
+
+
+def check_live(entries: Tensor) -> None:
+    """Raise RuntimeError unless all `entries` `[R, C]` of a table are live: what is not read costs
+    no time."""
+    lost = int((entries < 0).sum())
+    if lost:
+        raise RuntimeError(f"{lost} of {entries.numel()} tokens of the load are not live")
 
 
 def _fill(cache: DraftKVCache, known: RequestSlots, windowed: bool, columns: int) -> None:
