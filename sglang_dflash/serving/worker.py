@@ -38,7 +38,7 @@ from sglang_dflash.serving.batch import (
     verify_batch,
 )
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
-from sglang_dflash.serving.draft_memory import plan_memory
+from sglang_dflash.serving.draft_memory import DraftMemory, plan_memory
 from sglang_dflash.serving.draft_setup import DraftSetup
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.graphs import graphed
@@ -116,20 +116,23 @@ class DFlashWorker(BaseSpecWorker):
         self.counts, self.times = self._counters(), PhaseTimes()
         self._ignored_seeds = IgnoredSeeds()
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
-        self._setup = DraftSetup(
-            self._model, self.options, ATTENTION[self._attention], self._tp, self.device,
-            self._kv_dtype, self._max_running_requests,
-        )  # fmt: skip
-        plan, self._memory = plan_memory(
-            self._setup, runner.model_config, draft_graphs, self.rollback
-        )
-        memory.hand_plan_to_sizing(runner, plan)
+        self._setup, self._memory = self._reserve(runner, draft_graphs)
         for warning in self.options.warnings(self.config, runner.model_config.context_len):
             logger.warning("DFLASH: %s", self._in_typed_words(warning))
 
     def _counters(self) -> AcceptanceCounts:
         prometheus = prometheus_counters(target_model.metric_labels(), self.block_size)
         return AcceptanceCounts(self.block_size, prometheus)
+
+    def _reserve(self, runner: Any, draft_graphs: str) -> tuple[DraftSetup, DraftMemory]:
+        """What the drafter is made of, and the memory that SGLang leaves for it."""
+        setup = DraftSetup(
+            self._model, self.options, ATTENTION[self._attention], self._tp, self.device,
+            self._kv_dtype, self._max_running_requests,
+        )  # fmt: skip
+        plan, needed = plan_memory(setup, runner.model_config, draft_graphs, self.rollback)
+        memory.hand_plan_to_sizing(runner, plan)
+        return setup, needed
 
     # -- start-up: SGLang calls these in this order --------------------------------------------
 
