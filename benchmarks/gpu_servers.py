@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 ARMS = ("plain", "ours", "builtin")
 START_TIMEOUT_S = 480
 ROUNDS = 2
+# Of our worker's report.
+SHOWN = ("worker", "draft_attention", "draft_ops", "draft_graph_batch_sizes", "window")
 # Ids that every vocabulary has.
 IDS = range(10, 250)
 
@@ -97,16 +99,10 @@ def serve(pair: Pair, name: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     with Server(pair.arm(name), timeout_s=START_TIMEOUT_S) as server:
         shown = server.dflash()
-        result["worker"] = {
-            key: shown.get(key) for key in SHOWN if key in shown
-        }  # fmt: skip
+        result["worker"] = {key: shown[key] for key in SHOWN if key in shown}
         for requests, tokens in pair.levels:
             result[f"{requests}x{tokens}"] = _level(server, requests, tokens, pair.new_tokens)
     return result
-
-
-# Of our worker's report.
-SHOWN = ("worker", "draft_attention", "draft_ops", "draft_graph_batch_sizes", "window")
 
 
 def _level(server: Server, requests: int, tokens: int, new_tokens: int) -> dict[str, float]:
