@@ -136,11 +136,12 @@ class Loaded:
 
         return {"propose": propose, "commit": commit, "absorb": absorb}
 
-    def graphed(self, recorder: Recorder) -> GraphedDrafter:
-        """The drafter with recorded steps, for a batch of this load."""
-        columns = self.known.columns(self.drafter.context_window)
-        requests = (self.load.requests,)
-        return GraphedDrafter(self.drafter, recorder, self.known.req_to_token, requests, (columns,))
+    def graphed(self, recorder: Recorder, columns: int | None = None) -> GraphedDrafter:
+        """The drafter with recorded steps, for a batch of this load; `columns`: of the recorded
+        table, by default those that the load reads."""
+        columns = columns or self.known.columns(self.drafter.context_window)
+        table, requests = self.known.req_to_token, (self.load.requests,)
+        return GraphedDrafter(self.drafter, recorder, table, requests, (columns,))
 
     def step(self, drafter: Drafter | GraphedDrafter) -> Callable[[], None]:
         """The draft side of a whole decode step, as a server runs it."""

@@ -71,8 +71,11 @@ def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
     check_attention(drafter.model, drafter.block_size, drafter.attention, kv, can.scratch)
     if device.type == "cuda" and not can.capturable:
         return "as torch, not recorded"
-    graphed = one.graphed(recorder_for(device))
-    check_recording(drafter, graphed, one.known.req_to_token)
+    table = one.known.req_to_token
+    graphed = one.graphed(recorder_for(device), table.shape[1])
+    check_recording(drafter, graphed, table)
+    if graphed.eager or not graphed.replays["propose"]:
+        raise RuntimeError("the proposal that was to be compared had no recording")
     return "as torch, recorded as eager"
 
 

@@ -102,15 +102,22 @@ def check_attention(
         kv.zero_()
 
 
-def check_recording(eager: Drafter, recorded: Proposer, req_to_token: Tensor) -> None:
+def check_recording(
+    eager: Drafter, recorded: Proposer, req_to_token: Tensor, most: int = REQUESTS
+) -> None:
     """Compare a recorded proposal with an eager one, over context that both read. For an empty
     cache; it is empty again afterwards, and so are the rows of the table.
+
+    Args:
+        most: requests of the largest recorded batch. A larger one would be run eagerly, and so be
+            compared with itself.
 
     Raises:
         SelfCheckFailed: the drafted tokens differ.
     """
     draw, model = _Random(eager.model), eager.model
-    rows = torch.arange(1, min(REQUESTS, len(req_to_token) - 1) + 1, device=draw.device)
+    count = min(REQUESTS, most, len(req_to_token) - 1)
+    rows = torch.arange(1, count + 1, device=draw.device)
     length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, eager.cache.num_entries // 8)
     slots = 1 + torch.arange(len(rows) * length, device=draw.device)
     req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)

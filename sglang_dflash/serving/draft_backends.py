@@ -135,9 +135,33 @@ def check_attention(
     choose_attention(asked_attention(server_args), config, device, ATTENTION, kv_dtype)
 
 
-def check_kv_dtype(kv_dtype: torch.dtype, device: torch.device) -> None:
+def kv_dtype(
+    target: str, draft: str | None, attention: str | None, model_dtype: torch.dtype
+) -> torch.dtype:
+    """The dtype of draft K/V by SGLang's flags: --speculative-draft-kv-cache-dtype (`draft`), else
+    --kv-cache-dtype (`target`).
+
+    Args:
+        attention: the draft attention backend; SGLang gives a draft on fa4 the models' dtype.
+        model_dtype: of the models.
+    """
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+
+    _, dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=target,
+        speculative_draft_kv_cache_dtype=draft,
+        model=None,
+        model_dtype=model_dtype,
+        is_draft_worker=True,
+        is_dflash=True,
+        speculative_draft_attention_backend=attention or "",
+    )
+    return dtype
+
+
+def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError if the kernels cannot read and write draft K/V of that dtype there."""
-    if device.type != "cuda" or kv_dtype != torch.float8_e4m3fn:
+    if device.type != "cuda" or dtype != torch.float8_e4m3fn:
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:

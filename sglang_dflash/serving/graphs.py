@@ -110,7 +110,7 @@ def graphed(
     with torch.no_grad():
         made = GraphedDrafter(drafter, recorder, req_to_token, buckets)
         if self_check:
-            check_recording(drafter, made, req_to_token)
+            check_recording(drafter, made, req_to_token, buckets[-1])
             made.replays = dict.fromkeys(made.replays, 0)
     logger.info(
         "DFLASH: draft steps recorded in %.1f s by %s: %s",

@@ -28,6 +28,7 @@ from sglang_dflash.serving.draft_backends import (
     asked_attention,
     check_attention,
     check_kv_dtype,
+    kv_dtype,
     unserved_attention,
 )
 from sglang_dflash.serving.draft_code import refuse_code
@@ -106,16 +107,14 @@ def _check_device(
     if device.type != "cuda":
         check_attention(server_args, config, device)
         return
-    from sglang_dflash.serving.target_model import kv_dtype_by_flags
-
-    kv_dtype = kv_dtype_by_flags(
+    dtype = kv_dtype(
         settings.kv_cache_dtype,
         settings.speculative_draft_kv_cache_dtype,
         asked_attention(server_args),
         FLOATS.get(settings.dtype, torch.bfloat16),
     )
-    check_kv_dtype(kv_dtype, device)
-    check_attention(server_args, config, device, kv_dtype)
+    check_kv_dtype(dtype, device)
+    check_attention(server_args, config, device, dtype)
 
 
 def _check_as_sglang_reads_it(folder: str, settings: Any) -> None:

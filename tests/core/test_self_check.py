@@ -127,6 +127,14 @@ def test_attention_is_compared_on_a_small_cache(entries: int) -> None:
         check_attention(model, BLOCK, Blind(model.config.layers, BLOCK), cache.kv)
 
 
+def test_what_is_compared_has_a_recording() -> None:
+    """Although the batches that are recorded are small."""
+    slots, drafter = table(), drafter_of(None)
+    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (1, 2), (64,))
+    check_recording(drafter, recorded, slots, most=2)
+    assert (recorded.replays["propose"], recorded.eager) == (1, 0)
+
+
 @pytest.mark.parametrize("window", [None, 12])
 def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -> None:
     slots, drafter = table(), drafter_of(window)

@@ -74,6 +74,15 @@ def setup_of(
 
 
 @pytest.mark.parametrize("window", [None, 300])
+def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
+    """As FA3, FA4 and FlashInfer have them."""
+    setup = setup_of("pages", window, DraftConfig.from_dict(raw_config()))
+    cache = setup.cache(9000, RUNNING, bounded=True)
+    setup.check(setup.attention(cache, RUNNING, POSITIONS), cache)
+    assert not cache.kv.any()
+
+
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> None:
     setup = setup_of(backend, window, DraftConfig.from_dict(raw_config()))
