@@ -70,6 +70,13 @@ def arms(options: Options) -> Arms:
 
 def of_revision(config: ServerConfig, revision: str) -> ServerConfig:
     """The same server with our packages as they were at a commit."""
+    tree = tree_of(revision)
+    return replace(config, env={**config.env, "PYTHONPATH": f"{tree}:{tree / 'kernels'}"})
+
+
+def tree_of(revision: str) -> Path:
+    """A folder with our packages as they were at a commit. Raises ConfigError: git does not know
+    it."""
     folder = Path(tempfile.gettempdir()) / f"sglang-dflash-{_commit(revision)}"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
@@ -80,7 +87,7 @@ def of_revision(config: ServerConfig, revision: str) -> ServerConfig:
                 packed.extractall(tree, filter="data")
             # Whole or not at all.
             tree.rename(folder)
-    return replace(config, env={**config.env, "PYTHONPATH": f"{folder}:{folder / 'kernels'}"})
+    return folder
 
 
 def _commit(revision: str) -> str:
