@@ -76,7 +76,8 @@ class Experiment(Generic[OptionsT, T]):
 
 
 def option(default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
-    """A field of an experiment's options; its type is the default's."""
+    """A field of an experiment's options; its type is the default's. False: a flag without a
+    value."""
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
@@ -206,7 +207,11 @@ def command(experiment: Experiment[Any, Any], options: Any) -> str:
     """The command line that repeats a run, with every option."""
     words = ["python", "-m", "benchmarks", experiment.name]
     for one in _fields(experiment):
-        words += [_flag(one), str(getattr(options, one.name))]
+        value = getattr(options, one.name)
+        if value is True:
+            words.append(_flag(one))
+        elif value is not False:
+            words += [_flag(one), str(value)]
     return shlex.join(words)
 
 
@@ -255,6 +260,9 @@ def _parser(experiment: Experiment[Any, Any]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for one in _fields(experiment):
+        if one.default is False:
+            parser.add_argument(_flag(one), action="store_true", help=one.metadata.get("help"))
+            continue
         parser.add_argument(
             _flag(one),
             type=type(one.default),

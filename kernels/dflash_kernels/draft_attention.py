@@ -18,23 +18,10 @@ class TritonAttention:
 
     def __init__(self, config: DraftConfig, setting: Setting, processors: int) -> None:
         """`processors`: multiprocessors of the GPU."""
-        heads = setting.tp.shard_size("num_attention_heads", config.num_attention_heads)
-        kv_heads = setting.tp.shard_size_or_replica(
-            "num_key_value_heads", config.num_key_value_heads
-        )
-        self._layers, self._processors = config.layers, processors
-        rows, device = setting.block_size * (heads // kv_heads), setting.device
-        self._shape = (rows, config.head_dim)
-        programs = max(
-            (
-                requests * kv_heads * splits
-                for requests in range(1, setting.requests + 1)
-                if (splits := self._splits(requests, kv_heads, setting.columns)) > 1
-            ),
-            default=0,
-        )
+        self._layers, self._processors, device = config.layers, processors, setting.device
+        programs, *self._shape = workspace_shape(config, setting, processors)
         self._partial = torch.empty(programs, *self._shape, dtype=torch.float32, device=device)
-        self._lse = torch.empty(programs, rows, dtype=torch.float32, device=device)
+        self._lse = torch.empty(programs, self._shape[0], dtype=torch.float32, device=device)
         none = torch.empty(0, 0, device=device)
         self._kv, self._table = none, ContextTable(none, none, None)
 
@@ -50,15 +37,12 @@ class TritonAttention:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         entries, seq_lens, window = self._table
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        splits = self._splits(len(q), k.shape[2], entries.shape[1])
+        splits = _splits(len(q), k.shape[2], entries.shape[1], self._processors)
         space = self._workspace(len(q), k.shape[2], splits)
         block_attention(
             out, q, k, v, self._kv[:, layer], entries, seq_lens, self._layers[layer], window, space
         )
         return out
-
-    def _splits(self, requests: int, kv_heads: int, columns: int) -> int:
-        return choose_splits(max(requests, 1), kv_heads, columns, self._processors)
 
     def _workspace(self, requests: int, kv_heads: int, splits: int) -> Workspace | None:
         if splits == 1:
@@ -70,7 +54,36 @@ class TritonAttention:
         )
 
 
+def _splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
+    return choose_splits(max(requests, 1), kv_heads, columns, processors)
+
+
+def workspace_shape(config: DraftConfig, setting: Setting, processors: int) -> tuple[int, int, int]:
+    """Programs, rows of each, and head dim: of the outputs of splits, of the batch that has the
+    most."""
+    heads = setting.tp.shard_size("num_attention_heads", config.num_attention_heads)
+    kv_heads = setting.tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+    programs = max(
+        (
+            requests * kv_heads * splits
+            for requests in range(1, setting.requests + 1)
+            if (splits := _splits(requests, kv_heads, setting.columns, processors)) > 1
+        ),
+        default=0,
+    )
+    return programs, setting.block_size * (heads // kv_heads), config.head_dim
+
+
 def make(config: DraftConfig, setting: Setting) -> TritonAttention:
     """The backend for the GPU of `setting`."""
-    properties = torch.cuda.get_device_properties(setting.device)
-    return TritonAttention(config, setting, properties.multi_processor_count)
+    return TritonAttention(config, setting, _processors(setting))
+
+
+def workspace_bytes(config: DraftConfig, setting: Setting) -> int:
+    """Bytes of the workspace on the GPU of `setting`: outputs and sums of splits, in float32."""
+    programs, rows, head_dim = workspace_shape(config, setting, _processors(setting))
+    return 4 * programs * rows * (head_dim + 1)
+
+
+def _processors(setting: Setting) -> int:
+    return torch.cuda.get_device_properties(setting.device).multi_processor_count

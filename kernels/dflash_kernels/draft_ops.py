@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dflash_kernels.accept import accept, make_commit
+from dflash_kernels.accept import accept
 from dflash_kernels.add_rms_norm import add_rms_norm
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
@@ -102,9 +102,9 @@ class TritonOps:
         write_context(cache, kv, entries, positions, k_weights, rotary, eps)
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
-        commit = make_commit(len(block), block.shape[1], block.device)
-        accept(commit, block, target_tokens, commit.seq_lens)
-        return Accepted(commit.lengths, target_tokens, commit.bonus)
+        lengths, bonus = torch.empty(2, len(block), dtype=torch.int64, device=block.device)
+        accept(lengths, bonus, block, target_tokens)
+        return Accepted(lengths, target_tokens, bonus)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from sglang_dflash.core.attention.reference import TorchAttention
 from sglang_dflash.core.attention.table import ContextTable, RequestSlots
 from sglang_dflash.core.drafter import Drafter, Proposer
 from sglang_dflash.core.kv_cache import RingTags
+from sglang_dflash.core.kv_cache.storage import store_
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.ops import DraftOps, TorchOps
 
@@ -59,38 +60,64 @@ def check_ops(model: DraftModel, block_size: int) -> list[str]:
     return names
 
 
-def check_attention(model: DraftModel, block_size: int, attention: DraftAttention) -> None:
+def check_attention(
+    model: DraftModel,
+    block_size: int,
+    attention: DraftAttention,
+    kv: Tensor | None = None,
+    compacts: bool = False,
+) -> None:
     """Compare draft attention with torch's, for every layer, with dead entries.
+
+    Args:
+        kv: `[S, L, 2, G, D]`, entries of an empty draft KV cache with what the attention keeps at
+            their end; zero again afterwards. None for entries made for this.
+        compacts: whether the attention leaves dead entries out instead of masking them. Inside of
+            a sliding window it then sees farther, so only the oldest ones are dead here.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
     """
     draw = _Random(model)
-    kv = draw.floats(CONTEXT + 2, *model.kv_shape)
-    seq_lens = draw.ints(CONTEXT // 2, CONTEXT, REQUESTS)
-    columns = torch.arange(CONTEXT, device=draw.device).expand(REQUESTS, -1)
-    live = (columns < seq_lens[:, None]) & (columns % 7 != 3)
+    if kv is None:
+        kv = draw.floats(CONTEXT + 2, *model.kv_shape)
+    context = max(1, min(CONTEXT, len(kv) - 2))
+    everything = torch.arange(context, device=draw.device)
+    store_(kv, everything, draw.floats(context, *model.kv_shape))
+    seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
+    columns = everything.expand(REQUESTS, -1)
+    live = (columns < seq_lens[:, None]) & ((columns > 3) if compacts else (columns % 7 != 3))
     table = ContextTable(columns.where(live, -1).int(), seq_lens, None)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
     k, v = (draw.floats(REQUESTS, block_size, layer.kv_heads, layer.head_dim) for _ in range(2))
     expected = TorchAttention(model.config.layers, block_size)
-    for one in (attention, expected):
-        one.prepare(kv, table)
-    for i in range(len(model.layers)):
-        name = f"attention of layer {i} ({type(attention).__name__})"
-        _compare(name, attention.attend(i, q, k, v), expected.attend(i, q, k, v))
+    try:
+        for one in (attention, expected):
+            one.prepare(kv, table)
+        for i in range(len(model.layers)):
+            name = f"attention of layer {i} ({type(attention).__name__})"
+            _compare(name, attention.attend(i, q, k, v), expected.attend(i, q, k, v))
+    finally:
+        kv.zero_()
 
 
-def check_recording(eager: Drafter, recorded: Proposer, req_to_token: Tensor) -> None:
+def check_recording(
+    eager: Drafter, recorded: Proposer, req_to_token: Tensor, most: int = REQUESTS
+) -> None:
     """Compare a recorded proposal with an eager one, over context that both read. For an empty
     cache; it is empty again afterwards, and so are the rows of the table.
+
+    Args:
+        most: requests of the largest recorded batch. A larger one would be run eagerly, and so be
+            compared with itself.
 
     Raises:
         SelfCheckFailed: the drafted tokens differ.
     """
     draw, model = _Random(eager.model), eager.model
-    rows = torch.arange(1, min(REQUESTS, len(req_to_token) - 1) + 1, device=draw.device)
+    count = min(REQUESTS, most, len(req_to_token) - 1)
+    rows = torch.arange(1, count + 1, device=draw.device)
     length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, eager.cache.num_entries // 8)
     slots = 1 + torch.arange(len(rows) * length, device=draw.device)
     req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ def torch_backends(server_args: Any) -> None:
     """Declare torch backends for attention, sampling and LoRA.
 
     Raises:
-        ValueError: the user asks for a backend that needs more than torch.
+        ConfigError: the user asks for a backend that needs more than torch.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -47,9 +48,11 @@ def torch_backends(server_args: Any) -> None:
         if value not in (None, ATTENTION_BACKEND)
     ]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can")
+        raise ConfigError(
+            f"{', '.join(wrong)} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can"
+        )
     if settings.lora_backend not in (LORA_DEFAULT, LORA_BACKEND):
-        raise ValueError(
+        raise ConfigError(
             f"--lora-backend: {settings.lora_backend!r} cannot run on a plain CPU; "
             f"{LORA_BACKEND!r} can"
         )

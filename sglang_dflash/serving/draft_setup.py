@@ -68,8 +68,11 @@ class DraftSetup:
         )
         return self.backend.make(self.model.config, setting)
 
-    def check(self, attention: DraftAttention) -> None:
+    def check(self, attention: DraftAttention, cache: DraftKVCache) -> None:
         """Compare operations and attention with torch's, if they are not torch's.
+
+        Args:
+            cache: empty; the attention may keep K/V at its end.
 
         Raises:
             SelfCheckFailed: one of them differs.
@@ -78,7 +81,8 @@ class DraftSetup:
         with torch.no_grad():
             checked = check_ops(self.model, self.options.block_size)
             if not isinstance(attention, TorchAttention):
-                check_attention(self.model, self.options.block_size, attention)
+                compacts = self.backend.capabilities.scratch
+                check_attention(self.model, self.options.block_size, attention, cache.kv, compacts)
                 checked.append(type(attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)

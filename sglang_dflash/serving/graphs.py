@@ -72,6 +72,17 @@ def check_graphs(asked: str, device: torch.device, tp_size: int) -> None:
         )
 
 
+def largest_recorded(asked: str, device: torch.device, capturable: bool, most: int) -> int:
+    """Requests of the largest batch whose steps are recorded, of up to `most`; 0 if none are.
+
+    Args:
+        asked: the flag's value.
+        capturable: see `graphed`.
+    """
+    records = asked == RECORDED or (asked == AUTO and capturable and _target_has_graphs(device))
+    return _buckets(most)[-1] if records else 0
+
+
 def graphed(
     drafter: Proposer,
     asked: str,
@@ -99,7 +110,7 @@ def graphed(
     with torch.no_grad():
         made = GraphedDrafter(drafter, recorder, req_to_token, buckets)
         if self_check:
-            check_recording(drafter, made, req_to_token)
+            check_recording(drafter, made, req_to_token, buckets[-1])
             made.replays = dict.fromkeys(made.replays, 0)
     logger.info(
         "DFLASH: draft steps recorded in %.1f s by %s: %s",
@@ -144,4 +155,6 @@ def _buckets(most: int) -> tuple[int, ...]:
     graph: Any = get_exec().graph
     config = graph.cuda_graph_config
     sizes = graph.cuda_graph_bs_decode or (config.decode.bs if config is not None else None)
-    return tuple(n for n in sizes if n <= most) if sizes else batch_buckets(most)
+    if not sizes:
+        return batch_buckets(most)
+    return tuple(n for n in sizes if n <= most) or (most,)

@@ -27,6 +27,8 @@ from sglang_dflash.serving import arguments
 from sglang_dflash.serving.draft_backends import (
     asked_attention,
     check_attention,
+    check_kv_dtype,
+    kv_dtype,
     unserved_attention,
 )
 from sglang_dflash.serving.draft_code import refuse_code
@@ -38,6 +40,13 @@ logger = logging.getLogger(__name__)
 
 # Values of --kv-cache-dtype that pack two numbers into a byte and keep scales beside them.
 FOUR_BIT_KV = ("nvfp4", "fp4_mx_block16")
+# Values of --dtype; with auto, the models' configs decide.
+FLOATS = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
 
 
 def check_pair(server_args: Any) -> None:
@@ -86,11 +95,28 @@ def _check(server_args: Any, settings: Any) -> None:
         check_weights(config, folder)
     if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
         device = torch.device(settings.device or "cpu")
-        check_attention(server_args, config, device)
+        _check_device(server_args, settings, config, device)
         check_graphs(arguments.draft_graphs(server_args), device, settings.tp_size)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def _check_device(
+    server_args: Any, settings: Any, config: DraftConfig, device: torch.device
+) -> None:
+    """Raise ConfigError if draft attention or the dtype of draft K/V cannot be had there."""
+    if device.type != "cuda":
+        check_attention(server_args, config, device)
+        return
+    dtype = kv_dtype(
+        settings.kv_cache_dtype,
+        settings.speculative_draft_kv_cache_dtype,
+        asked_attention(server_args),
+        FLOATS.get(settings.dtype, torch.bfloat16),
+    )
+    check_kv_dtype(dtype, device)
+    check_attention(server_args, config, device, dtype)
 
 
 def _check_as_sglang_reads_it(folder: str, settings: Any) -> None:

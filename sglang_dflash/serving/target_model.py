@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from sglang.srt.lora.layers import unwrap_lora_layer
-from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 from sglang.srt.runtime_context import (
     get_model,
     get_observability,
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from sglang_dflash.core.drafter import TargetHead
 from sglang_dflash.core.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.serving.draft_backends import kv_dtype
 
 
 def tensor_parallel() -> TensorParallel:
@@ -67,18 +67,14 @@ def unserved_target(model: Any) -> str | None:
 
 
 def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of draft K/V by SGLang's flags: --speculative-draft-kv-cache-dtype, else
-    --kv-cache-dtype."""
-    _, dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=get_model().kv_cache_dtype,
-        speculative_draft_kv_cache_dtype=get_spec().speculative_draft_kv_cache_dtype,
-        model=None,
-        model_dtype=model_dtype,
-        is_draft_worker=True,
-        is_dflash=True,
-        speculative_draft_attention_backend=get_spec().speculative_draft_attention_backend,
+    """The dtype of draft K/V in a scheduler process (`draft_backends.kv_dtype`)."""
+    spec = get_spec()
+    return kv_dtype(
+        get_model().kv_cache_dtype,
+        spec.speculative_draft_kv_cache_dtype,
+        spec.speculative_draft_attention_backend,
+        model_dtype,
     )
-    return dtype
 
 
 def metric_labels() -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,6 +38,7 @@ from sglang_dflash.serving.batch import (
     verify_batch,
 )
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
+from sglang_dflash.serving.draft_memory import DraftMemory, plan_memory
 from sglang_dflash.serving.draft_setup import DraftSetup
 from sglang_dflash.serving.extension import Step, load_extension
 from sglang_dflash.serving.graphs import graphed
@@ -115,7 +115,7 @@ class DFlashWorker(BaseSpecWorker):
         self.counts, self.times = self._counters(), PhaseTimes()
         self.counts.on_outcome = self.widths.observe
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
-        memory.hand_plan_to_sizing(runner, self._memory_plan())
+        self._setup, self._memory = self._reserve(runner, draft_graphs)
         for warning in self.options.warnings(self.config, runner.model_config.context_len):
             logger.warning("DFLASH: %s", self._in_typed_words(warning))
 
@@ -123,13 +123,15 @@ class DFlashWorker(BaseSpecWorker):
         prometheus = prometheus_counters(target_model.metric_labels(), self.block_size)
         return AcceptanceCounts(self.block_size, prometheus)
 
-    def _memory_plan(self) -> memory.MemoryPlan:
-        entries = self.options.draft_kv_entries(self._max_running_requests)
-        token_bytes = math.prod(self._model.kv_shape) * self._kv_dtype.itemsize
-        return memory.MemoryPlan(
-            bounded_draft_kv_bytes=None if entries is None else entries * token_bytes,
-            replay=self.rollback is not None and self.rollback.name == "replay",
-        )
+    def _reserve(self, runner: Any, draft_graphs: str) -> tuple[DraftSetup, DraftMemory]:
+        """What the drafter is made of, and the memory that SGLang leaves for it."""
+        setup = DraftSetup(
+            self._model, self.options, ATTENTION[self._attention], self._tp, self.device,
+            self._kv_dtype, self._max_running_requests,
+        )  # fmt: skip
+        plan, needed = plan_memory(setup, runner.model_config, draft_graphs, self.rollback)
+        memory.hand_plan_to_sizing(runner, plan)
+        return setup, needed
 
     # -- start-up: SGLang calls these in this order --------------------------------------------
 
@@ -157,16 +159,13 @@ class DFlashWorker(BaseSpecWorker):
             self._asked.check_room(self.options, context=None, kv_tokens=allocator.size)
         runner = self.target_worker.model_runner
         rows, positions = self.req_to_token_pool.size, self.req_to_token_pool.req_to_token.shape[1]
-        setup = DraftSetup(
-            self._model, self.options, ATTENTION[self._attention], self._tp, self.device,
-            self._kv_dtype, self._max_running_requests,
-        )  # fmt: skip
+        setup = self._setup
         target_slots = allocator.size + allocator.page_size
         cache = setup.cache(target_slots, rows, memory.is_bounded(runner))
         attention = setup.attention(cache, rows, positions)
         if self._self_check:
             with ends_the_server(self._in_typed_words):
-                setup.check(attention)
+                setup.check(attention, cache)
         head = target_model.target_head(runner.model, self._tp)
         self.drafter = self.extension.make_drafter(
             self._model, head, cache, self.options, attention
@@ -215,6 +214,7 @@ class DFlashWorker(BaseSpecWorker):
             "recurrent_rollback": None if rollback is None else rollback.name,
             "recurrent_scratch_bytes": None if rollback is None else rollback.scratch_bytes,
             "draft_kv_bytes": cache.nbytes,
+            "draft_memory_bytes": {**self._memory._asdict(), "total": self._memory.total},
             "draft_kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "draft_attention": self._attention,
             "draft_ops": type(self._model.ops).__name__,

@@ -28,7 +28,7 @@ def plain_kernel(
     q: Tensor, k: Tensor, v: Tensor, known: Pages, block: int, layer: LayerAttention
 ) -> Tensor:
     """What FlashAttention computes, key by key: the last query is aligned with the last key."""
-    out = torch.empty_like(q)
+    out, groups = torch.empty_like(q), q.shape[1] // k.shape[2]
     for r, length in enumerate(known.lengths.tolist()):
         entries = known.table[r, :length].long()
         for row in range(int(known.queries[r]), int(known.queries[r + 1])):
@@ -40,9 +40,9 @@ def plain_kernel(
                 and not (layer.sliding_window and at - j >= layer.sliding_window)
             ]
             keys, values = k[entries[seen], 0], v[entries[seen], 0]
-            for head in range(HEADS):
-                group = head // (HEADS // KV_HEADS)
-                weights = (keys[:, group] @ q[row, head] / math.sqrt(HEAD_DIM)).softmax(0)
+            for head in range(q.shape[1]):
+                group = head // groups
+                weights = (keys[:, group] @ q[row, head] / math.sqrt(q.shape[2])).softmax(0)
                 out[row, head] = weights @ values[:, group]
     return out
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from sglang_dflash.core.attention.paged import PagedAttention
 from sglang_dflash.core.attention.reference import TorchAttention
 from sglang_dflash.core.draft_counters import DraftHealth
 from sglang_dflash.core.graphs import GraphedDrafter
+from sglang_dflash.core.kv_cache.direct import DirectKVCache
+from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.model import DraftModel
 from sglang_dflash.core.ops import TorchOps
 from sglang_dflash.core.recording import OpRecorder
@@ -21,6 +25,7 @@ from sglang_dflash.core.self_check import (
     check_recording,
 )
 from tests.conftest import random_model, raw_config
+from tests.core.test_paged_attention import plain_kernel
 from tests.core.test_recording import drafter_of, table
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
@@ -91,6 +96,43 @@ def test_attention_is_compared_layer_by_layer() -> None:
     check_attention(model, BLOCK, TorchAttention(model.config.layers, BLOCK, chunk_bytes=4096))
     with pytest.raises(SelfCheckFailed, match=r"attention of layer 1 \(Blind\)"):
         check_attention(model, BLOCK, Blind(model.config.layers, BLOCK))
+
+
+def far(q: Tensor, k: Tensor, v: Tensor, pages: Any, block: int, layer: Any) -> Tensor:
+    """A kernel that takes no notice of a sliding window."""
+    return plain_kernel(q, k, v, pages, block, replace(layer, sliding_window=None))
+
+
+def test_attention_through_pages_is_compared_on_the_cache() -> None:
+    """It keeps the block's K/V at the end of the cache, and leaves dead entries out."""
+    model = random_model(raw_config(layer_types=["sliding_attention"] * 2 + ["full_attention"],
+                                    sliding_window=8))  # fmt: skip
+    cache = DirectKVCache(60, model.kv_shape, torch.float32, "cpu", scratch=3 * BLOCK)
+    for kernel in (plain_kernel, far):
+        paged = PagedAttention(model.config.layers, BLOCK, cache.num_entries + 1, kernel)
+        if kernel is plain_kernel:
+            check_attention(model, BLOCK, paged, cache.kv, compacts=True)
+        else:
+            with pytest.raises(SelfCheckFailed, match=r"attention of layer 0 \(PagedAttention\)"):
+                check_attention(model, BLOCK, paged, cache.kv, compacts=True)
+        assert not cache.kv.any()
+
+
+@pytest.mark.parametrize("entries", [1, 3, 41])
+def test_attention_is_compared_on_a_small_cache(entries: int) -> None:
+    model = random_model(raw_config())
+    cache = RingKVCache(entries, 60, model.kv_shape, torch.float32, "cpu")
+    check_attention(model, BLOCK, TorchAttention(model.config.layers, BLOCK), cache.kv)
+    with pytest.raises(SelfCheckFailed, match="attention of layer 1"):
+        check_attention(model, BLOCK, Blind(model.config.layers, BLOCK), cache.kv)
+
+
+def test_what_is_compared_has_a_recording() -> None:
+    """Although the batches that are recorded are small."""
+    slots, drafter = table(), drafter_of(None)
+    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (1, 2), (64,))
+    check_recording(drafter, recorded, slots, most=2)
+    assert (recorded.replays["propose"], recorded.eager) == (1, 0)
 
 
 @pytest.mark.parametrize("window", [None, 12])

@@ -43,9 +43,9 @@ CAPABILITIES = (80, 90, 100, 120)
 TABLE = Path(__file__).with_name("registers.json")
 # Pointers that are neither to floats nor to int64.
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner"}
-BOOL = {"p_in_use", "p_keep"}
+BOOL = {"p_in_use"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_target",
-         "p_lengths", "p_new_lens", "p_slots"}  # fmt: skip
+         "p_lengths", "p_slots"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_partial", "p_lse", "p_frequencies"}
 

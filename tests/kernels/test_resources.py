@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dflash.serving.draft_backends import FP8_CAPABILITY
 from tests.kernels import compile_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +58,32 @@ def test_compiled_kernels_are_those_of_the_table(capability: str) -> None:
         name: {capability: row[capability]} for name, row in TABLE.items() if capability in row
     }
     assert {name: row for name, row in compiled(capability).items() if row} == expected
+
+
+E4M3 = """
+import sys
+from tests.kernels.compile_kernels import cases, resources
+every = cases()
+attention = "block_attention bf16-fp8e4nv b16 g4 d128 full-0 splits8"
+for name in (attention, "write_context fp8e4nv g8 d128"):
+    try:
+        print(resources(every[name], int(sys.argv[1]))["spilled"])
+    except Exception as error:
+        print("fp8e4nv not supported in this architecture" in str(error))
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("capability", "printed"), [(80, "True"), (86, "True"), (89, "0")])
+def test_e4m3_compiles_where_it_is_served(capability: int, printed: str) -> None:
+    """Draft K/V of that dtype is refused before `FP8_CAPABILITY`."""
+    assert (capability >= 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]) == (printed == "0")
+    done = subprocess.run(
+        [sys.executable, "-c", E4M3, str(capability)],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [printed] * 2

@@ -40,10 +40,6 @@ def test_traffic_of_prepare_block() -> None:
     assert count.traffic == prepare_block.traffic(40, 7)
 
 
-def buffers(canaries: Canaries, requests: int, block: int) -> accept.Commit:
-    return accept.Commit(*map(canaries.around, accept.make_commit(requests, block, DEVICE)))
-
-
 @SIZES
 def test_accept(requests: int, block: int) -> None:
     # Few different tokens, so that every length occurs; and rows of wider matrices.
@@ -53,32 +49,21 @@ def test_accept(requests: int, block: int) -> None:
         drafted[0, 1:] = target[0, :-1]  # all accepted
     if requests > 1:
         drafted[1] = -1  # as for a request that takes one token per step
-    seq_lens, canaries = ids(requests, most=1000), Canaries()
-    got, expected = buffers(canaries, requests, block), accept.make_commit(requests, block, DEVICE)
-    accept.accept(got, drafted, target, seq_lens)
-    accept.torch_accept(expected, drafted, target, seq_lens)
-    for field, value in got._asdict().items():
-        assert torch.equal(value, getattr(expected, field)), field
+    canaries, empty = Canaries(), torch.full((requests,), -7, device=DEVICE)
+    got, expected = (canaries.around(empty), canaries.around(empty)), (empty, empty.clone())
+    accept.accept(*got, drafted, target)
+    accept.torch_accept(*expected, drafted, target)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
     assert canaries.are_alive()
     if requests == 40:
-        assert set(got.lengths.tolist()) >= {1, 2, 3, block}
-
-
-def test_accept_may_write_over_the_lengths() -> None:
-    commit = accept.make_commit(2, 3, DEVICE)
-    commit.seq_lens.copy_(torch.tensor([10, 20]))
-    block = torch.tensor([[1, 2, 3], [1, 5, 5]], device=DEVICE)
-    target = torch.tensor([[2, 3, 4], [6, 6, 6]], device=DEVICE)
-    accept.accept(commit, block, target, commit.seq_lens)
-    assert commit.seq_lens.tolist() == [13, 21] and commit.bonus.tolist() == [4, 6]
-    assert commit.keep.tolist() == [[True] * 3, [True, False, False]]
+        assert set(got[0].tolist()) >= {1, 2, 3, block}
 
 
 @needs_interpreter
 def test_traffic_of_accept() -> None:
-    commit = accept.make_commit(3, 7, DEVICE)
+    lengths, bonus = torch.empty(2, 3, dtype=torch.int64)
     with counted_bytes() as count:
-        accept.accept(commit, ids(3, 7), ids(3, 7), ids(3))
+        accept.accept(lengths, bonus, ids(3, 7), ids(3, 7))
     assert count.traffic == accept.traffic(3, 7)
 
 

@@ -18,6 +18,7 @@ from sglang_dflash.serving.draft_backends import (
     ATTENTION,
     asked_attention,
     check_attention,
+    check_kv_dtype,
     draft_ops,
     unserved_attention,
 )
@@ -26,6 +27,7 @@ from tests.serving.published import BACKENDS, LINE, flags, local, needs_plain_cp
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLAG = BACKENDS[1]
+ALL = r"\['triton', 'torch', 'fa3', 'fa4', 'flashinfer'\]"
 
 
 def config(**changes: Any) -> DraftConfig:
@@ -47,7 +49,7 @@ def test_unset_takes_the_best_that_can_serve(
     assert choose_attention(None, config(head_dim=head_dim), device, ATTENTION) == chosen
 
 
-@pytest.mark.parametrize("name", ["triton", "fa3", "fa4"])
+@pytest.mark.parametrize("name", ["triton", "fa3", "fa4", "flashinfer"])
 def test_an_impossible_choice_names_what_can_run(name: str) -> None:
     message = rf"^{FLAG}: '{name}' runs on cuda, not on cpu; choose one of \['torch'\]$"
     with pytest.raises(ConfigError, match=message):
@@ -55,18 +57,18 @@ def test_an_impossible_choice_names_what_can_run(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    message = rf"^{FLAG}: 'flash' is unknown; choose one of \['triton', 'torch', 'fa3', 'fa4'\]$"
+    message = rf"^{FLAG}: 'flash' is unknown; choose one of {ALL}$"
     with pytest.raises(ConfigError, match=message):
         check_attention(asking("flash"), config(head_dim=128), CUDA)
     assert unserved_attention(asking("flash")) is None
 
 
-@pytest.mark.parametrize("name", ["trtllm_mha", "flashinfer"])
+@pytest.mark.parametrize("name", ["trtllm_mha", "intel_xpu"])
 def test_another_backend_of_sglangs_is_left_to_its_worker(name: str) -> None:
     assert unserved_attention(asking(name)) == f"{FLAG} {name}"
 
 
-@pytest.mark.parametrize("name", [None, "torch", "torch_native", "triton", "fa3", "fa4"])
+@pytest.mark.parametrize("name", [None, "torch", "torch_native", *ATTENTION])
 def test_ours_are_served(name: str | None) -> None:
     assert unserved_attention(asking(name)) is None
 
@@ -74,6 +76,47 @@ def test_ours_are_served(name: str | None) -> None:
 def test_sglangs_name_on_a_plain_cpu_is_torch() -> None:
     assert asked_attention(asking("torch_native")) == "torch"
     check_attention(asking("torch_native"), config(), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["fa3", "fa4", "flashinfer"])
+def test_kernels_of_one_dtype_refuse_others_of_draft_kv(name: str, dtype: torch.dtype) -> None:
+    wide = config(head_dim=128)
+    check_attention(asking(name), wide, CUDA, torch.bfloat16)
+    message = (
+        rf"^{FLAG}: '{name}' serves draft K/V in bfloat16, float16, not in "
+        rf"{str(dtype)[6:]}; choose one of \['triton', 'torch'\]$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_attention(asking(name), wide, CUDA, dtype)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "served"),
+    [
+        ((8, 0), torch.float8_e4m3fn, False),
+        ((8, 6), torch.float8_e4m3fn, False),
+        ((8, 9), torch.float8_e4m3fn, True),
+        ((12, 0), torch.float8_e4m3fn, True),
+        ((8, 0), torch.bfloat16, True),
+        ((8, 0), torch.float8_e5m2, True),
+    ],
+)
+def test_8_bit_draft_kv_by_gpu(
+    capability: tuple[int, int], dtype: torch.dtype, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    check_kv_dtype(dtype, CPU)
+    if served:
+        check_kv_dtype(dtype, CUDA)
+        return
+    shown = ".".join(map(str, capability))
+    message = (
+        "^--speculative-draft-kv-cache-dtype: draft K/V in fp8_e4m3 needs a GPU of capability 8.9 "
+        rf"or later, this one's is {shown}; give --speculative-draft-kv-cache-dtype bf16, "
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_kv_dtype(dtype, CUDA)
 
 
 def test_the_rows_know_their_kernels() -> None:

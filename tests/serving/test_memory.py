@@ -14,6 +14,7 @@ from sglang.srt.model_executor.pool_configurator import _dflash_draft_cell_size
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.serving import memory
 from sglang_dflash.serving.memory import (
     MemoryPlan,
@@ -109,6 +110,42 @@ def test_allocated_draft_kv_is_not_charged_again(bound: int | None) -> None:
     first = tokens(runner)
     decided = is_bounded(runner)
     assert tokens(runner, first * TARGET) == first and is_bounded(runner) is decided
+
+
+def test_what_the_drafter_needs_is_left_free() -> None:
+    reserved = MemoryPlan(bounded_draft_kv_bytes=None, replay=False, reserved_bytes=1_000_000)
+    assert tokens(runner_with(reserved)) == 7_200
+    bounded = runner_with(
+        MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False, reserved_bytes=1_000_000)
+    )
+    assert tokens(bounded) == 8_500 and is_bounded(bounded)
+
+
+def test_tags_of_a_bounded_cache_grow_with_the_target() -> None:
+    """1000 bytes of K/V per token, and 40 of tags."""
+    runner = runner_with(
+        MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False, target_slot_bytes=40)
+    )
+    sized = tokens(runner)
+    assert is_bounded(runner) and sized == 9_120
+    assert sized * (TARGET + 40) <= MEMORY - 500_000
+
+
+def test_what_is_allocated_is_not_left_free_again() -> None:
+    """After graphs were captured, only what eager steps will need is missing."""
+    runner = runner_with(
+        MemoryPlan(None, replay=False, reserved_bytes=1_000_000, later_bytes=250_000)
+    )
+    assert tokens(runner) == 7_200
+    assert tokens(runner, 7_200_000) == 6_950
+
+
+@pytest.mark.parametrize("reserved", [MEMORY, MEMORY + 1])
+def test_no_room_for_the_drafter_is_refused(reserved: int) -> None:
+    runner = runner_with(MemoryPlan(None, replay=False, reserved_bytes=reserved))
+    message = "the drafter needs 10 MiB beside weights and K/V, and 10 MiB are left for all pools"
+    with pytest.raises(ConfigError, match=message):
+        tokens(runner)
 
 
 def test_a_draft_runner_has_no_plan() -> None:

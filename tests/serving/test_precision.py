@@ -3,6 +3,7 @@ docs/limits.md, each through SGLang's own resolution of its arguments."""
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 
+from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.serving import target_model
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.serving import pairing, target_model
 from sglang_dflash.serving.batch import DFlashVerifyInput
 from sglang_dflash.serving.pairing import unserved_setting
 from tests.serving.in_process import decode_of, filled, prepared
@@ -76,6 +79,25 @@ def test_8_bit_kv_is_served(
     given = resolve(argv(*flags))
     assert worker_of(given) == "ours"
     assert draft_dtype(resolving_view(given), monkeypatch) == KV[flags]
+
+
+@pytest.mark.parametrize("flags", KV, ids=" ".join)
+def test_e4m3_needs_a_newer_gpu(
+    flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the launching process checks it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    given, config = resolve(argv(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
+    check = functools.partial(
+        pairing._check_device, given, resolving_view(given), config, torch.device("cuda")
+    )
+    if KV[flags] == torch.bfloat16:
+        check()
+        return
+    with pytest.raises(ConfigError, match=r"needs a GPU of capability 8\.9 or later, this one's"):
+        check()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    check()
 
 
 NO_4_BIT = "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype"

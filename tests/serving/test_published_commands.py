@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.serving.draft_backends import ATTENTION
 from tests.serving.published import (
     ASKED,
     BACKENDS,
@@ -50,21 +52,28 @@ def test_a_backend_of_another_machine_is_refused_by_name(
 ) -> None:
     argv = local(flags(PUBLISHED[name]), folders)
     asked = [f"{flag}: {argv[argv.index(flag) + 1]!r}" for flag in BACKENDS if flag in argv]
-    with pytest.raises(ValueError, match=r"cannot run on a plain CPU") as refusal:
+    with pytest.raises(ConfigError, match=r"cannot run on a plain CPU") as refusal:
         resolve(argv)
     assert str(refusal.value) == f"{', '.join(asked)} cannot run on a plain CPU; 'torch_native' can"
 
 
 @needs_plain_cpu
 @pytest.mark.parametrize(
-    "flag", ["--prefill-attention-backend", "--decode-attention-backend", BACKENDS[1]]
+    ("flag", "name"),
+    [
+        ("--prefill-attention-backend", "fa4"),
+        ("--decode-attention-backend", "fa4"),
+        *((BACKENDS[1], name) for name in ATTENTION if name != "torch"),
+    ],
 )
-def test_no_other_backend_flag_slips_through(flag: str, resolve: Any, folders: Any) -> None:
+def test_no_other_backend_flag_slips_through(
+    flag: str, name: str, resolve: Any, folders: Any
+) -> None:
+    """One line, as every ConfigError (tests/serving/test_refusal.py)."""
     argv = on_this_machine(local(flags(LINE), folders))
-    with pytest.raises(
-        ValueError, match=f"^{flag}: 'fa4' cannot run on a plain CPU; 'torch_native' can$"
-    ):
-        resolve([*argv, flag, "fa4"])
+    message = f"^{flag}: '{name}' cannot run on a plain CPU; 'torch_native' can$"
+    with pytest.raises(ConfigError, match=message):
+        resolve([*argv, flag, name])
 
 
 @needs_plain_cpu

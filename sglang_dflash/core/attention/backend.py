@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.attention.reference import TorchAttention
+from sglang_dflash.core.attention.reference import CHUNK_BYTES, TorchAttention
 from sglang_dflash.core.attention.table import ContextTable
 from sglang_dflash.core.options import ContextWindow
 from sglang_dflash.core.parallel import TensorParallel
@@ -60,6 +60,7 @@ class Capabilities:
         sliding_layers: whether it serves layers with a sliding window.
         capturable: whether `prepare` and `attend` can be captured in a CUDA graph.
         scratch: whether it needs an entry of the cache for every block position.
+        kv_dtypes: of the draft KV cache.
     """
 
     devices: frozenset[str] | None = None
@@ -67,9 +68,16 @@ class Capabilities:
     sliding_layers: bool = True
     capturable: bool = False
     scratch: bool = False
+    kv_dtypes: frozenset[torch.dtype] | None = None
 
-    def obstacle(self, config: DraftConfig, device: torch.device) -> str | None:
-        """The first reason why this draft cannot be served on that device, or None."""
+    def obstacle(
+        self, config: DraftConfig, device: torch.device, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        """The first reason why this draft cannot be served on that device, or None.
+
+        Args:
+            kv_dtype: of the draft KV cache; None if it is not known.
+        """
         if self.devices is not None and device.type not in self.devices:
             return f"runs on {', '.join(sorted(self.devices))}, not on {device.type}"
         if self.head_dims is not None and config.head_dim not in self.head_dims:
@@ -77,7 +85,14 @@ class Capabilities:
             return f"serves head dim {served}, the draft's is {config.head_dim}"
         if not self.sliding_layers and any(x.sliding_window is not None for x in config.layers):
             return "does not serve sliding-window layers, which this draft has"
+        if kv_dtype is not None and self.kv_dtypes is not None and kv_dtype not in self.kv_dtypes:
+            served = ", ".join(sorted(_name(dtype) for dtype in self.kv_dtypes))
+            return f"serves draft K/V in {served}, not in {_name(kv_dtype)}"
         return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -103,19 +118,29 @@ class Setting:
     scratch: int = 0
 
 
+def _no_workspace(config: DraftConfig, setting: Setting) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table: what it can serve, and how to make one for a draft."""
+    """A row of the table: what it can serve, how to make one for a draft, and the bytes that it
+    then takes beside the cache, at most."""
 
     capabilities: Capabilities
     make: Callable[[DraftConfig, Setting], DraftAttention]
+    workspace: Callable[[DraftConfig, Setting], int] = _no_workspace
 
 
 def _torch(config: DraftConfig, setting: Setting) -> TorchAttention:
     return TorchAttention(config.layers, setting.block_size)
 
 
-BACKENDS: Mapping[str, Backend] = {"torch": Backend(Capabilities(), _torch)}
+def _torch_workspace(config: DraftConfig, setting: Setting) -> int:
+    return CHUNK_BYTES
+
+
+BACKENDS: Mapping[str, Backend] = {"torch": Backend(Capabilities(), _torch, _torch_workspace)}
 
 
 def choose_attention(
@@ -123,17 +148,21 @@ def choose_attention(
     config: DraftConfig,
     device: torch.device,
     backends: Mapping[str, Backend] = BACKENDS,
+    kv_dtype: torch.dtype | None = None,
 ) -> str:
     """The name of the backend for a draft.
 
     Args:
         name: the one asked for; None for the first of `backends` that can serve this draft.
+        kv_dtype: of the draft KV cache; None if it is not known.
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot serve this draft on this device; the
             message lists those that can.
     """
-    obstacles = {key: row.capabilities.obstacle(config, device) for key, row in backends.items()}
+    obstacles = {
+        key: row.capabilities.obstacle(config, device, kv_dtype) for key, row in backends.items()
+    }
     able = [key for key, obstacle in obstacles.items() if obstacle is None]
     if name is None:
         return able[0]

@@ -1,0 +1,139 @@
+"""Memory of the drafter beside its weights and the K/V of tokens: computed before SGLang sizes the
+KV pools, which leave it free."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, NamedTuple
+
+from sglang_dflash.core.attention.backend import Setting
+from sglang_dflash.core.graphs import static_bytes
+from sglang_dflash.serving.draft_setup import DraftSetup
+from sglang_dflash.serving.graphs import largest_recorded
+from sglang_dflash.serving.memory import MemoryPlan, table_positions
+from sglang_dflash.serving.recurrent import Rollback, recording_bytes
+
+logger = logging.getLogger(__name__)
+
+# Of a ring: which entry a target slot has, and whose an entry is and whether it is in use.
+BYTES_PER_TARGET_SLOT, BYTES_PER_ENTRY = 4, 5
+# Of a step's table: int32 per request and column. A kernel that cannot mask sorts the live ones to
+# the front and counts them (`core.attention.paged`), with int64 numbers.
+TABLE_BYTES, SORTED_TABLE_BYTES = 4, 48
+
+
+class DraftMemory(NamedTuple):
+    """Bytes, at most.
+
+    Attributes:
+        scratch_kv: entries that attention keeps the block's own K/V in.
+        slot_tables: tags of a bounded draft KV cache, without those per target slot, and a step's
+            table of entries.
+        attention_workspace: of draft attention, such as parts of split requests.
+        graph_buffers: what recorded steps read and write; 0 if none are recorded.
+        logits: of all drafted positions of the largest batch.
+        activations: of the draft network for the largest batch.
+        recurrent_inputs: what replay keeps of a verify forward; 0 without recurrent layers.
+    """
+
+    scratch_kv: int = 0
+    slot_tables: int = 0
+    attention_workspace: int = 0
+    graph_buffers: int = 0
+    logits: int = 0
+    activations: int = 0
+    recurrent_inputs: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def after_graphs(self, recorded: bool) -> int:
+        """Bytes that are not allocated yet when SGLang has captured its graphs, and recorded steps
+        of ours hold theirs."""
+        return 0 if recorded else self.logits + self.activations
+
+    def __str__(self) -> str:
+        parts = {name: n for name, n in self._asdict().items() if n}
+        shown = ", ".join(f"{name.replace('_', ' ')} {_mib(n)}" for name, n in parts.items())
+        return f"{_mib(self.total)} MiB ({shown})"
+
+
+def draft_memory(
+    setup: DraftSetup, positions: int, recorded: int, recurrent_inputs: int = 0
+) -> DraftMemory:
+    """What a server needs.
+
+    Args:
+        positions: of a row of the request-to-token table.
+        recorded: requests of the largest recorded batch; 0 if no steps are recorded.
+        recurrent_inputs: bytes, see `DraftMemory`.
+    """
+    options, config, requests = setup.options, setup.model.config, setup.running
+    block, itemsize = options.block_size, setup.model.fc.weight.element_size()
+    window, entries = options.context_window, options.draft_kv_entries(requests)
+    columns = positions if window is None else min(window.size, positions)
+    sorts = setup.backend.capabilities.scratch
+    setting = Setting(
+        block, setup.device, window=window, tp=setup.tp, requests=requests, columns=columns
+    )
+    per_token = math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize
+    vocabulary = math.ceil(config.vocab_size / setup.tp.size)
+    return DraftMemory(
+        scratch_kv=(1 + requests * block * sorts) * per_token,
+        slot_tables=requests * columns * (SORTED_TABLE_BYTES if sorts else TABLE_BYTES)
+        + (0 if entries is None else BYTES_PER_ENTRY * (entries + 1)),
+        attention_workspace=setup.backend.workspace(config, setting),
+        graph_buffers=static_bytes(config, block, recorded, itemsize),
+        logits=requests * (block - 1) * vocabulary * itemsize,
+        activations=requests * block * activation_width(setup) * itemsize,
+        recurrent_inputs=recurrent_inputs,
+    )
+
+
+def plan_memory(
+    setup: DraftSetup, model_config: Any, draft_graphs: str, rollback: Rollback | None
+) -> tuple[MemoryPlan, DraftMemory]:
+    """What a server's sizing is to know, and what it leaves free for. One log line.
+
+    Args:
+        model_config: SGLang's, of the target.
+        draft_graphs: the value of --speculative-dflash-draft-graphs.
+        rollback: of recurrent layers; None without them.
+    """
+    capturable = setup.backend.capabilities.capturable
+    recorded = largest_recorded(draft_graphs, setup.device, capturable, setup.running)
+    replay = rollback is not None and rollback.name == "replay"
+    itemsize = setup.model.fc.weight.element_size()
+    inputs = 0
+    if replay:
+        inputs = recording_bytes(model_config, setup.running, setup.options.block_size, itemsize)
+    needed = draft_memory(setup, table_positions(model_config.context_len), recorded, inputs)
+    logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
+    entries = setup.options.draft_kv_entries(setup.running)
+    token_bytes = math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize
+    plan = MemoryPlan(
+        bounded_draft_kv_bytes=None if entries is None else entries * token_bytes,
+        replay=replay,
+        reserved_bytes=needed.total,
+        later_bytes=needed.after_graphs(recorded > 0),
+        target_slot_bytes=0 if entries is None else BYTES_PER_TARGET_SLOT,
+    )
+    return plan, needed
+
+
+def activation_width(setup: DraftSetup) -> int:
+    """Values per token that are alive at once, at most: of a layer residual, input, q, k and v,
+    attention's output, gate and up, and their product; of a commit features and K/V of all
+    layers."""
+    config, model = setup.model.config, setup.model
+    layer: Any = model.layers[0]
+    heads = 2 * layer.heads + 2 * layer.kv_heads
+    inner = layer.gate_up_proj.weight.shape[0] // 2
+    of_layer = 3 * config.hidden_size + heads * config.head_dim + 3 * inner
+    return max(of_layer, 3 * config.hidden_size + 2 * math.prod(model.kv_shape))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"

@@ -1,0 +1,215 @@
+"""The drafter's memory beside weights and K/V: what is reserved is what is allocated."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from dflash_kernels.draft_attention import TritonAttention, workspace_shape
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.drafters import random_head, random_model
+from benchmarks.experiments.gpu import configs
+from benchmarks.launches import Scene, counted
+from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.core.attention.backend import Backend, Capabilities
+from sglang_dflash.core.attention.paged import PagedAttention
+from sglang_dflash.core.attention.table import RequestSlots
+from sglang_dflash.core.drafter import Drafter
+from sglang_dflash.core.graphs import GraphedDrafter
+from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.core.options import Options
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.recording import OpRecorder
+from sglang_dflash.serving import draft_memory as module
+from sglang_dflash.serving.draft_backends import ATTENTION
+from sglang_dflash.serving.draft_memory import (
+    BYTES_PER_ENTRY,
+    BYTES_PER_TARGET_SLOT,
+    draft_memory,
+    plan_memory,
+)
+from sglang_dflash.serving.draft_setup import DraftSetup
+from tests.conftest import raw_config
+from tests.core.test_paged_attention import plain_kernel
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PROCESSORS, RUNNING, POSITIONS = 132, 5, 3000
+
+
+def triton_workspace(config: DraftConfig, setting: Any) -> int:
+    programs, rows, head_dim = workspace_shape(config, setting, PROCESSORS)
+    return 4 * programs * rows * (head_dim + 1)
+
+
+BACKENDS = {
+    "torch": ATTENTION["torch"],
+    "triton": Backend(
+        Capabilities(capturable=True),
+        lambda config, setting: TritonAttention(config, setting, PROCESSORS),
+        triton_workspace,
+    ),
+    "pages": Backend(
+        Capabilities(capturable=True, scratch=True),
+        lambda config, setting: PagedAttention(
+            config.layers, setting.block_size, setting.scratch, plain_kernel
+        ),
+    ),
+}
+
+
+def setup_of(
+    backend: str, window: int | None, config: DraftConfig, device: torch.device = CPU
+) -> DraftSetup:
+    dtype = torch.float32 if device == CPU else torch.bfloat16
+    model = random_model(config, device, dtype)
+    options = Options(window=window).resolve(config)
+    return DraftSetup(model, options, BACKENDS[backend], TensorParallel(), device, dtype, RUNNING)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
+    """As FA3, FA4 and FlashInfer have them."""
+    setup = setup_of("pages", window, DraftConfig.from_dict(raw_config()))
+    cache = setup.cache(9000, RUNNING, bounded=True)
+    setup.check(setup.attention(cache, RUNNING, POSITIONS), cache)
+    assert not cache.kv.any()
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> None:
+    setup = setup_of(backend, window, DraftConfig.from_dict(raw_config()))
+    needed = draft_memory(setup, POSITIONS, recorded=4)
+    slots = 9000
+    cache = setup.cache(slots, RUNNING, bounded=True)
+    spare = len(cache.kv) - cache.num_entries
+    assert needed.scratch_kv == spare * cache.kv[0].nbytes
+    attention = setup.attention(cache, RUNNING, POSITIONS)
+    if isinstance(attention, TritonAttention):
+        assert needed.attention_workspace == attention.workspace_bytes > 0
+    columns = POSITIONS if window is None else window
+    table, tags = RUNNING * columns * (48 if backend == "pages" else 4), 0
+    if window is not None:
+        assert isinstance(cache, RingKVCache)
+        tags = cache.owner.nbytes + cache.in_use.nbytes
+        assert tags == BYTES_PER_ENTRY * (cache.num_entries + 1)
+        assert cache.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
+    assert needed.slot_tables == table + tags
+    drafter = Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
+    slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
+    if backend == "torch":
+        graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
+        assert needed.graph_buffers == graphed.static_bytes
+    assert draft_memory(setup, POSITIONS, recorded=0).graph_buffers == 0
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors that were made within it: those alive, and the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+        self._users: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {self._key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and (self._key(x) in self._users or self._key(x) not in given):
+                self._take(x)
+        return result
+
+    def _key(self, x: Tensor) -> int:
+        return x.untyped_storage()._cdata
+
+    def _take(self, x: Tensor) -> None:
+        key, size = self._key(x), x.untyped_storage().nbytes()
+        if key not in self._users:
+            self._users[key] = 0
+            self.alive += size
+            self.most = max(self.most, self.alive)
+        self._users[key] += 1
+        weakref.finalize(x, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self.alive -= size
+
+
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize("backend", ["triton", "pages"])
+@pytest.mark.parametrize("shape", ["Qwen3-8B-DFlash-b16", "Qwen3.5-35B-A3B-DFlash"])
+def test_a_step_takes_no_more_than_was_reserved(
+    shape: str, backend: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors without memory, at published shapes: proposal and commit of the largest batch."""
+    if backend == "pages":
+        monkeypatch.setitem(
+            BACKENDS,
+            "pages",
+            Backend(
+                Capabilities(scratch=True),
+                lambda config, setting: PagedAttention(
+                    config.layers, setting.block_size, setting.scratch,
+                    lambda q, *_: torch.empty_like(q),
+                ),
+            ),
+        )  # fmt: skip
+    with FakeTensorMode(), torch.no_grad():
+        setup = setup_of(backend, window, configs("published")[shape], CUDA)
+        needed = draft_memory(setup, POSITIONS, recorded=0)
+        block, config = setup.options.block_size, setup.model.config
+        cache = setup.cache(RUNNING * POSITIONS, RUNNING, bounded=True)
+        attention = setup.attention(cache, RUNNING, POSITIONS)
+        drafter = Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
+        rows = torch.arange(RUNNING, device=CUDA)
+        known = RequestSlots(
+            torch.zeros(RUNNING, POSITIONS, dtype=torch.int32, device=CUDA), rows, rows, POSITIONS
+        )
+        tokens = torch.arange(RUNNING * block, device=CUDA)
+        hidden = setup.model.fc.weight.new_empty(len(tokens), config.target_hidden_width)
+        alive = Alive()
+        with counted(Scene([POSITIONS] * RUNNING, setup.options.context_window)), alive:
+            drafter.propose(rows, known)
+            proposal, alive.most = alive.most, 0
+            drafter.absorb(hidden, tokens, tokens, keep=tokens > 3)
+    step = needed.logits + needed.activations + needed.slot_tables
+    assert max(proposal, alive.most) <= step
+    # And it is no guess: half of it would not do.
+    assert proposal > needed.logits > 0.3 * step
+
+
+def test_a_server_shows_and_hands_on_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "table_positions", lambda context: context + 20)
+    monkeypatch.setattr(module, "largest_recorded", lambda *_: 4)
+    monkeypatch.setattr(module, "recording_bytes", lambda *_: 1 << 20)
+    model_config: Any = SimpleNamespace(context_len=2048)
+    replay: Any = SimpleNamespace(name="replay")
+    setup = setup_of("torch", 300, DraftConfig.from_dict(raw_config()))
+    with caplog.at_level("INFO"):
+        plan, needed = plan_memory(setup, model_config, "auto", replay)
+    assert plan.reserved_bytes == needed.total == sum(needed) and plan.replay
+    assert plan.later_bytes == 0 and plan.target_slot_bytes == 4
+    assert needed.recurrent_inputs == 1 << 20
+    entries = setup.options.draft_kv_entries(RUNNING)
+    assert entries is not None
+    assert plan.bounded_draft_kv_bytes == entries * 3 * 2 * 2 * 16 * 4
+    (line,) = caplog.messages
+    assert line.startswith("DFLASH: reserved beside draft K/V, before the KV pools are sized: ")
+    assert "attention workspace 64.0, graph buffers 0.0, logits" in line
+    # Eager steps allocate when they run.
+    monkeypatch.setattr(module, "largest_recorded", lambda *_: 0)
+    eager, needed = plan_memory(setup, model_config, "off", None)
+    assert eager.later_bytes == needed.logits + needed.activations and not eager.replay
+    assert needed.recurrent_inputs == needed.graph_buffers == 0
