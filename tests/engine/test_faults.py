@@ -81,8 +81,9 @@ def test_an_exception_in_a_step_ends_the_server(
         answers = [one.result() for one in waiting]
     log = server.log.read_text(errors="replace")
     last = max(when for _, when, _ in answers)
-    print(f"\n{phase}: clients got {sorted({how for how, _, _ in answers})} after at most "
-          f"{last - began:.1f} s; the server ended with status {status} after {at - began:.1f} s")  # fmt: skip
+    how = sorted({how for how, _, _ in answers})
+    print(f"\n{phase}: clients got {how} after at most {last - began:.1f} s")
+    print(f"the server ended with status {status} after {at - began:.1f} s")
     assert f"Fault: in {phase}" in log
     assert status not in (None, 0)
     assert all(how != "200" for how, _, _ in answers)
@@ -103,8 +104,8 @@ def test_sigterm_lets_running_requests_end(servers: ServerSession) -> None:
         began = time.monotonic()
         status, at = ended(server)
         answers = [one.result() for one in waiting]
-    print(f"\nSIGTERM: clients got {[how for how, _, _ in answers]} after at most "
-          f"{max(when for _, when, _ in answers) - began:.1f} s; the server ended with status "
-          f"{status} after {at - began:.1f} s")  # fmt: skip
+    last = max(when for _, when, _ in answers)
+    print(f"\nSIGTERM: clients got {[how for how, _, _ in answers]} after {last - began:.1f} s")
+    print(f"the server ended with status {status} after {at - began:.1f} s")
     assert [tokens for _, _, tokens in answers] == [whole] * 4
     assert status is not None

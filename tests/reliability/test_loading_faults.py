@@ -1,5 +1,7 @@
-"""A disk that fails while a draft is loaded: one line that names the file. The errors are real ones:
-/proc/self/mem is a file that cannot be read at its start."""
+"""A disk that fails while a draft is loaded: one line that names the file.
+
+The read errors are real: /proc/self/mem is a file that cannot be read at its start.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""docs/security.md names every module that reaches the network, starts a process or could run the code
-of others; log lines hold nothing of a request or of the environment."""
+"""docs/security.md names every module that reaches the network or starts a process; none runs text
+as code; log lines hold nothing of a request or of the environment."""
 
 from __future__ import annotations
 
