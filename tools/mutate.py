@@ -7,8 +7,8 @@ temporary copy of the tree; the tests that it names must fail then, and pass wit
 line per bug. The exit status is 1 if one survives, if its text is not found exactly once, or if a
 test fails without it.
 
-Python, torch and SGLang are loaded once. Each bug gets a process that is forked before anything of
-this project has been imported.
+Python, torch and SGLang are loaded once, and each bug gets a process that is forked from there. With
+SGLang comes what it loads of its platforms, ours included: a bug in such a file is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path("tests/reliability/mutations.toml")
-# Loaded before the first fork. None of them may import this project.
+OURS = ("sglang_dflash", "dflash_kernels")
+# Loaded before the first fork.
 PRELOADED = (
     "pytest",
     "hypothesis",
@@ -102,6 +103,31 @@ class Results:
             self.passed[report.nodeid] = self.passed.get(report.nodeid, True) and report.passed
 
 
+def loaded_files(packages: Sequence[str]) -> list[Path]:
+    """The files of the modules that this process has of some packages."""
+    files = {
+        getattr(module, "__file__", None)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in packages
+    }
+    return sorted(Path(file).resolve() for file in files if file)
+
+
+def load_once(copy: Path, modules: Sequence[str]) -> None:
+    """Import what all processes share, with the copy in place of the tree."""
+    os.chdir(copy)
+    paths = [str(copy), str(copy / "kernels")]
+    sys.path[:] = [*paths, *(p for p in sys.path if not Path(p).resolve().is_relative_to(ROOT))]
+    os.environ.update(PYTHONPATH=os.pathsep.join(paths), TMPDIR=str(copy.parent))
+    # Compiled files are told apart by whole seconds.
+    sys.dont_write_bytecode = True
+    # As tests/conftest.py does: Triton reads it when a kernel of its own library is defined.
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in modules:
+        importlib.import_module(name)
+    del os.environ["TRITON_INTERPRET"]
+
+
 def copy_tree(root: Path, to: Path) -> None:
     """Copy the files that git tracks or would track."""
     command = ["git", "-C", str(root), "ls-files", "-coz", "--exclude-standard"]
@@ -114,12 +140,6 @@ def copy_tree(root: Path, to: Path) -> None:
 
 def run_tests(copy: Path, tests: Sequence[str], results: Path, timeout: int) -> None:
     """In a forked process: run the tests of the copy, and write their outcomes."""
-    os.chdir(copy)
-    paths = [str(copy), str(copy / "kernels")]
-    sys.path[:] = [*paths, *(p for p in sys.path if not Path(p).resolve().is_relative_to(ROOT))]
-    os.environ.update(PYTHONPATH=os.pathsep.join(paths), TMPDIR=str(copy.parent))
-    # Compiled files are told apart by whole seconds.
-    sys.dont_write_bytecode = True
     log = os.open(copy.parent / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -130,14 +150,8 @@ def run_tests(copy: Path, tests: Sequence[str], results: Path, timeout: int) -> 
         options.append("--hypothesis-seed=0")
     plugin = Results()
     status = int(pytest.main([*options, *tests], plugins=[plugin]))
-    files = {name: module for name, module in sys.modules.items() if "dflash" in name}
-    outside = sorted(
-        name
-        for name, module in files.items()
-        if name.partition(".")[0] in ("sglang_dflash", "dflash_kernels")
-        and not str(getattr(module, "__file__", copy)).startswith(str(copy))
-    )
-    found = {"status": status, "passed": plugin.passed, "outside": outside}
+    outside = [file for file in loaded_files(OURS) if not file.is_relative_to(copy)]
+    found = {"status": status, "passed": plugin.passed, "outside": [str(f) for f in outside]}
     results.write_text(json.dumps(found))
 
 
@@ -167,6 +181,8 @@ def functions_of(passed: dict[str, bool]) -> dict[str, bool]:
 def try_out(copy: Path, mutation: Mutation, timeout: int) -> Verdict:
     """Apply a bug to the copy, run its tests, and put the file back."""
     began, path = time.monotonic(), copy / mutation.file
+    if path in loaded_files(OURS):
+        return Verdict(BROKEN, 0.0, "the file is loaded before the fork")
     original = path.read_text()
     try:
         path.write_text(mutation.applied(original))
@@ -198,11 +214,12 @@ def red_without(copy: Path, mutations: Sequence[Mutation], timeout: int) -> list
     return [test for test in tests if not functions.get(test, False)]
 
 
-def run(root: Path, mutations: Sequence[Mutation], timeout: int) -> int:
+def run(root: Path, mutations: Sequence[Mutation], timeout: int, preload: Sequence[str]) -> int:
     """Try all bugs and print the table. Returns the exit status."""
     with tempfile.TemporaryDirectory(prefix="sglang-dflash-mutate-") as folder:
-        copy = Path(folder) / "tree"
+        copy = Path(folder).resolve() / "tree"
         copy_tree(root, copy)
+        load_once(copy, preload)
         red = red_without(copy, mutations, timeout)
         if red:
             print("these tests fail, or are not found, without any bug:", *red, sep="\n    ")
@@ -234,16 +251,8 @@ def main() -> int:
     unknown = set(args.names) - {mutation.name for mutation in mutations}
     if unknown:
         parser.error(f"no mutation is named {sorted(unknown)[0]!r}")
-    # As tests/conftest.py does: Triton reads it when a kernel of its own library is defined.
-    os.environ["TRITON_INTERPRET"] = "1"
-    for name in args.preload:
-        importlib.import_module(name)
-    del os.environ["TRITON_INTERPRET"]
-    ours = [name for name in sys.modules if name.partition(".")[0] == "sglang_dflash"]
-    if ours:
-        parser.error(f"--preload: {ours[0]} was imported with them")
     chosen = [m for m in mutations if not args.names or m.name in args.names]
-    return run(args.root.resolve(), chosen, args.timeout)
+    return run(args.root.resolve(), chosen, args.timeout, args.preload)
 
 
 if __name__ == "__main__":

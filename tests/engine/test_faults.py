@@ -62,8 +62,8 @@ def load(server: Server, pool: ThreadPoolExecutor, tokens: int) -> list[Future[A
 def test_an_exception_in_a_step_ends_the_server(
     phase: str, servers: ServerSession, tmp_path: Path
 ) -> None:
-    """As any exception in SGLang's scheduler does: nobody gets a wrong answer, and whoever watches
-    the process starts another."""
+    """As any exception in SGLang's scheduler does: no client gets a wrong answer. What watches the
+    process has to start another."""
     servers.stop()
     trigger = tmp_path / "now"
     config = DFLASH.having(speculative_dflash_extension="tests.reliability.faulty:extension")

@@ -37,8 +37,7 @@ def noise(*key: int, size: int) -> Tensor:
 class SecretTarget:
     """SGLang's target worker: hidden states and tokens are functions of request and position.
 
-    The target agrees with two drafts in three, so that blocks are accepted to every length. It
-    marks the rows of each request with a value of its own.
+    The target agrees with some drafts, so that blocks are accepted to every length.
     """
 
     def __init__(self, features: int) -> None:
@@ -94,7 +93,7 @@ class SecretTarget:
 
     def answer(self, request: int, position: int, drafts: Tensor) -> int:
         """The token after `position`, for which the first of the `drafts` was proposed, if any."""
-        agrees = (request + position) % 3 > 0 and len(drafts) > 0
+        agrees = (7 * request + position**2) % 5 > 1 and len(drafts) > 0
         return int(drafts[0]) if agrees else self.token(request, position + 1)
 
 

@@ -91,9 +91,9 @@ def test_the_outputs_are_the_targets(how: dict[str, float], draft: str) -> None:
 def wrong_residual(block: Tensor, target_tokens: Tensor) -> Accepted:
     """After a rejection, a token of the whole law in place of the residual: drawn a second time."""
     right = accept(block, target_tokens)
-    again = sample(LAW[block.gather(1, (right.lengths - 1)[:, None])])[:, 0]
+    redrawn = sample(LAW[block.gather(1, (right.lengths - 1)[:, None])])[:, 0]
     rejected = (right.lengths < BLOCK) & (torch.rand(len(block)) < 0.1)
-    bonus = torch.where(rejected, again, right.bonus)
+    bonus = torch.where(rejected, redrawn, right.bonus)
     tokens = right.tokens.clone().scatter_(1, (right.lengths - 1)[:, None], bonus[:, None])
     return Accepted(right.lengths, tokens, bonus)
 
