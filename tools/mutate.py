@@ -7,8 +7,8 @@ temporary copy of the tree; the tests that it names must fail then, and pass wit
 line per bug. The exit status is 1 if one survives, if its text is not found exactly once, or if a
 test fails without it.
 
-Python, torch and SGLang are loaded once, and each bug gets a process that is forked from there. With
-SGLang comes what it loads of its platforms, ours included: a bug in such a file is refused.
+Python, torch and SGLang are loaded once, and each bug gets a process that is forked from there.
+With SGLang comes what it loads of its platforms, ours included: a bug in such a file is refused.
 """
 
 from __future__ import annotations
