@@ -78,7 +78,7 @@ def soak(server: Server, plain: list[Expected], clients: int, seconds: float) ->
     report = server.dflash()
     rare = report["rare_paths"]
     summary = {**found.summary(), "rare_paths": rare, "seconds": seconds, "clients": clients}
-    print(f"\n{server.config.name}: {json.dumps(summary, indent=2)}")
+    print(f"\n{json.dumps(summary, indent=2)}")
     assert not found.wrong, found.wrong[:10]
     assert not found.failed, found.failed[:10]
     assert report["nonfinite_outputs"] == 0

@@ -20,7 +20,7 @@ import psutil
 import requests
 
 from sglang_dflash.bench.server import Server
-from tests.reliability.corpus import Expected
+from tests.reliability.corpus import GRAMMAR_TOKENS, Expected
 
 # How often a client does what.
 WEIGHTS = {
@@ -117,8 +117,9 @@ class Client:
 
     def _grammar(self) -> None:
         one = self._pick(self._bound)
-        asked = len(one.tokens) + 1
-        self._check(one, self._post(self._body(one, asked)), asked)
+        # All of it, so that it ends where the grammar does.
+        answer = self._post(self._body(one, GRAMMAR_TOKENS))
+        self._check(one, answer, GRAMMAR_TOKENS)
 
     def _logprobs(self) -> None:
         one = self._pick(self._free)
