@@ -34,8 +34,8 @@ MINUTES = "SGLANG_DFLASH_SOAK_MINUTES"
 SECONDS = 30.0
 SHORT = Plan("dense", prompts=24, longest_prompt=1500, longest_answer=100)
 LONG = {
-    "dense": Plan("dense", prompts=48, longest_prompt=4000, longest_answer=1000),
-    "hybrid": Plan("hybrid", prompts=32, longest_prompt=4000, longest_answer=600),
+    "dense": Plan("dense", prompts=40, longest_prompt=4000, longest_answer=500),
+    "hybrid": Plan("hybrid", prompts=24, longest_prompt=4000, longest_answer=400),
 }
 # What a run must have passed through.
 RARE = (
