@@ -129,11 +129,11 @@ class Request:
 class Served:
     """A worker whose requests come and go. Free slots are used again last in, first out."""
 
-    def __init__(self, window: int | None, sinks: int = 0) -> None:
+    def __init__(self, window: int | None) -> None:
         torch.manual_seed(5)
-        self.worker = worker_of(window, entries=90, sinks=sinks)
+        self.worker = worker_of(window, entries=90)
         self.target = SecretTarget(self.worker.config.target_hidden_width)
-        self.worker._target_worker = self.target
+        self.worker.target_worker.forward_batch_generation = self.target.forward_batch_generation
         self.table = self.worker.req_to_token_pool.req_to_token
         self.free = list(range(1, SLOTS))
         self.running: dict[int, Request] = {}

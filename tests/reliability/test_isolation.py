@@ -15,7 +15,7 @@ from tests.serving.in_process import decode_of, filled, prefill_of, worker_of
 # Prompts of 3 to 11 tokens and up to 3 steps fill the 24 columns of a row at most.
 FIRST = [Request(number, 3 + number % 9, 1 + number % 3) for number in range(1, 15)]
 SECOND = [Request(number, 11 - number % 8, 1 + number % 2) for number in range(101, 119)]
-CASES = [(None, 0), (7, 0), (7, 2)]
+WINDOWS = [None, 7]
 
 
 @pytest.fixture(autouse=True)
@@ -23,20 +23,20 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
-def by_itself(request: Request, window: int | None, sinks: int) -> Request:
+def by_itself(request: Request, window: int | None) -> Request:
     """The same request, served on a worker of its own."""
     copied = Request(request.number, request.prompt, request.steps)
-    Served(window, sinks).run([[copied]])
+    Served(window).run([[copied]])
     return copied
 
 
-@pytest.mark.parametrize(("window", "sinks"), CASES)
-def test_two_tenants_are_served_as_by_themselves(window: int | None, sinks: int) -> None:
-    served, queues = Served(window, sinks), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
+@pytest.mark.parametrize("window", WINDOWS)
+def test_two_tenants_are_served_as_by_themselves(window: int | None) -> None:
+    served, queues = Served(window), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
     served.run(queues)
     assert served.nonfinite() == 0
     for request in (*queues[0], *queues[1]):
-        expected = by_itself(request, window, sinks)
+        expected = by_itself(request, window)
         assert request.outputs == expected.outputs
         assert request.drafts == expected.drafts
     # Otherwise nothing would depend on the drafts.
@@ -45,14 +45,14 @@ def test_two_tenants_are_served_as_by_themselves(window: int | None, sinks: int)
     assert sum(lengths) > 1.5 * sum(steps)
 
 
-@pytest.mark.parametrize(("window", "sinks"), CASES)
-def test_one_tenants_nan_does_not_reach_the_other(window: int | None, sinks: int) -> None:
-    served, queues = Served(window, sinks), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
+@pytest.mark.parametrize("window", WINDOWS)
+def test_one_tenants_nan_does_not_reach_the_other(window: int | None) -> None:
+    served, queues = Served(window), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
     served.target.broken = {request.number for request in FIRST}
     served.run(queues)
     assert served.nonfinite() > 0
     for request in queues[1]:
-        expected = by_itself(request, window, sinks)
+        expected = by_itself(request, window)
         assert (request.outputs, request.drafts) == (expected.outputs, expected.drafts)
 
 
@@ -67,7 +67,7 @@ def test_a_long_prompt_leaves_nothing_of_its_slots_last_owner() -> None:
     assert live.tolist() == [False] * 13 + [True] * 7
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", WINDOWS)
 def test_a_step_keeps_the_committed_tokens_and_no_other(window: int | None) -> None:
     worker = Served(window)
     worker.start(1, Request(1, 9, 9))

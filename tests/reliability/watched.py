@@ -7,6 +7,7 @@ counts as `rare_paths`.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from typing import Any
 
@@ -17,7 +18,7 @@ from sglang_dflash.core.acceptance import Accepted
 from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.serving import worker
+from sglang_dflash.serving import prompt, recurrent
 from sglang_dflash.serving.extension import Extension, Step, StepObserver
 
 
@@ -99,9 +100,16 @@ def count_overwrites(cache: RingKVCache, rare: Counter[str]) -> None:
     cache.place = counted  # type: ignore[method-assign]
 
 
+def replace_everywhere(original: Any, ours: Any) -> None:
+    """In all modules that have imported it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(original.__name__) is original:
+            setattr(module, original.__name__, ours)
+
+
 def count_in_worker(rare: Counter[str]) -> None:
     """Count recomputed tails and crossed boundaries, where the worker finds out about them."""
-    missing, due = worker.missing_tails, worker.checkpoints_due
+    missing, due = prompt.missing_tails, recurrent.checkpoints_due
 
     def missing_tails(*args: Any) -> list[int]:
         tails = missing(*args)
@@ -114,7 +122,8 @@ def count_in_worker(rare: Counter[str]) -> None:
             rare["crossed boundaries"] += int((found.steps >= 0).sum())
         return found
 
-    worker.missing_tails, worker.checkpoints_due = missing_tails, checkpoints_due
+    replace_everywhere(missing, missing_tails)
+    replace_everywhere(due, checkpoints_due)
 
 
 def extension(target_worker: Any) -> Extension:

@@ -79,7 +79,6 @@ def worker_of(
     sampler: Any = None,
     rollback: Any = None,
     dtype: torch.dtype = torch.float32,
-    sinks: int = 0,
 ) -> Any:
     """A worker for a draft of random weights, as `DFlashWorker.__init__` and `alloc_memory_pool`
     leave it. With a window, the draft KV cache is a ring of `entries`; its K/V is of `dtype`."""
@@ -87,7 +86,7 @@ def worker_of(
         model = random_model(RAW).freeze()
     worker: Any = DFlashWorker.__new__(DFlashWorker)
     worker.device, worker.config = torch.device(device), model.config
-    worker.options = Options(window=window, sinks=sinks).resolve(model.config)
+    worker.options = Options(window=window).resolve(model.config)
     worker.block_size = worker.options.block_size
     worker._offsets = torch.arange(worker.block_size, device=device)
     worker._max_running_requests, worker._accept = 2, accept
