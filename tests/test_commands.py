@@ -27,6 +27,7 @@ ELSEWHERE = {
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
     "python tools/figures.py": "tests/test_figures.py",
+    "python tools/mutate.py": "tests/reliability/test_mutations.py",
     "python tools/models_page.py": "tests/inspect_pair/test_models_page.py",
     "python tools/seams_page.py": "tests/test_docs.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
