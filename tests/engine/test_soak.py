@@ -82,7 +82,10 @@ def soak(server: Server, plain: list[Expected], clients: int, seconds: float) ->
     assert not found.wrong, found.wrong[:10]
     assert not found.failed, found.failed[:10]
     assert report["nonfinite_outputs"] == 0
-    missed = [name for name in RARE if not rare.get(name)]
+    # Of a recurrent target no tail is recomputed, but boundaries are crossed.
+    hybrid = report["recurrent_rollback"] is not None
+    expected_paths = {*RARE, "crossed boundaries"} - {"recomputed tails"} if hybrid else {*RARE}
+    missed = [name for name in sorted(expected_paths) if not rare.get(name)]
     assert not missed and found.retractions > 0, missed
     assert report["acceptance_length"] > 1.2
     check_log(server)
@@ -129,9 +132,8 @@ def test_a_prompt_is_not_logged(server: Server) -> None:
 def test_a_long_time_of_mixed_traffic(
     config: ServerConfig, plain: ServerConfig, ask: Ask, answers: Any, server: Server
 ) -> None:
+    del config
     seconds = 60 * float(os.environ.get(MINUTES, "30"))
     found = soak(server, answers(plain, ask), clients=32, seconds=seconds)
-    if config == SOAK_HYBRID:
-        assert server.dflash()["rare_paths"]["crossed boundaries"] > 0
     warm = found.rss[len(found.rss) // 4 :]
     assert warm[-1] <= MOST_GROWTH * warm[0], f"{warm[0]} to {warm[-1]} bytes"
