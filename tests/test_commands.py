@@ -22,6 +22,8 @@ ENGINE = "tests/engine/test_as_installed.py::"
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
 ELSEWHERE = {
     "torchrun ": "tests/benchmark/test_ranks.py",
+    "pip install sglang-router": "an optional package: tests/engine/test_router.py needs it",
+    "python -m sglang_router": "tests/engine/test_router.py",
     "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/cli/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",

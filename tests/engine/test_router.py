@@ -20,6 +20,7 @@ import requests
 
 from sglang_dflash.bench.server import Server, free_port
 from tests.engine import workload
+from tests.engine.client import until
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH
 from tests.engine.session import ServerSession
@@ -62,6 +63,11 @@ def generate(url: str, text: str, tokens: int) -> requests.Response:
     return requests.post(f"{url}/generate", json=body, timeout=BOUND)
 
 
+def running_in(server: Server) -> int:
+    loads = requests.get(f"{server.url}/v1/loads?include=all", timeout=30).json()["loads"]
+    return sum(load["num_running_reqs"] for load in loads)
+
+
 @pytest.mark.long
 def test_a_killed_replica_loses_no_request(servers: ServerSession) -> None:
     servers.stop()
@@ -83,7 +89,8 @@ def test_a_killed_replica_loses_no_request(servers: ServerSession) -> None:
 
         with ThreadPoolExecutor(CLIENTS) as pool:
             running = [pool.submit(client, number) for number in range(CLIENTS)]
-            time.sleep(2)
+            time.sleep(1)
+            until(lambda: running_in(second) > 0)
             second.stop()
             began = time.monotonic()
             results = [result for one in running for result in one.result()]
