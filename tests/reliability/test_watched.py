@@ -28,7 +28,7 @@ def allocator(*pages: int, page_size: int = 1) -> Any:
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("freed", [None, 8])
 def test_a_draft_that_reads_a_free_slot_is_counted(freed: int | None, window: int | None) -> None:
-    watched = drafter(window)
+    watched: Any = drafter(window)
     watched.__class__ = WatchedDrafter
     slots = torch.arange(TOKENS, dtype=torch.int32)[None] + 1
     pages = [30, 31] if freed is None else [30, 31, freed]
