@@ -17,8 +17,8 @@ from torch import Tensor
 from sglang_dflash.core.acceptance import Accepted, accept, sample, target_probabilities
 
 VOCABULARY, TOKENS, BLOCK = 4, 3, 4
-DRAWS = 400_000
-LEVEL, DISTANCE, POWER = 1e-6, 0.01, 0.999
+DRAWS = 200_000
+LEVEL, DISTANCE, POWER = 1e-6, 0.015, 0.999
 SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.6},

@@ -4,6 +4,7 @@ as code; log lines hold nothing of a request or of the environment."""
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +33,9 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT).as_posix()
 
 
-def nodes(path: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(path.read_text()))
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
