@@ -22,11 +22,14 @@ ENGINE = "tests/engine/test_as_installed.py::"
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
 ELSEWHERE = {
     "torchrun ": "tests/benchmark/test_ranks.py",
+    "pip install sglang-router": "an optional package: tests/engine/test_router.py needs it",
+    "python -m sglang_router": "tests/engine/test_router.py",
     "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/cli/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
     "python tools/figures.py": "tests/test_figures.py",
+    "python tools/mutate.py": "tests/reliability/test_mutations.py",
     "python tools/models_page.py": "tests/inspect_pair/test_models_page.py",
     "python tools/seams_page.py": "tests/test_docs.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",

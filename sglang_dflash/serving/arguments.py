@@ -245,7 +245,7 @@ def warn_retired_env() -> None:
         logger.warning(
             "%s: SGLang no longer reads this. What it switched on is the default: speculative "
             "steps overlap with scheduling unless --disable-overlap-schedule is given",
-            ", ".join(f"{name}={os.environ[name]}" for name in found),
+            ", ".join(found),
         )
 
 

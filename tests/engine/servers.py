@@ -85,18 +85,27 @@ WINDOW: dict[str, Any] = {
 PAGE16_WINDOW = PAGES.named("page16-window").having(
     speculative_draft_model_path=f"{FILES}/short-draft", **WINDOW
 )
+# SGLang compares its pools with what holds them after every step. The last variable is one that no
+# log may show.
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "SOAK_SECRET": "a-value-of-the-environment",
+}
+WATCHED: dict[str, Any] = {
+    "speculative_dflash_extension": "tests.reliability.watched:extension",
+    "speculative_dflash_draft_kv_tokens": 150,
+    "speculative_dflash_recompute_tail": 32,
+    "enable_metrics": True,
+    **WINDOW,
+}
 # An eighth of the KV, too little draft KV, and SGLang's own test switch: it retracts requests every
 # 25 steps.
 TIGHT = (
     DFLASH.named("tight")
-    .having(
-        max_total_tokens=4000,
-        speculative_dflash_draft_kv_tokens=150,
-        max_running_requests=8,
-        enable_metrics=True,
-        **WINDOW,
-    )
-    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25")
+    .having(max_total_tokens=4000, max_running_requests=8, **WATCHED)
+    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
 # Neither checkpoint has weights.
 SIMULATED = (
@@ -148,6 +157,26 @@ HYBRID_PAIR_GRAPHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
     speculative_draft_model_path=HYBRID_PAIR.draft,
     speculative_dflash_recurrent_rollback="snapshot",
     **RECORDED,
+)
+# -- half an hour of traffic, of 32 clients
+
+SOAK_PLAIN = PLAIN.named("soak-plain").having(max_running_requests=16)
+SOAK = (
+    SOAK_PLAIN.named("soak")
+    .having(**DFLASH_FLAGS, **WATCHED)
+    .having(max_total_tokens=12000, max_running_requests=32)
+    .with_env(**STRICT)
+)
+SOAK_HYBRID = (
+    HYBRID_PAIR_PLAIN.named("soak-hybrid")
+    .having(
+        speculative_algorithm="DFLASH",
+        speculative_draft_model_path=HYBRID_PAIR.draft,
+        **WATCHED,
+    )
+    # The state of a recurrent layer cannot be taken back to an earlier token.
+    .having(max_total_tokens=12000, speculative_dflash_recompute_tail=None)
+    .with_env(**STRICT)
 )
 
 # -- verify widths that change

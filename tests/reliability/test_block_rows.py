@@ -1,0 +1,129 @@
+"""What one request asked for stays with its rows of a block; a block's positions differ."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+from torch import Tensor
+
+from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
+from sglang_dflash.serving.sampling import repeated_sampling_info
+from sglang_dflash.serving.target_tokens import TargetTokens
+from tests.core.test_recording import Requests, drafter_of, graphed, table
+from tests.serving.in_process import ONE_RANK
+
+VOCAB, BLOCK = 16, 3
+
+
+def sampling_info(**changes: Any) -> SamplingBatchInfo:
+    """Of two requests that differ in everything."""
+    given: dict[str, Any] = {
+        "temperatures": torch.tensor([[0.5], [2.0]]),
+        "top_ps": torch.tensor([0.25, 0.75]),
+        "top_ks": torch.tensor([3, 5]),
+        "min_ps": torch.tensor([0.0, 0.125]),
+        "sampling_seed": torch.tensor([11, 22]),
+        "is_all_greedy": False,
+        "is_any_greedy": False,
+        "need_top_p_sampling": True,
+        "need_top_k_sampling": True,
+        "need_min_p_sampling": True,
+        "vocab_size": VOCAB,
+        "device": "cpu",
+    }
+    return SamplingBatchInfo(**{**given, **changes})
+
+
+def test_every_row_of_a_block_has_its_requests_parameters() -> None:
+    given = sampling_info()
+    repeated = repeated_sampling_info(given, BLOCK)
+    for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
+        first, second = getattr(given, name).flatten().tolist()
+        rows = getattr(repeated, name).flatten().tolist()
+        assert rows == [first] * BLOCK + [second] * BLOCK, name
+
+
+class NotedPositions:
+    """A sampler that takes the argmax and notes the positions it is given."""
+
+    def __call__(self, output: Any, info: Any, *rest: Any) -> Tensor:
+        self.positions: Tensor = rest[-1]
+        return output.next_token_logits.argmax(-1)
+
+    def _sync_token_ids_across_tp(self, *_: Any) -> None:
+        pass
+
+
+def batch_of(info: Any) -> Any:
+    return SimpleNamespace(has_grammar=False, sampling_info=info, return_logprob=False)
+
+
+def test_every_position_draws_its_own_random_number() -> None:
+    """With a seed, the number is a hash of seed and position: plain decoding's."""
+    sampler = NotedPositions()
+    positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
+    block, logits = torch.zeros(2, BLOCK, dtype=torch.int64), torch.randn(2 * BLOCK, VOCAB)
+    TargetTokens(sampler, SpecTpSync(ONE_RANK))(
+        batch_of(sampling_info()), logits, block, positions, None
+    )
+    assert sampler.positions.tolist() == [7, 8, 9, 20, 21, 22]
+
+
+def test_penalties_apply_to_the_first_position_and_a_bias_to_all() -> None:
+    """The first position is an ordinary decoding step; a request with penalties takes no other."""
+    bias, penalty = torch.zeros(2, VOCAB), torch.zeros(2, VOCAB)
+    bias[1, 4], penalty[0, 2] = 5.0, 10.0
+    info = SimpleNamespace(
+        is_all_greedy=True,
+        logit_bias=bias,
+        grammar_mask=None,
+        has_custom_logit_processor=False,
+        acc_additive_penalties=penalty,
+        acc_scaling_penalties=None,
+        penalizer_orchestrator=None,
+        apply_logits_bias=lambda logits: logits.add_(bias + penalty),
+    )
+    logits = torch.zeros(2 * BLOCK, VOCAB)
+    logits[:, 9] = 1.0
+    block = torch.zeros(2, BLOCK, dtype=torch.int64)
+    tokens = TargetTokens(NotedPositions(), SpecTpSync(ONE_RANK))(
+        batch_of(info), logits, block, block, None
+    )
+    assert tokens.tolist() == [[2, 9, 9], [4, 4, 4]]
+
+
+def test_a_verified_block_comes_after_the_committed_tokens() -> None:
+    """On a plain CPU: `seq_lens` of a verify forward does not count the block."""
+    backend = CpuAttentionBackend.__new__(CpuAttentionBackend)
+    slots = torch.arange(60).view(3, 20)
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
+    verify = SimpleNamespace(
+        is_idle=lambda: False, is_decode=lambda: False, is_target_verify=lambda: True
+    )
+    forward = SimpleNamespace(
+        forward_mode=verify,
+        seq_lens=torch.tensor([5, 9]),
+        req_pool_indices=torch.tensor([2, 1]),
+        spec_info=SimpleNamespace(draft_token_num=4),
+    )
+    backend.init_forward_metadata(forward)
+    assert [span.prefix for span in backend.spans] == [5, 9]
+    assert [(span.rows.start, span.rows.stop) for span in backend.spans] == [(0, 4), (4, 8)]
+    assert [span.slots.tolist() for span in backend.spans] == [
+        list(range(40, 49)),
+        list(range(20, 33)),
+    ]
+
+
+def test_a_proposal_outlives_the_next_replay() -> None:
+    """With overlap scheduling the next step is launched before this one's tokens are read."""
+    slots = table()
+    requests = Requests(slots, graphed(drafter_of(12), slots))
+    (first,) = requests.step(4)
+    kept = first.clone()
+    (second,) = requests.step(4)
+    assert torch.equal(first, kept) and not torch.equal(second, kept)

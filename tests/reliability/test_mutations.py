@@ -1,0 +1,88 @@
+"""The list of bugs fits the tree, and `tools/mutate.py` tells a bug that is caught from one that is
+not. To put them all back: `python tools/mutate.py`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tools.mutate import LIST, ROOT, Mutation, read_list
+
+MUTATIONS = read_list(ROOT / LIST)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_bug_can_be_put_back(mutation: Mutation) -> None:
+    """Its text is in the file once, and its tests exist."""
+    text = (ROOT / mutation.file).read_text()
+    changed = mutation.applied(text)
+    assert changed != text
+    ast.parse(changed)
+    assert not mutation.file.startswith("tests/")
+    for test in mutation.tests:
+        path, _, name = test.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+def test_half_of_at_least_twenty_were_chosen_blind() -> None:
+    chosen = Counter(mutation.chosen for mutation in MUTATIONS)
+    assert set(chosen) == {"blind", "known"}
+    assert len(MUTATIONS) >= 20 and 2 * chosen["blind"] >= len(MUTATIONS)
+
+
+TREE = {
+    "double.py": "def double(x):\n    return 2 * x  # twice\n",
+    "test_double.py": (
+        "from double import double\n\n\ndef test_it():\n    assert double(2) == 4\n\n\n"
+        "def test_nothing():\n    double(2)\n"
+    ),
+}
+
+
+def mutate(folder: Path, *bugs: str) -> subprocess.CompletedProcess[str]:
+    for name, text in TREE.items():
+        (folder / name).write_text(text)
+    subprocess.run(["git", "init", "-q", folder], check=True)
+    rows = [f'[[mutation]]\nchosen = "known"\nfile = "double.py"\n{bug}\n' for bug in bugs]
+    (folder / "bugs.toml").write_text("".join(rows))
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tools/mutate.py"), "--root", folder]
+    command += ["--list", folder / "bugs.toml", "--preload", "pytest"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+CAUGHT = 'name = "a"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_it"]'
+MISSED = 'name = "b"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_nothing"]'
+HALF = (
+    'name = "c"\nold = "2 * x"\nnew = "3 * x"\n'
+    'tests = ["test_double.py::test_it", "test_double.py::test_nothing"]'
+)
+GONE = 'name = "d"\nold = "4 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_it"]'
+# A file that cannot be imported makes no test red.
+BAD = 'name = "e"\nold = "2 * x"\nnew = "2 *"\ntests = ["test_double.py::test_it"]'
+
+
+def test_a_bug_that_is_caught(tmp_path: Path) -> None:
+    ran = mutate(tmp_path, CAUGHT)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.startswith("killed") and "1 of 1 killed" in ran.stdout
+    assert (tmp_path / "double.py").read_text() == TREE["double.py"]
+
+
+def test_bugs_that_are_not(tmp_path: Path) -> None:
+    ran = mutate(tmp_path, MISSED, HALF, GONE, BAD)
+    assert ran.returncode == 1
+    outcomes = [line.split()[0] for line in ran.stdout.splitlines()[:4]]
+    assert outcomes == ["SURVIVED", "SURVIVED", "BROKEN", "BROKEN"], ran.stdout
+    assert "0 places in double.py have the text" in ran.stdout
+
+
+def test_a_test_that_fails_anyway_shows_nothing(tmp_path: Path) -> None:
+    red = CAUGHT.replace("test_it", "test_that_is_not_there")
+    ran = mutate(tmp_path, red)
+    assert ran.returncode == 1 and "without any bug" in ran.stdout

@@ -1,0 +1,121 @@
+"""docs/security.md names every module that reaches the network or starts a process; none runs text
+as code; log lines hold nothing of a request or of the environment."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PACKAGE = ROOT / "sglang_dflash"
+FILES = sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py"))
+NETWORK = {"requests", "httpx", "socket", "urllib", "http", "huggingface_hub", "aiohttp", "ftplib"}
+# Functions that fetch what is given by name.
+FETCHES = {"from_pretrained", "load_dataset"}
+LOADERS = {
+    "torch.load", "pickle.load", "pickle.loads", "joblib.load", "numpy.load", "np.load",
+    "yaml.load", "marshal.loads", "shelve.open", "dill.load",
+}  # fmt: skip
+RUNNERS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}
+# What SGLang calls with objects of its own: names of a request's content.
+CONTENT = {
+    "text", "prompt", "input_ids", "output_ids", "origin_input_ids", "input_text", "messages",
+    "tokens", "environ", "getenv",
+}  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT).as_posix()
+
+
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """The calls of a file, with the dotted name of what is called."""
+    for node in nodes(path):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level packages that a file imports."""
+    found = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def documented(section: str) -> set[str]:
+    """The modules in the first column of a section's table."""
+    page = (ROOT / "docs/security.md").read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*`) \|", page, re.M)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_unpickles_or_runs_text(path: Path) -> None:
+    found = {name for name, _ in calls(path)}
+    assert not found & (LOADERS | RUNNERS)
+    assert not imported(path) & {"pickle", "dill", "joblib", "marshal", "shelve", "cloudpickle"}
+    for name, call in calls(path):
+        on = {k.arg for k in call.keywords if isinstance(k.value, ast.Constant) and k.value.value}
+        assert not on & {"shell", "trust_remote_code", "allow_pickle"}, name
+
+
+def ours(path: Path) -> set[str]:
+    """Names that a file takes from this package. They fetch in the module that defines them."""
+    return {"cls"} | {
+        alias.asname or alias.name
+        for node in nodes(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_dflash")
+        for alias in node.names
+    }
+
+
+def reaches_the_network(path: Path) -> bool:
+    fetching = {name for name, _ in calls(path) if name.rpartition(".")[2] in FETCHES}
+    fetching = {name for name in fetching if name.partition(".")[0] not in ours(path)}
+    return bool(imported(path) & NETWORK or fetching)
+
+
+def test_the_page_names_every_module_that_reaches_the_network() -> None:
+    reaching = {name_of(path) for path in FILES if reaches_the_network(path)}
+    assert reaching == documented("Network")
+
+
+def test_the_page_names_every_module_that_starts_a_process() -> None:
+    starting = {name_of(path) for path in FILES if imported(path) & {"subprocess", "pty"}}
+    assert starting == documented("Processes")
+
+
+def logged(path: Path) -> Iterator[ast.Call]:
+    """Calls of a logger."""
+    for name, call in calls(path):
+        if re.fullmatch(r"(\w*logg\w*)\.(debug|info|warning|error|exception|critical)", name):
+            yield call
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if any(logged(f))], ids=name_of)
+def test_no_log_line_takes_content_or_the_environment(path: Path) -> None:
+    for call in logged(path):
+        for part in ast.walk(call):
+            name = getattr(part, "attr", None) or getattr(part, "id", None)
+            assert name not in CONTENT, f"line {call.lineno}: {name}"
+
+
+def test_a_value_of_the_environment_is_noticed() -> None:
+    """The check above sees one inside an f-string."""
+    tree = ast.parse('logger.info("%s", f"{os.environ[name]}")')
+    names = {getattr(part, "attr", None) for part in ast.walk(tree)}
+    assert names & CONTENT
