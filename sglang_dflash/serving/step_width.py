@@ -127,7 +127,8 @@ class StepWidths:
         context = int(host_lengths(batch).max())
         most = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs)
         # Durations differ between ranks.
-        width = self._tp.from_first(self.policy.choose(drafting, context, most))
+        undrafted = len(batch.reqs) - len(drafting)
+        width = self._tp.from_first(self.policy.choose(drafting, context, most, undrafted))
         self._last = now, len(batch.reqs), context, width
         self._tell()
         return width

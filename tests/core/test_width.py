@@ -164,6 +164,19 @@ def test_a_width_never_exceeds_what_requests_can_take() -> None:
     assert policy.choose(["r0"], 500, 100) == 8
 
 
+def test_requests_without_drafts_weigh_against_drafting() -> None:
+    """Each takes one token at any width, and its step becomes as long as the others'."""
+    policy = AdaptiveWidth(WIDTHS)
+    for _ in range(30):
+        for width in WIDTHS:
+            policy.took(COST[width] / 1e3, 9, 500, width)
+        policy.choose(["r"], 500, 100, undrafted=8)
+        policy.observe(["r"], 8, [7])
+    assert policy.choose(["r"], 500, 100, undrafted=8) == 1
+    simulate(policy, lambda *_: 0.95, steps=50)
+    assert policy.choose(["r0"], 500, 100) == 8
+
+
 def test_a_batch_without_drafts_is_decoded_plainly() -> None:
     assert AdaptiveWidth(WIDTHS).choose([], 500, 100) == 1
 

@@ -23,7 +23,9 @@ class RandomWidth(FixedWidth):
         self._plain = 0
         self._steps: Counter[int] = Counter()
 
-    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
         if self._plain == 0 and self._random.random() < 0.05:
             # Longer than hidden states wait.
             self._plain = self._random.choice((3, 20))

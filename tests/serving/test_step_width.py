@@ -38,12 +38,14 @@ class Scripted(FixedWidth):
     def __init__(self, widths: Iterable[int]) -> None:
         self.widths = (1, 4, 8)
         self._next = iter(widths)
-        self.asked: list[tuple[list[Hashable], int, int]] = []
+        self.asked: list[tuple[list[Hashable], int, int, int]] = []
         self.durations: list[tuple[float, int, int, int]] = []
         self.outcomes: list[tuple[int, dict[Hashable, int]]] = []
 
-    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
-        self.asked.append((list(requests), context, most))
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
+        self.asked.append((list(requests), context, most, undrafted))
         return next(self._next)
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
@@ -91,7 +93,7 @@ def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
             lengths=(300, 700),
         )
     )
-    assert width == 4 and policy.asked == [(["a"], 700, 6)]
+    assert width == 4 and policy.asked == [(["a"], 700, 6, 1)]
 
 
 def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:

@@ -44,13 +44,16 @@ class WidthPolicy(Protocol):
     @property
     def drafts(self) -> bool: ...
 
-    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
         """The width of the next step.
 
         Args:
-            requests: those that take drafts. The others of the batch take one token per step.
+            requests: those that take drafts.
             context: committed tokens of the longest request.
             most: tokens that a request can still take, at most.
+            undrafted: other requests of the batch, which take one token per step.
         """
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
@@ -71,7 +74,9 @@ class FixedWidth:
     def __init__(self, block_size: int) -> None:
         self.widths: tuple[int, ...] = (block_size,)
 
-    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
         return self.widths[0]
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
@@ -126,20 +131,28 @@ class AdaptiveWidth:
     def drafts(self) -> bool:
         return self._current > 1
 
-    def choose(self, requests: Sequence[Hashable], context: int, most: int) -> int:
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
         allowed = self.widths[: max(1, bisect_right(self.widths, most))] if requests else (1,)
-        place = place_of(max(1, len(requests)), context)
+        place = place_of(max(1, len(requests) + undrafted), context)
         width = None if len(allowed) == 1 else self._costs.to_measure(place, allowed)
         if width is None:
-            width = self._best(requests, place, allowed)
+            width = self._best(requests, place, allowed, undrafted)
         if width == 1 and len(allowed) > 1:
-            width = self._probe(len(requests), place, allowed)
+            width = self._probe(len(requests), place, allowed, undrafted)
         self._idle_steps = self._idle_steps + 1 if width == 1 else 0
         self._expected.append(float(self._tokens[width - 1]) - len(requests) if requests else 0.0)
         self._figures.steps[width] += 1
         return width
 
-    def _best(self, requests: Sequence[Hashable], place: Place, allowed: Sequence[int]) -> int:
+    def _best(
+        self,
+        requests: Sequence[Hashable],
+        place: Place,
+        allowed: Sequence[int],
+        undrafted: int,
+    ) -> int:
         """The width to stay at. A limit by the end of requests changes it for this step only."""
         if len(allowed) == 1:
             return 1
@@ -149,7 +162,7 @@ class AdaptiveWidth:
             return 1
         self._settled = situation
         self._tokens = self._survival.tokens(self._survival.rows(requests)).sum(0)
-        tokens = self._tokens[self._columns[: len(allowed)]]
+        tokens = self._tokens[self._columns[: len(allowed)]] + undrafted
         rate = dict(zip(allowed, tokens / self._costs.seconds(place)[: len(allowed)], strict=True))
         best = max(allowed, key=rate.__getitem__)
         current = min(self._current, allowed[-1])
@@ -163,11 +176,11 @@ class AdaptiveWidth:
             self._figures.switches += 1
         return width
 
-    def _probe(self, requests: int, place: Place, allowed: Sequence[int]) -> int:
+    def _probe(self, requests: int, place: Place, allowed: Sequence[int], undrafted: int) -> int:
         """1, or now and then a width to find out whether drafts have become better."""
         seconds = self._costs.seconds(place)[: len(allowed)]
-        hoped = (1 - HOPE ** (self._columns[: len(allowed)] + 1)) / (1 - HOPE) / seconds
-        at = int(hoped.argmax())
+        hoped = (1 - HOPE ** (self._columns[: len(allowed)] + 1)) / (1 - HOPE)
+        at = int(((requests * hoped + undrafted) / seconds).argmax())
         if at == 0:
             return 1
         between = (seconds[at] / seconds[0] - 1) / EXPLORE
