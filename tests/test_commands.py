@@ -25,7 +25,7 @@ ELSEWHERE = {
     "pip install sglang-router": "an optional package: tests/engine/test_router.py needs it",
     "python -m sglang_router": "tests/engine/test_router.py",
     "pip install accelerate": "a package of the index; our own code does not need it",
-    "sglang-dflash env": "tests/cli/test_env.py",
+    "sglang-dflash env": "tests/engine/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
     "python tools/figures.py": "tests/test_figures.py",

@@ -1,4 +1,4 @@
-"""`sglang-dflash env`: its report of this installation, without SGLang, and with another one."""
+"""`sglang-dflash env` without SGLang and with another one; of this one, see engine/test_env.py."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 from sglang_dflash import cli
 from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.cli import env
 from sglang_dflash.plugin import environment
-from sglang_dflash.serving.seams import SEAMS
 
 PAIR = demo_pair("dense")
 WITHOUT_SGLANG = """
@@ -43,28 +40,6 @@ def run(*command: str, **variables: str) -> list[str]:
         env={**os.environ, **variables},
     )
     return shown.stdout.splitlines()
-
-
-@pytest.mark.engine
-def test_this_installation_serves_with_our_worker() -> None:
-    pair = ["--target", str(PAIR.target), "--draft", str(PAIR.draft)]
-    report = json.loads(run("-m", "sglang_dflash", "env", "--json", *pair)[-1])
-    assert report["worker"] == "sglang-dflash" and "serves this pair" in report["reason"]
-    assert report["versions"]["sglang"] == "0.5.23"
-    rows = report["seams"]
-    by_table = {
-        table: {row["state"] for row in rows if row["table"] == table}
-        for table in ("serving", "replay", "platform_cpu")
-    }
-    assert by_table["serving"] == {"applied", "not here"}
-    assert by_table["replay"] == {"not applied"}
-    if not torch.accelerator.is_available():
-        assert report["platform"] == "PlainCpuPlatform"
-        assert by_table["platform_cpu"] == {"applied"}
-    text = env.as_text(report)
-    assert text.startswith("worker: sglang-dflash\nwhy: it serves this pair")
-    assert f"  serving: {len(SEAMS) - 1} of {len(SEAMS)} applied\n    not here: " in text
-    assert "  replay: 5 of 5 can be applied" in text
 
 
 def test_without_sglang_it_tells_so() -> None:

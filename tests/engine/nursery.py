@@ -5,8 +5,10 @@ of its start. Here it is forked before anything has been configured; what runs t
 `python -m sglang.launch_server`. Servers as a user starts them, from the command line, are tested
 in test_as_installed.py.
 
+Other commands that would import SGLang first, `Nursery.run` forks in the same way.
+
 Protocol, one JSON value per line: `{"module", "args", "env", "log"}` is answered with a process id;
-a process id with its exit status, or null while it runs.
+a process id with its exit status, or null while it runs. A module may be a Python file, too.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from sglang_dflash.bench.server import Server
 
@@ -38,7 +42,7 @@ SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
 
 def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
-    """In the forked child: be the process that `python -m module args` would be."""
+    """In the forked child: be the process that `python -m module args` would be, or `python file`."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -52,7 +56,10 @@ def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
     # SGLang asks for "spawn", which imports everything again.
     multiprocessing.set_start_method = lambda *args, **kwargs: None
     sys.argv = [module, *args]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def read_environment(metrics: bool) -> None:
@@ -68,6 +75,24 @@ def read_environment(metrics: bool) -> None:
         values.ValueClass = values.get_value_class()
 
 
+def _be(asked: dict[str, Any]) -> NoReturn:
+    """In the forked child: run, and end as Python would, without its clean-up of this process."""
+    code = 1
+    try:
+        serve(**asked)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
@@ -79,17 +104,15 @@ def main() -> None:
         else:
             answer = os.fork()
             if answer == 0:
-                code = 1
-                try:
-                    serve(**asked)
-                    code = 0
-                except SystemExit as end:
-                    code = end.code if isinstance(end.code, int) else 1
-                finally:
-                    sys.stdout.flush()
-                    sys.stderr.flush()
-                    os._exit(code)
+                _be(asked)
         print(json.dumps(answer), flush=True)
+
+
+class Done(NamedTuple):
+    """A command that has ended: its exit status, and the lines of stdout and stderr together."""
+
+    status: int
+    lines: list[str]
 
 
 class Nursery:
@@ -107,6 +130,17 @@ class Nursery:
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(what), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
+
+    def run(self, module: str, *args: str, log: Path, **env: str) -> Done:
+        """Run a command to its end, in this process's environment and `env`."""
+        asked = {"module": module, "args": args, "env": {**os.environ, **env}, "log": str(log)}
+        process = Forked(self, **asked)
+        try:
+            status = process.wait(timeout=600)
+        finally:
+            if process.poll() is None:
+                process.kill()
+        return Done(status, log.read_text().splitlines())
 
     def close(self) -> None:
         assert self.process.stdin is not None

@@ -12,6 +12,7 @@ import pytest
 from sglang_dflash.bench.server import Server
 from tests.engine import client
 from tests.engine.servers import DFLASH, PAIR
+from tests.engine.session import ServerSession
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENS = 24
@@ -36,12 +37,14 @@ def test_openai_client(server: Server) -> None:
     assert text and shown == f"{text}\n-- {answer['usage']['completion_tokens']} tokens\n"
 
 
-def test_offline_engine() -> None:
+def test_offline_engine(servers: ServerSession, tmp_path: Path) -> None:
     """The answers of the memorized texts, in few verify steps. bfloat16, as it is printed."""
-    shown = run("offline_engine.py", "--max-new-tokens", str(TOKENS))
+    command = (str(EXAMPLES / "offline_engine.py"), "--max-new-tokens", str(TOKENS))
+    shown = servers.nursery.run(*command, log=tmp_path / "log", OMP_NUM_THREADS="1")
+    assert shown.status == 0, shown.lines[-40:]
     for prompt in PAIR.prompts[:2]:
-        assert prompt in shown
-    lines = [line.split() for line in shown.splitlines() if line.endswith("verify steps")]
+        assert prompt in "\n".join(shown.lines)
+    lines = [line.split() for line in shown.lines if line.endswith("verify steps")]
     assert len(lines) == 2
     for _, tokens, _, _, steps, *_ in lines:
         assert int(tokens) == TOKENS and 0 < int(steps) < TOKENS / 2

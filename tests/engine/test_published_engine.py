@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+from tests.engine.session import ServerSession
 from tests.serving.published import (
     ASKED,
-    LAUNCH,
     PUBLISHED,
     WINDOW,
     flags,
@@ -42,13 +40,13 @@ for kwargs in json.loads(sys.argv[1]):
     except Stopped as stopped:
         found.append(resolved_fields(stopped.args[0]))
 print(json.dumps(found))
-sys.stdout.flush()
-import os; os._exit(0)
 """
 
 
 @needs_plain_cpu
-def test_engine_takes_the_published_flags_as_keywords(tmp_path: Path) -> None:
+def test_engine_takes_the_published_flags_as_keywords(
+    tmp_path: Path, servers: ServerSession
+) -> None:
     def literal(word: str) -> Any:
         try:
             return ast.literal_eval(word)
@@ -69,7 +67,8 @@ def test_engine_takes_the_published_flags_as_keywords(tmp_path: Path) -> None:
         for command in PUBLISHED.values()
     ]
     assert {"mamba_scheduler_strategy", "speculative_dflash_draft_window_size"} <= set(calls[0])
-    command = [sys.executable, "-W", "ignore", "-c", ENGINE, json.dumps(calls)]
-    done = subprocess.run(command, cwd=LAUNCH.parent, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [ASKED] * len(PUBLISHED)
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    done = servers.nursery.run(str(script), json.dumps(calls), log=tmp_path / "log")
+    assert done.status == 0, done.lines[-20:]
+    assert json.loads(done.lines[-1]) == [ASKED] * len(PUBLISHED)

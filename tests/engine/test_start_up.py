@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 from tests.engine.servers import PAIR
+from tests.engine.session import ServerSession
 
 TARGET = [
     "--model-path",
@@ -330,7 +329,7 @@ def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
     assert len(warned) == 1 and "because of --disaggregation-mode" in warned[0]
 
 
-def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
+def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_path: Path) -> None:
     """Every option of ours, found in our own parser; `--help` needs no model."""
     import argparse
 
@@ -345,8 +344,9 @@ def test_our_flags_are_in_the_help_and_in_the_docs() -> None:
         if flag.startswith("--") and flag != "--help"
     ]
     assert len(ours) == len(arguments.DEFAULTS) + len(arguments.ALIASES)
-    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    done = servers.nursery.run("sglang.launch_server", "--help", log=tmp_path / "log")
+    assert done.status == 0
+    shown = "\n".join(done.lines)
     page = (Path(__file__).parents[2] / "docs/flags.md").read_text()
     for place, text in {"--help": shown, "docs/flags.md": page}.items():
         missing = [flag for flag in [*ours, "--speculative-algorithm"] if flag not in text]

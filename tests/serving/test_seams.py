@@ -6,8 +6,6 @@ import argparse
 import ast
 import inspect
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,31 +139,3 @@ def test_a_row_that_points_at_a_missing_name_names_itself() -> None:
     gone = Seam("sglang.srt.server_args.ServerArgs.gone", Kind.AROUND, print, "It is a test.", "")
     with pytest.raises(SystemExit, match=r"sglang\.srt\.server_args\.ServerArgs\.gone"):
         check(gone)
-
-
-RIVAL = """
-from types import SimpleNamespace
-from sglang.srt.plugins import load_plugins
-load_plugins()
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-from sglang_dflash.serving import pairing
-
-if {rival}:
-    target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-    source = HookSource("rival", "rival")
-    HookRegistry.register(target, lambda *_: None, HookType.REPLACE, source=source)
-    HookRegistry.apply_hooks()
-worker = SimpleNamespace(model_runner=SimpleNamespace(model=None))
-pairing._build_worker(None, target_worker=worker)
-"""
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("rival", [True, False])
-def test_a_plugin_that_replaces_our_hook_after_us_is_found(rival: bool) -> None:
-    """Before the worker is built, the process ends and names the row and the other plugin."""
-    code = RIVAL.format(rival=rival)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 1
-    last = run.stderr.splitlines()[-1]
-    assert ("cannot apply the seam" in last and "plugin=rival" in last) == rival, run.stderr

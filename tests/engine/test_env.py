@@ -1,0 +1,37 @@
+"""`sglang-dflash env`: its report of this installation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from sglang_dflash.cli import env
+from sglang_dflash.serving.seams import SEAMS
+from tests.engine.servers import PAIR
+from tests.engine.session import ServerSession
+
+
+def test_this_installation_serves_with_our_worker(servers: ServerSession, tmp_path: Path) -> None:
+    pair = ["--target", str(PAIR.target), "--draft", str(PAIR.draft)]
+    command = ["sglang_dflash", "env", "--json", *pair]
+    shown = servers.nursery.run(*command, log=tmp_path / "log")
+    assert shown.status == 0, shown.lines
+    report = json.loads(shown.lines[-1])
+    assert report["worker"] == "sglang-dflash" and "serves this pair" in report["reason"]
+    assert report["versions"]["sglang"] == "0.5.23"
+    rows = report["seams"]
+    by_table = {
+        table: {row["state"] for row in rows if row["table"] == table}
+        for table in ("serving", "replay", "platform_cpu")
+    }
+    assert by_table["serving"] == {"applied", "not here"}
+    assert by_table["replay"] == {"not applied"}
+    if not torch.accelerator.is_available():
+        assert report["platform"] == "PlainCpuPlatform"
+        assert by_table["platform_cpu"] == {"applied"}
+    text = env.as_text(report)
+    assert text.startswith("worker: sglang-dflash\nwhy: it serves this pair")
+    assert f"  serving: {len(SEAMS) - 1} of {len(SEAMS)} applied\n    not here: " in text
+    assert "  replay: 5 of 5 can be applied" in text

@@ -1,0 +1,36 @@
+"""Another plugin that replaces our hook after us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.session import ServerSession
+
+RIVAL = """
+from types import SimpleNamespace
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+from sglang_dflash.serving import pairing
+
+if {rival}:
+    target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+    source = HookSource("rival", "rival")
+    HookRegistry.register(target, lambda *_: None, HookType.REPLACE, source=source)
+    HookRegistry.apply_hooks()
+worker = SimpleNamespace(model_runner=SimpleNamespace(model=None))
+pairing._build_worker(None, target_worker=worker)
+"""
+
+
+@pytest.mark.parametrize("rival", [True, False])
+def test_it_is_found(rival: bool, servers: ServerSession, tmp_path: Path) -> None:
+    """Before the worker is built, the process ends and names the row and the other plugin."""
+    script = tmp_path / "rival.py"
+    script.write_text(RIVAL.format(rival=rival))
+    done = servers.nursery.run(str(script), log=tmp_path / "log")
+    assert done.status == 1
+    last = done.lines[-1]
+    assert ("cannot apply the seam" in last and "plugin=rival" in last) == rival, done.lines
