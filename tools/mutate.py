@@ -117,7 +117,9 @@ def load_once(copy: Path, modules: Sequence[str]) -> None:
     """Import what all processes share, with the copy in place of the tree."""
     os.chdir(copy)
     paths = [str(copy), str(copy / "kernels")]
-    sys.path[:] = [*paths, *(p for p in sys.path if not Path(p).resolve().is_relative_to(ROOT))]
+    # Not all below the tree: .venv with the libraries is there, too.
+    theirs = {ROOT, ROOT / "kernels", ROOT / "tools"}
+    sys.path[:] = [*paths, *(path for path in sys.path if Path(path).resolve() not in theirs)]
     os.environ.update(PYTHONPATH=os.pathsep.join(paths), TMPDIR=str(copy.parent))
     # Compiled files are told apart by whole seconds.
     sys.dont_write_bytecode = True

@@ -112,7 +112,7 @@ def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
         raise ConfigError(
             f"the drafter needs {plan.reserved_bytes / 2**20:.0f} MiB beside weights and K/V, and "
             f"{budget_bytes / 2**20:.0f} MiB are left for all pools; raise --mem-fraction-static, "
-            "or lower --max-running-requests or --context-length"
+            "or lower --max-running-requests, --context-length or --speculative-num-draft-tokens"
         )
 
 

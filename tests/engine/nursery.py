@@ -35,6 +35,10 @@ IMPORTED = (
     "sglang.srt.entrypoints.http_server",
     _SCHEDULER,
     "sglang.srt.managers.detokenizer_manager",
+    # SGLang's models import these, once the plugins are loaded. What is SGLang's own has to wait.
+    "timm",
+    "quack",
+    "transformers.models.qwen2_audio.modeling_qwen2_audio",
 )
 # The variable that names a folder of the whole test session (see tests/conftest.py, which this
 # process need not import).
