@@ -44,7 +44,7 @@ SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
 
 def serve(module: str, args: list[str], env: dict[str, str], log: str) -> None:
-    """In the forked child: be the process that `python -m module args` (or `python file`) would be."""
+    """In the forked child: be the process that `python -m module args` would be."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
