@@ -14,11 +14,12 @@ from rich.console import Console
 
 from sglang_dflash.bench import load, measure, picture, report
 from sglang_dflash.bench.arms import Arm, arms_of, opened
-from sglang_dflash.bench.datasets import Prompt, from_file, select
+from sglang_dflash.bench.datasets import from_file, select
 from sglang_dflash.bench.datasets import load as load_dataset
 from sglang_dflash.bench.encoding import Encode, encoder
 from sglang_dflash.bench.gate import OutputsDiffer, Runs, differences
 from sglang_dflash.bench.progress import Progress, shown
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.bench.settings import GivenPair, ResolvedSettings, RunningServers, Settings
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError

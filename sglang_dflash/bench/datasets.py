@@ -15,18 +15,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_dflash.bench import sessions
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
-
-
-class Prompt(NamedTuple):
-    """A user's turns.
-
-    `chat`: whether they go through the chat template; otherwise they are one text to continue.
-    """
-
-    turns: tuple[str, ...]
-    chat: bool
 
 
 class HubSet(NamedTuple):
@@ -68,7 +60,9 @@ HUB = {
         lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))],
     ),
 }
-BUILT_IN = ("demo", "unseen", "unseen-long", "stdlib")
+BUILT_IN = ("demo", "unseen", "unseen-long", "stdlib", "agents", "alternating", "random")
+# Their order is part of the workload.
+_ORDERED = ("agents", "alternating")
 NAMES = (*BUILT_IN, *HUB)
 # A count that no set reaches.
 ALL = 10**9
@@ -112,9 +106,14 @@ def load(name: str, count: int, *, model: str | None, cache: Path, seed: int = 0
         "unseen": lambda: _texts(demo_pair("code").prompts),
         "unseen-long": unseen_documents,
         "stdlib": stdlib_functions,
+        "agents": lambda: sessions.agents([prompt.turns[0] for prompt in stdlib_functions()]),
+        "alternating": lambda: sessions.alternating(
+            _texts(demo_pair(model or "dense").prompts), stdlib_functions()
+        ),
+        "random": sessions.random_texts,
     }
     found = built_in[name]() if name in built_in else from_file(_cached(name, cache))
-    return select(found, count, seed)
+    return found[:count] if name in _ORDERED else select(found, count, seed)
 
 
 def _texts(texts: Iterable[str]) -> list[Prompt]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Input
+from sglang_dflash.bench.prompt import Prompt
 
 # A prompt and the answers to its turns so far -> what is sent next.
 Encode = Callable[[Prompt, list[str]], Input]
@@ -27,7 +27,7 @@ def encode_turn(
     from sglang_dflash.hf.generation import chat_tokens
 
     if not prompt.chat:
-        return tokenizer(prompt.turns[0])["input_ids"]
+        return tokenizer(continued(prompt, answers))["input_ids"]
     messages = []
     for turn, answer in zip(prompt.turns, answers, strict=False):
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
@@ -35,11 +35,17 @@ def encode_turn(
     return chat_tokens(tokenizer, messages, thinking)
 
 
+def continued(prompt: Prompt, answers: list[str]) -> str:
+    """The text of a prompt without chats, up to its next turn."""
+    before = "".join(turn + answer for turn, answer in zip(prompt.turns, answers, strict=False))
+    return before + prompt.turns[len(answers)]
+
+
 def encoder(source: str | None, thinking: bool | None) -> Encode:
     """How prompts are sent: token ids by the tokenizer of `source`, so that all servers read the
     same; the text of a prompt without chats if no tokenizer is known."""
     if source is None:
-        return lambda prompt, _answers: prompt.turns[0]
+        return continued
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import requests
 
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.core.acceptance_length import VerifySteps, of_answer
 
 TIMEOUT_S = 600

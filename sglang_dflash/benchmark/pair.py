@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.encoding import encode_turn
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.benchmark.arguments import Settings
 from sglang_dflash.core.options import Options
 from sglang_dflash.hf.generate import Loaded

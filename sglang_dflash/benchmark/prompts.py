@@ -6,7 +6,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from sglang_dflash.bench import datasets
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.benchmark.arguments import Settings
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from sglang_dflash.bench.compare import WARM_UP_TOKENS
-from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.progress import Silent, shown
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.benchmark import prompts as of_dataset
 from sglang_dflash.benchmark import summary
 from sglang_dflash.benchmark.arguments import Settings

@@ -11,7 +11,6 @@ import numpy as np
 
 from sglang_dflash.bench import load, report
 from sglang_dflash.bench.compare import WARM_UP_TOKENS
-from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.encoding import Encode, encoder
 from sglang_dflash.bench.load import (
     OURS,
@@ -25,6 +24,7 @@ from sglang_dflash.bench.load import (
     Sampling,
 )
 from sglang_dflash.bench.progress import shown
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.benchmark import prompts as of_dataset
 from sglang_dflash.benchmark import summary
 from sglang_dflash.benchmark.arguments import (

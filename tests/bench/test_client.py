@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench import load
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.core.acceptance_length import VerifySteps
 from tests.bench.fake_server import FakeServer, echo
 

@@ -11,7 +11,8 @@ import pytest
 
 from sglang_dflash.bench import datasets
 from sglang_dflash.bench.compare import encode_of
-from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.encoding import continued
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.bench.settings import Settings
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
@@ -46,6 +47,25 @@ def test_unseen_text_is_of_files_that_neither_model_has_seen() -> None:
         # All lines are theirs: a document is of one file or of several.
         assert all(line in every for line in prompt.turns[0].splitlines(keepends=True))
     assert long == datasets.load("unseen-long", 1000, model=None, cache=Path())
+
+
+def test_agents_share_prefixes_and_continue_one_text() -> None:
+    found = datasets.load("agents", 1000, model=None, cache=Path())
+    assert len(found) == len(set(found)) == 16 and not any(prompt.chat for prompt in found)
+    header = found[0].turns[0].partition("\n# result")[0]
+    assert all(prompt.turns[0].startswith(header) for prompt in found)
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        same = [a == b for a, b in zip(one.turns, other.turns, strict=True)]
+        assert same[:2] == [True, True] and not any(same[2:])
+    assert found[:3] == datasets.load("agents", 3, model=None, cache=Path(), seed=5)
+    assert continued(Prompt(("a", "b", "c"), False), ["x", "y"]) == "axbyc"
+
+
+def test_easy_and_hard_texts_take_turns() -> None:
+    demo = set(datasets.load("demo", 1000, model="dense", cache=Path()))
+    found = datasets.load("alternating", 16, model="dense", cache=Path())
+    assert [prompt in demo for prompt in found] == ([True] * 4 + [False] * 4) * 2
+    assert len(set(datasets.load("random", 1000, model=None, cache=Path()))) == 64
 
 
 def test_fewer_prompts_are_always_the_same_ones() -> None:

@@ -1,0 +1,246 @@
+"""Adaptive verify width against plain decoding and fixed widths, at points chosen beforehand.
+
+All servers of a pair run side by side and take turns; plain decoding runs twice, and the second one
+shows the noise. Greedy, float32; the exit status is 1 if an arm's outputs differ from plain
+decoding's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from benchmarks.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
+from sglang_dflash.bench.prompt import Prompt
+from sglang_dflash.bench.server_config import FlagValue, demo_config
+from sglang_dflash.checkpoint.embedded import demo_pair
+
+if TYPE_CHECKING:
+    from sglang_dflash.bench.load import Answer, Endpoint, Pass
+    from sglang_dflash.bench.server import Server
+
+NEW_TOKENS, WARM_TOKENS, NARROW = 64, 16, 4
+PLAIN, AGAIN, ADAPTIVE = "plain", "plain again", "adaptive"
+# Prompts by concurrency: enough for some seconds.
+PROMPTS = {1: 8, 4: 16, 16: 32, 32: 48}
+# Three phases of each kind.
+ALTERNATING_PROMPTS = 24
+# By pair, the KV tokens of each server; "agents" does not fit and is evicted all the time.
+KV_TOKENS = {"dense": 16_384, "code": 40_960, "hybrid": 16_384}
+REQUESTS = 32
+
+
+class Point(NamedTuple):
+    """A pair, a data set of `sglang-dflash bench`, and the number of requests at a time."""
+
+    pair: str
+    dataset: str
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"{self.pair}, {self.dataset}, {self.concurrency} at a time"
+
+
+POINTS = (
+    Point("dense", "demo", 1),
+    Point("dense", "demo", 16),
+    Point("dense", "stdlib", 1),
+    Point("dense", "stdlib", 16),
+    Point("dense", "random", 1),
+    Point("dense", "random", 32),
+    Point("dense", "agents", 4),
+    Point("dense", "alternating", 1),
+    Point("code", "unseen", 1),
+    Point("code", "unseen", 16),
+    Point("code", "unseen-long", 4),
+    Point("hybrid", "demo", 4),
+    Point("hybrid", "stdlib", 1),
+    Point("hybrid", "stdlib", 32),
+    Point("hybrid", "agents", 4),
+)
+# One-sided 95 % quantiles of Student's t by degrees of freedom.
+T_95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895}
+
+
+@dataclass(frozen=True)
+class Options:
+    rounds: int = option(4, "measured passes per arm and point, 2 to 8")
+    points: str = option("all", "numbers of points, such as 0,3; all by default")
+
+
+class Measured(NamedTuple):
+    """One point: passes by arm, and the steps of the adaptive server by width."""
+
+    passes: dict[str, list[Pass]]
+    width_steps: dict[str, int]
+
+
+def arms(_: Options) -> Arms:
+    """All pairs' servers, `PAIR/ARM` each."""
+    return {f"{pair}/{arm}": server(pair, flags) for pair in KV_TOKENS for arm, flags in ARMS}
+
+
+def server(kind: str, flags: dict[str, FlagValue] | None) -> Any:
+    pair = demo_pair(kind)
+    limits: dict[str, FlagValue] = {
+        "--max-total-tokens": KV_TOKENS[kind],
+        "--max-running-requests": REQUESTS,
+        # To stream the whole text with every step costs the slower arm more than the faster one.
+        "--incremental-streaming-output": True,
+    }
+    if pair.is_hybrid:
+        limits["--max-mamba-cache-size"] = 4 * REQUESTS
+    return demo_config(pair, dflash=flags is not None).with_flags({**limits, **(flags or {})})
+
+
+ARMS: tuple[tuple[str, dict[str, FlagValue] | None], ...] = (
+    (PLAIN, None),
+    (AGAIN, None),
+    ("fixed 8", {}),
+    (f"fixed {NARROW}", {"--speculative-num-draft-tokens": NARROW}),
+    (ADAPTIVE, {"--speculative-dflash-width": "adaptive"}),
+)
+
+
+def workload(arms: Arms, options: Options, progress: Progress) -> dict[Point, Measured]:
+    chosen = POINTS
+    if options.points != "all":
+        chosen = tuple(POINTS[int(number)] for number in options.points.split(","))
+    found = {}
+    for kind in KV_TOKENS:
+        points = [point for point in chosen if point.pair == kind]
+        mine = {name.partition("/")[2]: arms[name] for name in arms if name.startswith(f"{kind}/")}
+        if not points:
+            continue
+        with all_at_once(mine) as servers:
+            for point in points:
+                found[point] = measure(point, servers, options.rounds, progress)
+    return found
+
+
+def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Progress) -> Measured:
+    from sglang_dflash.bench import load
+    from sglang_dflash.bench.datasets import default_cache
+    from sglang_dflash.bench.datasets import load as prompts_of
+
+    alternating = point.dataset == "alternating"
+    count = ALTERNATING_PROMPTS if alternating else PROMPTS[point.concurrency]
+    prompts = prompts_of(point.dataset, count, model=point.pair, cache=default_cache())
+    endpoints = {name: load.SGLang(server.url) for name, server in servers.items()}
+    full, warm = asking(point.pair, NEW_TOKENS), asking(point.pair, WARM_TOKENS)
+    for to in endpoints.values():
+        load.run(to, prompts[: point.concurrency], point.concurrency, warm)
+    before = widths(servers[ADAPTIVE])
+
+    def answered(name: str, _: int) -> Pass:
+        endpoints[name].flush()
+        return load.run(endpoints[name], prompts, point.concurrency, full)
+
+    passes = take_turns(
+        endpoints, rounds, answered, lambda line, *of: progress(f"{point}: {line}", *of)
+    )
+    after = widths(servers[ADAPTIVE])
+    return Measured(passes, {w: n - before.get(w, 0) for w, n in after.items()})
+
+
+def asking(kind: str, tokens: int) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
+    from sglang_dflash.bench.encoding import encoder
+
+    encode = encoder(str(demo_pair(kind).target), None)
+    return lambda to, prompt, answers: to.ask(encode(prompt, answers), tokens, ignore_eos=True)
+
+
+def widths(server: Server) -> dict[str, int]:
+    return {str(width): steps for width, steps in server.dflash()["width_steps"].items()}
+
+
+# ---- the report
+
+
+def report(measured: dict[Point, Measured], options: Options) -> dict[str, Any]:
+    return {
+        "rounds": options.rounds,
+        "new_tokens": NEW_TOKENS,
+        "points": [row(point, found) for point, found in measured.items()],
+    }
+
+
+def row(point: Point, found: Measured) -> dict[str, Any]:
+    speeds = {name: [p.tokens / p.seconds for p in passes] for name, passes in found.passes.items()}
+    # Two passes of plain decoding per round halve its noise.
+    both = zip(speeds[PLAIN], speeds[AGAIN], strict=True)
+    plain = [2 / (1 / a + 1 / b) for a, b in both]
+    fixed = {name: of for name, of in speeds.items() if name.startswith("fixed")}
+    best = max(fixed, key=lambda name: statistics.median(fixed[name]))
+    fixed_8 = found.passes["fixed 8"][0].speculation
+    outputs = {name: [answer_ids(p) for p in passes] for name, passes in found.passes.items()}
+    return {
+        **point._asdict(),
+        "plain_tokens_per_second": round(statistics.median(plain), 1),
+        "plain_step_ms": round(step_ms(found.passes[PLAIN]), 2),
+        "over_plain": {name: ratio(of, plain) for name, of in speeds.items() if name != PLAIN},
+        "noise": ratio(speeds[AGAIN], speeds[PLAIN]),
+        "best_fixed": best,
+        "over_best_fixed": ratio(speeds[ADAPTIVE], speeds[best]),
+        "acceptance_length": round(fixed_8.acceptance_length or 0.0, 3),
+        "width_steps": found.width_steps,
+        "identical": all(of == outputs[PLAIN] for of in outputs.values()),
+    }
+
+
+def answer_ids(one: Pass) -> list[tuple[int, ...] | None]:
+    return [answer.ids for turns in one.answers for answer in turns]
+
+
+def step_ms(passes: Sequence[Pass]) -> float:
+    """Median time between two tokens of a request, in milliseconds."""
+    gaps = [gap for one in passes for turns in one.answers for a in turns for gap in a.gaps_s]
+    return 1000 * statistics.median(gaps)
+
+
+def ratio(speeds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Geometric mean of the round-by-round ratios and its one-sided 95 % lower bound, by Student's
+    t on their logarithms."""
+    logs = [math.log(a / b) for a, b in zip(speeds, base, strict=True)]
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
+    lower = mean - T_95[len(logs) - 1] * error
+    return {"ratio": round(math.exp(mean), 3), "lower": round(math.exp(lower), 3)}
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{'pair':8}{'data set':13}{'c':>3}{'step ms':>9}{'noise':>7}"
+        f"{'fixed 8':>9}{'fixed 4':>9}{'adaptive':>10}{'at least':>10}{'over best':>11}"
+    ]
+    for one in result["points"]:
+        over = one["over_plain"]
+        lines.append(
+            f"{one['pair']:8}{one['dataset']:13}{one['concurrency']:3}{one['plain_step_ms']:9.2f}"
+            f"{one['noise']['ratio']:7.3f}{over['fixed 8']['ratio']:9.3f}"
+            f"{over[f'fixed {NARROW}']['ratio']:9.3f}{over[ADAPTIVE]['ratio']:10.3f}"
+            f"{over[ADAPTIVE]['lower']:10.3f}{one['over_best_fixed']['ratio']:11.3f}"
+        )
+    return lines
+
+
+def failure(result: dict[str, Any]) -> str | None:
+    for one in result["points"]:
+        if not one["identical"]:
+            where = f"{one['pair']}, {one['dataset']}, {one['concurrency']} at a time"
+            return f"{where}: outputs are not plain decoding's"
+    return None
+
+
+EXPERIMENT = Experiment(
+    name="width",
+    description=__doc__,
+    options=Options,
+    arms=arms,
+    workload=workload,
+    report=report,
+    table=table,
+    failure=failure,
+)

@@ -1,0 +1,62 @@
+"""The report of `python -m benchmarks width`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+from scipy import stats
+
+from benchmarks.experiments import width
+from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.core.acceptance_length import VerifySteps
+
+
+def passes(*seconds: float, ids: tuple[int, ...] = (1, 2, 3)) -> list[Pass]:
+    answer = Answer("", ids, 3, 0.1, 0.2, gaps_s=(0.01, 0.01))
+    return [Pass(s, [[answer]], VerifySteps(2, 5)) for s in seconds]
+
+
+def measured(adaptive_ids: tuple[int, ...] = (1, 2, 3)) -> width.Measured:
+    by_arm = {
+        "plain": passes(2.0, 2.2, 1.9),
+        "plain again": passes(2.1, 2.0, 2.0),
+        "fixed 8": passes(1.0, 1.0, 1.0),
+        "fixed 4": passes(0.8, 0.8, 0.8),
+        "adaptive": passes(0.8, 0.9, 0.7, ids=adaptive_ids),
+    }
+    return width.Measured(by_arm, {"8": 5, "1": 2})
+
+
+def test_ratios_are_of_the_same_round_with_a_lower_bound() -> None:
+    logs = [math.log(a) for a in (1.25, 1.1, 1.2)]
+    found = width.ratio([1.25, 1.1, 1.2], [1.0, 1.0, 1.0])
+    assert found["ratio"] == pytest.approx(math.exp(statistics.fmean(logs)), abs=5e-4)
+    bound = stats.ttest_1samp(logs, 0).confidence_interval(0.90).low
+    assert found["lower"] == pytest.approx(math.exp(bound), abs=5e-4)
+    for freedom, quantile in width.T_95.items():
+        assert quantile == pytest.approx(stats.t.ppf(0.95, freedom), abs=1e-3)
+
+
+def test_a_point_is_compared_with_both_plain_servers_and_the_best_fixed_width() -> None:
+    row = width.row(width.POINTS[0], measured())
+    assert row["best_fixed"] == "fixed 4" and row["identical"]
+    rounds = zip((2.0, 2.2, 1.9), (2.1, 2.0, 2.0), (0.8, 0.9, 0.7), strict=True)
+    logs = [math.log((a + b) / 2 / c) for a, b, c in rounds]
+    assert row["over_plain"]["adaptive"]["ratio"] == pytest.approx(
+        math.exp(statistics.fmean(logs)), abs=5e-4
+    )
+    assert row["plain_step_ms"] == 10.0 and row["acceptance_length"] == 2.5
+
+
+def test_another_output_is_a_failure() -> None:
+    rows = [width.row(width.POINTS[0], measured())]
+    assert width.failure({"points": rows}) is None and width.table({"points": rows})
+    rows.append(width.row(width.POINTS[1], measured(adaptive_ids=(1, 2, 4))))
+    assert "dense, demo, 16 at a time" in (width.failure({"points": rows}) or "")
+
+
+def test_at_least_twelve_points_are_measured_on_all_pairs() -> None:
+    assert len(set(width.POINTS)) >= 12
+    assert {point.pair for point in width.POINTS} == set(width.KV_TOKENS)
