@@ -72,11 +72,11 @@ class ResolvedOptions:
         visible = max_running_requests * (self.context_window.size + self.block_size)
         return int(DRAFT_KV_HEADROOM * visible)
 
-    def warnings(self, config: DraftConfig, context: int) -> list[str]:
+    def warnings(self, config: DraftConfig, context: int | None) -> list[str]:
         """Sizes that are served and hardly meant, a line each.
 
         Args:
-            context: tokens of a request, at most.
+            context: tokens of a request, at most; None if unknown.
         """
         found, window = [], self.context_window
         if self.block_size > config.block_size:
@@ -89,13 +89,13 @@ class ResolvedOptions:
             (WINDOW_FLAG, window.tokens if window else 0),
             (SINK_FLAG, window.sinks if window else 0),
         ):
-            if tokens >= context:
+            if context is not None and tokens >= context:
                 found.append(
                     f"{flag}: {tokens} is the whole of a context of {context} tokens: drafts read "
                     "everything, as without a window"
                 )
         trained = config.max_position_embeddings
-        if context > trained:
+        if context is not None and context > trained:
             found.append(
                 f"the target serves contexts of {context} tokens, the draft was made for {trained} "
                 "(max_position_embeddings): beyond that outputs stay exact and acceptance may fall"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import sys
 import time
@@ -22,6 +23,8 @@ from sglang_dflash.hf.checks import device_named
 from sglang_dflash.hf.generation import Generation, chat_tokens, sampler, spec_generate
 from sglang_dflash.hf.text_stream import TextStream
 from sglang_dflash.hf.threads import threads_for
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ def load(args: GenerateArgs) -> Loaded:
             vocab_size=text.vocab_size,
             num_layers=text.num_hidden_layers,
         )
-        args.options.check_room(
-            resolved, context=getattr(text, "max_position_embeddings", None), kv_tokens=None
-        )
+        context = getattr(text, "max_position_embeddings", None)
+        args.options.check_room(resolved, context=context, kv_tokens=None)
+        for warning in resolved.warnings(config, context):
+            logger.warning("%s", warning)
         draft = load_model(folder, dtype=getattr(torch, dtype), device=device)
         tokenizer = AutoTokenizer.from_pretrained(args.target)
         target: Any = AutoModelForCausalLM.from_pretrained(

@@ -11,7 +11,7 @@ from typing import Any
 from sglang_dflash.checkpoint.fields import Fields
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.target_config import TargetGeometry
-from sglang_dflash.core.options import Options
+from sglang_dflash.core.options import Options, ResolvedOptions
 from sglang_dflash.inspect_pair.description import (
     DraftDescription,
     TargetDescription,
@@ -35,7 +35,7 @@ from sglang_dflash.inspect_pair.verdict import (
 )
 
 # Facts in words: they stand above the table.
-_HEAD = ("verdict", "assumptions", "warning")
+_HEAD = ("verdict", "assumptions", "warnings")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Inspection:
     Attributes:
         verdict: who serves the pair and what its draft KV costs the target, in words.
         assumptions: the memory, requests and KV dtype that the figures are for, in words.
-        warning: the draft is published for another target; None if it is not.
+        warnings: the draft is published for another target; a block, a window or a context is
+            larger than what the draft was made for.
         worker: what serves the pair without further flags: "sglang-dflash", "builtin" (SGLang's
             own worker; the bounded figures are then those of ours) or "unknown".
         worker_reason: why it is not "sglang-dflash".
@@ -62,7 +63,7 @@ class Inspection:
 
     verdict: str
     assumptions: str
-    warning: str | None
+    warnings: list[str]
     target: str
     draft: str
     worker: str
@@ -138,12 +139,13 @@ def inspect(
     entries = resolved.draft_kv_entries(serving.max_running_requests)
     worker, reason = _worker(target, geometry, known)
     kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, entries)
-    options.check_room(resolved, context=_context(target), kv_tokens=kv.target_tokens)
+    context = _context(target)
+    options.check_room(resolved, context=context, kv_tokens=kv.target_tokens)
     tokens, requests = window.tokens if window else None, serving.max_running_requests
     return Inspection(
         verdict=verdict(worker, reason, kv, window=tokens, requests=requests),
         assumptions=assumptions(serving),
-        warning=other_target(target.name, draft.name),
+        warnings=_warnings(target, draft, known, resolved, context),
         target=target.name,
         draft=draft.name,
         worker=worker,
@@ -203,18 +205,33 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     facts = [
         (name, _readable(name, value))
         for name, value in report.items()
-        if name not in (*_HEAD, "sources") and value not in (None, 0, "")
+        if name not in (*_HEAD, "sources") and value not in (None, 0, "", [])
     ]
     width = max(len(name) for name, _ in facts)
     indent = " " * (width + 2)
     weights = weights_verdict(report["worker"], report["draft_tensors"], report["draft_values"])
-    head = [report["verdict"], weights, report["assumptions"], report["warning"] or ""]
+    warnings = [f"warning: {text}" for text in report["warnings"]]
+    head = [report["verdict"], weights, report["assumptions"], *warnings]
     notes = [
         textwrap.fill(f"{'source':<{width}}  {text}", 120, subsequent_indent=indent)
         for text in (report["sources"] if sources else ())
     ]
     lines = [f"{name:<{width}}  {text}" for name, text in facts]
     return "\n".join([*(textwrap.fill(text, 120) for text in head if text), "", *lines, *notes])
+
+
+def _warnings(
+    target: ModelFacts,
+    draft: ModelFacts,
+    known: KnownDraft,
+    resolved: ResolvedOptions,
+    context: int | None,
+) -> list[str]:
+    of_target = other_target(target.name, draft.name)
+    found = [] if of_target is None else [of_target]
+    if known.config is not None:
+        found += resolved.warnings(known.config, context)
+    return found
 
 
 def _context(target: ModelFacts) -> int | None:

@@ -61,7 +61,7 @@ def other_target(target: str, draft: str) -> str | None:
     if not listed or target.casefold() in (name.casefold() for name in listed):
         return None
     return (
-        f"warning: {draft} is published for {' and '.join(listed)}, not for {target}; with another "
+        f"{draft} is published for {' and '.join(listed)}, not for {target}; with another "
         "target outputs stay exact, but few drafted tokens may be accepted"
     )
 

@@ -56,6 +56,12 @@ def test_output_is_that_of_transformers_generate(
         assert done["acceptance_length"] > 2
 
 
+def test_a_block_beyond_the_trained_size_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(command(demo_pair("dense"), "--prompt", "x", "--block-size", "9")) == 0
+    (warning,) = [r.message for r in caplog.records if r.name.startswith("sglang_dflash")]
+    assert "9 is more than the 8 of a block that the draft was trained with" in warning
+
+
 def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,17 @@ def test_the_report_says_what_it_assumes() -> None:
     assert "40 GiB x 0.75 of device memory" in words and "fp8_e4m3 KV" in words
 
 
+def test_sizes_that_are_hardly_meant_give_a_warning() -> None:
+    target = {**TARGET, "max_position_embeddings": 8192}
+    found = inspect(facts(target), facts(raw_config()), Options(block_size=5, window=9000), SERVING)
+    block, window, context = found.warnings
+    assert "5 is more than the 4 of a block" in block
+    assert "9000 is the whole of a context of 8192 tokens" in window
+    assert "contexts of 8192 tokens, the draft was made for 4096" in context
+    shown = " ".join(as_table(found.report()).split())
+    assert all(f"warning: {text}" in shown for text in found.warnings)
+
+
 @pytest.mark.parametrize(
     ("target", "draft", "warned"),
     [
