@@ -7,5 +7,6 @@ cd "$root"
 # processes need.
 cores="$(getconf _NPROCESSORS_ONLN)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > 1 ? cores - 1 : 1))}"
-# Two processes; tests that use the same server run in the same one.
-exec python -W ignore -m pytest -n 2 --dist loadgroup "$@"
+# Two processes; tests that use the same server run in the same one, in the order that
+# tests/engine/conftest.py chooses.
+exec python -W ignore -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"

@@ -66,10 +66,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waits = {config_of(item) for item in items if PLAIN in recordings_of(item)}
 
     def place(item: pytest.Item) -> tuple[int, int]:
-        """Tests of other folders stay in front of all that use a server. Then one process records
-        the plain server's answers, while the other one takes tests that do not wait for them."""
+        """One process records the plain server's answers first, while the other one takes tests
+        that do not wait for them. Tests of other folders are short, and fill the end."""
         if HERE not in item.path.parents:
-            return -1, -1
+            return 3, -1
         config = config_of(item)
         if config is None:
             return (2 if PLAIN in recordings_of(item) else -1), -1
