@@ -139,13 +139,12 @@ def inspect(
     entries = resolved.draft_kv_entries(serving.max_running_requests)
     worker, reason = _worker(target, geometry, known)
     kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, entries)
-    context = _context(target)
-    options.check_room(resolved, context=context, kv_tokens=kv.target_tokens)
+    options.check_room(resolved, context=_context(target), kv_tokens=kv.target_tokens)
     tokens, requests = window.tokens if window else None, serving.max_running_requests
     return Inspection(
         verdict=verdict(worker, reason, kv, window=tokens, requests=requests),
         assumptions=assumptions(serving),
-        warnings=_warnings(target, draft, known, resolved, context),
+        warnings=_warnings(target, draft, known, resolved),
         target=target.name,
         draft=draft.name,
         worker=worker,
@@ -221,16 +220,12 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
 
 
 def _warnings(
-    target: ModelFacts,
-    draft: ModelFacts,
-    known: KnownDraft,
-    resolved: ResolvedOptions,
-    context: int | None,
+    target: ModelFacts, draft: ModelFacts, known: KnownDraft, resolved: ResolvedOptions
 ) -> list[str]:
     of_target = other_target(target.name, draft.name)
     found = [] if of_target is None else [of_target]
     if known.config is not None:
-        found += resolved.warnings(known.config, context)
+        found += resolved.warnings(known.config, _context(target))
     return found
 
 
