@@ -28,6 +28,8 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 KERNELS = Path(__file__).parent / "kernels"
+# Tiers that take many minutes.
+ON_REQUEST = ("long", "compile")
 # The variable that names a folder shared by the processes of one test session.
 SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
@@ -47,12 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of kernels are `kernels`. What is in no other tier either is `fast`; for `engine` see
-    tests/engine/conftest.py."""
+    """Tests of kernels are `kernels`, on a machine with CUDA also `gpu`. What is in no other tier
+    either is `fast`; for `engine` see tests/engine/conftest.py. A tier of `ON_REQUEST` is left out
+    unless -m names it."""
     for item in items:
-        if not any(item.get_closest_marker(tier) for tier in ("engine", "gpu", "compile")):
+        if not any(item.get_closest_marker(tier) for tier in ("engine", "compile")):
             is_kernel = KERNELS in item.path.parents
             item.add_marker(pytest.mark.kernels if is_kernel else pytest.mark.fast)
+            if is_kernel and torch.cuda.is_available():
+                item.add_marker(pytest.mark.gpu)
+    left_out = [tier for tier in ON_REQUEST if tier not in config.getoption("markexpr")]
+    for item in list(items):
+        if any(item.get_closest_marker(tier) for tier in left_out):
+            items.remove(item)
+            config.hook.pytest_deselected(items=[item])
     if config.getoption("--reverse"):
         items.reverse()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
     from sglang_dflash.bench.load import Answer, Endpoint, Pass
     from sglang_dflash.bench.server import Server
 
-NEW_TOKENS, WARM_TOKENS, NARROW = 64, 16, 4
+NEW_TOKENS, WARM_TOKENS, NARROW = 48, 16, 4
 PLAIN, AGAIN, ADAPTIVE = "plain", "plain again", "adaptive"
-# Prompts by concurrency: enough for some seconds.
-PROMPTS = {1: 8, 4: 16, 16: 32, 32: 48}
-# Three phases of each kind.
-ALTERNATING_PROMPTS = 24
-# By pair, the KV tokens of each server; "agents" does not fit and is evicted all the time.
+# Prompts by concurrency, or by data set: enough for some seconds. "alternating" has two phases of
+# each kind.
+PROMPTS = {1: 6, 4: 12, 16: 24, 32: 32}
+PROMPTS_OF_SET = {"alternating": 16, "agents": 6, "unseen-long": 4}
+# By pair, the KV tokens of each server.
 KV_TOKENS = {"dense": 16_384, "code": 40_960, "hybrid": 16_384}
 REQUESTS = 32
 
@@ -118,6 +119,8 @@ def workload(arms: Arms, options: Options, progress: Progress) -> dict[Point, Me
         with all_at_once(mine) as servers:
             for point in points:
                 found[point] = measure(point, servers, options.rounds, progress)
+                # A run takes half an hour.
+                print(*table({"points": [row(point, found[point])]}), sep="\n", file=sys.stderr)
     return found
 
 
@@ -126,8 +129,7 @@ def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Pro
     from sglang_dflash.bench.datasets import default_cache
     from sglang_dflash.bench.datasets import load as prompts_of
 
-    alternating = point.dataset == "alternating"
-    count = ALTERNATING_PROMPTS if alternating else PROMPTS[point.concurrency]
+    count = PROMPTS_OF_SET.get(point.dataset, PROMPTS[point.concurrency])
     prompts = prompts_of(point.dataset, count, model=point.pair, cache=default_cache())
     endpoints = {name: load.SGLang(server.url) for name, server in servers.items()}
     full, warm = asking(point.pair, NEW_TOKENS), asking(point.pair, WARM_TOKENS)

@@ -139,7 +139,9 @@ def low_context_share(reading: Reading) -> Finding | None:
 
 
 def many_undrafted(reading: Reading) -> Finding | None:
-    undrafted = reading.total("undrafted_steps")
+    # With an adaptive width, most of them are its choice.
+    adaptive = any(report.get("width") == "adaptive" for report in reading.reports)
+    undrafted = 0 if adaptive else reading.total("undrafted_steps")
     steps = undrafted + reading.total("verify_steps")
     if undrafted < ENOUGH_STEPS or undrafted <= UNDRAFTED_SHARE * steps:
         return None

@@ -24,6 +24,7 @@ HEALTHY: dict[str, Any] = {
     "draft_max_position_embeddings": 40960,
     "ignored_seeds": False,
     "simulated_acceptance": None,
+    "width": "fixed",
 }
 
 
@@ -135,6 +136,7 @@ def test_every_check_has_a_case() -> None:
         reading({"verify_steps": 60, "committed_tokens": 61, "recent_acceptance_length": None}),
         reading({"verify_steps": 0, "committed_tokens": 0, "draft_context_share": None}),
         reading({"undrafted_steps": 99, "verify_steps": 0, "committed_tokens": 0}),
+        reading({"undrafted_steps": 5000, "width": "adaptive"}),
         # The alarm ended a while ago.
         reading({"recent_acceptance_length": 1.4}),
         reading(metrics={**RETRACTED, "sglang:num_retracted_requests_total": [1.0]}),

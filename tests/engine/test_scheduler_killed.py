@@ -1,4 +1,5 @@
-"""A scheduler that is killed (out of memory, say): the whole server ends, and clients get an error.
+"""A scheduler, or one of two ranks, is killed (out of memory, say): the whole server ends, and
+clients get an error.
 
     pytest tests/engine/test_scheduler_killed.py -s
 
@@ -19,7 +20,7 @@ import requests
 
 from sglang_dflash.bench.server import Server
 from tests.engine.nursery import ForkedServer
-from tests.engine.servers import DFLASH
+from tests.engine.servers import DFLASH, TP2, ServerConfig
 from tests.engine.session import ServerSession
 
 # Nothing is to take longer than this, in seconds.
@@ -27,10 +28,10 @@ BOUND = 30
 
 
 def scheduler_of(server: Server) -> psutil.Process:
-    """The server's child that holds the model: of its children, the one with most memory."""
+    """The server's child that holds the model; of two ranks the last one."""
     children = psutil.Process(server.process.pid).children(recursive=True)
-    named = [child for child in children if "scheduler" in " ".join(child.cmdline())]
-    return max(named or children, key=lambda child: child.memory_info().rss)
+    titles = {" ".join(child.cmdline()): child for child in children}
+    return titles[max(title for title in titles if title.startswith("sglang::scheduler"))]
 
 
 class Timed:
@@ -55,9 +56,12 @@ class Timed:
 
 
 @pytest.mark.long
-def test_the_server_ends_and_clients_get_an_error(servers: ServerSession) -> None:
+@pytest.mark.parametrize("killed", [DFLASH, TP2], ids=str)
+def test_the_server_ends_and_clients_get_an_error(
+    killed: ServerConfig, servers: ServerSession
+) -> None:
     servers.stop()
-    with ForkedServer(servers.nursery, servers.arguments(DFLASH)) as server:
+    with ForkedServer(servers.nursery, servers.arguments(killed)) as server:
         server.generate("x = ", temperature=0, max_new_tokens=4)
         sampling = {"temperature": 0, "max_new_tokens": 20000, "ignore_eos": True}
         body = {"text": "x = ", "sampling_params": sampling}
@@ -75,6 +79,7 @@ def test_the_server_ends_and_clients_get_an_error(servers: ServerSession) -> Non
         for request in waiting:
             request.thread.join()
     names = ("/generate", "/generate, streamed", "/health", "/server_info")
+    print(f"\n{killed}")
     for name, request in zip(names, waiting, strict=True):
         print(f"{name}: {request.how} after {request.ended - began:.1f} s")
     print(f"the server ended with status {status} after {ended - began:.1f} s")

@@ -1,0 +1,22 @@
+"""Which tests run, and in which process (`launch/test.sh`)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import ON_REQUEST
+
+
+@pytest.mark.xdist_group("these")
+def test_groups_are_in_force(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist adds the group to the node id; without that it ignores groups, and every server
+    starts once per process."""
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("pytest runs in one process")
+    assert request.node.nodeid.endswith("@these")
+
+
+@pytest.mark.parametrize("tier", ON_REQUEST)
+def test_long_tiers_run_only_if_they_are_named(tier: str, request: pytest.FixtureRequest) -> None:
+    named = tier in request.config.getoption("markexpr")
+    assert named or not any(item.get_closest_marker(tier) for item in request.session.items)
