@@ -256,6 +256,29 @@ def recurrent_memory() -> str:
     )
 
 
+def width_published() -> str:
+    result = read("width_published")
+    rows = [row for row in result["rows"] if row["concurrency"] in (1, 32)]
+    head = ("target, task, requests at a time", "published 8, 16", "predicted", "adaptive: width")
+    table_of_rows = table(
+        head,
+        *(
+            (
+                f"{row['target']}, {row['task']}, {row['concurrency']}",
+                f"{row['published']['8']}, {row['published']['16']}",
+                f"{row['predicted']['8']}, {row['predicted']['16']}",
+                f"{row['adaptive']}: {row['adaptive_width']}",
+            )
+            for row in rows
+        ),
+    )
+    return (
+        f"The better of 8 and 16 is predicted in {result['hits']} of {result['of']} rows; a miss "
+        f"costs {share(result['most_lost_by_a_miss'])} at most. The median error of a throughput "
+        f"is {share(result['median_error_of_throughput'])}.\n\n{table_of_rows}"
+    )
+
+
 def hardware() -> str:
     """One sentence on the machine and the dates of all result files."""
     found = [json.loads(path.read_text())["hardware"] for path in sorted(RESULTS.rglob("*.json"))]
@@ -281,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "long_context": long_context,
     "admission": admission,
     "recurrent_memory": recurrent_memory,
+    "width_published": width_published,
 }
 
 
