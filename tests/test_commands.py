@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -69,8 +70,8 @@ def experiment_takes_the_options(command: Printed) -> None:
         assert runner.main(["--list"]) == 0
         return
     assert name in runner.experiments()
-    run = [sys.executable, "-m", "benchmarks", name, *options, "--help"]
-    subprocess.run(run, check=True, cwd=ROOT, capture_output=True)
+    module = importlib.import_module(f"benchmarks.experiments.{name}")
+    runner._parser(module.EXPERIMENT).parse_args(options)
 
 
 def bench_takes_the_options(command: Printed) -> None:

@@ -27,11 +27,12 @@ from tests.engine.session import ServerSession
 BOUND = 30
 
 
-def scheduler_of(server: Server) -> psutil.Process:
-    """The server's child that holds the model; of two ranks the last one."""
+def scheduler_of(server: Server, ranks: int = 1) -> psutil.Process:
+    """The server's child that holds the model: of its children, the one with most memory. Of several
+    ranks, the one that was started last."""
     children = psutil.Process(server.process.pid).children(recursive=True)
-    titles = {" ".join(child.cmdline()): child for child in children}
-    return titles[max(title for title in titles if title.startswith("sglang::scheduler"))]
+    children.sort(key=lambda child: child.memory_info().rss)
+    return max(children[-ranks:], key=lambda child: child.pid)
 
 
 class Timed:
@@ -56,9 +57,9 @@ class Timed:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("killed", [DFLASH, TP2], ids=str)
+@pytest.mark.parametrize(("killed", "ranks"), [(DFLASH, 1), (TP2, 2)], ids=str)
 def test_the_server_ends_and_clients_get_an_error(
-    killed: ServerConfig, servers: ServerSession
+    killed: ServerConfig, ranks: int, servers: ServerSession
 ) -> None:
     servers.stop()
     with ForkedServer(servers.nursery, servers.arguments(killed)) as server:
@@ -70,7 +71,7 @@ def test_the_server_ends_and_clients_get_an_error(
             Timed(f"{server.url}/generate", {**body, "stream": True}),
         ]
         time.sleep(1)
-        os.kill(scheduler_of(server).pid, signal.SIGKILL)
+        os.kill(scheduler_of(server, ranks).pid, signal.SIGKILL)
         began = time.monotonic()
         waiting += [Timed(f"{server.url}/{path}", None) for path in ("health", "server_info")]
         while server.process.poll() is None and time.monotonic() < began + BOUND:
