@@ -28,8 +28,8 @@ BOUND = 30
 
 
 def scheduler_of(server: Server, ranks: int = 1) -> psutil.Process:
-    """The server's child that holds the model: of its children, the one with most memory. Of several
-    ranks, the one that was started last."""
+    """The server's child that holds the model: of its children, the one with most memory. Of
+    several ranks, the one that was started last."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     children.sort(key=lambda child: child.memory_info().rss)
     return max(children[-ranks:], key=lambda child: child.pid)
