@@ -98,11 +98,8 @@ def info(server: Server) -> dict[str, Any]:
     return requests.get(f"{server.url}/server_info", timeout=60).json()
 
 
-@pytest.mark.recorded(PLAIN, info)
-@pytest.mark.recorded(BUILTIN, info)
-@pytest.mark.recorded(SIMULATED, info)
 @pytest.mark.parametrize(
-    ("config_", "found"),
+    ("config", "found"),
     [
         (PLAIN, "no-dflash"),
         (BUILTIN, "builtin-worker"),
@@ -110,10 +107,10 @@ def info(server: Server) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_the_doctor_names_other_servers(config_: ServerConfig, found: str, answers: Any) -> None:
-    findings = examine(Reading(answers(config_, info)))
+def test_the_doctor_names_other_servers(config: ServerConfig, found: str, answers: Any) -> None:
+    findings = examine(Reading(answers(config, info)))
     assert findings[0].name == found
-    if config_ == BUILTIN:
+    if config == BUILTIN:
         assert "--speculative-dflash-worker builtin" in findings[0].problem
 
 
