@@ -58,11 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.kernels if is_kernel else pytest.mark.fast)
             if is_kernel and torch.cuda.is_available():
                 item.add_marker(pytest.mark.gpu)
-    left_out = [tier for tier in ON_REQUEST if tier not in config.getoption("markexpr")]
-    for item in list(items):
-        if any(item.get_closest_marker(tier) for tier in left_out):
-            items.remove(item)
-            config.hook.pytest_deselected(items=[item])
+    asked = config.getoption("markexpr")
+    unnamed = {tier for tier in ON_REQUEST if tier not in asked}
+    left_out = [item for item in items if unnamed & {mark.name for mark in item.iter_markers()}]
+    kept = set(items) - set(left_out)
+    items[:] = [item for item in items if item in kept]
+    config.hook.pytest_deselected(items=left_out)
     if config.getoption("--reverse"):
         items.reverse()
 

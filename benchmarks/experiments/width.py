@@ -18,6 +18,7 @@ from benchmarks.runner import Arms, Experiment, Progress, all_at_once, option, t
 from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.bench.server_config import FlagValue, demo_config
 from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.checkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.load import Answer, Endpoint, Pass
@@ -62,13 +63,11 @@ POINTS = (
     Point("hybrid", "stdlib", 32),
     Point("hybrid", "agents", 4),
 )
-# One-sided 95 % quantiles of Student's t by degrees of freedom.
-T_95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895}
 
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option(4, "measured passes per arm and point, 2 to 8")
+    rounds: int = option(4, "measured passes per arm and point, at least 2")
     points: str = option("all", "numbers of points, such as 0,3; all by default")
 
 
@@ -106,11 +105,24 @@ ARMS: tuple[tuple[str, dict[str, FlagValue] | None], ...] = (
 )
 
 
+def chosen_points(options: Options) -> list[Point]:
+    """Raises ConfigError: an option is out of range."""
+    if options.rounds < 2:
+        raise ConfigError(f"--rounds: {options.rounds}; a lower bound needs at least 2")
+    if options.points == "all":
+        return list(POINTS)
+    known = {str(number): point for number, point in enumerate(POINTS)}
+    numbers = options.points.split(",")
+    for number in numbers:
+        if number not in known:
+            raise ConfigError(
+                f"--points: {number!r}; give numbers from 0 to {len(POINTS) - 1}, or all"
+            )
+    return [known[number] for number in numbers]
+
+
 def workload(arms: Arms, options: Options, progress: Progress) -> dict[Point, Measured]:
-    chosen = POINTS
-    if options.points != "all":
-        chosen = tuple(POINTS[int(number)] for number in options.points.split(","))
-    found = {}
+    chosen, found = chosen_points(options), {}
     for kind in KV_TOKENS:
         points = [point for point in chosen if point.pair == kind]
         mine = {name.partition("/")[2]: arms[name] for name in arms if name.startswith(f"{kind}/")}
@@ -206,9 +218,11 @@ def step_ms(passes: Sequence[Pass]) -> float:
 def ratio(speeds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     """Geometric mean of the round-by-round ratios and its one-sided 95 % lower bound, by Student's
     t on their logarithms."""
+    from scipy.stats import t
+
     logs = [math.log(a / b) for a, b in zip(speeds, base, strict=True)]
     mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs))
-    lower = mean - T_95[len(logs) - 1] * error
+    lower = mean - float(t.ppf(0.95, len(logs) - 1)) * error
     return {"ratio": round(math.exp(mean), 3), "lower": round(math.exp(lower), 3)}
 
 
