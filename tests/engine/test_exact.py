@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import requests
 
 from sglang_dflash.bench.server import Server
-from tests.engine import workload
+from tests.engine import client, workload
 from tests.engine.servers import (
     DFLASH,
     PAGE16_NO_OVERLAP,
@@ -90,7 +89,7 @@ def test_a_target_beyond_the_drafts_positions_is_served_with_one_warning(server:
 def test_a_flush_forgets_the_draft_kv(server: Server) -> None:
     server.generate("import os\n", temperature=0, max_new_tokens=8)
     assert server.dflash()["draft_kv_live_share"] > 0
-    assert requests.post(f"{server.url}/flush_cache", timeout=60).ok
+    client.flush(server)
     assert server.dflash()["draft_kv_live_share"] == 0
 
 
