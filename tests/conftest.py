@@ -4,6 +4,7 @@ machine without a GPU."""
 from __future__ import annotations
 
 import importlib
+import gc
 import os
 import pkgutil
 import tempfile
@@ -66,6 +67,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     if config.getoption("--reverse"):
         items.reverse()
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later garbage collection what was imported: SGLang collects to measure memory."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -121,6 +121,8 @@ def load_once(copy: Path, modules: Sequence[str]) -> None:
     theirs = {ROOT, ROOT / "kernels", ROOT / "tools"}
     sys.path[:] = [*paths, *(path for path in sys.path if Path(path).resolve() not in theirs)]
     os.environ.update(PYTHONPATH=os.pathsep.join(paths), TMPDIR=str(copy.parent))
+    # Options for other tests, of a tree that may not be this one.
+    os.environ.pop("PYTEST_ADDOPTS", None)
     # Compiled files are told apart by whole seconds.
     sys.dont_write_bytecode = True
     # As tests/conftest.py does: Triton reads it when a kernel of its own library is defined.

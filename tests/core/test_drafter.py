@@ -76,7 +76,7 @@ class Requests:
                 left[r] += take
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any) -> None:
     raw = raw_config(**case.changes)

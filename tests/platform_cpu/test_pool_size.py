@@ -24,8 +24,7 @@ def _published(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sized(gib: float, flags: dict[str, Any], state_gib: float | None = None) -> int:
     """Bytes for the KV pool of a model whose weights take `gib`."""
-    with torch.device("meta"):
-        model = torch.nn.Linear(1 << 20, int(gib * GIB / 4) >> 20, bias=False)
+    model = torch.nn.ParameterList([torch.empty(int(gib * GIB / 4), device="meta")])
     configurator = configurator_of(model, flags, state_gib)
     return profile_available_bytes(lambda *_: -1, configurator, FREE_GIB)
 
