@@ -3,8 +3,8 @@ machine without a GPU."""
 
 from __future__ import annotations
 
-import importlib
 import gc
+import importlib
 import os
 import pkgutil
 import tempfile
