@@ -40,6 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Until the tests are collected: imports leave little garbage, and searching takes seconds.
+    gc.disable()
+    config.add_cleanup(gc.enable)
     if SHARED_FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="sglang-dflash-tests-")
         # The processes of `pytest -n 2` inherit it.
@@ -70,8 +73,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare every later garbage collection what was imported: SGLang collects to measure memory."""
+    """What collection imported stays: no later search for garbage need look at it. SGLang searches
+    whenever it measures memory."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from sglang_dflash.checkpoint.embedded import demo_pair
 DRAFT = str(demo_pair("dense").draft)
 
 
+@pytest.mark.engine
 def test_a_process_drafts_as_this_one() -> None:
     with draft_side.child(draft_side.ROOT, (2, 40, 0)) as other:
         turn = other.run(2)
