@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.gpu)
             if not item.get_closest_marker("xdist_group"):
                 # One request to a process for each file instead of each test.
-                item.add_marker(pytest.mark.xdist_group(item.path.name))
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     asked = config.getoption("markexpr")
     unnamed = {tier for tier in ON_REQUEST if tier not in asked}
     left_out = [item for item in items if unnamed & {mark.name for mark in item.iter_markers()}]

@@ -42,12 +42,14 @@ def name_of(path: Path) -> str:
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def parsed(path: Path) -> tuple[ast.Module, list[ast.AST]]:
+    """A file's tree, and all of its nodes."""
+    tree = ast.parse(path.read_text())
+    return tree, list(ast.walk(tree))
 
 
 def nodes(path: Path, kind: type[Node]) -> Iterator[Node]:
-    return (node for node in ast.walk(parsed(path)) if isinstance(node, kind))
+    return (node for node in parsed(path)[1] if isinstance(node, kind))
 
 
 def imported(path: Path) -> set[str]:
@@ -119,7 +121,7 @@ def test_files_and_functions_stay_small() -> None:
     functions = [
         (path, node)
         for path in paths
-        for node in ast.walk(parsed(path))
+        for node in parsed(path)[1]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     long_functions = [
@@ -145,7 +147,7 @@ def test_modules_hold_no_state() -> None:
     """Module-level names are constants, types, loggers and functions; none is rebound later."""
     found = [f"{name_of(f)}:{node.lineno}" for f in FILES for node in nodes(f, ast.Global)]
     for path in FILES:
-        for node in parsed(path).body:
+        for node in parsed(path)[0].body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             if isinstance(node, ast.AnnAssign):
                 targets = [node.target]
