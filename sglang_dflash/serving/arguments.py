@@ -249,6 +249,16 @@ def warn_retired_env() -> None:
         )
 
 
+def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
+    """Log one line if requests are tokenized where the request guard does not run."""
+    if tokenizer_workers > 1 and not guard_off(server_args):
+        logger.warning(
+            "--tokenizer-worker-num %d: SGLang loads no plugins in tokenizer workers, so the "
+            "request guard does not run, and a bad request may end the server; 1 guards it",
+            tokenizer_workers,
+        )
+
+
 def builtin_requested(server_args: Any) -> bool:
     return _given(server_args)["speculative_dflash_worker"] == "builtin"
 

@@ -57,6 +57,7 @@ def check_pair(server_args: Any) -> None:
             field and value.
     """
     settings = resolving_view(server_args)
+    arguments.warn_unguarded(server_args, settings.tokenizer_worker_num)
     if not _dflash_requested(settings):
         return
     arguments.warn_retired_env()

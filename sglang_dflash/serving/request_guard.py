@@ -104,7 +104,9 @@ def check_and_create(
     if arguments.guard_off(manager.server_args):
         return original(manager, obj, input_text, input_ids, *others, **named)
     vocab_size = manager.model_config.vocab_size
-    _check_tokens(obj, input_ids, vocab_size)
+    # Placeholders of images may be outside the vocabulary; the processor has replaced others.
+    if manager.mm_processor is None or not obj.contains_mm_input():
+        _check_tokens(obj, input_ids, vocab_size)
     if isinstance(obj, io_struct.GenerateReqInput):
         _check_logprobs(obj, vocab_size)
         _check_sampling(obj.sampling_params)
@@ -167,9 +169,6 @@ def _check_known(what: str, given: Iterable[str], known: tuple[str, ...]) -> Non
 def _check_tokens(obj: Any, input_ids: Any, vocab_size: int) -> None:
     """Raise ValueError unless there are tokens, all of the vocabulary."""
     if input_ids is None:
-        return
-    if obj.contains_mm_input():
-        # Placeholders of images may be outside the vocabulary; the processor has replaced others.
         return
     session = getattr(obj, "session_params", None)
     history = isinstance(session, dict) and bool(session.get("id"))

@@ -6,6 +6,7 @@ SGLang copies the tensors whose names it knows and reports success, whatever the
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def check_folder(folder: str, served: str) -> None:
     Raises:
         ConfigError: the folder does not hold weights of the served model.
     """
-    if not (Path(folder).exists() and Path(served).is_dir()):
+    if not (os.path.exists(folder) and os.path.isdir(served)):
         return
     new, old = architectures(folder), architectures(served)
     if new != old:

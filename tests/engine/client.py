@@ -56,6 +56,19 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def at_rest(server: Server) -> None:
+    """Wait until no request is left, and none holds a KV token outside the prefix cache; then empty
+    that, too. An idle server ends if slots of its pools are lost."""
+    held = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+
+    def is_at_rest() -> bool:
+        found = requests.get(f"{server.url}/v1/loads?include=all", timeout=30).json()["loads"]
+        return not any(load[name] for load in found for name in held)
+
+    until(is_at_rest)
+    flush(server)
+
+
 def flush(server: Server) -> None:
     """Empty the prefix cache. The server refuses while a request runs or holds memory."""
     until(lambda: requests.post(f"{server.url}/flush_cache", timeout=60).ok)

@@ -7,6 +7,7 @@ The ordinary run sends it for half a minute. For half an hour per pair:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench.server import Server
+from tests.engine import client
 from tests.engine.servers import (
     HYBRID_PAIR_PLAIN,
     PLAIN,
@@ -25,7 +27,6 @@ from tests.engine.servers import (
     Ask,
     ServerConfig,
 )
-from tests.engine.test_request_guard import pools, used
 from tests.engine.test_scheduler_killed import scheduler_of
 from tests.reliability.corpus import Expected, Plan, expected
 from tests.reliability.traffic import Found, Traffic
@@ -66,15 +67,9 @@ def long_hybrid_answers(server: Server) -> list[Expected]:
 
 def soak(server: Server, plain: list[Expected], clients: int, seconds: float) -> Found:
     """Run the traffic, and check what holds after it."""
-    empty = pools(server)
-
-    def as_at_the_start() -> None:
-        now = pools(server)
-        assert {**now, "load": None} == {**empty, "load": None}
-        assert [used(load) for load in now["load"]] == [used(load) for load in empty["load"]]
-
     traffic = Traffic(server, plain, clients)
-    found = traffic.run(seconds, max(10.0, seconds / 24), scheduler_of(server), as_at_the_start)
+    at_rest = functools.partial(client.at_rest, server)
+    found = traffic.run(seconds, max(10.0, seconds / 24), scheduler_of(server), at_rest)
     report = server.dflash()
     rare = report["rare_paths"]
     summary = {**found.summary(), "rare_paths": rare, "seconds": seconds, "clients": clients}

@@ -44,6 +44,9 @@ def test_another_models_weights_are_refused(servers: ServerSession) -> None:
         assert answer.status_code == 400 and not answer.json()["success"]
         message = answer.json()["message"]
         assert "DFlash" in message and "Qwen3" in message and "unchanged" in message
+        for name in (5000 * "a", "dra\0ft", "/no/such/folder"):
+            answer = update(server, name)
+            assert answer.status_code == 400 and not answer.json()["success"], name[:20]
         client.flush(server)
         assert output(server) == before
         assert update(server, str(PAIR.target)).json()["success"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.serving import arguments
-from tests.broken_drafts import PAIR
+from tests.broken_drafts import PAIR, BrokenDraft, fields
 
 PAIR_FLAGS = [
     *("--model-path", str(PAIR.target)),
@@ -113,6 +114,15 @@ def test_flags_that_cannot_work_are_refused(
     with pytest.raises(ConfigError) as refused:
         resolve([*PAIR_FLAGS, *flags])
     assert str(refused.value) == REFUSED[flags]
+
+
+def test_a_block_of_the_draft_that_two_requests_have_no_room_for(
+    resolve: Callable[..., Any], tmp_path: Path
+) -> None:
+    draft = BrokenDraft(fields(block_size=10_000), "").make(tmp_path / "draft")
+    message = r"block_size: 10000 is too large for a KV pool of 32768 tokens"
+    with pytest.raises(ConfigError, match=message):
+        resolve([*PAIR_FLAGS[:-1], str(draft), "--max-total-tokens", "32768"])
 
 
 @pytest.mark.parametrize("flags", REFUSED_BY_THE_PARSER, ids=" ".join)

@@ -130,6 +130,18 @@ def test_every_command_line_reaches_the_server(
 
 
 @needs_plain_cpu
+def test_tokenizer_workers_are_warned_of_in_one_line(
+    resolve: Any, folders: Any, capfd: Any
+) -> None:
+    argv = on_this_machine(local(flags(LINE), folders))
+    for more in ([], ["--tokenizer-worker-num", "2", "--speculative-dflash-request-guard", "off"]):
+        resolve([*argv, *more])
+        assert "request guard does not run" not in capfd.readouterr().err
+    resolve([*argv, "--tokenizer-worker-num", "2"])
+    warned = [line for line in capfd.readouterr().err.splitlines() if "request guard" in line]
+    assert len(warned) == 1 and "--tokenizer-worker-num 2: SGLang loads no plugins" in warned[0]
+
+
 def test_retired_variables_are_warned_of_in_one_line(
     resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:

@@ -25,6 +25,7 @@ def manager(**flags: Any) -> Any:
     return SimpleNamespace(
         server_args=server_args,
         model_config=SimpleNamespace(vocab_size=VOCAB),
+        mm_processor=None,
         config_value=lambda name: {"grammar_backend": "xgrammar"}[name],
     )
 
@@ -124,7 +125,13 @@ def test_a_session_may_supply_the_whole_prompt() -> None:
 
 
 def test_placeholders_of_images_may_be_outside_the_vocabulary() -> None:
-    assert guarded(ids=[-1, 5000], image_data="x.png").input_ids == [-1, 5000]
+    sees_images = manager()
+    sees_images.mm_processor = object()
+    image = {"ids": [-1, 5000], "image_data": "x.png"}
+    assert guarded(guard=sees_images, **image).input_ids == [-1, 5000]
+    # SGLang ignores the image if the model has no use for it.
+    with pytest.raises(ValueError, match="token 0 is -1"):
+        guarded(**image)
 
 
 def test_the_flag_turns_the_guard_off() -> None:

@@ -73,6 +73,11 @@ def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
         check_folder(str(folder), str(PAIR.target))
 
 
+@pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "", "/no/such/folder"])
+def test_what_is_no_folder_is_left_to_sglang(name: str) -> None:
+    check_folder(name, str(PAIR.target))
+
+
 def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 1}))
