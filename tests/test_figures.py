@@ -37,6 +37,7 @@ def test_results_give_date_machine_and_command() -> None:
 
 
 def test_outputs_are_plain_decodings_in_every_result() -> None:
+    assert read("demo_code_cpu")["identical"] is True
     assert read("demo_cpu")["identical"] is True
     assert read("demo_hybrid_cpu")["identical"] is True
     comparison = read("bench_dense_cpu/results")

@@ -87,7 +87,7 @@ def demo(name: str) -> str:
             "",
             f"{prompts['median']}x ({prompts['min']}x to {prompts['max']}x)",
         ),
-        ("tokens per target forward", 1, result["acceptance_length"]),
+        ("tokens per verify step", 1, result["acceptance_length"]),
         ("ms per target forward, prefill included", result["ar_step_ms"], result["dflash_step_ms"]),
         ("outputs", "", outputs),
     )

@@ -31,6 +31,11 @@ has been run here with its published weights.
   the choice, see the [limits](limits.md). If the facts leave it open, the cell
   names the fields that were not seen; `sglang-dflash inspect TARGET DRAFT` on the checkpoint
   itself answers it.
+- Sliding layers of a draft whose config does not set `is_causal` are causal and windowed inside the
+  block, too, as in SGLang's built-in worker. z-lab's code leaves the block out of the window if
+  Transformers runs it with eager or SDPA attention: hidden states then differ by up to 1.1, and by
+  1.2e-6 once it gets a causal sliding mask. The published figures were measured with SGLang's
+  reading. Outputs are the target's under both.
 - Some drafts were published twice. A name with `@` is our name for the earlier revision.
 
 """

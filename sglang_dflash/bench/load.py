@@ -180,8 +180,14 @@ class SGLang:
         return requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).ok
 
     def counted(self) -> VerifySteps:
-        # Every answer holds its own count.
-        return VerifySteps()
+        """Steps without drafts so far, which an answer's own count includes."""
+        info = requests.get(f"{self.url}/server_info", timeout=60).json()
+        ours = [state.get("dflash") or {} for state in info["internal_states"]]
+        steps, tokens = (
+            sum(one.get(name, 0) for one in ours)
+            for name in ("undrafted_steps", "undrafted_tokens")
+        )
+        return VerifySteps(steps, tokens)
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,7 @@ class OpenAI:
         return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
 
     def counted(self) -> VerifySteps:
+        """vLLM's count of verify steps so far, and of their tokens."""
         # prometheus_client reads its folder from the environment when it is imported, and servers
         # of tests are forked from processes that have imported this module.
         from prometheus_client.parser import text_string_to_metric_families
@@ -352,11 +359,10 @@ def run(
             raise
     seconds = time.perf_counter() - began
     by_answer = (of_answer(a.verify_steps, a.tokens) for turns in answers for a in turns)
-    ours = sum(by_answer, VerifySteps())
+    ours, by_server = sum(by_answer, VerifySteps()), to.counted() - before
     if ours.steps:
-        return Pass(seconds, answers, ours)
-    theirs = to.counted() - before
-    return Pass(seconds, answers, theirs, VLLMS if theirs.steps else OURS)
+        return Pass(seconds, answers, ours - by_server)
+    return Pass(seconds, answers, by_server, VLLMS if by_server.steps else OURS)
 
 
 def _wait_until(moment: float, running: list[Future[list[Answer]]]) -> None:

@@ -38,8 +38,9 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         "--dataset",
         "--dataset-name",
         **repeatable,
-        help="demo, stdlib, unseen, unseen-long (built in), gsm8k, math500, humaneval, mbpp, "
-        "mt-bench, alpaca; repeat for more (default: demo and stdlib; unseen for --model code)",
+        help="demo, stdlib, unseen, unseen-long, agents, alternating, random (built in), gsm8k, "
+        "math500, humaneval, mbpp, mt-bench, alpaca; repeat for more (default: demo and stdlib; "
+        "unseen for --model code)",
     )
     add(
         "--dataset-file",

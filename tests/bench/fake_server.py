@@ -29,7 +29,7 @@ class FakeServer(ThreadingHTTPServer):
 
     As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics, from two engines
     in turns; as SGLang a piece is a token, and it counts a verify step for every three if it
-    `speculates`. `delay_s` passes before the first piece, and `piece_s` between pieces.
+    `speculates`, of which so many per answer are `undrafted`. `delay_s` passes before the first piece, and `piece_s` between pieces.
     """
 
     daemon_threads = True
@@ -45,10 +45,11 @@ class FakeServer(ThreadingHTTPServer):
         delay_s: float = 0.0,
         piece_s: float = 0.0,
         speculates: bool = True,
+        undrafted: int = 0,
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.name, self.answer, self.log = name, answer, log
-        self.sglang, self.incremental = sglang, incremental
+        self.sglang, self.incremental, self.undrafted = sglang, incremental, undrafted
         self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
 
     @property
@@ -109,8 +110,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def do_GET(self) -> None:
+        undrafted = self.server.undrafted * self.server.answered
+        ours = {"undrafted_steps": undrafted, "undrafted_tokens": undrafted}
+        states = {"internal_states": [{"dflash": ours}] if undrafted else [{}]}
         known = {
-            "/server_info": json.dumps({"internal_states": []}) if self.server.sglang else None,
+            "/server_info": json.dumps(states) if self.server.sglang else None,
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
             "/metrics": self._metrics(),
         }

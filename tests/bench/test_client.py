@@ -67,6 +67,17 @@ def test_a_pass_runs_so_many_at_a_time_and_counts_speculation() -> None:
         assert done.tokens == 18
 
 
+def test_steps_without_drafts_are_no_verify_steps() -> None:
+    """An adaptive server decodes plainly now and then."""
+    prompts = [Prompt(("p",), False)] * 4
+    with FakeServer("a", lambda _: ["x"] * 6, [], sglang=True, undrafted=1) as server:
+        to = load.endpoint(server.base[2:])
+        for _ in range(2):
+            done = load.run(to, prompts, 2, lambda to, prompt, _: to.ask(prompt.turns[0], 6, True))
+            # Of two steps and five tokens per answer.
+            assert done.speculation == VerifySteps(4 * (2 - 1), 4 * (5 - 1))
+
+
 def test_tokens_that_come_together_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([10.0, 10.5, 10.8, 11.8])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))

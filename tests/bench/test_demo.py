@@ -22,7 +22,8 @@ def test_the_acceptance_between_two_readings_is_exact(earlier: int) -> None:
 
 
 def test_the_outcome_of_two_arms() -> None:
-    """Two prompts of 8 tokens: 4 s and 2 s without a draft, 1 s each with it, 2 steps each."""
+    """Two prompts of 8 tokens: 4 s and 2 s without a draft; with it, 1 s each for a prefill and
+    2 steps."""
     counts = AcceptanceCounts(8)
     before = counts.report()
     counts.add([FULL._replace(accepted=3, tokens=4)] * 4)
@@ -37,8 +38,8 @@ def test_the_outcome_of_two_arms() -> None:
         "speedup": 3.0,
         "speedup_by_prompt": {"median": 3.0, "min": 2.0, "max": 4.0},
         "ar_step_ms": 375.0,
-        "dflash_step_ms": 500.0,
-        "step_ratio": 1.333,
+        "dflash_step_ms": 333.33,
+        "step_ratio": 0.889,
     }
     dflash.outputs = [[1] * 8, [2] * 7 + [3]]
     assert not outcome(plain, dflash, before, counts.report())["identical"]

@@ -152,6 +152,11 @@ HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     mamba_scheduler_strategy="extra_buffer",
     max_running_requests=8,
 )
+HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
+    speculative_algorithm="DFLASH",
+    speculative_draft_model_path=HYBRID_PAIR.draft,
+    enable_metrics=True,
+)
 HYBRID_PAIR_GRAPHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
     speculative_algorithm="DFLASH",
     speculative_draft_model_path=HYBRID_PAIR.draft,

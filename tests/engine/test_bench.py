@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,11 @@ from PIL import Image
 
 from sglang_dflash import cli
 from sglang_dflash.bench import arms
+from sglang_dflash.bench.demo import acceptance_between
+from sglang_dflash.bench.server import Server
+from sglang_dflash.benchmark import __main__ as benchmark
 from tests.engine.nursery import ForkedServer
+from tests.engine.servers import DFLASH, PAIR
 from tests.engine.session import ServerSession
 
 
@@ -75,3 +81,21 @@ def test_two_servers_side_by_side(
     with Image.open(tmp_path / "throughput.png") as image:
         image.load()
         assert image.format == "PNG"
+
+
+@pytest.mark.server(DFLASH)
+def test_the_published_benchmark_measures_a_running_server(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    command = (
+        f"--backend sglang --base-url {server.url} --model {PAIR.target} --dataset demo "
+        f"--num-prompts 4 --concurrency 1 --enable-thinking --output-file {out}"
+    )
+    before = server.dflash()
+    assert benchmark.main(shlex.split(command)) == 0
+    answers = json.loads(out.read_text())["answers"]
+    (length,) = re.findall(r"Accept length: +([\d.]+)", capsys.readouterr().out)
+    # One prompt warms the server up, and is asked again.
+    assert len(answers) == 4
+    assert float(length) == pytest.approx(acceptance_between(before, server.dflash()), rel=0.1)

@@ -16,7 +16,13 @@ from sglang_dflash.bench.server import Server
 from sglang_dflash.core.acceptance_length import VerifySteps
 from tests.engine import workload
 from tests.engine.client import ask, post, stream, together
-from tests.engine.servers import PAGE16_NO_OVERLAP, PAGE16_WINDOW, TIGHT, ServerConfig
+from tests.engine.servers import (
+    HYBRID_PAIR_DFLASH,
+    PAGE16_NO_OVERLAP,
+    PAGE16_WINDOW,
+    TIGHT,
+    ServerConfig,
+)
 
 COUNTS = ("verify_steps", "committed_tokens", "undrafted_steps", "undrafted_tokens")
 # SGLang's own count, which does not tell steps with drafts from those without.
@@ -103,7 +109,15 @@ def without_drafts(server: Server) -> list[dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize("config", [PAGE16_NO_OVERLAP, PAGE16_WINDOW], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        PAGE16_NO_OVERLAP,
+        PAGE16_WINDOW,
+        pytest.param(HYBRID_PAIR_DFLASH, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_all_accounts_of_the_acceptance_agree(config: ServerConfig, server: Server) -> None:
     """With overlap scheduling and without. Overlap runs a step too many for each request."""
     before = Reading(server)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
+import sysconfig
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from sglang_dflash.bench.server import Server
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,23 +40,56 @@ def test_it_contains_the_package_the_kernels_and_one_pair(wheel: Path) -> None:
     assert wheel.stat().st_size < 12_000_000
 
 
-def test_it_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    home = tmp_path / "installed"
-    zipfile.ZipFile(wheel).extractall(home)
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the wheel. It finds the wheel's dependencies in this
+    environment, and neither the checkout nor its entry points."""
+    home = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    made = home / "bin/python"
+    install = ["uv", "pip", "install", "-q", "--offline", "--no-deps", "--python", made, wheel]
+    subprocess.run(install, check=True)
+    (packages,) = home.glob("lib/*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return made
 
+
+@pytest.fixture
+def run(python: Path, tmp_path: Path) -> Run:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "sglang_dflash", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(home)},
-            capture_output=True,
-            text=True,
-        )
+        command = [python, "-W", "ignore", "-m", "sglang_dflash", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
+    return run
+
+
+def test_its_commands_work_away_from_the_checkout(run: Run, python: Path) -> None:
     target, draft = run("demo-models", "dense").stdout.splitlines()
-    assert Path(target).is_relative_to(home.resolve()) and Path(draft, "config.json").is_file()
+    assert Path(target).is_relative_to(python.parents[1]) and Path(draft, "config.json").is_file()
     shown = run("inspect", target, draft)
     assert shown.returncode == 0 and shown.stdout.startswith("served by sglang-dflash")
+    told = run("env", "--json")
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert found["worker"] == "sglang-dflash"
+    ours = [p["name"] for p in found["plugins"] if p["distribution"] == "sglang-dflash"]
+    assert sorted(ours) == ["dflash", "dflash_cpu", "dflash_cpu"]
+    made = run("generate", "--prompt", "import os", "--max-new-tokens", "8", "--json")
+    assert len(json.loads(made.stdout)["tokens"]) == 8, made.stderr
     refused = run("demo-models", "hybrid")
     assert refused.returncode == 1
     assert "'hybrid' is not embedded here; there is dense (a checkout has all" in refused.stderr
+
+
+@pytest.mark.long
+def test_its_worker_serves_away_from_the_checkout(
+    run: Run, python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = run("demo-models", "dense").stdout.splitlines()
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    pair = ["--model-path", target, "--speculative-draft-model-path", draft]
+    with Server([*pair, "--speculative-algorithm", "DFLASH"]) as server:
+        server.generate("import os\n", temperature=0, max_new_tokens=32, ignore_eos=True)
+        assert server.dflash()["acceptance_length"] > 2
