@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "launch/demo_models").glob("*/README.md")),
+]
 # What begins a command, in an indented line or between backticks.
-PROGRAMS = ("bash", "curl", "git", "pip", "python", "sglang-dflash", "torchrun", "sglang")
+PROGRAMS = (
+    "bash", "curl", "git", "pip", "pipx", "pre-commit", "pytest", "python", "sglang",
+    "sglang-dflash", "source", "torchrun", "uv",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,14 +40,14 @@ class Printed:
 def commands(start: str = "") -> list[Printed]:
     """All commands that begin with `start`, continuation lines joined, in the order of the pages.
 
-    A command stands on an indented line or between backticks. `bash` and the like, a program
-    without arguments, is none.
+    A command stands on an indented line or between backticks, after variables if it sets some.
+    `bash` and the like, a program without arguments, is none.
     """
     found: dict[Printed, None] = {}
     for page in PAGES:
         text = re.sub(r"\\\n\s*", "", page.read_text())
         for line in re.findall(r"^ {4}(\S.*)$|`([^`\n]+)`", text, re.M):
-            command = line[0] or line[1]
+            command = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line[0] or line[1])
             program, _, rest = command.partition(" ")
             if program in PROGRAMS and rest and command.startswith(start):
                 found[Printed(page.relative_to(ROOT).as_posix(), command)] = None

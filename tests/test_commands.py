@@ -35,6 +35,12 @@ ELSEWHERE = {
     "python tools/seams_page.py": "tests/test_docs.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
     "sglang-dflash doctor": "needs a server: tests/doctor/test_command.py",
+    "python launch/train_": "hours; tests/launch/test_code_pair.py tests the code pair's stages",
+    "python launch/measure_code_pair.py": "an hour; needs the training's texts",
+    "pipx run pip-audit": "asks the network for known defects",
+    "uv pip compile": "a maintainer's command, and needs the network",
+    "pre-commit install": "changes the checkout's git hooks",
+    "source .venv/bin/activate": "launch/setup.sh made it",
     "git clone": "needs a repository's address",
     "git grep": "a search for a maintainer to read",
     "pip download": "the beginning of a maintainer's command, and needs the network",
@@ -59,6 +65,14 @@ def script_is_valid(command: Printed) -> None:
     script = ROOT / command.words[1]
     assert script.is_file()
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def its_tests_exist(command: Printed) -> None:
+    named = [word for word in command.words if word.startswith("tests/")]
+    assert named
+    for test in named:
+        file, _, name = test.partition("::")
+        assert name in (ROOT / file).read_text()
 
 
 def experiment_takes_the_options(command: Printed) -> None:
@@ -112,6 +126,7 @@ CHECKS: dict[str, Callable[[Printed], None]] = {
     r"python -m benchmarks[ .]": experiment_takes_the_options,
     r"python -m sglang_dflash\.benchmark": benchmark_takes_the_options,
     r"bash ": script_is_valid,
+    r"(python -m )?pytest ": its_tests_exist,
     r"sglang-dflash generate ": drafts_well,
     r"sglang-dflash bench": bench_takes_the_options,
     r"sglang-dflash ": runs,

@@ -29,7 +29,8 @@ class FakeServer(ThreadingHTTPServer):
 
     As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics, from two engines
     in turns; as SGLang a piece is a token, and it counts a verify step for every three if it
-    `speculates`, of which so many per answer are `undrafted`. `delay_s` passes before the first piece, and `piece_s` between pieces.
+    `speculates`, of which so many per answer are `undrafted`. `delay_s` passes before the first
+    piece, and `piece_s` between pieces.
     """
 
     daemon_threads = True
