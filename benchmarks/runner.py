@@ -204,13 +204,13 @@ def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
 
 
 def command(experiment: Experiment[Any, Any], options: Any) -> str:
-    """The command line that repeats a run, with every option."""
+    """The command line that repeats a run, with every option that is not empty."""
     words = ["python", "-m", "benchmarks", experiment.name]
     for one in _fields(experiment):
         value = getattr(options, one.name)
         if value is True:
             words.append(_flag(one))
-        elif value is not False:
+        elif value is not False and value != "":
             words += [_flag(one), str(value)]
     return shlex.join(words)
 

@@ -137,7 +137,12 @@ def bench_dense() -> str:
     for dataset in result["prompts"]:
         for arm in result["arms"]:
             rows = [r for r in result["rows"] if (r["dataset"], r["arm"]) == (dataset, arm)]
-            cells = [f"{row['output_tok_s']} ({row['ratio']}x)" for row in rows]
+            cells = [
+                f"{row['output_tok_s']:.0f} ({row['output_tok_s_min']:.0f} to "
+                f"{row['output_tok_s_max']:.0f}), {row['ratio']}x"
+                f"{' within noise' if row['within_noise'] else ''}"
+                for row in rows
+            ]
             lines.append((f"{dataset}, {arm}", *cells, rows[0]["acceptance_length"] or "-"))
     head = [f"`{result['command']}`", *(f"{n} at a time" for n in levels), "acceptance length"]
     return table(head, *lines)
