@@ -111,6 +111,45 @@ def test_mixed_batches_are_judged_as_a_whole() -> None:
     assert rate * COST[1] >= 0.97 and Counter(widths)[1] > 900
 
 
+def waves(policy: WidthPolicy, kind: str, p: float, count: int) -> float:
+    """Tokens per millisecond and request of `count` batches of 16 short answers, one after another,
+    to requests that are new."""
+    rng, time = np.random.default_rng(0), 0.0
+    for wave in range(count):
+        left = {f"{kind} {wave} {i}": 48 for i in range(16)}
+        late: tuple[int, list[str], list[int]] | None = None
+        while left:
+            names = list(left)
+            width = policy.choose(names, 500, max(left.values()))
+            rejected = rng.random((len(names), width - 1)) >= p
+            accepted = [int(row.argmax()) if row.any() else width - 1 for row in rejected]
+            policy.took(COST[width] / 1e3, 16, 500, width)
+            time += COST[width]
+            if late is not None:
+                policy.observe(late[1], late[0], late[2])
+            late = width, names, accepted
+            left = {n: left[n] - a - 1 for n, a in zip(names, accepted, strict=True)}
+            left = {name: tokens for name, tokens in left.items() if tokens > 0}
+    return count * 48 / time
+
+
+def test_short_answers_to_another_kind_of_text_are_followed() -> None:
+    """Of each request little is known; what others were like is soon out of date."""
+    policy = AdaptiveWidth(WIDTHS)
+    assert waves(policy, "easy", 0.98, 8) * COST[1] > 2.5
+    assert waves(policy, "hard", 0.2, 6) * COST[1] > 0.93
+    assert waves(policy, "easy again", 0.98, 8) * COST[1] > 2.5
+
+
+def test_positions_that_are_never_reached_are_thought_of_as_the_others() -> None:
+    """What was once known of them is gone after so many steps."""
+    survival = Survival(7)
+    rows = survival.rows(["r"])
+    for _ in range(5_000):
+        survival.observe(rows, 7, np.array([0]))
+    assert survival.acceptance(survival.rows(["r", "new"])).max() < 0.05
+
+
 ADVERSARIAL: dict[str, tuple[Text, Callable[[int, int], float]]] = {
     "flips as soon as it is believed": (
         lambda s, _: 0.95 if s // 25 % 2 else 0.02,

@@ -27,6 +27,9 @@ KEEP = 0.98
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.02
 LEAST_STEPS, MOST_STEPS = 16, 100
+# A batch is probed early if this share of its requests was never drafted: a single step tells much
+# of new text, and short answers end before the next probe.
+UNKNOWN = 0.5
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -140,7 +143,7 @@ class AdaptiveWidth:
         if width is None:
             width = self._best(requests, place, allowed, undrafted)
         if width == 1 and len(allowed) > 1:
-            width = self._probe(len(requests), place, allowed, undrafted)
+            width = self._probe(requests, place, allowed, undrafted)
         self._idle_steps = self._idle_steps + 1 if width == 1 else 0
         self._expected.append(float(self._tokens[width - 1]) - len(requests) if requests else 0.0)
         self._figures.steps[width] += 1
@@ -176,15 +179,24 @@ class AdaptiveWidth:
             self._figures.switches += 1
         return width
 
-    def _probe(self, requests: int, place: Place, allowed: Sequence[int], undrafted: int) -> int:
+    def _probe(
+        self,
+        requests: Sequence[Hashable],
+        place: Place,
+        allowed: Sequence[int],
+        undrafted: int,
+    ) -> int:
         """1, or now and then a width to find out whether drafts have become better."""
         seconds = self._costs.seconds(place)[: len(allowed)]
         hoped = (1 - HOPE ** (self._columns[: len(allowed)] + 1)) / (1 - HOPE)
-        at = int(((requests * hoped + undrafted) / seconds).argmax())
+        at = int(((len(requests) * hoped + undrafted) / seconds).argmax())
         if at == 0:
             return 1
         between = (seconds[at] / seconds[0] - 1) / EXPLORE
-        if not self._probe_now and self._idle_steps < min(max(between, LEAST_STEPS), MOST_STEPS):
+        is_due = self._probe_now or self._idle_steps >= min(max(between, LEAST_STEPS), MOST_STEPS)
+        if not is_due and self._idle_steps >= LEAST_STEPS:
+            is_due = self._survival.share_unknown(requests) > UNKNOWN
+        if not is_due:
             return 1
         self._probe_now = False
         self._figures.probes += 1

@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Weight of earlier steps at each new one: of a request's rates (a hundred steps count), of its
-# level lately (six), and of all requests' rates, per batch step.
-REMEMBER, REMEMBER_LATELY, REMEMBER_ALL = 0.99, 0.85, 0.99
+# Weight of earlier steps at each new one: of rates (a hundred steps count), and of the level lately
+# of a request (six) and of all requests (five).
+REMEMBER, REMEMBER_LATELY, REMEMBER_ALL_LATELY = 0.99, 0.85, 0.8
+# A step counts as at most so many requests in all requests' counts, so that a large batch is not
+# remembered for long when a small one follows.
+MOST_AT_ONCE = 4
 # The same for a step in which nothing was drafted: what was known grows old.
 REMEMBER_UNSEEN = 0.98
 # Standard deviations between a request's level lately and before at which its text has changed.
@@ -26,8 +29,9 @@ AFTER_CHANGE = 4.0
 # A draft that was never tried counts as accepted this often, with the weight of so many tries. So
 # a server begins by drafting, and a few batches decide whether it goes on.
 FIRST_GUESS, GUESS_WEIGHT = 0.8, 4.0
-# Tries that all requests' rate is worth against a request's own, over all positions and at one.
-SHRINK_REQUEST, SHRINK_POSITION = 1.5, 3.0
+# Tries that all requests' rate is worth against a request's own, over all positions and at one, and
+# that the mean over positions is worth against all requests' rate at one.
+SHRINK_REQUEST, SHRINK_POSITION, SHRINK_ALL = 1.5, 3.0, 1.0
 # Estimates stay away from 0 and 1 by this much.
 MARGIN = 0.01
 # Requests that are remembered. Beyond it, those outside the running batch are forgotten.
@@ -40,7 +44,9 @@ class Survival:
     A request's estimate is its own rate, shrunk towards all requests' rate in two steps: the level
     of the request (one number, since easy text is easy at every position), then each position. Its
     counts are long, so that they are precise; they are dropped if its level lately does not fit
-    them.
+    them. All requests' rates, which a new request is expected to have, are those of a hundred
+    steps, moved to the level of the last five: the next text may be of another kind, and steps that
+    draft are few once drafting does not pay.
     """
 
     def __init__(self, drafts: int) -> None:
@@ -54,6 +60,8 @@ class Survival:
         self._counts = np.zeros((16, 2 * drafts + 2))
         self._all_hits = np.full(drafts, FIRST_GUESS * GUESS_WEIGHT)
         self._all_tries = np.full(drafts, GUESS_WEIGHT)
+        # Tries at each position lately, and hits at any.
+        self._lately, self._lately_hits = np.zeros(drafts), 0.0
         self._typical, self._typical_logit = self._all_rates()
         self._positions = np.arange(drafts)
         self._keep = np.full(2 * drafts + 2, REMEMBER)
@@ -93,14 +101,26 @@ class Survival:
         step = np.concatenate((is_hit, is_tried, accepted[:, None], tried[:, None]), axis=1)
         self._counts[rows] = self._counts[rows] * self._keep + step
         self._drop_outdated(rows)
-        self._all_hits = self._all_hits * REMEMBER_ALL + is_hit.sum(0)
-        self._all_tries = self._all_tries * REMEMBER_ALL + is_tried.sum(0)
+        weight = min(1.0, MOST_AT_ONCE / len(rows))
+        all_hits, all_tries = weight * is_hit.sum(0), weight * is_tried.sum(0)
+        self._all_hits = self._all_hits * REMEMBER + all_hits
+        self._all_tries = self._all_tries * REMEMBER + all_tries
+        self._lately_hits = self._lately_hits * REMEMBER_ALL_LATELY + all_hits.sum()
+        self._lately = self._lately * REMEMBER_ALL_LATELY + all_tries
         self._typical, self._typical_logit = self._all_rates()
 
     def _all_rates(self) -> tuple[Floats, Floats]:
         """All requests' acceptance rates `[B - 1]`, and their log odds."""
-        rates = _between(self._all_hits / self._all_tries)
-        return rates, _logit(rates)
+        # The first position is tried in every step, the last ones perhaps never.
+        mean = self._all_hits.sum() / self._all_tries.sum()
+        rates = (self._all_hits + SHRINK_ALL * mean) / (self._all_tries + SHRINK_ALL)
+        shift = _shift(rates, self._lately, self._lately_hits)
+        odds = _logit(_between(rates)) + shift
+        return 1 / (1 + np.exp(-odds)), odds
+
+    def share_unknown(self, requests: Sequence[Hashable]) -> float:
+        """Share of the requests of which no draft was tried."""
+        return float((self._counts[self.rows(requests), -1] == 0).mean())
 
     def _drop_outdated(self, rows: Ints) -> None:
         """Replace a request's counts by a few with the level of lately, if that does not fit."""
@@ -119,11 +139,7 @@ class Survival:
         """`[R, B - 1]`: the probability that a draft is accepted if those before it were."""
         n, counts = self.drafts, self._counts[rows]
         hits, tries = counts[:, :n], counts[:, n : 2 * n]
-        total = tries.sum(1)
-        # All requests' rate at the positions that this request has tried.
-        typical = (tries @ self._typical + 1e-6 * self._typical[0]) / (total + 1e-6)
-        level = (hits.sum(1) + SHRINK_REQUEST * typical) / (total + SHRINK_REQUEST)
-        shift = _logit(_between(level)) - _logit(typical)
+        shift = _shift(self._typical, tries, hits.sum(1))
         prior = 1 / (1 + np.exp(-(self._typical_logit + shift[:, None])))
         return (hits + SHRINK_POSITION * prior) / (tries + SHRINK_POSITION)
 
@@ -132,6 +148,18 @@ class Survival:
         expected = np.ones((len(rows), self.drafts + 1))
         expected[:, 1:] += self.acceptance(rows).cumprod(1).cumsum(1)
         return expected
+
+
+def _shift(typical: Floats, tries: Floats, hits: Floats | float) -> Floats:
+    """How far the level of some tries `[..., B - 1]` is from typical rates, in log odds `[...]`.
+
+    It is shrunk towards them, by as much as `SHRINK_REQUEST` tries are worth.
+    """
+    total = tries.sum(-1)
+    # The typical rate at the positions that were tried; at the first one if none was.
+    expected = (tries @ typical + 1e-6 * typical[0]) / (total + 1e-6)
+    level = (hits + SHRINK_REQUEST * expected) / (total + SHRINK_REQUEST)
+    return _logit(_between(level)) - _logit(_between(expected))
 
 
 def _between(p: Floats) -> Floats:
