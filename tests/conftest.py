@@ -31,6 +31,8 @@ if not torch.cuda.is_available():
 KERNELS = Path(__file__).parent / "kernels"
 # Tiers that take many minutes.
 ON_REQUEST = ("long", "compile")
+# So many times as many inputs are drawn by the tests that draw them (docs/reliability.md).
+FUZZ = int(os.environ.get("SGLANG_DFLASH_FUZZ", "1"))
 # The variable that names a folder shared by the processes of one test session.
 SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 

@@ -25,12 +25,12 @@ from sglang_dflash.core.options import Options
 from sglang_dflash.core.rope import Rotary
 from sglang_dflash.core.weights import save_model
 from sglang_dflash.inspect_pair.report import inspect_draft
-from tests.conftest import random_model, raw_config
+from tests.conftest import FUZZ, random_model, raw_config
 
 # Of this process: the machine may be busy with other things.
 SECONDS = 3.0
 bounded = settings(
-    max_examples=200,
+    max_examples=200 * FUZZ,
     deadline=None,
     derandomize=True,
     database=None,

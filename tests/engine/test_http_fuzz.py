@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
 from sglang_dflash.bench.server import Server
+from tests.conftest import FUZZ
 from tests.engine import client, workload
 from tests.engine.servers import DFLASH
 
@@ -193,7 +194,7 @@ def test_no_request_ends_or_breaks_the_server(path: str, server: Server) -> None
 
     @seed(0)
     @settings(
-        max_examples=REQUESTS,
+        max_examples=REQUESTS * FUZZ,
         deadline=None,
         database=None,
         phases=[Phase.generate],

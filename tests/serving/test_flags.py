@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.serving import arguments
 from tests.broken_drafts import PAIR, BrokenDraft, fields
+from tests.conftest import FUZZ
 
 PAIR_FLAGS = [
     *("--model-path", str(PAIR.target)),
@@ -184,7 +185,7 @@ def parser(resolve: Callable[..., Any]) -> argparse.ArgumentParser:
     return parser
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150 * FUZZ, deadline=None, derandomize=True)
 @given(typed=st.lists(st.tuples(st.sampled_from(FLAGS), st.sampled_from(NUMBERS)), max_size=4))
 def test_any_flags_are_served_or_refused_in_one_line(
     typed: list[tuple[str, str]], parser: argparse.ArgumentParser
