@@ -213,6 +213,10 @@ FIELDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "hidden_act": (fields(hidden_act=["silu"]), "hidden_act: ['silu'] in the draft's"),
     "projector_type": (fields(own={"projector_type": 7}), "dflash_config.projector_type: 7 in"),
     "architectures": (fields(architectures="DFlash"), "architectures: 'DFlash' in the draft's"),
+    "architectures, another head": (
+        fields(architectures={"": None}, output_multiplier=2.0),
+        "architectures: {'': None} in the draft's",
+    ),
     "architectures list": (fields(architectures=[None]), "architectures: [None] in the draft's"),
     "model_type": (fields(model_type=3), "model_type: 3 in the draft's config.json; a name"),
     "layers": (fields(num_hidden_layers=100_000), "num_hidden_layers: 100000 in the draft's"),

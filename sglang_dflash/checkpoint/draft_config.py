@@ -82,6 +82,8 @@ class DraftConfig:
         """Build from a parsed config.json. See `from_pretrained` for the errors."""
         text = Fields.of(raw, "draft")
         either = draft_fields(raw)
+        # A draft with another head goes by these names, too.
+        either.words("architectures")
         _refuse_other_heads(text, either)
         _check_kind(raw, either)
         depth, _, kv_heads, head_dim = draft_kv_shape(text)

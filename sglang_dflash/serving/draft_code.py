@@ -51,4 +51,5 @@ def _has_class(architectures: Any) -> bool:
         return False
     from sglang.srt.models.registry import ModelRegistry  # Imports every model.
 
-    return any(ModelRegistry.is_arch_supported(name) for name in architectures)
+    names = [name for name in architectures if isinstance(name, str)]
+    return any(ModelRegistry.is_arch_supported(name) for name in names)

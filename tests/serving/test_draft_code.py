@@ -66,6 +66,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
         BUILTIN,
         r"SGLang has no class for the architectures \['TracingModel'\]",
     ),
+    "names that are none": (
+        {"auto_map": MODEL, "architectures": [{}, None]},
+        BUILTIN,
+        r"SGLang has no class for the architectures \[\{\}, None\]",
+    ),
     "model of transformers": (
         {"auto_map": MODEL},
         ["--model-impl", "transformers"],
