@@ -109,7 +109,7 @@ def test_the_server_ends_without_the_guard(name: str, servers: ServerSession) ->
     with offered as server:
         if config == PLAIN_OFF:
             answers = {name: send(server, row).status_code for name, row in FAILS.items()}
-            assert set(answers.values()) == {500}, answers
+            assert {k: v for k, v in answers.items() if v != 500} == {}
         with pytest.raises(requests.ConnectionError):
             send(server, ENDS[name])
         deadline = time.monotonic() + 30
