@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang_dflash.bench import progress
 from sglang_dflash.bench.server_config import ServerConfig
+from sglang_dflash.bench.sigterm import sigterm_as_exit
 from sglang_dflash.checkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -169,7 +170,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"no experiment {args.experiment!r}; {meant}--list shows all")
     module = importlib.import_module(f"benchmarks.experiments.{args.experiment}")
     try:
-        return run(module.EXPERIMENT, argv[1:])
+        with sigterm_as_exit():
+            return run(module.EXPERIMENT, argv[1:])
     except ConfigError as error:
         print(f"{args.experiment}: {error}", file=sys.stderr)
         return 1

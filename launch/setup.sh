@@ -13,11 +13,13 @@ assert sys.version_info >= (3, 11), f"Python >= 3.11 is needed, this is {sys.ver
 unset PYTHONDONTWRITEBYTECODE
 if [ ! -x "$root/.venv/bin/python" ]; then
     "$python" -m venv "$root/.venv"
-    "$root/.venv/bin/python" -m pip install -q uv
 fi
 stamp="$root/.venv/installed$extras"
 if [ ! -f "$stamp" ] || [ "$root/pyproject.toml" -nt "$stamp" ] ||
     [ "$root/constraints.txt" -nt "$stamp" ]; then
+    # An environment that was made by hand has no uv.
+    "$root/.venv/bin/python" -m uv --version >/dev/null 2>&1 ||
+        "$root/.venv/bin/python" -m pip install -q uv
     "$root/.venv/bin/python" -m uv pip install -q --python "$root/.venv/bin/python" \
         -c "$root/constraints.txt" -e "$root$extras"
     touch "$stamp"

@@ -28,6 +28,7 @@ from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.measure import hardware
 from sglang_dflash.bench.server import Server
 from sglang_dflash.bench.server_config import demo_config
+from sglang_dflash.bench.sigterm import sigterm_as_exit
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.core.acceptance_length import VerifySteps
 
@@ -145,6 +146,11 @@ def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float |
 
 
 def main() -> None:
+    with sigterm_as_exit():
+        run()
+
+
+def run() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

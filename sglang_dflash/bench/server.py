@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -152,8 +153,6 @@ class Server:
 
     def _end_children(self) -> None:
         """End the rest of the process session: SGLang's children outlive a killed launcher."""
-        import signal
-
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:

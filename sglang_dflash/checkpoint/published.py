@@ -156,7 +156,7 @@ def _suggestion(kind: str, name: str) -> str:
     near = list(dict.fromkeys(by_text[text] for text in texts))[:3]
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"facts of these {kind}s are shipped: {', '.join(shipped(kind))}"
+    return f"facts of these {kind}s are shipped: {', '.join(names)}"
 
 
 def _swapped(kind: str, name: str) -> ConfigError:

@@ -160,8 +160,10 @@ def run(args: argparse.Namespace) -> None:
     from sglang_dflash.bench.gate import OutputsDiffer
     from sglang_dflash.bench.load import RequestFailed
     from sglang_dflash.bench.server import ServerFailed
+    from sglang_dflash.bench.sigterm import sigterm_as_exit
 
     try:
-        compare.main(settings)
+        with sigterm_as_exit():
+            compare.main(settings)
     except (OutputsDiffer, RequestFailed, ServerFailed) as error:
         raise Failed(str(error)) from error

@@ -58,6 +58,11 @@ def check_pair(server_args: Any) -> None:
     """
     settings = resolving_view(server_args)
     arguments.warn_unguarded(server_args, settings.tokenizer_worker_num)
+    if settings.speculative_algorithm is None and settings.speculative_draft_model_path:
+        logger.warning(
+            "--speculative-draft-model-path has no effect without --speculative-algorithm: the "
+            "server decodes plainly; add --speculative-algorithm DFLASH"
+        )
     if not _dflash_requested(settings):
         return
     arguments.warn_retired_env()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
+import sys
 from typing import Any
 
+import psutil
 import pytest
 
 from sglang_dflash.bench.server import Server, ServerFailed
@@ -28,6 +31,34 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
     with pytest.raises(KeyboardInterrupt), server:
         pass
     assert server.process.poll() is not None
+
+
+SIGTERM = """
+import os, subprocess, sys, threading
+from sglang_dflash.bench.server import Server, together
+from sglang_dflash.bench.sigterm import sigterm_as_exit
+
+class Sleeping(Server):
+    def start(self):
+        self.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+    def wait(self):
+        print(self.process.pid, flush=True)
+        self.process.wait()
+
+with sigterm_as_exit(), together([Sleeping([])]):
+    pass
+"""
+
+
+def test_servers_end_with_a_command_that_is_terminated() -> None:
+    command = [sys.executable, "-c", SIGTERM]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        server = int(bench.stdout.readline())
+        bench.terminate()
+        assert bench.wait(60) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(server)
 
 
 def test_a_port_is_taken_or_refused() -> None:

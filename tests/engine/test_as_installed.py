@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from sglang_dflash import cli
+from sglang_dflash.bench.demo import acceptance_between
 from sglang_dflash.bench.server import Server
 from sglang_dflash.checkpoint.embedded import demo_pair
 from tests.commands import commands, snippets
@@ -70,12 +71,15 @@ def test_the_readme_command_serves_in_bfloat16_and_little_memory(
 def test_the_readmes_clients_get_an_answer(server: Any) -> None:
     """`curl` and the Python of the README, at this server's address instead of the default one."""
     here = ("http://127.0.0.1:30000", server.url)
-    answers = []
+    answers, before = [], server.dflash()
     for curl in commands("curl"):
         words = [word.replace(*here) for word in curl.words]
         done = subprocess.run([*words, "-sf"], check=True, capture_output=True, text=True)
         answers.append(json.loads(done.stdout))
-    assert any("choices" in one and one["choices"][0]["message"]["content"] for one in answers)
+    assert any("choices" in one and one["choices"][0]["text"] for one in answers)
     (snippet,) = snippets()
     python = [sys.executable, "-c", snippet.replace(*here)]
     assert subprocess.run(python, check=True, capture_output=True, text=True).stdout.strip()
+    # What a newcomer sees first is text that the pair knows.
+    length = acceptance_between(before, server.dflash())
+    assert length is not None and length > 4

@@ -17,7 +17,7 @@ from sglang_dflash.bench.demo import acceptance_between
 from sglang_dflash.bench.server import Server
 from sglang_dflash.benchmark import __main__ as benchmark
 from tests.engine.nursery import ForkedServer
-from tests.engine.servers import DFLASH, PAIR
+from tests.engine.servers import PAGE16_NO_OVERLAP, PAIR
 from tests.engine.session import ServerSession
 
 
@@ -83,7 +83,8 @@ def test_two_servers_side_by_side(
         assert image.format == "PNG"
 
 
-@pytest.mark.server(DFLASH)
+# Its requests have seeds, which a server warns of once.
+@pytest.mark.server(PAGE16_NO_OVERLAP)
 def test_the_published_benchmark_measures_a_running_server(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

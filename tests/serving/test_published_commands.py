@@ -142,6 +142,16 @@ def test_tokenizer_workers_are_warned_of_in_one_line(
     assert len(warned) == 1 and "--tokenizer-worker-num 2: SGLang loads no plugins" in warned[0]
 
 
+def test_a_draft_without_the_algorithm_is_warned_of(resolve: Any, folders: Any, capfd: Any) -> None:
+    argv = on_this_machine(local(flags(LINE), folders))
+    resolve(argv)
+    assert "has no effect without" not in capfd.readouterr().err
+    at = argv.index("--speculative-algorithm")
+    resolve(argv[:at] + argv[at + 2 :])
+    warned = [line for line in capfd.readouterr().err.splitlines() if "has no effect with" in line]
+    assert len(warned) == 1 and "add --speculative-algorithm DFLASH" in warned[0]
+
+
 def test_retired_variables_are_warned_of_in_one_line(
     resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
