@@ -7,7 +7,7 @@ import json
 import sys
 
 from sglang_dflash.cli.command import Failed
-from sglang_dflash.doctor.findings import Finding, examine
+from sglang_dflash.doctor.findings import ENOUGH_STEPS, Finding, examine
 from sglang_dflash.doctor.reading import NotReadable, read
 
 
@@ -21,22 +21,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Raises Failed, which makes the exit status 1, if anything is wrong."""
+    steps = 0
     try:
-        findings = examine(read(args.url, args.timeout, args.api_key))
+        reading = read(args.url, args.timeout, args.api_key)
+        findings, steps = examine(reading), reading.total("verify_steps")
     except NotReadable as error:
         advice = "check the URL, and the server's log and process (docs/operating.md)"
         findings = [Finding("not-reachable", str(error), advice)]
     if args.json:
         print(json.dumps({"url": args.url, "findings": [f._asdict() for f in findings]}))
     else:
-        print(as_text(findings))
+        print(as_text(findings, steps))
     if findings:
         sys.stdout.flush()
         raise Failed(f"doctor: {len(findings)} finding{'s'[: len(findings) > 1]}")
 
 
-def as_text(findings: list[Finding]) -> str:
-    """One line per finding, and what to do below it."""
+def as_text(findings: list[Finding], steps: int) -> str:
+    """One line per finding, and what to do below it. `steps`: verify steps so far."""
     if not findings:
-        return "nothing wrong found"
+        early = f"; {steps} verify steps are too few to judge the draft, send more requests"
+        return "nothing wrong found" + (early if steps < ENOUGH_STEPS else "")
     return "\n".join(f"{f.name}: {f.problem}\n    {f.advice}" for f in findings)

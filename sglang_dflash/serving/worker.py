@@ -181,7 +181,7 @@ class DFlashWorker(BaseSpecWorker):
             self.target_worker, self.req_to_token_pool.req_to_token, self.options, self._ranks,
             self._max_running_requests,
         )  # fmt: skip
-        logger.info("DFLASH: %s", self.describe())
+        logger.info("DFLASH: sglang-dflash serves: %s", self.describe())
 
     def init_cuda_graphs(self) -> None:
         """After the target's."""

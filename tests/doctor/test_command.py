@@ -74,6 +74,14 @@ def test_a_healthy_server_is_status_0(suffix: str, capsys: pytest.CaptureFixture
         assert doctor(url.removeprefix("http://"), capsys=capsys)[0] == 0
 
 
+def test_a_few_steps_are_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    new = reading({"verify_steps": 7, "committed_tokens": 8})
+    with serving(shown(new.info)) as url:
+        status, out, _ = doctor(url, capsys=capsys)
+    assert status == 0
+    assert out.startswith("nothing wrong found; 7 verify steps are too few to judge the draft")
+
+
 def test_each_finding_is_a_line_with_advice_and_status_1(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
