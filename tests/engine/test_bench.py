@@ -91,7 +91,7 @@ def test_the_published_benchmark_measures_a_running_server(
     out = tmp_path / "out.json"
     command = (
         f"--backend sglang --base-url {server.url} --model {PAIR.target} --dataset demo "
-        f"--num-prompts 4 --concurrency 1 --enable-thinking --output-file {out}"
+        f"--num-prompts 4 --concurrency 1 --enable-thinking --max-new-tokens 64 --output-file {out}"
     )
     before = server.dflash()
     assert benchmark.main(shlex.split(command)) == 0
