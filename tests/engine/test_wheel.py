@@ -91,5 +91,6 @@ def test_its_worker_serves_away_from_the_checkout(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     pair = ["--model-path", target, "--speculative-draft-model-path", draft]
     with Server([*pair, "--speculative-algorithm", "DFLASH"]) as server:
-        server.generate("import os\n", temperature=0, max_new_tokens=32, ignore_eos=True)
+        text = 'def fnmatch(name, pat):\n    """Test whether FILENAME'
+        server.generate(text, temperature=0, max_new_tokens=32, ignore_eos=True)
         assert server.dflash()["acceptance_length"] > 2
