@@ -34,7 +34,7 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
 
 
 SIGTERM = """
-import os, subprocess, sys, threading
+import subprocess
 from sglang_dflash.bench.server import Server, together
 from sglang_dflash.bench.sigterm import sigterm_as_exit
 
