@@ -88,13 +88,15 @@ def ask(
         return [answers.add(answer) for answer in got]
 
 
-def chats(server: Server, pieces: list[list[int]], seed: int = 0) -> Answers:
-    """20 conversations of 6 turns, 8 requests at a time, in a new order every turn."""
+def chats(
+    server: Server, pieces: list[list[int]], seed: int = 0, conversations: int = CONVERSATIONS
+) -> Answers:
+    """Conversations of 6 turns, 8 requests at a time, in a new order every turn."""
     rng, answers = random.Random(seed), Answers()
     # Conversations have different first tokens: a request finds only its own history cached.
-    histories = [[FIRST_TOKEN + i] for i in range(CONVERSATIONS)]
+    histories = [[FIRST_TOKEN + i] for i in range(conversations)]
     for turn in range(TURNS):
-        order = rng.sample(range(CONVERSATIONS), CONVERSATIONS)
+        order = rng.sample(range(conversations), conversations)
         for i in order:
             piece = pieces[(i + 7 * turn) % len(pieces)]
             histories[i] = histories[i] + piece[: rng.randint(30, 150)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from sglang_dflash.bench.server import Server
 
 NEW_TOKENS, BLOCK_SIZE = 40, 8
 TURNS = 3
+FEW = 16
 
 # (prompt ids, answer) of every request.
 Answers = list[tuple[list[int], dict[str, Any]]]
@@ -29,14 +31,17 @@ def prompts() -> list[list[int]]:
     return separate + [trunk + [rng.randrange(1000) for _ in range(1 + i)] for i in range(16)]
 
 
+def _answer(server: Server, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
+    return prompt, server.generate(
+        prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
+    )
+
+
 def hybrid_answers(server: Server) -> tuple[Answers, Answers]:
     """To all prompts, eight at a time, the shared prefixes one after another; and to six chats of
     three turns."""
 
-    def one(prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
-        return prompt, server.generate(
-            prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
-        )
+    one = functools.partial(_answer, server)
 
     def chat(index: int) -> Answers:
         """Every turn repeats the one before: its states were kept while it was decoded."""
@@ -51,6 +56,13 @@ def hybrid_answers(server: Server) -> tuple[Answers, Answers]:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(one, every[:-16])) + [one(prompt) for prompt in every[-16:]]
         return answers, [turn for turns in pool.map(chat, range(6)) for turn in turns]
+
+
+def few_answers(server: Server) -> tuple[Answers, Answers]:
+    """To the first prompts, eight at a time: for a server that a test must find to be wrong."""
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(functools.partial(_answer, server), prompts()[:FEW])), []
 
 
 def outputs(answers: Answers) -> list[list[int]]:

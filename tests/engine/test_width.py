@@ -45,8 +45,9 @@ def test_outputs_do_not_depend_on_widths(
     workload.assert_same_outputs(got, workload.halved(plain))
     report = server.dflash()
     assert all(steps > 20 for steps in report["width_steps"].values())
-    # Context of plain steps reaches the drafter: text that it knows stays easy.
-    assert report["acceptance_by_position"][0] > 0.35
+    # A drafter that is never right would pass the comparison, too. (2.2 to 5.1 in eight runs: which
+    # step has which width depends on when requests arrive.)
+    assert workload.acceptance_length(got["demo"]) > 1.5
     assert report["nonfinite_outputs"] == 0
 
 
