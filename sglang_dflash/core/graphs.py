@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.core.attention.table import RequestSlots
 from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.core.kv_cache import DraftKVCache
@@ -192,13 +191,6 @@ class GraphedDrafter:
         width = self._drafter.block_size
         size = None if tokens % width else _next(self._buckets, tokens // width)
         return None if size is None else Key(size, 0, width)
-
-
-def static_bytes(config: DraftConfig, block_size: int, requests: int, itemsize: int) -> int:
-    """Bytes of the buffers that recordings read and write, for batches of up to `requests`; the
-    target's hidden states have values of `itemsize` bytes."""
-    per_token = 3 * 8 + 1 + config.target_hidden_width * itemsize
-    return requests * (3 * 8 + block_size * per_token)
 
 
 class _Static:

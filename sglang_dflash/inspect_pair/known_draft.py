@@ -15,7 +15,12 @@ from sglang_dflash.checkpoint.target_config import TargetGeometry
 from sglang_dflash.checkpoint.tensors import StoredTensor, check_tensors
 from sglang_dflash.checkpoint.values import check_values
 from sglang_dflash.core.options import Options, ResolvedOptions
-from sglang_dflash.inspect_pair.memory import Serving, draft_weight_bytes, stated_kv_bytes
+from sglang_dflash.inspect_pair.memory import (
+    Serving,
+    draft_weight_bytes,
+    drafter_bytes,
+    stated_kv_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,14 @@ class KnownDraft:
             check_tensors(self.config, self.tensors)
         if self.config is not None and self.weights is not None:
             check_values(self.config, self.weights)
+
+    def step_bytes(
+        self, options: ResolvedOptions, serving: Serving, context: int | None
+    ) -> int | None:
+        """`drafter_bytes` for requests of that many tokens, at most; None without a config."""
+        if self.config is None:
+            return None
+        return drafter_bytes(self.config, options, serving, context or 0)
 
     def resolve(self, options: Options) -> ResolvedOptions:
         """Fill in the draft's block size. Raises ConfigError if it is unknown and not given."""

@@ -10,6 +10,8 @@ from sglang_dflash.checkpoint.draft_config import DraftConfig
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.checkpoint.published import ModelFacts
 from sglang_dflash.checkpoint.tensors import expected_tensors
+from sglang_dflash.core.options import ResolvedOptions
+from sglang_dflash.core.step_memory import StepShape
 
 GIB = 2**30
 DTYPE_BYTES: Mapping[str, int] = {
@@ -139,14 +141,35 @@ def split_kv(memory: int, target_bytes: int, draft_bytes: int, entries: int | No
     )
 
 
+def drafter_bytes(
+    config: DraftConfig, options: ResolvedOptions, serving: Serving, context: int
+) -> int:
+    """What our worker reserves beside weights and K/V on one GPU, 16-bit weights, with Triton's
+    draft attention and captured graphs, without the workspace of that attention (some MiB, by the
+    GPU).
+
+    Args:
+        context: tokens of a request, at most; 0 if unknown.
+    """
+    window, requests = options.context_window, serving.max_running_requests
+    columns = context if window is None else min(window.size, context or window.size)
+    entries = options.draft_kv_entries(requests)
+    step = StepShape(config, options.block_size, requests, columns, entries, _WEIGHT_BYTES)
+    return step.slot_tables + step.logits + step.activations + step.graph_buffers(requests)
+
+
 def kv_memory_bytes(
-    serving: Serving, weights: Mapping[str, int | None], state_bytes_per_request: int
+    serving: Serving,
+    weights: Mapping[str, int | None],
+    state_bytes_per_request: int,
+    drafter: int = 0,
 ) -> int:
     """Bytes for both KV pools.
 
     Args:
         weights: bytes of the "target" and "draft" weights; None if unknown.
         state_bytes_per_request: the target's recurrent state and the scratch of its verification.
+        drafter: see `drafter_bytes`.
 
     Raises:
         ConfigError: a size of weights is needed and unknown, or nothing is left for KV.
@@ -161,12 +184,13 @@ def kv_memory_bytes(
             )
         total += size
     states = serving.max_running_requests * state_bytes_per_request
-    left = int(serving.memory_gib * serving.mem_fraction * GIB) - total - states
+    left = int(serving.memory_gib * serving.mem_fraction * GIB) - total - states - drafter
     if left <= 0:
         raise ConfigError(
             f"--memory-gib {serving.memory_gib:g} x --mem-fraction {serving.mem_fraction:g}: "
             "the weights alone do not fit, or leave nothing for KV "
-            f"({total / GIB:.2f} GiB of weights, {states / GIB:.2f} GiB of recurrent state)"
+            f"({total / GIB:.2f} GiB of weights, {states / GIB:.2f} GiB of recurrent state, "
+            f"{drafter / GIB:.2f} GiB of draft steps)"
         )
     return left
 

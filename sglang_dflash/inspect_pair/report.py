@@ -50,6 +50,8 @@ class Inspection:
         worker: what serves the pair without further flags: "sglang-dflash", "builtin" (SGLang's
             own worker; the bounded figures are then those of ours) or "unknown".
         worker_reason: why it is not "sglang-dflash".
+        draft_step_bytes: what our worker reserves beside weights and K/V (`drafter_bytes`); None if
+            another worker serves.
         draft_tensors: how many tensors of the draft's weights were checked against its config; None
             if there are no weights at hand.
         draft_values: "finite" if the values of these tensors were read and are finite; None if only
@@ -80,6 +82,7 @@ class Inspection:
     kv: KvSplit
     target_weight_bytes: int | None
     draft_weight_bytes: int | None
+    draft_step_bytes: int | None
     draft_tensors: int | None
     draft_values: str | None
     recurrent_layers: int | None
@@ -126,18 +129,17 @@ def inspect(
         if geometry
         else stated_kv_bytes(target, "--kv-dtype", serving.kv_dtype)
     )
-    known = KnownDraft.of(draft, serving)
-    if geometry is not None:
-        known.check_target(geometry)
-    known.check_weights()
+    known = _checked(draft, serving, geometry)
     resolved = known.resolve(options)
     window, block_size = resolved.context_window, resolved.block_size
     replay = recurrent.replay_bytes(block_size) if recurrent else None
-    states = recurrent.state_bytes + recurrent.replay_bytes(block_size) if recurrent else 0
+    states = recurrent.state_bytes + (replay or 0) if recurrent else 0
     weights = {"target": target.weight_bytes, "draft": known.weight_bytes}
-    memory = kv_memory_bytes(serving, weights, states)
-    entries = resolved.draft_kv_entries(serving.max_running_requests)
     worker, reason = _worker(target, geometry, known)
+    ours = worker == "sglang-dflash"
+    reserved = known.step_bytes(resolved, serving, _context(target)) if ours else None
+    memory = kv_memory_bytes(serving, weights, states, reserved or 0)
+    entries = resolved.draft_kv_entries(serving.max_running_requests)
     kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, entries)
     options.check_room(resolved, context=_context(target), kv_tokens=kv.target_tokens)
     tokens, requests = window.tokens if window else None, serving.max_running_requests
@@ -161,6 +163,7 @@ def inspect(
         kv=kv,
         target_weight_bytes=target.weight_bytes,
         draft_weight_bytes=known.weight_bytes,
+        draft_step_bytes=reserved,
         draft_tensors=known.checked_tensors,
         draft_values=known.checked_values,
         recurrent_layers=geometry.recurrent_layers if geometry else None,
@@ -187,11 +190,16 @@ def choose_worker(target: ModelFacts, draft: ModelFacts) -> tuple[str, str | Non
         ConfigError: the pair does not fit, or a field or tensor is invalid.
     """
     geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
-    known = KnownDraft.of(draft, Serving())
+    known = _checked(draft, Serving(), geometry)
+    return _worker(target, geometry, known)
+
+
+def _checked(draft: ModelFacts, serving: Serving, geometry: TargetGeometry | None) -> KnownDraft:
+    known = KnownDraft.of(draft, serving)
     if geometry is not None:
         known.check_target(geometry)
     known.check_weights()
-    return _worker(target, geometry, known)
+    return known
 
 
 def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:

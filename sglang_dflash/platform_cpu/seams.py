@@ -154,6 +154,28 @@ SEAMS: tuple[Seam, ...] = (
         "SGLang makes tensors of LoRA batches in pinned memory, which needs an accelerator.",
         f"{_PROOFS}test_lora_batches_need_pinned_memory",
     ),
+    # SGLang's KV canary (--kv-canary).
+    Seam(
+        "sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers",
+        Kind.AROUND,
+        "sglang_dflash.platform_cpu.kv_pool:attach_canary_buffers",
+        "The canary looks a pool up by its class, and ours is a subclass of SGLang's.",
+        f"{_PROOFS}test_the_canary_knows_no_subclass_of_a_pool",
+    ),
+    Seam(
+        "sglang.srt.utils.common.create_device_stream",
+        Kind.REPLACE,
+        torch_ops.create_stream,
+        "SGLang names the device of a stream, which torch's stand-in for a CPU does not take.",
+        f"{_PROOFS}test_a_cpu_stream_takes_no_device",
+    ),
+    Seam(
+        "sglang.srt.kv_canary.runner.future_tensor.FutureTensors.device_to_host",
+        Kind.AROUND,
+        torch_ops.without_pinned_memory,
+        "The canary's counts go to the host by way of pinned memory, which needs an accelerator.",
+        f"{_PROOFS}test_the_canarys_counts_need_pinned_memory",
+    ),
     # Hybrid models.
     Seam(
         "sglang.srt.configs.model_config.ModelConfig.__init__",

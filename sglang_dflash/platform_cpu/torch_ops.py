@@ -193,6 +193,13 @@ class _Unpinned(TorchFunctionMode):
         return func(*args, **rest)
 
 
+def create_stream(device: torch.device | str) -> Any:
+    """A stream of that device."""
+    if torch.device(device).type == "cpu":
+        return torch.cpu.Stream()
+    return torch.get_device_module(device).Stream(device=device)
+
+
 def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the original so that its tensors are made in ordinary memory."""
     with _Unpinned():

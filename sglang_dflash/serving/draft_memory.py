@@ -8,7 +8,8 @@ import math
 from typing import Any, NamedTuple
 
 from sglang_dflash.core.attention.backend import Setting
-from sglang_dflash.core.graphs import static_bytes
+from sglang_dflash.core.plain_context import MOST_STEPS
+from sglang_dflash.core.step_memory import StepShape
 from sglang_dflash.serving.draft_setup import DraftSetup
 from sglang_dflash.serving.graphs import largest_recorded
 from sglang_dflash.serving.memory import MemoryPlan, table_positions
@@ -16,11 +17,8 @@ from sglang_dflash.serving.recurrent import Rollback, recording_bytes
 
 logger = logging.getLogger(__name__)
 
-# Of a ring: which entry a target slot has, and whose an entry is and whether it is in use.
-BYTES_PER_TARGET_SLOT, BYTES_PER_ENTRY = 4, 5
-# Of a step's table: int32 per request and column. A kernel that cannot mask sorts the live ones to
-# the front and counts them (`core.attention.paged`), with int64 numbers.
-TABLE_BYTES, SORTED_TABLE_BYTES = 4, 48
+# Of a bounded draft KV cache: which entry a target slot has.
+BYTES_PER_TARGET_SLOT = 4
 
 
 class DraftMemory(NamedTuple):
@@ -34,6 +32,8 @@ class DraftMemory(NamedTuple):
         graph_buffers: what recorded steps read and write; 0 if none are recorded.
         logits: of all drafted positions of the largest batch.
         activations: of the draft network for the largest batch.
+        waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
+            step drafts.
         recurrent_inputs: what replay keeps of a verify forward; 0 without recurrent layers.
     """
 
@@ -43,6 +43,7 @@ class DraftMemory(NamedTuple):
     graph_buffers: int = 0
     logits: int = 0
     activations: int = 0
+    waiting_hidden: int = 0
     recurrent_inputs: int = 0
 
     @property
@@ -52,7 +53,7 @@ class DraftMemory(NamedTuple):
     def after_graphs(self, recorded: bool) -> int:
         """Bytes that are not allocated yet when SGLang has captured its graphs, and recorded steps
         of ours hold theirs."""
-        return 0 if recorded else self.logits + self.activations
+        return self.waiting_hidden + (0 if recorded else self.logits + self.activations)
 
     def __str__(self) -> str:
         parts = {name: n for name, n in self._asdict().items() if n}
@@ -61,7 +62,11 @@ class DraftMemory(NamedTuple):
 
 
 def draft_memory(
-    setup: DraftSetup, positions: int, recorded: int, recurrent_inputs: int = 0
+    setup: DraftSetup,
+    positions: int,
+    recorded: int,
+    recurrent_inputs: int = 0,
+    narrow: bool = False,
 ) -> DraftMemory:
     """What a server needs.
 
@@ -69,31 +74,38 @@ def draft_memory(
         positions: of a row of the request-to-token table.
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         recurrent_inputs: bytes, see `DraftMemory`.
+        narrow: whether there are steps that draft nothing.
     """
     options, config, requests = setup.options, setup.model.config, setup.running
-    block, itemsize = options.block_size, setup.model.fc.weight.element_size()
-    window, entries = options.context_window, options.draft_kv_entries(requests)
+    block, window = options.block_size, options.context_window
     columns = positions if window is None else min(window.size, positions)
     sorts = setup.backend.capabilities.scratch
     setting = Setting(
         block, setup.device, window=window, tp=setup.tp, requests=requests, columns=columns
     )
     per_token = math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize
-    vocabulary = math.ceil(config.vocab_size / setup.tp.size)
+    step = StepShape(
+        config, block, requests, columns, options.draft_kv_entries(requests),
+        setup.model.fc.weight.element_size(), setup.tp.size, sorts, MOST_STEPS if narrow else 0,
+    )  # fmt: skip
     return DraftMemory(
         scratch_kv=(1 + requests * block * sorts) * per_token,
-        slot_tables=requests * columns * (SORTED_TABLE_BYTES if sorts else TABLE_BYTES)
-        + (0 if entries is None else BYTES_PER_ENTRY * (entries + 1)),
+        slot_tables=step.slot_tables,
         attention_workspace=setup.backend.workspace(config, setting),
-        graph_buffers=static_bytes(config, block, recorded, itemsize),
-        logits=requests * (block - 1) * vocabulary * itemsize,
-        activations=requests * block * activation_width(setup) * itemsize,
+        graph_buffers=step.graph_buffers(recorded),
+        logits=step.logits,
+        activations=step.activations,
+        waiting_hidden=step.waiting_hidden,
         recurrent_inputs=recurrent_inputs,
     )
 
 
 def plan_memory(
-    setup: DraftSetup, model_config: Any, draft_graphs: str, rollback: Rollback | None
+    setup: DraftSetup,
+    model_config: Any,
+    draft_graphs: str,
+    rollback: Rollback | None,
+    narrow: bool = False,
 ) -> tuple[MemoryPlan, DraftMemory]:
     """What a server's sizing is to know, and what it leaves free for. One log line.
 
@@ -101,6 +113,7 @@ def plan_memory(
         model_config: SGLang's, of the target.
         draft_graphs: the value of --speculative-dflash-draft-graphs.
         rollback: of recurrent layers; None without them.
+        narrow: whether there are steps that draft nothing.
     """
     capturable = setup.backend.capabilities.capturable
     recorded = largest_recorded(draft_graphs, setup.device, capturable, setup.running)
@@ -109,7 +122,8 @@ def plan_memory(
     inputs = 0
     if replay:
         inputs = recording_bytes(model_config, setup.running, setup.options.block_size, itemsize)
-    needed = draft_memory(setup, table_positions(model_config.context_len), recorded, inputs)
+    positions = table_positions(model_config.context_len)
+    needed = draft_memory(setup, positions, recorded, inputs, narrow)
     logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
     entries = setup.options.draft_kv_entries(setup.running)
     token_bytes = math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize
@@ -121,18 +135,6 @@ def plan_memory(
         target_slot_bytes=0 if entries is None else BYTES_PER_TARGET_SLOT,
     )
     return plan, needed
-
-
-def activation_width(setup: DraftSetup) -> int:
-    """Values per token that are alive at once, at most: of a layer residual, input, q, k and v,
-    attention's output, gate and up, and their product; of a commit features and K/V of all
-    layers."""
-    config, model = setup.model.config, setup.model
-    layer: Any = model.layers[0]
-    heads = 2 * layer.heads + 2 * layer.kv_heads
-    inner = layer.gate_up_proj.weight.shape[0] // 2
-    of_layer = 3 * config.hidden_size + heads * config.head_dim + 3 * inner
-    return max(of_layer, 3 * config.hidden_size + 2 * math.prod(model.kv_shape))
 
 
 def _mib(size: int) -> str:

@@ -129,7 +129,8 @@ class DFlashWorker(BaseSpecWorker):
             self._model, self.options, ATTENTION[self._attention], self._tp, self.device,
             self._kv_dtype, self._max_running_requests,
         )  # fmt: skip
-        plan, needed = plan_memory(setup, runner.model_config, draft_graphs, self.rollback)
+        narrow = len(self.widths.policy.widths) > 1
+        plan, needed = plan_memory(setup, runner.model_config, draft_graphs, self.rollback, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         return setup, needed
 

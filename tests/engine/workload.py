@@ -73,6 +73,11 @@ def run_half(server: Server) -> dict[str, list[dict[str, Any]]]:
     return _answers(server, {name: texts[::2] for name, texts in prompts().items()})
 
 
+def run_some(server: Server, each: int) -> dict[str, list[dict[str, Any]]]:
+    """As `run`, the first prompts of each kind."""
+    return _answers(server, {name: texts[:each] for name, texts in prompts().items()})
+
+
 def run_penalised(server: Server) -> list[dict[str, Any]]:
     send = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     texts = prompts()["demo"][:10]

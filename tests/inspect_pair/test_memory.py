@@ -57,7 +57,10 @@ def test_memory_is_what_weights_and_states_leave() -> None:
     assert found.recurrent_replay_bytes == replay
     assert found.recurrent_snapshot_bytes == 3 * (4 * 3 * 7 * 5 * 4 + 41 * 6 * 2)
     draft = draft_weight_bytes(DraftConfig.from_dict(raw_config()))
-    assert found.kv_memory_bytes == 2 * GIB - GIB - draft - 10 * (state + replay)
+    step = found.draft_step_bytes
+    # Logits and activations of 10 requests and 4 positions, and more.
+    assert step is not None and step > 10 * (3 * 64 + 4 * 3 * 32) * 2
+    assert found.kv_memory_bytes == 2 * GIB - GIB - draft - 10 * (state + replay) - step
     assert found.worker == "sglang-dflash" and found.recurrent_layers == 3
 
 

@@ -235,6 +235,13 @@ def test_a_cpu_tensor_refuses_a_stream() -> None:
     torch_ops.record_stream(torch.ones(1), stream)
 
 
+def test_a_cpu_stream_takes_no_device() -> None:
+    make = original("sglang.srt.utils.common.create_device_stream")
+    with pytest.raises(TypeError, match="device"):
+        make(torch.device("cpu"))
+    assert isinstance(torch_ops.create_stream("cpu"), torch.cpu.Stream)
+
+
 def test_memory_cannot_be_pinned() -> None:
     with pytest.raises((RuntimeError, AssertionError)):
         torch._C.TensorBase.pin_memory(torch.ones(1))
@@ -256,6 +263,40 @@ def test_lora_layers_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None
     layer = torch.nn.Linear(4, 4)
     layer.output_partition_sizes = [4]
     needs_pinned_memory(lambda: ColumnParallelLinearWithLoRA(layer, None), monkeypatch)
+
+
+def test_the_canary_knows_no_subclass_of_a_pool() -> None:
+    from sglang.kernels.ops.kv_canary.consts import RealKvHashMode
+    from sglang.srt.kv_canary.pool_patcher import api
+
+    from sglang_dflash.platform_cpu.kv_pool import CpuKVPool, attach_canary_buffers
+
+    attach = original("sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers")
+    pool: Any = object.__new__(CpuKVPool)
+    pool.k_buffer = pool.v_buffer = [torch.zeros(5, 2, 4)]
+    pool.page_size = 1
+    config = SimpleNamespace(real_kv_hash_mode=RealKvHashMode.NONE)
+    given: Any = {
+        "config": config, "device": torch.device("cpu"), "kv_token_id_vs_position_offset": 0
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        # As in a process where no pool of ours was attached.
+        patch.setattr(api, "_POOL_ATTACHERS", {**api._POOL_ATTACHERS})
+        api._POOL_ATTACHERS.pop(CpuKVPool, None)
+        with pytest.raises(NotImplementedError, match="CpuKVPool"):
+            attach(pool=pool, **given)
+        (group,) = attach_canary_buffers(attach, pool=pool, **given)
+    assert len(group.k_head) == 5
+
+
+def test_the_canarys_counts_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.kv_canary.runner.future_tensor import FutureTensors
+
+    copy = original("sglang.srt.kv_canary.runner.future_tensor.FutureTensors.device_to_host")
+    # Without the hook it is bound to its class.
+    copy = getattr(copy, "__func__", copy)
+    counts, stream = {"counts": torch.arange(3)}, torch.cpu.Stream()
+    needs_pinned_memory(lambda: copy(FutureTensors, counts, d2h_stream=stream), monkeypatch)
 
 
 def test_lora_batches_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

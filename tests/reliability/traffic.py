@@ -55,6 +55,7 @@ class Found:
         wrong: answers that are not what they should be.
         failed: requests without an answer.
         rss: bytes of the scheduler process whenever the server was idle.
+        in_use: of the scheduler at the same times, see `heap.in_use`.
         retractions: of the requests that were answered.
     """
 
@@ -64,6 +65,7 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     rss: list[int] = field(default_factory=list)
+    in_use: list[dict[str, int]] = field(default_factory=list)
     retractions: int = 0
 
     def summary(self) -> dict[str, Any]:
@@ -77,6 +79,8 @@ class Found:
             "failed": len(self.failed),
             "retractions": self.retractions,
             "rss_mib": [round(rss / 2**20, 1) for rss in self.rss],
+            "malloc_mib": [round(one["malloc_bytes"] / 2**20, 1) for one in self.in_use],
+            "python_blocks": [one["python_blocks"] for one in self.in_use],
         }
 
 
@@ -238,6 +242,7 @@ class Traffic:
         self._goes_on, self._ended = threading.Event(), threading.Event()
         self._operator: Counter[str] = Counter()
         self._rss: list[int] = []
+        self._in_use: list[dict[str, int]] = []
         self._busy = 0
         self._lock = threading.Condition()
 
@@ -260,6 +265,7 @@ class Traffic:
                 self._wait_for_idle()
                 idle()
                 self._rss.append(scheduler.memory_info().rss)
+                self._in_use.append(self._server.dflash()["memory_in_use"])
                 self._goes_on.set()
         finally:
             self._ended.set()
@@ -307,7 +313,7 @@ class Traffic:
         answer.raise_for_status()
 
     def _found(self) -> Found:
-        total = Found(rss=self._rss)
+        total = Found(rss=self._rss, in_use=self._in_use)
         total.requests.update({f"operator: {name}": n for name, n in self._operator.items()})
         for client in self._clients:
             total.requests.update(client.found.requests)

@@ -2,7 +2,7 @@
 
 Before every proposal, the draft K/V of all target slots that SGLang's allocator holds as free
 becomes NaN. If a draft ever reads one, `nonfinite_outputs` counts it. The worker's report has the
-counts as `rare_paths`.
+counts as `rare_paths`, and the memory in use as `memory_in_use`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang_dflash.core.drafter import Drafter
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.serving import prompt, recurrent
 from sglang_dflash.serving.extension import Extension, Step, StepObserver
+from tests.reliability import heap
 
 
 def free_slots(allocator: Any) -> Tensor:
@@ -43,7 +44,7 @@ class WatchedDrafter(Drafter):
         return super().propose(bonus, requests)
 
     def report(self) -> dict[str, Any]:
-        return {"rare_paths": dict(self.rare)}
+        return {"rare_paths": dict(self.rare), "memory_in_use": heap.in_use()}
 
 
 class Observer(StepObserver):
@@ -77,6 +78,7 @@ class Observer(StepObserver):
                 self._ended.add(request.rid)
                 self._rare["end inside a block"] += 1
                 self._rare["grammar end inside a block"] += request.grammar is not None
+        self._ended &= {request.rid for step in self._open for request, _ in step}
 
 
 def count_overwrites(cache: RingKVCache, rare: Counter[str]) -> None:

@@ -26,11 +26,12 @@ from sglang_dflash.core.graphs import GraphedDrafter
 from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.options import Options
 from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.plain_context import MOST_STEPS, PlainContext
 from sglang_dflash.core.recording import OpRecorder
+from sglang_dflash.core.step_memory import BYTES_PER_ENTRY
 from sglang_dflash.serving import draft_memory as module
 from sglang_dflash.serving.draft_backends import ATTENTION
 from sglang_dflash.serving.draft_memory import (
-    BYTES_PER_ENTRY,
     BYTES_PER_TARGET_SLOT,
     draft_memory,
     plan_memory,
@@ -188,6 +189,29 @@ def test_a_step_takes_no_more_than_was_reserved(
     assert proposal > needed.logits > 0.3 * step
 
 
+@pytest.mark.parametrize("shape", ["Qwen3-8B-DFlash-b16", "Qwen3.5-35B-A3B-DFlash"])
+def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> None:
+    """Of plain steps, until they are absorbed together."""
+    with FakeTensorMode(), torch.no_grad():
+        setup = setup_of("triton", 1024, configs("published")[shape], CUDA)
+        needed = draft_memory(setup, POSITIONS, recorded=0, narrow=True)
+        config, cache = setup.model.config, setup.cache(RUNNING * POSITIONS, RUNNING, bounded=True)
+        attention = setup.attention(cache, RUNNING, POSITIONS)
+        drafter = Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
+        waiting = PlainContext(lambda: drafter)
+        hidden = setup.model.fc.weight.new_empty(RUNNING, config.target_hidden_width)
+        rows = torch.arange(RUNNING, device=CUDA)[:, None]
+        alive = Alive()
+        with counted(Scene([POSITIONS] * RUNNING, setup.options.context_window)), alive:
+            for _ in range(MOST_STEPS - 1):
+                waiting.add(range(RUNNING), hidden, rows, rows)
+            kept = alive.most
+            waiting.add(range(RUNNING), hidden, rows, rows)
+    assert kept > 0.4 * needed.waiting_hidden
+    assert alive.most <= needed.waiting_hidden + needed.activations
+    assert draft_memory(setup, POSITIONS, recorded=0).waiting_hidden == 0
+
+
 def test_a_server_shows_and_hands_on_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,4 +236,5 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     monkeypatch.setattr(module, "largest_recorded", lambda *_: 0)
     eager, needed = plan_memory(setup, model_config, "off", None)
     assert eager.later_bytes == needed.logits + needed.activations and not eager.replay
+    assert needed.waiting_hidden == 0
     assert needed.recurrent_inputs == needed.graph_buffers == 0
