@@ -284,6 +284,39 @@ def width_published() -> str:
     )
 
 
+def width() -> str:
+    result = read("width_cpu")
+
+    def cell(value: dict[str, float]) -> str:
+        return f"{value['ratio']:.2f} ({value['lower']:.2f})"
+
+    rows = []
+    for one in result["points"]:
+        over, steps = one["over_plain"], one["width_steps"]
+        drafted = 1 - steps.get("1", 0) / sum(steps.values())
+        rows.append(
+            (
+                f"{one['pair']}, `{one['dataset']}`, {one['concurrency']}",
+                f"{one['plain_step_ms']:.1f}",
+                *(cell(ratio) for ratio in (one["noise"], over["fixed 8"], over["fixed 4"])),
+                f"**{cell(over['adaptive'])}**",
+                cell(one["over_best_fixed"]),
+                f"{100 * drafted:.0f} %",
+            )
+        )
+    head = (
+        "pair, data set, requests at a time",
+        "plain step, ms",
+        "plain again",
+        "width 8",
+        "width 4",
+        "adaptive",
+        "adaptive over the better width",
+        "steps that draft",
+    )
+    return table(head, *rows)
+
+
 def hardware() -> str:
     """One sentence on the machine and the dates of all result files."""
     found = [json.loads(path.read_text())["hardware"] for path in sorted(RESULTS.rglob("*.json"))]
@@ -309,6 +342,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "long_context": long_context,
     "admission": admission,
     "recurrent_memory": recurrent_memory,
+    "width": width,
     "width_published": width_published,
 }
 
