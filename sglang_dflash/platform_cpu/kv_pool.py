@@ -18,15 +18,6 @@ class CpuKVPool(MHATokenToKVPool):
         move_kv_cache_native(self.k_buffer, self.v_buffer, tgt_loc, src_loc)
 
 
-def attach_canary_buffers(original: Any, *, pool: Any, **others: Any) -> Any:
-    """Around the function of SGLang's KV canary: our pool is watched like SGLang's."""
-    from sglang.srt.kv_canary.pool_patcher.adapters.mha import attach_mha
-    from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
-
-    register_pool_attacher(CpuKVPool, attach_mha)
-    return original(pool=pool, **others)
-
-
 def speculative_cache_locs(
     *,
     req_pool_indices: torch.Tensor,

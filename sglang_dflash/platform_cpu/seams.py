@@ -158,7 +158,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers",
         Kind.AROUND,
-        "sglang_dflash.platform_cpu.kv_pool:attach_canary_buffers",
+        torch_ops.attach_canary_buffers,
         "The canary looks a pool up by its class, and ours is a subclass of SGLang's.",
         f"{_PROOFS}test_the_canary_knows_no_subclass_of_a_pool",
     ),

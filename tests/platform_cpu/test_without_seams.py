@@ -269,7 +269,7 @@ def test_the_canary_knows_no_subclass_of_a_pool() -> None:
     from sglang.kernels.ops.kv_canary.consts import RealKvHashMode
     from sglang.srt.kv_canary.pool_patcher import api
 
-    from sglang_dflash.platform_cpu.kv_pool import CpuKVPool, attach_canary_buffers
+    from sglang_dflash.platform_cpu.kv_pool import CpuKVPool
 
     attach = original("sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers")
     pool: Any = object.__new__(CpuKVPool)
@@ -285,7 +285,7 @@ def test_the_canary_knows_no_subclass_of_a_pool() -> None:
         api._POOL_ATTACHERS.pop(CpuKVPool, None)
         with pytest.raises(NotImplementedError, match="CpuKVPool"):
             attach(pool=pool, **given)
-        (group,) = attach_canary_buffers(attach, pool=pool, **given)
+        (group,) = torch_ops.attach_canary_buffers(attach, pool=pool, **given)
     assert len(group.k_head) == 5
 
 
