@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS, ENGINE = (Path(__file__).parent / name for name in ("kernels", "engine"))
 # Tiers that take many minutes.
 ON_REQUEST = ("long", "compile")
 # So many times as many inputs are drawn by the tests that draw them (docs/reliability.md).
@@ -51,6 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SHARED_FOLDER] = folder.name
         config.add_cleanup(lambda: os.environ.pop(SHARED_FOLDER))
         config.add_cleanup(folder.cleanup)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m fast`, folders that hold no fast test are not even imported, which takes seconds."""
+    if config.getoption("markexpr") == "fast" and collection_path in (KERNELS, ENGINE):
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import ON_REQUEST
+from tests.conftest import ENGINE, KERNELS, ON_REQUEST
 
 
 @pytest.mark.xdist_group("these")
@@ -21,3 +21,8 @@ def test_long_tiers_run_only_if_they_are_named(request: pytest.FixtureRequest) -
     left_out = {tier for tier in ON_REQUEST if tier not in named}
     marks = {mark.name for item in request.session.items for mark in item.iter_markers()}
     assert not marks & left_out
+
+
+def test_folders_that_the_fast_tier_skips_hold_no_fast_test(request: pytest.FixtureRequest) -> None:
+    skipped = (item for item in request.session.items if {ENGINE, KERNELS} & {*item.path.parents})
+    assert not [item.nodeid for item in skipped if item.get_closest_marker("fast")]
