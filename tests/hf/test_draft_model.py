@@ -41,7 +41,7 @@ tokenizer = AutoTokenizer.from_pretrained({target!r})
 messages = [{{"role": "user", "content": {prompt!r}}}]
 input_ids = tokenizer.apply_chat_template(messages, return_tensors="pt", add_generation_prompt=True, enable_thinking=False).to(draft.device)
 
-output = draft.spec_generate(input_ids=input_ids, max_new_tokens=40, temperature=0.0, target=target, stop_token_ids=[tokenizer.eos_token_id])
+output = draft.spec_generate(input_ids=input_ids, max_new_tokens=24, temperature=0.0, target=target, stop_token_ids=[tokenizer.eos_token_id])
 print(tokenizer.decode(output[0], skip_special_tokens=False))
 """  # noqa: E501
 
@@ -56,7 +56,7 @@ def test_the_published_snippet(kind: str, capsys: pytest.CaptureFixture[str]) ->
     )
     target, tokenizer, prompt = names["target"], names["tokenizer"], names["input_ids"]["input_ids"]
     assert target.dtype == names["draft"].dtype == torch.bfloat16
-    expected = by_transformers(target, prompt, 40, tokenizer.eos_token_id)
+    expected = by_transformers(target, prompt, 24, tokenizer.eos_token_id)
     assert names["output"].tolist() == expected
     assert capsys.readouterr().out == tokenizer.decode(expected[0]) + "\n"
 
@@ -77,8 +77,8 @@ def test_embedded_pairs_in_float32(kind: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     for prompt in pair.prompts[:3]:
         ids = tokenizer(prompt, return_tensors="pt")
-        out = draft.spec_generate(target, ids, 40, None, 0.0)
-        assert out.tolist() == by_transformers(target, ids["input_ids"], 40, None)
+        out = draft.spec_generate(target, ids, 24, None, 0.0)
+        assert out.tolist() == by_transformers(target, ids["input_ids"], 24, None)
 
 
 def save_random_draft(folder: Path, **changes: Any) -> Path:
