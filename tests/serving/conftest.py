@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,17 @@ def resolve() -> Callable[[list[str]], Any]:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    # Made once: its 500 flags take longer than all that follows.
+    parser = argparse.ArgumentParser(prog="sglang serve")
+    ServerArgs.add_cli_args(parser)
 
     def of(argv: list[str]) -> Any:
-        from sglang.srt.server_args import prepare_server_args
-
-        server_args = prepare_server_args(argv)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(argparse, "ArgumentParser", lambda **_: parser)
+            patch.setattr(ServerArgs, "add_cli_args", lambda _: None)
+            server_args = prepare_server_args(argv)
         server_args.resolve_once()
         return server_args
 
