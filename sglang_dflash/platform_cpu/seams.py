@@ -164,7 +164,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "sglang.srt.utils.common.create_device_stream",
-        Kind.REPLACE,
+        Kind.AROUND,
         torch_ops.create_stream,
         "SGLang names the device of a stream, which torch's stand-in for a CPU does not take.",
         f"{_PROOFS}test_a_cpu_stream_takes_no_device",

@@ -204,11 +204,9 @@ def attach_canary_buffers(original: Any, *, pool: Any, **others: Any) -> Any:
     return original(pool=pool, **others)
 
 
-def create_stream(device: torch.device | str) -> Any:
-    """A stream of that device."""
-    if torch.device(device).type == "cpu":
-        return torch.cpu.Stream()
-    return torch.get_device_module(device).Stream(device=device)
+def create_stream(original: Any, device: torch.device | str) -> Any:
+    """A stream of that device; of a CPU torch's stand-in, which does nothing."""
+    return torch.cpu.Stream() if torch.device(device).type == "cpu" else original(device)
 
 
 def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -58,11 +58,10 @@ def hybrid_answers(server: Server) -> tuple[Answers, Answers]:
         return answers, [turn for turns in pool.map(chat, range(6)) for turn in turns]
 
 
-def few_answers(server: Server) -> tuple[Answers, Answers]:
+def few_answers(server: Server) -> Answers:
     """To the first prompts, eight at a time: for a server that a test must find to be wrong."""
-
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(functools.partial(_answer, server), prompts()[:FEW])), []
+        return list(pool.map(functools.partial(_answer, server), prompts()[:FEW]))
 
 
 def outputs(answers: Answers) -> list[list[int]]:

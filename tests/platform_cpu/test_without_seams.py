@@ -239,7 +239,7 @@ def test_a_cpu_stream_takes_no_device() -> None:
     make = original("sglang.srt.utils.common.create_device_stream")
     with pytest.raises(TypeError, match="device"):
         make(torch.device("cpu"))
-    assert isinstance(torch_ops.create_stream("cpu"), torch.cpu.Stream)
+    assert isinstance(torch_ops.create_stream(make, "cpu"), torch.cpu.Stream)
 
 
 def test_memory_cannot_be_pinned() -> None:
