@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from sglang.srt.managers import io_struct
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.utils import MsgpackDecodeError, msgpack_decode_explained
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
@@ -49,8 +50,12 @@ ONE_EACH = (
     "bootstrap_pair_key",
     "decode_tp_size",
 )
+# Places in the prompt.
+POSITIONS = ("token_indices_to_pool", "multi_item_delimiter_indices")
 # A request by itself takes a list of them; a batch takes one value per request.
-ONE_EACH_OF_A_BATCH = ("video_data", "audio_data", "modalities")
+ONE_EACH_OF_A_BATCH = ("video_data", "audio_data", "modalities", *POSITIONS)
+# What SGLang indexes by request without repeating it for each choice of `n`, or for a batch.
+UNREPEATED = (*POSITIONS, "lora_id")
 # Fields of a tokenized request that are large, that were checked before, or that SGLang converts
 # when it sends them.
 NOT_ENCODED = ("input_text", "input_ids", "input_embeds", "mm_inputs", "time_stats", "encoder_urls")
@@ -65,26 +70,12 @@ def check_shape(manager: Any, obj: Any, request: Any = None) -> None:
     del request
     if arguments.guard_off(manager.server_args) or not isinstance(obj, io_struct.GenerateReqInput):
         return
-    size = _batch_size(obj)
-    for name in (*ONE_EACH, "sampling_params"):
-        _check_one_each(name, getattr(obj, name), size)
-    for name in ONE_EACH_OF_A_BATCH if size is not None else ():
-        # SGLang fills in modalities that are empty.
-        if name != "modalities" or obj.modalities:
-            _check_one_each(name, getattr(obj, name), size)
-    if size is None and isinstance(obj.rid, list):
-        raise ValueError(f"rid: {_short(obj.rid)}; one request takes one id, a string")
-    nested = obj.token_ids_logprob
-    if isinstance(nested, list) and nested and isinstance(nested[0], list):
-        _check_one_each("token_ids_logprob", nested, size)
-    sampling = obj.sampling_params
-    for params in sampling if isinstance(sampling, list) else [sampling]:
-        if params is None and not isinstance(sampling, list):
-            continue
-        if not isinstance(params, dict):
-            raise ValueError(f"sampling_params: {_short(params)}; an object of named values")
-        _check_choices(params)
-    _check_session(obj.session_params)
+    try:
+        _check_fields(obj)
+    except ValueError:
+        # SGLang's clean-up after a streamed request reads it, and sets it later than here.
+        obj.is_single = not isinstance(obj.rid, list)
+        raise
 
 
 def check_and_create(
@@ -109,12 +100,40 @@ def check_and_create(
         _check_tokens(obj, input_ids, vocab_size)
     if isinstance(obj, io_struct.GenerateReqInput):
         _check_logprobs(obj, vocab_size)
+        for name in POSITIONS:
+            _check_positions(name, getattr(obj, name), len(input_ids or obj.input_embeds or ()))
         _check_sampling(obj.sampling_params)
         check_grammar(obj.sampling_params, manager.config_value("grammar_backend"))
     tokenized = original(manager, obj, input_text, input_ids, *others, **named)
     if isinstance(tokenized, io_struct.TokenizedGenerateReqInput):
         _check_encoding(tokenized)
     return tokenized
+
+
+def _check_fields(obj: Any) -> None:
+    size = _batch_size(obj)
+    for name in (*ONE_EACH, "sampling_params"):
+        _check_one_each(name, getattr(obj, name), size)
+    for name in ONE_EACH_OF_A_BATCH if size is not None else ():
+        # SGLang fills in modalities that are empty.
+        if name != "modalities" or obj.modalities:
+            _check_one_each(name, getattr(obj, name), size)
+    if size is None and isinstance(obj.rid, list):
+        raise ValueError(f"rid: {_short(obj.rid)}; one request takes one id, a string")
+    nested = obj.token_ids_logprob
+    if isinstance(nested, list) and nested and isinstance(nested[0], list):
+        _check_one_each("token_ids_logprob", nested, size)
+    sampling, choices = obj.sampling_params, 1
+    for params in sampling if isinstance(sampling, list) else [sampling]:
+        if params is None and not isinstance(sampling, list):
+            continue
+        if not isinstance(params, dict):
+            raise ValueError(f"sampling_params: {_short(params)}; an object of named values")
+        _check_choices(params)
+        choices = max(choices, params.get("n", 1))
+    _check_unrepeated(obj, size, choices)
+    _check_overrides(obj.positional_embed_overrides, size)
+    _check_session(obj.session_params)
 
 
 def _batch_size(obj: Any) -> int | None:
@@ -149,6 +168,30 @@ def _check_choices(params: Mapping[str, Any]) -> None:
     n = params.get("n", 1)
     if not _is_int(n) or not 1 <= n <= MAX_CHOICES:
         raise ValueError(f"sampling_params.n: {_short(n)}; an integer from 1 to {MAX_CHOICES}")
+
+
+def _check_overrides(overrides: Any, size: int | None) -> None:
+    each = overrides if isinstance(overrides, list) else [overrides]
+    for one in each:
+        if one is not None and not isinstance(one, PositionalEmbeds):
+            raise ValueError(
+                f"positional_embed_overrides: {_short(overrides)}; a PositionalEmbeds of "
+                "sglang.srt.managers.embed_types, which HTTP cannot send"
+            )
+    _check_one_each("positional_embed_overrides", overrides, size)
+
+
+def _check_unrepeated(obj: Any, size: int | None, choices: int) -> None:
+    for name in UNREPEATED:
+        value = getattr(obj, name)
+        if value is None:
+            continue
+        if choices > 1:
+            raise ValueError(
+                f"{name}: {_short(value)}; not with sampling_params.n, {choices}, above 1"
+            )
+        if size is not None and not isinstance(value, list):
+            raise ValueError(f"{name}: {_short(value)}; a list of one value for each of {size}")
 
 
 def _check_session(params: Any) -> None:
@@ -204,6 +247,19 @@ def _check_logprobs(obj: Any, vocab_size: int) -> None:
         raise ValueError(
             f"logprob_start_len: {_short(start)}; an integer from 0 to the prompt's length, or -1 "
             "for the output only"
+        )
+
+
+def _check_positions(name: str, positions: Any, tokens: int) -> None:
+    """Raise ValueError unless these are places in a prompt of so many tokens."""
+    if positions is None:
+        return
+    are_inside = isinstance(positions, list) and all(
+        _is_int(position) and 0 <= position < tokens for position in positions
+    )
+    if not (are_inside and positions):
+        raise ValueError(
+            f"{name}: {_short(positions)}; a list of positions in the prompt, 0 to {tokens - 1}"
         )
 
 

@@ -1,7 +1,8 @@
 """Requests that SGLang cannot serve and does not refuse: path, body, what the answer must name.
 
-`ENDS` end the server without the guard, `FAILS` are answered with HTTP 500, `SILENT` with HTTP 200
-and an answer of no use. The pair's vocabulary has 1024 tokens.
+`ENDS` end the server without the guard, `ENDS_PLAIN` one of plain decoding only, `FAILS` are
+answered with HTTP 500, `SILENT` with HTTP 200 and an answer of no use. The pair's vocabulary has
+1024 tokens.
 """
 
 from __future__ import annotations
@@ -86,6 +87,19 @@ ENDS: dict[str, Row] = {
     "chat, top_k": chat(("top_k", str(HUGE), INT32), top_k=HUGE),
     "streamed chat, top_k": chat(("top_k", str(HUGE), INT32), top_k=HUGE, stream=True),
 }
+# They end plain decoding. A speculative worker's prefill never counts as the last of a request.
+ENDS_PLAIN: dict[str, Row] = {
+    "no position": native(
+        ("token_indices_to_pool", "[]", "positions in the prompt"),
+        token_indices_to_pool=[],
+        sampling_params={"max_new_tokens": 0},
+    ),
+    "a position after the prompt": native(
+        ("token_indices_to_pool", "[99999]", "positions in the prompt"),
+        token_indices_to_pool=[99999],
+        sampling_params={"max_new_tokens": 0},
+    ),
+}
 FAILS: dict[str, Row] = {
     "stop_regex": sampling(("stop_regex", "'('", "unterminated"), stop_regex="("),
     "stop_regex of several": sampling(("stop_regex", "'*'"), stop_regex=["a", "*"]),
@@ -103,6 +117,11 @@ FAILS: dict[str, Row] = {
     ),
     "too few top_logprobs_num": logprobs(
         ("top_logprobs_num", "list of 1 for a batch of 2"), text=["a", "b"], top_logprobs_num=[1]
+    ),
+    "too few positions": native(
+        ("token_indices_to_pool", "list of 1 for a batch of 2"),
+        text=["a", "b"],
+        token_indices_to_pool=[[0]],
     ),
     "ids, a list": native(("rid", "['a']"), rid=["a"]),
     "no embeddings": native(("input_embeds", "[]", "at least 1"), input_embeds=[]),
@@ -146,4 +165,4 @@ REFUSED_BY_SGLANG: dict[str, Row] = {
     "beams": sampling(("eam",), beam_width=10**6),
     "seed": sampling(("1.8446744073709552e+19",), sampling_seed=2**64),
 }
-REFUSED = {**ENDS, **FAILS, **SILENT, **REFUSED_BY_SGLANG}
+REFUSED = {**ENDS, **ENDS_PLAIN, **FAILS, **SILENT, **REFUSED_BY_SGLANG}

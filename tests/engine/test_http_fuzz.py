@@ -33,6 +33,7 @@ REQUESTS = 100
 MOST_FIELDS, LONGEST, MOST_ANSWERS = 4, 8, 3
 # Files and addresses to be read by the server.
 MEDIA = ("image_data", "video_data", "audio_data")
+GRAMMARS = ("regex", "ebnf", "json_schema", "structural_tag", "response_format")
 TOKEN_LIMITS = ("max_new_tokens", "max_tokens", "max_completion_tokens")
 
 # Values at which something begins or ends are more likely than by chance.
@@ -141,10 +142,11 @@ class Drawn:
         else:
             body.update(self.prompt)
         if "sampling_params" not in self.fields:
-            return limited(body, "max_tokens")
+            return without_known_failures(limited(body, "max_tokens"))
         some = self._some(list(SAMPLING), data)
         sampling = {name: data.draw(SAMPLING[name], label=name) for name in some}
-        return {**body, "sampling_params": limited(sampling, "max_new_tokens")}
+        sampling = without_known_failures(limited(sampling, "max_new_tokens"))
+        return {**body, "sampling_params": sampling}
 
     @staticmethod
     def _some(names: list[str], data: DataObject) -> list[str]:
@@ -164,6 +166,16 @@ def limited(params: dict[str, Any], default: str) -> dict[str, Any]:
     for name in ("n", "best_of"):
         if isinstance(params.get(name), int):
             params[name] = min(params[name], MOST_ANSWERS)
+    return params
+
+
+def without_known_failures(params: dict[str, Any]) -> dict[str, Any]:
+    """Without what SGLang answers with HTTP 500 and the guard leaves: docs/upstream.md."""
+    if any(params.get(name) for name in GRAMMARS):
+        params.pop("min_new_tokens", None)
+        params.pop("min_tokens", None)
+    if not isinstance(params.get("response_format", {}), dict):
+        del params["response_format"]
     return params
 
 

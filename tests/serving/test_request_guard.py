@@ -87,6 +87,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "top logprobs": ({"top_logprobs_num": True}, r"top_logprobs_num .*: True; an integer from 0"),
     "priority": ({"priority": "high"}, r"priority: 'high'; Expected `int"),
     "room": ({"bootstrap_room": "a"}, r"bootstrap_room: 'a'; Expected `int"),
+    "no position": ({"token_indices_to_pool": []}, r"token_indices_to_pool: \[\]; a list of pos"),
+    "position": ({"ids": [5] * 3, "token_indices_to_pool": [0, 3]}, r"\[0, 3\]; .* prompt, 0 to 2"),
+    "below": ({"token_indices_to_pool": [-1]}, r"token_indices_to_pool: \[-1\]; a list"),
+    "delimiter": ({"multi_item_delimiter_indices": [99]}, r"delimiter_indices: \[99\]; a list"),
+    "positions": ({"token_indices_to_pool": 5}, r"token_indices_to_pool: 5; a list"),
     "processor": ({"custom_logit_processor": 5}, r"custom_logit_processor: 5; Expected `str"),
 }
 
@@ -116,6 +121,21 @@ def test_a_good_request_is_passed_on_as_it_is() -> None:
     )
     assert made.rid == "r" and made.sampling_params.stop_token_ids == {7}
     assert made.input_ids == list(range(VOCAB))
+
+
+@pytest.mark.parametrize("rid", [None, "r", ["r", "s"]])
+def test_sglang_can_clean_up_after_a_refused_stream(rid: Any) -> None:
+    """Two seconds after a streamed answer, SGLang aborts what is left of the request."""
+    obj = GenerateReqInput(text=["a", "b"], rid=rid, sampling_params=[{}], stream=True)
+    with pytest.raises(ValueError, match="list of 1 for a batch of 2"):
+        request_guard.check_shape(manager(), obj)
+    left = [obj.rid] if obj.is_single else obj.rid
+    assert left == (rid if isinstance(rid, list) else [rid])
+
+
+def test_positions_in_the_prompt_are_passed_on() -> None:
+    made = guarded(ids=[5] * 3, token_indices_to_pool=[0, 2], multi_item_delimiter_indices=[1])
+    assert made.token_indices_to_pool == [0, 2] and made.multi_item_delimiter_indices == [1]
 
 
 def test_a_session_may_supply_the_whole_prompt() -> None:
@@ -149,6 +169,17 @@ UNSHAPED: dict[str, dict[str, Any]] = {
     "too few": {"text": ["a", "b"], "sampling_params": [{}]},
     "too few values": {"text": ["a", "b"], "return_logprob": [True]},
     "too few ports": {"text": ["a"], "bootstrap_port": []},
+    "too few positions": {"text": ["a", "b"], "token_indices_to_pool": [[0]]},
+    "too few delimiters": {"text": ["a"], "multi_item_delimiter_indices": []},
+    "positions of choices": {
+        "text": "a",
+        "token_indices_to_pool": [],
+        "sampling_params": {"n": 2},
+    },
+    "embeddings of a batch": {"text": ["a", "b"], "positional_embed_overrides": 5},
+    "named embeddings": {"text": ["a", "b"], "positional_embed_overrides": {"a": 1}},
+    "too few embeddings": {"text": ["a", "b"], "positional_embed_overrides": [None]},
+    "one adapter for all": {"text": ["a", "b"], "lora_id": "x"},
     "too few videos": {"text": ["a", "b"], "video_data": ["a.mp4"]},
     "too few modalities": {"text": ["a", "b"], "modalities": ["image"]},
     "no embeddings": {"input_embeds": []},
