@@ -41,7 +41,8 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 # Log-probabilities of one token may differ by the order of sums.
 LOGPROB = 1e-3
 VOCABULARY = 1024
-PATIENCE = 120
+# Seconds. 32 clients share some 100 tokens per second: one answer of 500 tokens takes minutes.
+PATIENCE = 600
 
 
 @dataclass
