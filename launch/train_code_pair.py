@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--until", choices=STAGES, default="card", help="the last stage to run")
     parser.add_argument("--target-steps", type=int, default=1300, help="of 7 x 448 tokens")
     parser.add_argument("--shards", type=int, default=80, help="of 128 continuations")
-    parser.add_argument("--draft-steps", type=int, default=2000)
+    parser.add_argument("--draft-steps", type=int, default=4000)
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,11 @@ def main() -> None:
         ),
         "draft": lambda: code_pair.make_draft(tokenizer, args.work, args.out, args.draft_steps),
         "card": lambda: code_card.write_card(
-            args.out, split, tokenizer, code_pair.cpu_seconds(args.work)
+            args.out,
+            split,
+            tokenizer,
+            code_pair.cpu_seconds(args.work),
+            code_pair.draft_history(args.work),
         ),
     }
     for name in STAGES[: STAGES.index(args.until) + 1]:

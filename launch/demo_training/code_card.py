@@ -31,6 +31,7 @@ BLOCKS = (4, 8, 16)
 LONG_PROMPTS, LONG_PROMPT_TOKENS = 20, 640
 WINDOWS = (128, 256, 512, None)
 SEED = 1
+CURVE_STEPS = 500
 
 
 @dataclass
@@ -149,14 +150,15 @@ def blocks_table(pair: Pair) -> str:
 
 
 def windows_table(pair: Pair) -> str:
-    """How many committed tokens the draft reads, after long prompts."""
+    """How many committed tokens the draft reads, after long prompts. Its own window is left out."""
     cut = cut_prompts(
         load_split().held_out, pair.tokenizer, LONG_PROMPTS, LONG_PROMPT_TOKENS, seed=5
     )
     prompts = [pair.tokenizer.encode(item["prompt"]).ids for item in cut]
+    whole = Pair(pair.target, figures.without_windows(pair.draft), pair.tokenizer, prompts)
     rows = []
     for window in WINDOWS:
-        answers = pair.answers(prompts, options=Options(window=window))
+        answers = whole.answers(options=Options(window=window))
         counts = [figures.acceptance(answers, loop=False), figures.acceptance(answers)]
         rows.append([window or "all", *counts])
     return table(["window", "outside loops", "all"], rows)
@@ -204,12 +206,26 @@ TABLES: dict[str, Callable[[Pair], str]] = {
 }
 
 
+def curve_table(history: Sequence[Mapping[str, float]]) -> str:
+    """The draft's acceptance on what it learns from, every `CURVE_STEPS` steps."""
+    rows = [
+        [f"{one['step']:,} of {one['planned']:,}", one["loss"], one["acceptance"]]
+        for one in history
+        if one["step"] % CURVE_STEPS == 0
+    ]
+    return table(["steps", "loss", "acceptance length"], rows)
+
+
 def write_card(
-    out: Path, split: Split, tokenizer: Tokenizer, cpu_seconds: Mapping[str, float]
+    out: Path,
+    split: Split,
+    tokenizer: Tokenizer,
+    cpu_seconds: Mapping[str, float],
+    history: Sequence[Mapping[str, float]],
 ) -> None:
     """Write `prompts.json` (the demo's prompts), measure, and write `README.md` into `out`.
 
-    `cpu_seconds`: of every training stage.
+    `cpu_seconds`: of every training stage. `history`: of the draft's, see `Run.history`.
     """
     prompts = cut_prompts(split.held_out, tokenizer, PROMPTS, PROMPT_TOKENS, seed=4)
     (out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
@@ -242,9 +258,11 @@ def write_card(
         long_prompt_tokens=LONG_PROMPT_TOKENS,
         seed=SEED,
         block=pair.draft.config.block_size,
+        window=pair.draft.config.layers[0].sliding_window,
         depth=pair.draft.config.num_hidden_layers,
         target_depth=pair.draft.config.num_target_layers,
         features=", ".join(map(str, pair.draft.config.target_layer_ids)),
+        curve=curve_table(history),
         **sizes,
         **tables,
     )
@@ -296,7 +314,9 @@ occurrence of the last 3 (2, 1) tokens, on the same answers.
 
 ## Context window of the draft (`windows`)
 
-{long_prompts} held-out prompts of {long_prompt_tokens} tokens.
+{long_prompts} held-out prompts of {long_prompt_tokens} tokens. The draft learned on texts of
+{window} tokens; farther context confuses it, so its checkpoint has a window of as many in every
+layer, which this table leaves out.
 
 {windows}
 
@@ -315,6 +335,14 @@ With its context K/V zeroed, the draft sees its own block only.
 ## The target's loss (`loss`)
 
 {loss}
+
+## While the draft learned
+
+Acceptance length on the blocks that it is trained on (random places, running mean over some 20
+steps). The learning rate falls during the second half of the planned steps; it rises again where a
+run is continued with more.
+
+{curve}
 
 Made by `python launch/train_code_pair.py --work WORK --out launch/demo_models/code`.
 """

@@ -18,6 +18,7 @@ from sglang_dflash.core.weights import save_model
 
 from . import data
 from .code_draft import init_from_target, train_draft
+from .continuations import WINDOW as CONTEXT
 from .continuations import read_shard, write_shards
 from .decoder import Decoder
 from .drafter import draft_config
@@ -113,6 +114,9 @@ def make_draft(tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
     raw = draft_config(target, tokenizer)
     # As wide as the layers of the target, which the draft starts from.
     raw["intermediate_size"] = target.config.intermediate_size
+    # It never sees more context than a continuation has. Further away, it would read noise.
+    sliding = {"layer_types": ["sliding_attention"] * raw["num_hidden_layers"]}
+    raw |= {**sliding, "sliding_window": CONTEXT, "is_causal": False}
     torch.manual_seed(1)
     model = DraftModel(DraftConfig.from_dict(raw))
     init_from_target(model, Decoder(target, ()).layers)
@@ -133,3 +137,9 @@ def cpu_seconds(work: Path) -> dict[str, float]:
     if shards:
         spent["continuations"] = sum(torch.load(file, mmap=True)["spent"] for file in shards)
     return spent
+
+
+def draft_history(work: Path) -> list[dict[str, float]]:
+    """See `Run.history`, of the draft."""
+    history: list[dict[str, float]] = torch.load(work / "draft.state.pt", mmap=True)["history"]
+    return history

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -142,6 +142,14 @@ def blinded(draft: DraftModel) -> DraftModel:
     blind = BlindDraft(draft.config)
     blind.load_state_dict(draft.state_dict())
     return blind.freeze()
+
+
+def without_windows(draft: DraftModel) -> DraftModel:
+    """A copy of `draft` whose layers read the whole context."""
+    layers = tuple(replace(layer, sliding_window=None) for layer in draft.config.layers)
+    whole = DraftModel(replace(draft.config, layers=layers))
+    whole.load_state_dict(draft.state_dict())
+    return whole.freeze()
 
 
 @torch.no_grad()

@@ -233,6 +233,11 @@ LOSSY = SIZED.named("lossy").having(
 
 SEEDED_PLAIN = SIZED.named("seeded-plain").having(enable_deterministic_inference=True)
 SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True)
+CODE_PAIR = demo_pair("code")
+SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
+SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(
+    speculative_algorithm="DFLASH", speculative_draft_model_path=CODE_PAIR.draft
+)
 
 # -- request features: what all of them need of a server, at once
 

@@ -333,6 +333,20 @@ def test_a_blinded_draft_sees_no_context(tiny: Qwen3ForCausalLM, tokenizer: Toke
     assert draft.context_kv(hidden, torch.arange(5)).shape == (5, *draft.config.kv_shape)
 
 
+def test_a_draft_without_windows_reads_the_whole_context(
+    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer
+) -> None:
+    raw = drafter.draft_config(tiny, tokenizer) | {"head_dim": 16, "intermediate_size": 96}
+    raw |= {"layer_types": ["sliding_attention"] * 3, "sliding_window": 2, "is_causal": False}
+    torch.manual_seed(1)
+    draft = DraftModel(DraftConfig.from_dict(raw)).freeze()
+    whole = figures.without_windows(draft)
+    assert [layer.sliding_window for layer in draft.config.layers] == [2] * 3
+    assert whole.config == make_draft(tiny, tokenizer).config
+    for name, value in draft.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], value)
+
+
 def test_prompts_are_whole_lines_of_the_files(tokenizer: Tokenizer) -> None:
     files = {**TRAIN, "short.py": "x = 1\n"}
     prompts = code_card.cut_prompts(files, tokenizer, count=8, tokens=60, seed=1)
