@@ -285,13 +285,16 @@ def width_published() -> str:
 
 
 def width() -> str:
-    result = read("width_cpu")
+    files = [f"width_{pair}_cpu" for pair in ("dense", "code", "hybrid")]
+    points = [
+        one for name in files if (RESULTS / f"{name}.json").exists() for one in read(name)["points"]
+    ]
 
     def cell(value: dict[str, float]) -> str:
         return f"{value['ratio']:.2f} ({value['lower']:.2f})"
 
     rows = []
-    for one in result["points"]:
+    for one in points:
         over, steps = one["over_plain"], one["width_steps"]
         drafted = 1 - steps.get("1", 0) / sum(steps.values())
         rows.append(

@@ -72,10 +72,12 @@ class Options:
 
 
 class Measured(NamedTuple):
-    """One point: passes by arm, and the steps of the adaptive server by width."""
+    """One point: passes by arm; of the adaptive server the steps by width, and the seconds that it
+    spent on choosing widths and learning from their outcomes."""
 
     passes: dict[str, list[Pass]]
     width_steps: dict[str, int]
+    deciding_seconds: float
 
 
 def arms(_: Options) -> Arms:
@@ -147,7 +149,7 @@ def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Pro
     full, warm = asking(point.pair, NEW_TOKENS), asking(point.pair, WARM_TOKENS)
     for to in endpoints.values():
         load.run(to, prompts[: point.concurrency], point.concurrency, warm)
-    before = widths(servers[ADAPTIVE])
+    steps, deciding = widths(servers[ADAPTIVE])
 
     def answered(name: str, _: int) -> Pass:
         endpoints[name].flush()
@@ -156,8 +158,9 @@ def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Pro
     passes = take_turns(
         endpoints, rounds, answered, lambda line, *of: progress(f"{point}: {line}", *of)
     )
-    after = widths(servers[ADAPTIVE])
-    return Measured(passes, {w: n - before.get(w, 0) for w, n in after.items()})
+    steps_after, deciding_after = widths(servers[ADAPTIVE])
+    taken = {width: count - steps.get(width, 0) for width, count in steps_after.items()}
+    return Measured(passes, taken, deciding_after - deciding)
 
 
 def asking(kind: str, tokens: int) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
@@ -167,8 +170,11 @@ def asking(kind: str, tokens: int) -> Callable[[Endpoint, Prompt, list[str]], An
     return lambda to, prompt, answers: to.ask(encode(prompt, answers), tokens, ignore_eos=True)
 
 
-def widths(server: Server) -> dict[str, int]:
-    return {str(width): steps for width, steps in server.dflash()["width_steps"].items()}
+def widths(server: Server) -> tuple[dict[str, int], float]:
+    """Steps by width so far, and the seconds of the host that choosing and learning took."""
+    shown = server.dflash()
+    spent = (shown["host_seconds"].get(phase, 0.0) for phase in ("choose_width", "learn_width"))
+    return {str(width): steps for width, steps in shown["width_steps"].items()}, sum(spent)
 
 
 # ---- the report
@@ -201,6 +207,9 @@ def row(point: Point, found: Measured) -> dict[str, Any]:
         "over_best_fixed": ratio(speeds[ADAPTIVE], speeds[best]),
         "acceptance_length": round(fixed_8.acceptance_length or 0.0, 3),
         "width_steps": found.width_steps,
+        "deciding_share": round(
+            found.deciding_seconds / sum(p.seconds for p in found.passes[ADAPTIVE]), 4
+        ),
         "identical": all(of == outputs[PLAIN] for of in outputs.values()),
     }
 

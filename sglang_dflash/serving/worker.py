@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +113,7 @@ class DFlashWorker(BaseSpecWorker):
         self._kv_dtype = target_model.draft_kv_dtype(runner.dtype)
         self._max_running_requests = server_args.max_running_requests or 48
         self.counts, self.times = self._counters(), PhaseTimes()
-        self.counts.on_outcome = self.widths.observe
+        self.counts.on_outcome = self._learn_width
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
         self._setup, self._memory = self._reserve(runner, draft_graphs)
         for warning in self.options.warnings(self.config, runner.model_config.context_len):
@@ -263,9 +263,11 @@ class DFlashWorker(BaseSpecWorker):
     def _decode(
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
     ) -> GenerationBatchResult:
-        step = self._next_step(batch, self.widths.choose(batch))
+        with self.times.of("choose_width"):
+            width = self.widths.choose(batch)
+        step = self._next_step(batch, width)
         self.extension.observer.before_step(batch, step)
-        with self.times.of("propose" if step.width > 1 else "skip_proposal"):
+        with self.times.of("propose"):
             block = self._propose(batch, step)
         with self.times.of("verify"):
             target, accepted = self._verify(batch, step, block, barrier)
@@ -284,6 +286,10 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=draft_input(accepted.bonus, new_seq_lens),
             speculative_num_draft_tokens=step.width,
         )
+
+    def _learn_width(self, width: int, accepted: Mapping[str, int]) -> None:
+        with self.times.of("learn_width"):
+            self.widths.observe(width, accepted)
 
     def _next_step(self, batch: ScheduleBatch, width: int) -> Step:
         record_stream(batch.seq_lens)

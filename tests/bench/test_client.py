@@ -26,14 +26,13 @@ def test_the_clock_of_the_first_token(sglang: bool) -> None:
         and got.text == "xxxxx"
         and (got.ids == (120,) * 5 if sglang else got.ids is None)
     )
-    # The whole answer takes 0.7 s; a machine that is busy adds to it.
-    assert (
-        0.3 <= got.first_token_s < 0.7 <= got.seconds
-        and got.per_token_s is not None
-        and 0.09 < got.per_token_s < 0.5
-    )
-    assert len(got.gaps_s) == 4 and min(got.gaps_s) > 0.05
-    assert sum(got.gaps_s) == pytest.approx(got.seconds - got.first_token_s, abs=0.05)
+    # The first token takes 0.3 s, the whole answer 0.7 s. A busy machine adds to both, and what it
+    # adds to the first one is missing from the time between tokens.
+    assert 0.3 <= got.first_token_s < got.seconds - 0.1 and got.seconds >= 0.7
+    between = got.seconds - got.first_token_s
+    assert got.per_token_s == pytest.approx(between / 4)
+    assert len(got.gaps_s) == 4 and 0.5 * between < sum(got.gaps_s) <= between
+    assert max(got.gaps_s) < 0.9 * between
 
 
 @pytest.mark.parametrize("incremental", [True, False])

@@ -27,7 +27,7 @@ def measured(adaptive_ids: tuple[int, ...] = (1, 2, 3)) -> width.Measured:
         "fixed 4": passes(0.8, 0.8, 0.8),
         "adaptive": passes(0.8, 0.9, 0.7, ids=adaptive_ids),
     }
-    return width.Measured(by_arm, {"8": 5, "1": 2})
+    return width.Measured(by_arm, {"8": 5, "1": 2}, 0.25)
 
 
 def test_ratios_are_of_the_same_round_with_a_lower_bound() -> None:
@@ -47,6 +47,7 @@ def test_a_point_is_compared_with_both_plain_servers_and_the_best_fixed_width() 
         math.exp(statistics.fmean(logs)), abs=5e-4
     )
     assert row["plain_step_ms"] == 10.0 and row["acceptance_length"] == 2.5
+    assert row["deciding_share"] == pytest.approx(0.25 / (0.8 + 0.9 + 0.7), abs=5e-5)
 
 
 def test_another_output_is_a_failure() -> None:

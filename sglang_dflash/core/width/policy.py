@@ -25,7 +25,7 @@ ENTER = 1.03
 # request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
 KEEP = 0.98
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
-EXPLORE = 0.02
+EXPLORE = 0.01
 LEAST_STEPS, MOST_STEPS = 16, 100
 # A batch is probed early if this share of its requests was never drafted: a single step tells much
 # of new text, and short answers end before the next probe.
