@@ -1,7 +1,8 @@
 """Adaptive verify width against plain decoding and fixed widths, at points chosen beforehand.
 
-All servers of a pair run side by side and take turns; plain decoding runs twice, and the second one
-shows the noise. Greedy, float32; the exit status is 1 if an arm's outputs differ from plain
+All servers of a pair run side by side and take turns, each round with other prompts; plain decoding
+runs twice, and the second one shows the noise. "width 1" never drafts: it shows what our worker
+costs without drafts. Greedy, float32; the exit status is 1 if an arm's outputs differ from plain
 decoding's.
 """
 
@@ -19,16 +20,17 @@ from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.bench.server_config import FlagValue, demo_config
 from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.core.acceptance_length import VerifySteps
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.load import Answer, Endpoint, Pass
     from sglang_dflash.bench.server import Server
 
 NEW_TOKENS, WARM_TOKENS, NARROW = 48, 16, 4
-PLAIN, AGAIN, ADAPTIVE = "plain", "plain again", "adaptive"
-# Prompts by concurrency, or by data set: enough for some seconds. "alternating" has two phases of
-# each kind.
-PROMPTS = {1: 6, 4: 12, 16: 24, 32: 32}
+PLAIN, AGAIN, WIDTH_1, ADAPTIVE = "plain", "plain again", "width 1", "adaptive"
+# Prompts of a pass by concurrency, or by data set. Passes are short, because the machine's speed
+# drifts. "alternating" has two phases of each kind.
+PROMPTS = {1: 2, 4: 4, 16: 16, 32: 32}
 PROMPTS_OF_SET = {"alternating": 16, "agents": 6, "unseen-long": 4}
 # By pair, the KV tokens of each server.
 KV_TOKENS = {"dense": 16_384, "code": 40_960, "hybrid": 16_384}
@@ -67,7 +69,7 @@ POINTS = (
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option(4, "measured passes per arm and point, at least 2")
+    rounds: int = option(12, "measured passes per arm and point, at least 2")
     points: str = option("all", "numbers of points, such as 0,3; all by default")
 
 
@@ -101,6 +103,7 @@ def server(kind: str, flags: dict[str, FlagValue] | None) -> Any:
 ARMS: tuple[tuple[str, dict[str, FlagValue] | None], ...] = (
     (PLAIN, None),
     (AGAIN, None),
+    (WIDTH_1, {"--speculative-dflash-extension": "benchmarks.undrafted:extension"}),
     ("fixed 8", {}),
     (f"fixed {NARROW}", {"--speculative-num-draft-tokens": NARROW}),
     (ADAPTIVE, {"--speculative-dflash-width": "adaptive"}),
@@ -144,16 +147,16 @@ def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Pro
     from sglang_dflash.bench.datasets import load as prompts_of
 
     count = PROMPTS_OF_SET.get(point.dataset, PROMPTS[point.concurrency])
-    prompts = prompts_of(point.dataset, count, model=point.pair, cache=default_cache())
+    prompts = prompts_of(point.dataset, rounds * count, model=point.pair, cache=default_cache())
     endpoints = {name: load.SGLang(server.url) for name, server in servers.items()}
     full, warm = asking(point.pair, NEW_TOKENS), asking(point.pair, WARM_TOKENS)
     for to in endpoints.values():
-        load.run(to, prompts[: point.concurrency], point.concurrency, warm)
+        load.run(to, turn(prompts, 0, point.concurrency), point.concurrency, warm)
     steps, deciding = widths(servers[ADAPTIVE])
 
-    def answered(name: str, _: int) -> Pass:
+    def answered(name: str, at: int) -> Pass:
         endpoints[name].flush()
-        return load.run(endpoints[name], prompts, point.concurrency, full)
+        return load.run(endpoints[name], turn(prompts, at, count), point.concurrency, full)
 
     passes = take_turns(
         endpoints, rounds, answered, lambda line, *of: progress(f"{point}: {line}", *of)
@@ -161,6 +164,11 @@ def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Pro
     steps_after, deciding_after = widths(servers[ADAPTIVE])
     taken = {width: count - steps.get(width, 0) for width, count in steps_after.items()}
     return Measured(passes, taken, deciding_after - deciding)
+
+
+def turn(prompts: Sequence[Prompt], at: int, count: int) -> list[Prompt]:
+    """The prompts of pass `at`; after the last prompt comes the first."""
+    return [prompts[(at * count + i) % len(prompts)] for i in range(count)]
 
 
 def asking(kind: str, tokens: int) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
@@ -195,7 +203,7 @@ def row(point: Point, found: Measured) -> dict[str, Any]:
     plain = [2 / (1 / a + 1 / b) for a, b in both]
     fixed = {name: of for name, of in speeds.items() if name.startswith("fixed")}
     best = max(fixed, key=lambda name: statistics.median(fixed[name]))
-    fixed_8 = found.passes["fixed 8"][0].speculation
+    fixed_8 = sum((of.speculation for of in found.passes["fixed 8"]), VerifySteps())
     outputs = {name: [answer_ids(p) for p in passes] for name, passes in found.passes.items()}
     return {
         **point._asdict(),
@@ -205,6 +213,7 @@ def row(point: Point, found: Measured) -> dict[str, Any]:
         "noise": ratio(speeds[AGAIN], speeds[PLAIN]),
         "best_fixed": best,
         "over_best_fixed": ratio(speeds[ADAPTIVE], speeds[best]),
+        "over_width_1": ratio(speeds[ADAPTIVE], speeds[WIDTH_1]),
         "acceptance_length": round(fixed_8.acceptance_length or 0.0, 3),
         "width_steps": found.width_steps,
         "deciding_share": round(
@@ -236,17 +245,19 @@ def ratio(speeds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
+    arms = (WIDTH_1, "fixed 8", f"fixed {NARROW}", ADAPTIVE)
     lines = [
         f"{'pair':8}{'data set':13}{'c':>3}{'step ms':>9}{'noise':>7}"
-        f"{'fixed 8':>9}{'fixed 4':>9}{'adaptive':>10}{'at least':>10}{'over best':>11}"
+        + "".join(f"{arm:>10}" for arm in arms)
+        + f"{'at least':>10}{'over best':>11}"
     ]
     for one in result["points"]:
         over = one["over_plain"]
         lines.append(
             f"{one['pair']:8}{one['dataset']:13}{one['concurrency']:3}{one['plain_step_ms']:9.2f}"
-            f"{one['noise']['ratio']:7.3f}{over['fixed 8']['ratio']:9.3f}"
-            f"{over[f'fixed {NARROW}']['ratio']:9.3f}{over[ADAPTIVE]['ratio']:10.3f}"
-            f"{over[ADAPTIVE]['lower']:10.3f}{one['over_best_fixed']['ratio']:11.3f}"
+            f"{one['noise']['ratio']:7.3f}"
+            + "".join(f"{over[arm]['ratio']:10.3f}" for arm in arms)
+            + f"{over[ADAPTIVE]['lower']:10.3f}{one['over_best_fixed']['ratio']:11.3f}"
         )
     return lines
 

@@ -9,7 +9,9 @@ import pytest
 from scipy import stats
 
 from benchmarks.experiments import width
+from benchmarks.undrafted import NeverDrafts
 from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.core.acceptance_length import VerifySteps
 
@@ -23,6 +25,7 @@ def measured(adaptive_ids: tuple[int, ...] = (1, 2, 3)) -> width.Measured:
     by_arm = {
         "plain": passes(2.0, 2.2, 1.9),
         "plain again": passes(2.1, 2.0, 2.0),
+        "width 1": passes(2.0, 2.0, 2.0),
         "fixed 8": passes(1.0, 1.0, 1.0),
         "fixed 4": passes(0.8, 0.8, 0.8),
         "adaptive": passes(0.8, 0.9, 0.7, ids=adaptive_ids),
@@ -48,6 +51,19 @@ def test_a_point_is_compared_with_both_plain_servers_and_the_best_fixed_width() 
     )
     assert row["plain_step_ms"] == 10.0 and row["acceptance_length"] == 2.5
     assert row["deciding_share"] == pytest.approx(0.25 / (0.8 + 0.9 + 0.7), abs=5e-5)
+
+
+def test_every_pass_takes_the_next_prompts() -> None:
+    prompts = [Prompt((str(i),), chat=False) for i in range(5)]
+    assert [[p.turns[0] for p in width.turn(prompts, at, 2)] for at in range(3)] == [
+        ["0", "1"], ["2", "3"], ["4", "0"],
+    ]  # fmt: skip
+
+
+def test_the_arm_at_width_1_never_drafts() -> None:
+    policy = NeverDrafts(8)
+    assert policy.choose(["r"], 100, 100) == 1 and policy.widths[-1] == 8
+    assert policy.report() == {"width_steps": {"1": 1, "8": 0}}
 
 
 def test_another_output_is_a_failure() -> None:

@@ -111,25 +111,27 @@ def test_mixed_batches_are_judged_as_a_whole() -> None:
     assert rate * COST[1] >= 0.97 and Counter(widths)[1] > 900
 
 
-def waves(policy: WidthPolicy, kind: str, p: float, count: int) -> float:
-    """Tokens per millisecond and request of `count` batches of 16 short answers, one after another,
+def waves(policy: WidthPolicy, kind: str, p: float, count: int, requests: int = 16) -> float:
+    """Tokens per millisecond and request of `count` batches of short answers, one after another,
     to requests that are new."""
     rng, time = np.random.default_rng(0), 0.0
     for wave in range(count):
-        left = {f"{kind} {wave} {i}": 48 for i in range(16)}
+        left = {f"{kind} {wave} {i}": 48 for i in range(requests)}
         late: tuple[int, list[str], list[int]] | None = None
         while left:
             names = list(left)
             width = policy.choose(names, 500, max(left.values()))
             rejected = rng.random((len(names), width - 1)) >= p
             accepted = [int(row.argmax()) if row.any() else width - 1 for row in rejected]
-            policy.took(COST[width] / 1e3, 16, 500, width)
+            policy.took(COST[width] / 1e3, requests, 500, width)
             time += COST[width]
             if late is not None:
                 policy.observe(late[1], late[0], late[2])
             late = width, names, accepted
             left = {n: left[n] - a - 1 for n, a in zip(names, accepted, strict=True)}
             left = {name: tokens for name, tokens in left.items() if tokens > 0}
+        assert late is not None
+        policy.observe([], late[0], [])
     return count * 48 / time
 
 
@@ -139,6 +141,19 @@ def test_short_answers_to_another_kind_of_text_are_followed() -> None:
     assert waves(policy, "easy", 0.98, 8) * COST[1] > 2.5
     assert waves(policy, "hard", 0.2, 6) * COST[1] > 0.93
     assert waves(policy, "easy again", 0.98, 8) * COST[1] > 2.5
+
+
+def test_new_requests_are_tried_early_only_while_that_pays() -> None:
+    """A probe costs more than a step, and a short answer has few of them."""
+    policy = AdaptiveWidth(WIDTHS)
+    waves(policy, "hard", 0.1, 12, requests=1)
+    assert waves(policy, "as hard", 0.1, 40, requests=1) * COST[1] > 0.98
+    # One in four is easy: after some of them, they are drafted from early on.
+    rates = []
+    for wave in range(24):
+        waves(policy, f"hard {wave}", 0.1, 3, requests=1)
+        rates.append(waves(policy, f"easy {wave}", 0.97, 1, requests=1))
+    assert np.mean(rates[8:]) * COST[1] > 2.5
 
 
 def test_positions_that_are_never_reached_are_thought_of_as_the_others() -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,12 +24,15 @@ ENTER = 1.03
 # ... and drafting is given up if it promises less than this of plain decoding. Estimates of one
 # request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
 KEEP = 0.98
+# While nothing is drafted, everything is decided anew every so many steps, probes included.
+REST = 8
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.01
-LEAST_STEPS, MOST_STEPS = 16, 100
-# A batch is probed early if this share of its requests was never drafted: a single step tells much
-# of new text, and short answers end before the next probe.
-UNKNOWN = 0.5
+LEAST_STEPS, MOST_STEPS = 16, 96
+# A batch of which this share was never drafted is probed early: a single step tells much of new
+# text, and short answers end before the next probe. But only if such probes are of use: if at least
+# this share of them paid for themselves, the last one counting with this weight.
+UNKNOWN, USEFUL, USEFUL_WEIGHT = 0.5, 0.1, 0.3
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -63,7 +66,10 @@ class WidthPolicy(Protocol):
         """A step of that many requests had this duration."""
 
     def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
-        """Outcome of a step: accepted drafts of each request that took drafts."""
+        """Outcome of a step: accepted drafts of each request that took drafts and still runs.
+
+        Called once per step, in their order.
+        """
 
     def report(self) -> Mapping[str, Any]:
         """For /server_info."""
@@ -90,6 +96,18 @@ class FixedWidth:
 
     def report(self) -> Mapping[str, Any]:
         return {"width": "fixed"}
+
+
+class _Chosen(NamedTuple):
+    """What is remembered of a step until its outcome is known.
+
+    Attributes:
+        expected: drafts that were expected to be accepted.
+        pays: of a probe of new requests, the accepted drafts from which on it pays; else None.
+    """
+
+    expected: float = 0.0
+    pays: float | None = None
 
 
 @dataclass
@@ -125,9 +143,11 @@ class AdaptiveWidth:
         self._tokens = np.ones(self.widths[-1])
         self._idle_steps = 0
         self._probe_now = False
-        # Drafts that were expected of the steps whose outcome is not known yet: two under overlap.
-        self._expected: deque[float] = deque(maxlen=4)
+        # Of steps whose outcome is not known yet: two under overlap.
+        self._chosen: deque[_Chosen] = deque(maxlen=4)
         self._settled: tuple[object, ...] = ()
+        # How often probes of new requests have paid.
+        self._useful = 0.5
         self._figures = _Figures()
 
     @property
@@ -139,15 +159,27 @@ class AdaptiveWidth:
     ) -> int:
         allowed = self.widths[: max(1, bisect_right(self.widths, most))] if requests else (1,)
         place = place_of(max(1, len(requests) + undrafted), context)
-        width = None if len(allowed) == 1 else self._costs.to_measure(place, allowed)
-        if width is None:
+        chosen = _Chosen()
+        if len(allowed) == 1 or self._rests((requests, place, allowed)):
+            width = 1
+        else:
             width = self._best(requests, place, allowed, undrafted)
-        if width == 1 and len(allowed) > 1:
-            width = self._probe(requests, place, allowed, undrafted)
+            if width == 1:
+                width, pays = self._probe(requests, place, allowed, undrafted)
+                chosen = _Chosen(pays=pays)
+            if width > 1:
+                expected = float(self._tokens[width - 1]) - len(requests)
+                chosen = chosen._replace(expected=expected)
         self._idle_steps = self._idle_steps + 1 if width == 1 else 0
-        self._expected.append(float(self._tokens[width - 1]) - len(requests) if requests else 0.0)
+        self._chosen.append(chosen)
         self._figures.steps[width] += 1
         return width
+
+    def _rests(self, situation: tuple[object, ...]) -> bool:
+        """Whether the last decision, to draft nothing, stands: nothing was learned since."""
+        stands = not self.drafts and situation == self._settled and not self._probe_now
+        self._settled = situation
+        return stands and self._idle_steps % REST > 0
 
     def _best(
         self,
@@ -157,14 +189,11 @@ class AdaptiveWidth:
         undrafted: int,
     ) -> int:
         """The width to stay at. A limit by the end of requests changes it for this step only."""
-        if len(allowed) == 1:
-            return 1
-        # While nothing is drafted, nothing is learned: the choice stands for some steps.
-        situation = (*requests, place, allowed)
-        if not self.drafts and self._idle_steps % 8 and situation == self._settled:
-            return 1
-        self._settled = situation
         self._tokens = self._survival.tokens(self._survival.rows(requests)).sum(0)
+        # While nothing is drafted, it is up to probes to measure.
+        unknown = self._costs.to_measure(place, allowed) if self.drafts else None
+        if unknown is not None:
+            return unknown
         tokens = self._tokens[self._columns[: len(allowed)]] + undrafted
         rate = dict(zip(allowed, tokens / self._costs.seconds(place)[: len(allowed)], strict=True))
         best = max(allowed, key=rate.__getitem__)
@@ -185,22 +214,27 @@ class AdaptiveWidth:
         place: Place,
         allowed: Sequence[int],
         undrafted: int,
-    ) -> int:
-        """1, or now and then a width to find out whether drafts have become better."""
+    ) -> tuple[int, float | None]:
+        """1, or now and then a width to find out whether drafts have become better, or what they
+        cost; and `pays` of `_Chosen`."""
         seconds = self._costs.seconds(place)[: len(allowed)]
         hoped = (1 - HOPE ** (self._columns[: len(allowed)] + 1)) / (1 - HOPE)
         at = int(((len(requests) * hoped + undrafted) / seconds).argmax())
         if at == 0:
-            return 1
+            return 1, None
         between = (seconds[at] / seconds[0] - 1) / EXPLORE
         is_due = self._probe_now or self._idle_steps >= min(max(between, LEAST_STEPS), MOST_STEPS)
-        if not is_due and self._idle_steps >= LEAST_STEPS:
-            is_due = self._survival.share_unknown(requests) > UNKNOWN
-        if not is_due:
-            return 1
+        is_new = self._survival.share_unknown(requests) > UNKNOWN
+        is_early = is_new and self._useful >= USEFUL and self._idle_steps >= LEAST_STEPS
+        if not (is_due or is_early):
+            return 1, None
         self._probe_now = False
         self._figures.probes += 1
-        return allowed[at]
+        unknown = self._costs.to_measure(place, allowed[1:])
+        if unknown is not None:
+            return unknown, None
+        pays = (len(requests) + undrafted) * (float(seconds[at] / seconds[0]) - 1)
+        return allowed[at], pays if is_new else None
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         self._costs.record(place_of(max(1, requests), context), width, seconds)
@@ -208,17 +242,19 @@ class AdaptiveWidth:
         self._figures.probe_seconds += seconds * (width > 1 and not self.drafts)
 
     def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
-        expected = self._expected.popleft() if self._expected else 0.0
-        if not requests:
+        chosen = self._chosen.popleft() if self._chosen else _Chosen()
+        if width == 1:
+            self._survival.undrafted(requests)
+        if width == 1 or not requests:
             return
-        if width > 1:
-            total = sum(accepted)
-            self._figures.expected += expected
-            self._figures.accepted += total
-            # A probe that found better drafts than expected is repeated at once: one step says
-            # little.
-            self._probe_now = not self.drafts and total > max(expected, len(requests))
-            self._settled = ()
+        total = sum(accepted)
+        self._figures.expected += chosen.expected
+        self._figures.accepted += total
+        if chosen.pays is not None:
+            self._useful += USEFUL_WEIGHT * ((total >= chosen.pays) - self._useful)
+        # A probe that found better drafts than expected is repeated at once: one step says little.
+        self._probe_now = not self.drafts and total > max(chosen.expected, len(requests))
+        self._settled = ()
         rows = self._survival.rows(requests)
         self._survival.observe(rows, width - 1, np.array(accepted, dtype=np.int64))
 

@@ -63,12 +63,19 @@ class Survival:
         # Tries at each position lately, and hits at any.
         self._lately, self._lately_hits = np.zeros(drafts), 0.0
         self._typical, self._typical_logit = self._all_rates()
+        # Requests of the last steps without drafts, and the number of those steps.
+        self._undrafted: Sequence[Hashable] = ()
+        self._undrafted_steps = 0
         self._positions = np.arange(drafts)
         self._keep = np.full(2 * drafts + 2, REMEMBER)
         self._keep[-2:] = REMEMBER_LATELY
 
     def rows(self, requests: Sequence[Hashable]) -> Ints:
         """Int64 `[R]`: where each request's counts are; new requests begin without any."""
+        self._grow_old()
+        return self._rows_of(requests)
+
+    def _rows_of(self, requests: Sequence[Hashable]) -> Ints:
         known = self._rows
         found = [known.get(request, -1) for request in requests]
         if -1 in found:
@@ -91,10 +98,8 @@ class Survival:
         self._counts, self._rows = counts, {request: row for row, request in enumerate(kept)}
 
     def observe(self, rows: Ints, drafts: int, accepted: Ints) -> None:
-        """Take in a step that verified `drafts` drafts of each request and accepted int64 `[R]`."""
-        if drafts == 0:
-            self._counts[rows] *= REMEMBER_UNSEEN
-            return
+        """Take in a step that verified `drafts` drafts of each request, at least one, and accepted
+        int64 `[R]`."""
         tried = np.minimum(accepted + 1, drafts)
         is_hit = self._positions < accepted[:, None]
         is_tried = self._positions < tried[:, None]
@@ -108,6 +113,19 @@ class Survival:
         self._lately_hits = self._lately_hits * REMEMBER_ALL_LATELY + all_hits.sum()
         self._lately = self._lately * REMEMBER_ALL_LATELY + all_tries
         self._typical, self._typical_logit = self._all_rates()
+
+    def undrafted(self, requests: Sequence[Hashable]) -> None:
+        """Take in a step in which nothing was drafted."""
+        if requests != self._undrafted:
+            self._grow_old()
+            self._undrafted = requests
+        self._undrafted_steps += 1
+
+    def _grow_old(self) -> None:
+        """Steps without drafts are many, and nothing is read between them: all at once."""
+        if self._undrafted_steps:
+            self._counts[self._rows_of(self._undrafted)] *= REMEMBER_UNSEEN**self._undrafted_steps
+        self._undrafted, self._undrafted_steps = (), 0
 
     def _all_rates(self) -> tuple[Floats, Floats]:
         """All requests' acceptance rates `[B - 1]`, and their log odds."""
