@@ -159,9 +159,8 @@ def test_new_requests_are_tried_early_only_while_that_pays() -> None:
 def test_positions_that_are_never_reached_are_thought_of_as_the_others() -> None:
     """What was once known of them is gone after so many steps."""
     survival = Survival(7)
-    rows = survival.rows(["r"])
     for _ in range(5_000):
-        survival.observe(rows, 7, np.array([0]))
+        survival.observe(["r"], 7, [0])
     assert survival.acceptance(survival.rows(["r", "new"])).max() < 0.05
 
 
@@ -254,8 +253,8 @@ def test_what_comes_after_a_rejection_counts_nowhere() -> None:
     rows = survival.rows(["a"])
     before = survival.acceptance(rows)[0]
     for _ in range(200):
-        survival.observe(rows, 7, np.array([2]))
-    after = survival.acceptance(rows)[0]
+        survival.observe(["a"], 7, [2])
+    after = survival.acceptance(survival.rows(["a"]))[0]
     assert (after[:2] > 0.95).all() and after[2] < 0.1
     # Never tried: what is known of all requests.
     assert (after[3:] > 0.3).all() and (after[3:] < before[3:] + 0.01).all()
@@ -263,29 +262,45 @@ def test_what_comes_after_a_rejection_counts_nowhere() -> None:
 
 def test_expected_tokens_are_calibrated() -> None:
     rng, survival, p = np.random.default_rng(1), Survival(7), np.linspace(0.9, 0.5, 7)
-    rows = survival.rows(["a", "b"])
     for _ in range(400):
         rejected = rng.random((2, 7)) >= p
         accepted = np.where(rejected.any(1), rejected.argmax(1), 7)
-        survival.observe(rows, 7, accepted)
+        survival.observe(["a", "b"], 7, accepted.tolist())
     expected = 1 + np.concatenate(([0], p.cumprod().cumsum()))
-    assert np.abs(survival.tokens(rows).mean(0) - expected).max() < 0.35
+    assert np.abs(survival.tokens(survival.rows(["a", "b"])).mean(0) - expected).max() < 0.35
 
 
 def test_requests_are_told_apart() -> None:
     survival = Survival(7)
-    rows = survival.rows(["good", "bad"])
     for _ in range(20):
-        survival.observe(rows, 7, np.array([7, 0]))
-    good, bad = survival.tokens(rows)[:, -1]
+        survival.observe(["good", "bad"], 7, [7, 0])
+    good, bad = survival.tokens(survival.rows(["good", "bad"]))[:, -1]
     assert good > 6 and bad < 1.5
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 7])
+def test_steps_are_the_same_taken_in_together_or_one_by_one(drafts: int) -> None:
+    rng, requests = np.random.default_rng(2), ["a", "b"]
+    together, single = Survival(7), Survival(7)
+    for survival in (together, single):
+        survival.observe(requests, 7, [3, 1])
+        survival.rows(requests)
+    # Few enough that nothing counts as a change of text.
+    for _ in range(4):
+        accepted = rng.integers(1, 3, 2).tolist() if drafts else []
+        together.observe(requests, drafts, accepted)
+        single.observe(requests, drafts, accepted)
+        single.rows(requests)
+    other = [survival.acceptance(survival.rows(["new"])) for survival in (together, single)]
+    np.testing.assert_allclose(*other)
+    of_each = [survival.acceptance(survival.rows(requests)) for survival in (together, single)]
+    np.testing.assert_allclose(*of_each)
 
 
 def test_requests_of_long_ago_are_forgotten() -> None:
     survival = Survival(3)
-    kept = survival.rows(["kept"])
     for _ in range(30):
-        survival.observe(kept, 3, np.array([0]))
+        survival.observe(["kept"], 3, [0])
     survival.rows([f"r{i}" for i in range(MOST_REQUESTS - 1)])
     before = survival.acceptance(survival.rows(["kept"]))
     rows = survival.rows(["kept", "new"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -43,10 +44,11 @@ def place_of(requests: int, context: int) -> Place:
 
 
 class _Costs:
-    """Seconds by width in one place, without the common factor."""
+    """Seconds by width in one place, without the common factor. Lists: a step takes in one number,
+    for which arrays are slow."""
 
     def __init__(self, widths: int) -> None:
-        self.seconds, self.count = np.full(widths, np.nan), np.zeros(widths, dtype=np.int64)
+        self.seconds, self.count = [math.nan] * widths, [0] * widths
         self.first: list[list[float]] = [[] for _ in range(widths)]
         self.surprises = self.steps = 0
 
@@ -78,7 +80,7 @@ class StepCosts:
         if costs.count[at] <= ENOUGH:
             # The first ones may hold allocations: their median.
             costs.first[at].append(seconds / self._drift)
-            costs.seconds[at] = np.median(costs.first[at])
+            costs.seconds[at] = statistics.median(costs.first[at])
             return
         ratio = seconds / (costs.seconds[at] * self._drift)
         is_surprise = not 1 / SURPRISE < ratio < SURPRISE
@@ -92,7 +94,7 @@ class StepCosts:
     def seconds(self, place: Place) -> NDArray[np.float64]:
         """`[widths]`: seconds of a step; nan for what nothing is known of."""
         costs = self._places.get(place)
-        known = costs.seconds if costs else np.full(len(self._widths), np.nan)
+        known = np.array(costs.seconds) if costs else np.full(len(self._widths), np.nan)
         if np.isnan(known).any():
             known = self._with_guesses(place, known)
         return known * self._drift
@@ -100,7 +102,7 @@ class StepCosts:
     def _with_guesses(self, place: Place, known: NDArray[np.float64]) -> NDArray[np.float64]:
         """Unknown costs in proportion to what the nearest other places have measured."""
         for near in sorted(self._places, key=lambda other: _distance(place, other)):
-            other = self._places[near].seconds
+            other = np.array(self._places[near].seconds)
             both = ~np.isnan(known) & ~np.isnan(other)
             scale = (known[both] / other[both]).mean() if both.any() else 1.0
             known = np.where(np.isnan(known), other * scale, known)
@@ -126,7 +128,7 @@ class StepCosts:
                 "requests": place.requests,
                 "context": LEAST_CONTEXT << place.context,
                 "milliseconds": {
-                    str(width): None if np.isnan(s) else round(float(s * self._drift) * 1e3, 3)
+                    str(width): None if math.isnan(s) else round(s * self._drift * 1e3, 3)
                     for width, s in zip(self._widths, costs.seconds, strict=True)
                 },
                 "steps": costs.steps,

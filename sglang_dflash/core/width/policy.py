@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sglang_dflash.core.width.costs import Place, StepCosts, place_of
 from sglang_dflash.core.width.survival import Survival
@@ -24,8 +25,8 @@ ENTER = 1.03
 # ... and drafting is given up if it promises less than this of plain decoding. Estimates of one
 # request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
 KEEP = 0.98
-# While nothing is drafted, everything is decided anew every so many steps, probes included.
-REST = 8
+# The width is decided anew every so many steps, while nothing is drafted and while something is.
+REST, REST_DRAFTING = 8, 4
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.01
 LEAST_STEPS, MOST_STEPS = 16, 96
@@ -98,16 +99,28 @@ class FixedWidth:
         return {"width": "fixed"}
 
 
-class _Chosen(NamedTuple):
-    """What is remembered of a step until its outcome is known.
+class _Decision(NamedTuple):
+    """How a step is run, and what is remembered of it until its outcome is known.
 
     Attributes:
-        expected: drafts that were expected to be accepted.
-        pays: of a probe of new requests, the accepted drafts from which on it pays; else None.
+        expected: drafts that are expected to be accepted.
+        pays: accepted drafts from which on the step is faster than plain decoding.
+        is_probe: whether it is to find out what drafts are worth.
+        is_new: whether most of a probe's requests were never drafted.
     """
 
+    width: int = 1
     expected: float = 0.0
-    pays: float | None = None
+    pays: float = 0.0
+    is_probe: bool = False
+    is_new: bool = False
+
+
+_PLAIN = _Decision()
+
+# What a decision is made for: requests, place, and widths that they can take.
+_Situation = tuple[Sequence[Hashable], Place | None, Sequence[int]]
+_NOWHERE: _Situation = ((), None, ())
 
 
 @dataclass
@@ -138,14 +151,18 @@ class AdaptiveWidth:
         if len(self.widths) < 2 or self.widths[0] != 1 or list(widths) != sorted(set(widths)):
             raise ValueError(f"widths {widths}: ascending numbers from 1 to the block size")
         self._columns = np.array(self.widths) - 1
+        # Tokens of a step whose drafts are as good as a probe hopes, by width.
+        self._hoped = (1 - HOPE ** (self._columns + 1)) / (1 - HOPE)
         self._survival, self._costs = Survival(self.widths[-1] - 1), StepCosts(widths)
         self._current = self.widths[-1]
-        self._tokens = np.ones(self.widths[-1])
         self._idle_steps = 0
         self._probe_now = False
+        # The last decision, what it was made for, the steps since, and what they gained over plain
+        # decoding, in drafts.
+        self._decision, self._situation = _PLAIN, _NOWHERE
+        self._steps_alike, self._gain = 0, 0.0
         # Of steps whose outcome is not known yet: two under overlap.
-        self._chosen: deque[_Chosen] = deque(maxlen=4)
-        self._settled: tuple[object, ...] = ()
+        self._open: deque[_Decision] = deque(maxlen=4)
         # How often probes of new requests have paid.
         self._useful = 0.5
         self._figures = _Figures()
@@ -159,43 +176,59 @@ class AdaptiveWidth:
     ) -> int:
         allowed = self.widths[: max(1, bisect_right(self.widths, most))] if requests else (1,)
         place = place_of(max(1, len(requests) + undrafted), context)
-        chosen = _Chosen()
-        if len(allowed) == 1 or self._rests((requests, place, allowed)):
-            width = 1
+        if len(allowed) == 1:
+            step = _PLAIN
+        elif self._stands((requests, place, allowed)):
+            step = self._decision
         else:
-            width = self._best(requests, place, allowed, undrafted)
-            if width == 1:
-                width, pays = self._probe(requests, place, allowed, undrafted)
-                chosen = _Chosen(pays=pays)
-            if width > 1:
-                expected = float(self._tokens[width - 1]) - len(requests)
-                chosen = chosen._replace(expected=expected)
-        self._idle_steps = self._idle_steps + 1 if width == 1 else 0
-        self._chosen.append(chosen)
-        self._figures.steps[width] += 1
-        return width
+            step = self._decide(requests, place, allowed, undrafted)
+            # A probe is a single step.
+            self._decision = _PLAIN if step.is_probe else step
+        self._idle_steps = self._idle_steps + 1 if step.width == 1 else 0
+        self._open.append(step)
+        self._figures.steps[step.width] += 1
+        return step.width
 
-    def _rests(self, situation: tuple[object, ...]) -> bool:
-        """Whether the last decision, to draft nothing, stands: nothing was learned since."""
-        stands = not self.drafts and situation == self._settled and not self._probe_now
-        self._settled = situation
-        return stands and self._idle_steps % REST > 0
+    def _stands(self, situation: _Situation) -> bool:
+        """Whether the last decision does: it costs more than a step in which all agrees."""
+        self._steps_alike += 1
+        lasts = self._steps_alike < (REST_DRAFTING if self.drafts else REST)
+        # One step without any accepted draft calls for another decision.
+        pays = self._gain > -0.9 * self._decision.pays or self._decision.width == 1
+        stands = lasts and pays and situation == self._situation and not self._probe_now
+        self._situation = situation
+        return stands
 
-    def _best(
-        self,
-        requests: Sequence[Hashable],
-        place: Place,
-        allowed: Sequence[int],
-        undrafted: int,
-    ) -> int:
-        """The width to stay at. A limit by the end of requests changes it for this step only."""
-        self._tokens = self._survival.tokens(self._survival.rows(requests)).sum(0)
+    def _decide(
+        self, requests: Sequence[Hashable], place: Place, allowed: Sequence[int], undrafted: int
+    ) -> _Decision:
+        self._steps_alike, self._gain = 0, 0.0
+        tokens = self._survival.tokens(self._survival.rows(requests)).sum(0)
+        tokens = tokens[self._columns[: len(allowed)]] + undrafted
         # While nothing is drafted, it is up to probes to measure.
-        unknown = self._costs.to_measure(place, allowed) if self.drafts else None
-        if unknown is not None:
-            return unknown
-        tokens = self._tokens[self._columns[: len(allowed)]] + undrafted
-        rate = dict(zip(allowed, tokens / self._costs.seconds(place)[: len(allowed)], strict=True))
+        width = self._costs.to_measure(place, allowed) if self.drafts else None
+        if width is not None:
+            # For one step.
+            self._situation = _NOWHERE
+            return _Decision(width, tokens[allowed.index(width)] - tokens[0])
+        seconds = self._costs.seconds(place)[: len(allowed)]
+        width, is_probe, is_new = self._best(tokens / seconds, allowed), False, False
+        if width == 1:
+            gain = (len(requests) * self._hoped[: len(allowed)] + undrafted) / seconds
+            hoped = int(gain.argmax())
+            is_new = self._survival.share_unknown(requests) > UNKNOWN
+            is_probe = hoped > 0 and self._probe_is_due(seconds[hoped] / seconds[0], is_new)
+            if is_probe:
+                self._probe_now = False
+                self._figures.probes += 1
+                width = self._costs.to_measure(place, allowed[1:]) or allowed[hoped]
+        at = allowed.index(width)
+        pays = tokens[0] * (seconds[at] / seconds[0] - 1)
+        return _Decision(width, float(tokens[at] - tokens[0]), float(pays), is_probe, is_new)
+
+    def _best(self, rates: NDArray[np.float64], allowed: Sequence[int]) -> int:
+        """The width to stay at. A limit by the end of requests changes it for this step only."""
+        rate = dict(zip(allowed, rates.tolist(), strict=True))
         best = max(allowed, key=rate.__getitem__)
         current = min(self._current, allowed[-1])
         if current > 1 and rate[current] < KEEP * rate[1]:
@@ -208,33 +241,13 @@ class AdaptiveWidth:
             self._figures.switches += 1
         return width
 
-    def _probe(
-        self,
-        requests: Sequence[Hashable],
-        place: Place,
-        allowed: Sequence[int],
-        undrafted: int,
-    ) -> tuple[int, float | None]:
-        """1, or now and then a width to find out whether drafts have become better, or what they
-        cost; and `pays` of `_Chosen`."""
-        seconds = self._costs.seconds(place)[: len(allowed)]
-        hoped = (1 - HOPE ** (self._columns[: len(allowed)] + 1)) / (1 - HOPE)
-        at = int(((len(requests) * hoped + undrafted) / seconds).argmax())
-        if at == 0:
-            return 1, None
-        between = (seconds[at] / seconds[0] - 1) / EXPLORE
-        is_due = self._probe_now or self._idle_steps >= min(max(between, LEAST_STEPS), MOST_STEPS)
-        is_new = self._survival.share_unknown(requests) > UNKNOWN
-        is_early = is_new and self._useful >= USEFUL and self._idle_steps >= LEAST_STEPS
-        if not (is_due or is_early):
-            return 1, None
-        self._probe_now = False
-        self._figures.probes += 1
-        unknown = self._costs.to_measure(place, allowed[1:])
-        if unknown is not None:
-            return unknown, None
-        pays = (len(requests) + undrafted) * (float(seconds[at] / seconds[0]) - 1)
-        return allowed[at], pays if is_new else None
+    def _probe_is_due(self, cost: float, is_new: bool) -> bool:
+        """Whether drafts are tried, which cost so many steps of plain decoding: they may have
+        become better."""
+        between = min(max((cost - 1) / EXPLORE, LEAST_STEPS), MOST_STEPS)
+        if is_new and self._useful >= USEFUL:
+            between = LEAST_STEPS
+        return self._probe_now or self._idle_steps >= between
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         self._costs.record(place_of(max(1, requests), context), width, seconds)
@@ -242,21 +255,20 @@ class AdaptiveWidth:
         self._figures.probe_seconds += seconds * (width > 1 and not self.drafts)
 
     def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
-        chosen = self._chosen.popleft() if self._chosen else _Chosen()
-        if width == 1:
-            self._survival.undrafted(requests)
+        step = self._open.popleft() if self._open else _PLAIN
+        self._survival.observe(requests, width - 1, accepted)
         if width == 1 or not requests:
             return
         total = sum(accepted)
-        self._figures.expected += chosen.expected
+        self._figures.expected += step.expected
         self._figures.accepted += total
-        if chosen.pays is not None:
-            self._useful += USEFUL_WEIGHT * ((total >= chosen.pays) - self._useful)
-        # A probe that found better drafts than expected is repeated at once: one step says little.
-        self._probe_now = not self.drafts and total > max(chosen.expected, len(requests))
-        self._settled = ()
-        rows = self._survival.rows(requests)
-        self._survival.observe(rows, width - 1, np.array(accepted, dtype=np.int64))
+        self._gain += total - step.pays
+        if step.is_probe:
+            self._situation = _NOWHERE
+            # One step says little: a probe that pays is repeated at once.
+            self._probe_now = total >= step.pays
+        if step.is_new:
+            self._useful += USEFUL_WEIGHT * ((total >= step.pays) - self._useful)
 
     def report(self) -> Mapping[str, Any]:
         f = self._figures

@@ -63,16 +63,16 @@ class Survival:
         # Tries at each position lately, and hits at any.
         self._lately, self._lately_hits = np.zeros(drafts), 0.0
         self._typical, self._typical_logit = self._all_rates()
-        # Requests of the last steps without drafts, and the number of those steps.
-        self._undrafted: Sequence[Hashable] = ()
-        self._undrafted_steps = 0
+        # Steps that were not taken in yet: their drafts and requests, and what each accepted.
+        self._waiting_of: tuple[int, list[Hashable]] = (0, [])
+        self._waiting: list[Sequence[int]] = []
         self._positions = np.arange(drafts)
         self._keep = np.full(2 * drafts + 2, REMEMBER)
         self._keep[-2:] = REMEMBER_LATELY
 
     def rows(self, requests: Sequence[Hashable]) -> Ints:
         """Int64 `[R]`: where each request's counts are; new requests begin without any."""
-        self._grow_old()
+        self._take_in()
         return self._rows_of(requests)
 
     def _rows_of(self, requests: Sequence[Hashable]) -> Ints:
@@ -97,35 +97,51 @@ class Survival:
         counts[: len(rows)] = self._counts[rows]
         self._counts, self._rows = counts, {request: row for row, request in enumerate(kept)}
 
-    def observe(self, rows: Ints, drafts: int, accepted: Ints) -> None:
-        """Take in a step that verified `drafts` drafts of each request, at least one, and accepted
-        int64 `[R]`."""
+    def observe(
+        self, requests: Sequence[Hashable], drafts: int, accepted: Sequence[int] = ()
+    ) -> None:
+        """A step verified `drafts` drafts of each request and accepted so many; 0 is a step in
+        which nothing was drafted. Steps are taken in together, when an estimate is asked for."""
+        if not requests:
+            return
+        if (drafts, requests) != self._waiting_of:
+            self._take_in()
+            self._waiting_of = drafts, list(requests)
+        self._waiting.append(accepted)
+
+    def _take_in(self) -> None:
+        (drafts, requests), waiting = self._waiting_of, self._waiting
+        if not waiting:
+            return
+        self._waiting_of, self._waiting = (0, []), []
+        rows = self._rows_of(requests)
+        if drafts == 0:
+            self._counts[rows] *= REMEMBER_UNSEEN ** len(waiting)
+            return
+        # [K, R, 1], of K steps in their order.
+        accepted = np.array(waiting, dtype=np.int64)[..., None]
         tried = np.minimum(accepted + 1, drafts)
-        is_hit = self._positions < accepted[:, None]
-        is_tried = self._positions < tried[:, None]
-        step = np.concatenate((is_hit, is_tried, accepted[:, None], tried[:, None]), axis=1)
-        self._counts[rows] = self._counts[rows] * self._keep + step
-        self._drop_outdated(rows)
+        hits = (self._positions < accepted).astype(np.float64)
+        tries = (self._positions < tried).astype(np.float64)
+        self._take_in_of_each(rows, np.concatenate((hits, tries, accepted, tried), axis=2))
         weight = min(1.0, MOST_AT_ONCE / len(rows))
-        all_hits, all_tries = weight * is_hit.sum(0), weight * is_tried.sum(0)
-        self._all_hits = self._all_hits * REMEMBER + all_hits
-        self._all_tries = self._all_tries * REMEMBER + all_tries
-        self._lately_hits = self._lately_hits * REMEMBER_ALL_LATELY + all_hits.sum()
-        self._lately = self._lately * REMEMBER_ALL_LATELY + all_tries
+        self._take_in_of_all(weight * hits.sum(1), weight * tries.sum(1))
+
+    def _take_in_of_each(self, rows: Ints, steps: Floats) -> None:
+        """Float64 `[K, R, 2 B]`: what K steps add to the counts of each request."""
+        ages = np.arange(len(steps))[::-1, None, None]
+        kept = self._keep ** len(steps)
+        self._counts[rows] = self._counts[rows] * kept + (steps * self._keep**ages).sum(0)
+        self._drop_outdated(rows)
+
+    def _take_in_of_all(self, hits: Floats, tries: Floats) -> None:
+        """Float64 `[K, B - 1]`: what K steps add to the counts of all requests."""
+        for hit, tried in zip(hits, tries, strict=True):
+            self._all_hits = self._all_hits * REMEMBER + hit
+            self._all_tries = self._all_tries * REMEMBER + tried
+            self._lately_hits = self._lately_hits * REMEMBER_ALL_LATELY + hit.sum()
+            self._lately = self._lately * REMEMBER_ALL_LATELY + tried
         self._typical, self._typical_logit = self._all_rates()
-
-    def undrafted(self, requests: Sequence[Hashable]) -> None:
-        """Take in a step in which nothing was drafted."""
-        if requests != self._undrafted:
-            self._grow_old()
-            self._undrafted = requests
-        self._undrafted_steps += 1
-
-    def _grow_old(self) -> None:
-        """Steps without drafts are many, and nothing is read between them: all at once."""
-        if self._undrafted_steps:
-            self._counts[self._rows_of(self._undrafted)] *= REMEMBER_UNSEEN**self._undrafted_steps
-        self._undrafted, self._undrafted_steps = (), 0
 
     def _all_rates(self) -> tuple[Floats, Floats]:
         """All requests' acceptance rates `[B - 1]`, and their log odds."""
