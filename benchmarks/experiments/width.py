@@ -30,7 +30,7 @@ NEW_TOKENS, WARM_TOKENS, NARROW = 48, 16, 4
 PLAIN, AGAIN, WIDTH_1, ADAPTIVE = "plain", "plain again", "width 1", "adaptive"
 # Prompts of a pass by concurrency, or by data set. Passes are short, because the machine's speed
 # drifts. "alternating" has two phases of each kind.
-PROMPTS = {1: 2, 4: 4, 16: 16, 32: 32}
+PROMPTS = {1: 4, 4: 8, 16: 16, 32: 32}
 PROMPTS_OF_SET = {"alternating": 16, "agents": 6, "unseen-long": 4}
 # By pair, the KV tokens of each server.
 KV_TOKENS = {"dense": 16_384, "code": 40_960, "hybrid": 16_384}
@@ -69,7 +69,7 @@ POINTS = (
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option(12, "measured passes per arm and point, at least 2")
+    rounds: int = option(16, "measured passes per arm and point, at least 2")
     points: str = option("all", "numbers of points, such as 0,3; all by default")
 
 

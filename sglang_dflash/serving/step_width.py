@@ -11,7 +11,7 @@ from sglang_dflash.checkpoint.errors import ConfigError, shown
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.serving import arguments
-from sglang_dflash.serving.batch import ScheduleBatch, host_lengths
+from sglang_dflash.serving.batch import ScheduleBatch
 from sglang_dflash.serving.target_tokens import depends_on_history
 
 logger = logging.getLogger(__name__)
@@ -123,11 +123,16 @@ class StepWidths:
         if self._last is not None:
             began, *what = self._last
             self.policy.took(now - began, *what)
-        drafting = [request.rid for request in batch.reqs if not depends_on_history(request)]
-        context = int(host_lengths(batch).max())
-        most = max(r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs)
+        drafting, undrafted, context, most = [], 0, 0, 0
+        for request in batch.reqs:
+            if depends_on_history(request):
+                undrafted += 1
+            else:
+                drafting.append(request.rid)
+            output = len(request.output_ids)
+            context = max(context, len(request.origin_input_ids) + output)
+            most = max(most, request.sampling_params.max_new_tokens - output)
         # Durations differ between ranks.
-        undrafted = len(batch.reqs) - len(drafting)
         width = self._tp.from_first(self.policy.choose(drafting, context, most, undrafted))
         self._last = now, len(batch.reqs), context, width
         self._tell()

@@ -59,9 +59,11 @@ class Scripted(FixedWidth):
 
 
 def request(rid: str, most: int = 100, output: int = 0, **params: Any) -> Any:
+    """A request with 500 tokens in all, `output` of them generated."""
     neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1.0}
     return SimpleNamespace(
         rid=rid,
+        origin_input_ids=[1] * (500 - output),
         output_ids=[1] * output,
         custom_logit_processor=None,
         sampling_params=SimpleNamespace(
@@ -70,8 +72,8 @@ def request(rid: str, most: int = 100, output: int = 0, **params: Any) -> Any:
     )
 
 
-def batch(*requests: Any, lengths: Sequence[int] = (500,)) -> Any:
-    return SimpleNamespace(reqs=list(requests), seq_lens_cpu=torch.tensor(lengths))
+def batch(*requests: Any) -> Any:
+    return SimpleNamespace(reqs=list(requests))
 
 
 @pytest.fixture
@@ -90,10 +92,9 @@ def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
         batch(
             request("a", most=10, output=7),
             request("b", most=10, output=4, frequency_penalty=0.5),
-            lengths=(300, 700),
         )
     )
-    assert width == 4 and policy.asked == [(["a"], 700, 6, 1)]
+    assert width == 4 and policy.asked == [(["a"], 500, 6, 1)]
 
 
 def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:

@@ -25,8 +25,8 @@ ENTER = 1.03
 # ... and drafting is given up if it promises less than this of plain decoding. Estimates of one
 # request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
 KEEP = 0.98
-# The width is decided anew every so many steps, while nothing is drafted and while something is.
-REST, REST_DRAFTING = 8, 4
+# A decision, which takes longer than all else here, stands for so many steps at most.
+REST = 8
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.01
 LEAST_STEPS, MOST_STEPS = 16, 96
@@ -190,14 +190,13 @@ class AdaptiveWidth:
         return step.width
 
     def _stands(self, situation: _Situation) -> bool:
-        """Whether the last decision does: it costs more than a step in which all agrees."""
+        """Whether the last decision does."""
         self._steps_alike += 1
-        lasts = self._steps_alike < (REST_DRAFTING if self.drafts else REST)
         # One step without any accepted draft calls for another decision.
         pays = self._gain > -0.9 * self._decision.pays or self._decision.width == 1
-        stands = lasts and pays and situation == self._situation and not self._probe_now
+        stands = situation == self._situation and pays and not self._probe_now
         self._situation = situation
-        return stands
+        return stands and self._steps_alike < REST
 
     def _decide(
         self, requests: Sequence[Hashable], place: Place, allowed: Sequence[int], undrafted: int

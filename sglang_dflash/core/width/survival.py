@@ -58,10 +58,10 @@ class Survival:
         self._rows: dict[Hashable, int] = {}
         # By request: hits at each position, tries at each, hits lately, tries lately.
         self._counts = np.zeros((16, 2 * drafts + 2))
-        self._all_hits = np.full(drafts, FIRST_GUESS * GUESS_WEIGHT)
-        self._all_tries = np.full(drafts, GUESS_WEIGHT)
-        # Tries at each position lately, and hits at any.
-        self._lately, self._lately_hits = np.zeros(drafts), 0.0
+        # Of all requests: hits at each position and tries at each, of long and lately.
+        self._all = np.full(2 * drafts, GUESS_WEIGHT)
+        self._all[:drafts] *= FIRST_GUESS
+        self._all_lately = np.zeros(2 * drafts)
         self._typical, self._typical_logit = self._all_rates()
         # Steps that were not taken in yet: their drafts and requests, and what each accepted.
         self._waiting_of: tuple[int, list[Hashable]] = (0, [])
@@ -121,34 +121,27 @@ class Survival:
         # [K, R, 1], of K steps in their order.
         accepted = np.array(waiting, dtype=np.int64)[..., None]
         tried = np.minimum(accepted + 1, drafts)
-        hits = (self._positions < accepted).astype(np.float64)
-        tries = (self._positions < tried).astype(np.float64)
-        self._take_in_of_each(rows, np.concatenate((hits, tries, accepted, tried), axis=2))
-        weight = min(1.0, MOST_AT_ONCE / len(rows))
-        self._take_in_of_all(weight * hits.sum(1), weight * tries.sum(1))
-
-    def _take_in_of_each(self, rows: Ints, steps: Floats) -> None:
-        """Float64 `[K, R, 2 B]`: what K steps add to the counts of each request."""
-        ages = np.arange(len(steps))[::-1, None, None]
-        kept = self._keep ** len(steps)
-        self._counts[rows] = self._counts[rows] * kept + (steps * self._keep**ages).sum(0)
+        # [K, R, 2 B]: hits and tries at each position, and at any.
+        is_hit, is_tried = self._positions < accepted, self._positions < tried
+        steps = np.concatenate((is_hit, is_tried, accepted, tried), axis=2, dtype=np.float64)
+        ages = np.arange(len(steps))[::-1, None]
+        of_each = (self._keep**ages)[:, None] * steps
+        self._counts[rows] = self._counts[rows] * self._keep ** len(steps) + of_each.sum(0)
         self._drop_outdated(rows)
-
-    def _take_in_of_all(self, hits: Floats, tries: Floats) -> None:
-        """Float64 `[K, B - 1]`: what K steps add to the counts of all requests."""
-        for hit, tried in zip(hits, tries, strict=True):
-            self._all_hits = self._all_hits * REMEMBER + hit
-            self._all_tries = self._all_tries * REMEMBER + tried
-            self._lately_hits = self._lately_hits * REMEMBER_ALL_LATELY + hit.sum()
-            self._lately = self._lately * REMEMBER_ALL_LATELY + tried
+        weight = min(1.0, MOST_AT_ONCE / len(rows))
+        of_all = weight * steps[:, :, : 2 * self.drafts].sum(1)
+        for counts, keep in ((self._all, REMEMBER), (self._all_lately, REMEMBER_ALL_LATELY)):
+            counts *= keep ** len(steps)
+            counts += (keep**ages * of_all).sum(0)
         self._typical, self._typical_logit = self._all_rates()
 
     def _all_rates(self) -> tuple[Floats, Floats]:
         """All requests' acceptance rates `[B - 1]`, and their log odds."""
         # The first position is tried in every step, the last ones perhaps never.
-        mean = self._all_hits.sum() / self._all_tries.sum()
-        rates = (self._all_hits + SHRINK_ALL * mean) / (self._all_tries + SHRINK_ALL)
-        shift = _shift(rates, self._lately, self._lately_hits)
+        n = self.drafts
+        hits, tries = self._all[:n], self._all[n:]
+        rates = (hits + SHRINK_ALL * (hits.sum() / tries.sum())) / (tries + SHRINK_ALL)
+        shift = _shift(rates, self._all_lately[n:], self._all_lately[:n].sum())
         odds = _logit(_between(rates)) + shift
         return 1 / (1 + np.exp(-odds)), odds
 
