@@ -285,10 +285,8 @@ def width_published() -> str:
 
 
 def width() -> str:
-    files = [f"width_{pair}_cpu" for pair in ("dense", "code", "hybrid")]
-    points = [
-        one for name in files if (RESULTS / f"{name}.json").exists() for one in read(name)["points"]
-    ]
+    results = (read(f"width_{pair}_cpu") for pair in ("dense", "code", "hybrid"))
+    points = [one for result in results for one in result["points"]]
 
     def cell(value: dict[str, float]) -> str:
         return f"{value['ratio']:.2f} ({value['lower']:.2f})"
@@ -301,21 +299,27 @@ def width() -> str:
             (
                 f"{one['pair']}, `{one['dataset']}`, {one['concurrency']}",
                 f"{one['plain_step_ms']:.1f}",
-                *(cell(ratio) for ratio in (one["noise"], over["fixed 8"], over["fixed 4"])),
+                *(
+                    cell(ratio)
+                    for ratio in (one["noise"], over["width 1"], over["fixed 8"], over["fixed 4"])
+                ),
                 f"**{cell(over['adaptive'])}**",
                 cell(one["over_best_fixed"]),
                 f"{100 * drafted:.0f} %",
+                f"{100 * one['deciding_share']:.1f} %",
             )
         )
     head = (
         "pair, data set, requests at a time",
         "plain step, ms",
         "plain again",
+        "width 1",
         "width 8",
         "width 4",
         "adaptive",
-        "adaptive over the better width",
+        "adaptive over the better of 4 and 8",
         "steps that draft",
+        "deciding",
     )
     return table(head, *rows)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from sglang.srt.runtime_context import attention_backends
 
 from sglang_dflash.core.attention.backend import Setting
 from sglang_dflash.core.plain_context import MOST_STEPS
 from sglang_dflash.core.step_memory import StepShape
 from sglang_dflash.serving.draft_setup import DraftSetup
-from sglang_dflash.serving.graphs import largest_recorded
+from sglang_dflash.serving.graphs import largest_recorded, target_has_graphs
 from sglang_dflash.serving.memory import MemoryPlan, table_positions
 from sglang_dflash.serving.recurrent import Rollback, recording_bytes
 
@@ -19,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Of a bounded draft KV cache: which entry a target slot has.
 BYTES_PER_TARGET_SLOT = 4
+# What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
+GRAPH_BYTES_PER_REQUEST = 2 << 20
 
 
 class DraftMemory(NamedTuple):
@@ -35,6 +40,8 @@ class DraftMemory(NamedTuple):
         waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
             step drafts.
         recurrent_inputs: what replay keeps of a verify forward; 0 without recurrent layers.
+        narrow_widths: attention backends and CUDA graphs of the target for other widths than the
+            block's; 0 on a CPU.
     """
 
     scratch_kv: int = 0
@@ -45,6 +52,7 @@ class DraftMemory(NamedTuple):
     activations: int = 0
     waiting_hidden: int = 0
     recurrent_inputs: int = 0
+    narrow_widths: int = 0
 
     @property
     def total(self) -> int:
@@ -67,13 +75,14 @@ def draft_memory(
     recorded: int,
     recurrent_inputs: int = 0,
     narrow: bool = False,
+    narrow_widths: int = 0,
 ) -> DraftMemory:
     """What a server needs.
 
     Args:
         positions: of a row of the request-to-token table.
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
-        recurrent_inputs: bytes, see `DraftMemory`.
+        recurrent_inputs, narrow_widths: bytes, see `DraftMemory`.
         narrow: whether there are steps that draft nothing.
     """
     options, config, requests = setup.options, setup.model.config, setup.running
@@ -97,7 +106,26 @@ def draft_memory(
         activations=step.activations,
         waiting_hidden=step.waiting_hidden,
         recurrent_inputs=recurrent_inputs,
+        narrow_widths=narrow_widths,
     )
+
+
+def narrow_width_bytes(
+    widths: Sequence[int], requests: int, positions: int, attention: str, graphs: bool
+) -> int:
+    """Bytes of what `TargetForwardByWidth` makes, at most.
+
+    Args:
+        widths: narrower than the block.
+        requests: R, --max-running-requests.
+        positions: of a row of the request-to-token table.
+        attention: name of the target's attention backend. FlashInfer's has an index and a mask per
+            token and position, others a page table.
+        graphs: whether the target's decode steps are captured.
+    """
+    cells = requests * positions
+    tables = sum(5 * cells * width if attention == "flashinfer" else 4 * cells for width in widths)
+    return tables + graphs * len(widths) * requests * GRAPH_BYTES_PER_REQUEST
 
 
 def plan_memory(
@@ -105,7 +133,7 @@ def plan_memory(
     model_config: Any,
     draft_graphs: str,
     rollback: Rollback | None,
-    narrow: bool = False,
+    widths: Sequence[int] = (),
 ) -> tuple[MemoryPlan, DraftMemory]:
     """What a server's sizing is to know, and what it leaves free for. One log line.
 
@@ -113,7 +141,7 @@ def plan_memory(
         model_config: SGLang's, of the target.
         draft_graphs: the value of --speculative-dflash-draft-graphs.
         rollback: of recurrent layers; None without them.
-        narrow: whether there are steps that draft nothing.
+        widths: verify widths below the block size.
     """
     capturable = setup.backend.capabilities.capturable
     recorded = largest_recorded(draft_graphs, setup.device, capturable, setup.running)
@@ -123,7 +151,12 @@ def plan_memory(
     if replay:
         inputs = recording_bytes(model_config, setup.running, setup.options.block_size, itemsize)
     positions = table_positions(model_config.context_len)
-    needed = draft_memory(setup, positions, recorded, inputs, narrow)
+    by_width = 0
+    if widths and setup.device.type != "cpu":
+        _, attention = attention_backends()
+        graphs = target_has_graphs(setup.device)
+        by_width = narrow_width_bytes(widths, setup.running, positions, attention, graphs)
+    needed = draft_memory(setup, positions, recorded, inputs, bool(widths), by_width)
     logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
     entries = setup.options.draft_kv_entries(setup.running)
     token_bytes = math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize

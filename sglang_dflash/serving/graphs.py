@@ -79,7 +79,7 @@ def largest_recorded(asked: str, device: torch.device, capturable: bool, most: i
         asked: the flag's value.
         capturable: see `graphed`.
     """
-    records = asked == RECORDED or (asked == AUTO and capturable and _target_has_graphs(device))
+    records = asked == RECORDED or (asked == AUTO and capturable and target_has_graphs(device))
     return _buckets(most)[-1] if records else 0
 
 
@@ -124,7 +124,7 @@ def graphed(
 def _recorder(
     drafter: Proposer, asked: str, device: torch.device, capturable: bool
 ) -> Recorder | None:
-    if asked == OFF or (asked == AUTO and not _target_has_graphs(device)):
+    if asked == OFF or (asked == AUTO and not target_has_graphs(device)):
         return None
     reason = None
     if type(drafter) is not Drafter:
@@ -137,7 +137,7 @@ def _recorder(
     return CudaGraphRecorder() if asked == AUTO else OpRecorder()
 
 
-def _target_has_graphs(device: torch.device) -> bool:
+def target_has_graphs(device: torch.device) -> bool:
     """Whether SGLang captures the target's decode steps: CUDA, without --disable-cuda-graph."""
     if device.type != "cuda":
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.serving import arguments
 from sglang_dflash.serving.batch import ScheduleBatch
+from sglang_dflash.serving.step_clock import HostClock, StepClock, StepShape
 from sglang_dflash.serving.target_tokens import depends_on_history
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,15 @@ def check_width(server_args: Any, settings: Any, block_size: int) -> None:
             f"{WIDTH_FLAG}: 'adaptive' depends on how long steps take, and "
             "--enable-deterministic-inference is given; give fixed"
         )
-    if (settings.device or "cpu") != "cpu":
+    device = settings.device or "cpu"
+    if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"{WIDTH_FLAG}: 'adaptive' is served on CPUs only; a GPU needs a captured graph and an "
-            f"attention plan of the target for each width. The device is {settings.device!r}; give "
-            "fixed"
+            f"{WIDTH_FLAG}: 'adaptive' is served on CPUs and CUDA, not on {device!r}; give fixed"
+        )
+    if device == "cuda" and settings.enable_lora:
+        raise ConfigError(
+            f"{WIDTH_FLAG}: 'adaptive' has CUDA graphs of several widths, and SGLang keeps the "
+            "buffers of LoRA for one; give fixed, or leave out --enable-lora"
         )
 
 
@@ -99,16 +103,16 @@ class StepWidths:
         policy: WidthPolicy,
         tp: TensorParallel,
         labels: Mapping[str, Any] | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         """
         Args:
             labels: of this process's series in /metrics; None for none.
+            clock: measures steps; None for the host's.
         """
-        self.policy, self._tp = policy, tp
+        self.policy, self._tp, self._clock = policy, tp, clock or HostClock()
         self._prometheus = None if labels is None else PrometheusWidths(labels, policy.widths)
         self._is_fixed = len(policy.widths) == 1
-        # When the last decode step began, and what it was; None after anything else.
-        self._last: tuple[float, int, int, int] | None = None
         self._steps_alike, self._drafts, self._told = 0, True, True
 
     def choose(self, batch: ScheduleBatch) -> int:
@@ -119,10 +123,8 @@ class StepWidths:
         return width
 
     def _chosen(self, batch: ScheduleBatch) -> int:
-        now = time.perf_counter()
-        if self._last is not None:
-            began, *what = self._last
-            self.policy.took(now - began, *what)
+        for seconds, shape in self._clock.begins():
+            self.policy.took(seconds, *shape)
         drafting, undrafted, context, most = [], 0, 0, 0
         for request in batch.reqs:
             if depends_on_history(request):
@@ -134,13 +136,13 @@ class StepWidths:
             most = max(most, request.sampling_params.max_new_tokens - output)
         # Durations differ between ranks.
         width = self._tp.from_first(self.policy.choose(drafting, context, most, undrafted))
-        self._last = now, len(batch.reqs), context, width
+        self._clock.is_of(StepShape(len(batch.reqs), context, width))
         self._tell()
         return width
 
     def interrupted(self) -> None:
         """Something else than a decode step runs: the time since the last one is not its own."""
-        self._last = None
+        self._clock.interrupted()
 
     def observe(self, width: int, accepted: Mapping[str, int]) -> None:
         """Outcome of a step, by request: accepted drafts of those that took drafts and live."""

@@ -31,11 +31,9 @@ from sglang_dflash.serving.batch import (
     DraftInput,
     GenerationBatchResult,
     ScheduleBatch,
-    decode_batch,
     draft_input,
     host_lengths,
     record_stream,
-    verify_batch,
 )
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
 from sglang_dflash.serving.draft_memory import DraftMemory, plan_memory
@@ -46,7 +44,9 @@ from sglang_dflash.serving.metrics import AcceptanceCounts, PhaseTimes, promethe
 from sglang_dflash.serving.prefill import Barrier, Prefill, Publish
 from sglang_dflash.serving.recurrent import checkpoints_due, make_rollback
 from sglang_dflash.serving.refusal import ends_the_server
+from sglang_dflash.serving.step_clock import clock_of
 from sglang_dflash.serving.step_width import StepWidths
+from sglang_dflash.serving.target_forward import TargetForward, target_forward
 from sglang_dflash.serving.target_tokens import TargetTokens
 from sglang_dflash.serving.watch import DraftWatch
 
@@ -102,9 +102,8 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_steps = 1
         self.plain_context = PlainContext(lambda: self.drafter)
         self.extension = load_extension(extension_path, target_worker)
-        width_policy = self.extension.width_policy or width_policy
-        labels = target_model.metric_labels()
-        self.widths = StepWidths(width_policy(self.block_size), self._tp, labels)
+        self.widths = self._step_widths(self.extension.width_policy or width_policy)
+        self.target = TargetForward(target_worker)
         self._accept = sampling.accept_rule(self.block_size, self._model.ops.accept)
         self._attention = choose_attention(attention, self.config, self.device, ATTENTION)
         self._draft_graphs, self._self_check = draft_graphs, self_check
@@ -119,6 +118,10 @@ class DFlashWorker(BaseSpecWorker):
         for warning in self.options.warnings(self.config, runner.model_config.context_len):
             logger.warning("DFLASH: %s", self._in_typed_words(warning))
 
+    def _step_widths(self, make_policy: Callable[[int], WidthPolicy]) -> StepWidths:
+        policy, clock = make_policy(self.block_size), clock_of(self.device)
+        return StepWidths(policy, self._tp, target_model.metric_labels(), clock)
+
     def _counters(self) -> AcceptanceCounts:
         prometheus = prometheus_counters(target_model.metric_labels(), self.block_size)
         return AcceptanceCounts(self.block_size, prometheus)
@@ -129,7 +132,7 @@ class DFlashWorker(BaseSpecWorker):
             self._model, self.options, ATTENTION[self._attention], self._tp, self.device,
             self._kv_dtype, self._max_running_requests,
         )  # fmt: skip
-        narrow = len(self.widths.policy.widths) > 1
+        narrow = self.widths.policy.widths[:-1]
         plan, needed = plan_memory(setup, runner.model_config, draft_graphs, self.rollback, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         return setup, needed
@@ -186,6 +189,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """After the target's."""
+        widths = self.widths.policy.widths
+        self.target = target_forward(self.target_worker, widths, self.device)
         with ends_the_server(self._in_typed_words):
             self.drafter = graphed(
                 self.drafter,
@@ -269,7 +274,7 @@ class DFlashWorker(BaseSpecWorker):
         self.extension.observer.before_step(batch, step)
         with self.times.of("propose"):
             block = self._propose(batch, step)
-        with self.times.of("verify"):
+        with self.times.of("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
@@ -318,7 +323,7 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
     ) -> tuple[GenerationBatchResult, Accepted]:
         given = batch.spec_info
-        target = self._forward_target(batch, step, block)
+        target = self.target(batch, block, step.positions, step.slots)
         output = target.logits_output
         tokens = self.target_tokens(batch, output.next_token_logits, block, step.positions, barrier)
         single = self.target_tokens.single_token_mask(batch)
@@ -332,26 +337,11 @@ class DFlashWorker(BaseSpecWorker):
             sampling.compute_spec_logprobs(
                 batch, output, accepted.tokens.flatten(), chain_stride=step.width
             )
-        if self.rollback is not None and step.width > 1:
+        if self.rollback is not None and not self.target.decodes(step.width):
             # Before the new lengths are published: the next forward reads these states.
             due = checkpoints_due(batch, step.seq_lens, accepted.lengths)
             self.rollback.commit(accepted.lengths, due)
         return target, accepted
-
-    def _forward_target(
-        self, batch: ScheduleBatch, step: Step, block: Tensor
-    ) -> GenerationBatchResult:
-        if step.width == 1:
-            bonus, slots = block.flatten(), step.slots.flatten()
-            return self.target_worker.forward_batch_generation(
-                batch=None,
-                forward_batch=decode_batch(batch, self.target_worker, bonus, slots),
-                is_verify=True,
-            )
-        forward_batch = verify_batch(batch, self.target_worker, block, step.positions, step.slots)
-        return self.target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
 
     def _commit(self, batch: ScheduleBatch, step: Step, output: Any, accepted: Accepted) -> None:
         """Pass the hidden states of the committed tokens (the old bonus token and the accepted

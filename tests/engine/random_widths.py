@@ -1,4 +1,8 @@
-"""A width policy that draws every step's width, another one in every process."""
+"""A width policy that draws every step's width, another one in every process.
+
+`by_width` also gives the target an attention backend for each width, as on a GPU, so that width 1
+is a verification, too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.core.width import FixedWidth
+from sglang_dflash.serving import worker
 from sglang_dflash.serving.extension import Extension
+from sglang_dflash.serving.target_forward import TargetForwardByWidth
 from tests.engine import oracle
 
 
@@ -44,4 +50,13 @@ def with_oracle(target_worker: Any) -> Extension:
 
 
 def extension(_target_worker: Any) -> Extension:
+    return Extension(width_policy=RandomWidth)
+
+
+def by_width(_target_worker: Any) -> Extension:
+    def made(target_worker: Any, widths: Sequence[int], _device: Any) -> TargetForwardByWidth:
+        return TargetForwardByWidth(target_worker, widths[:-1])
+
+    # A process of SGLang's own has one worker.
+    worker.target_forward = made
     return Extension(width_policy=RandomWidth)

@@ -187,11 +187,13 @@ SOAK_HYBRID = (
 # -- verify widths that change
 
 CHANGING: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random_widths:extension"}
+# With an attention backend of the target per width, as on a GPU.
+BY_WIDTH: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random_widths:by_width"}
 RANDOM_WIDTHS = DFLASH.named("random-widths").having(**CHANGING)
-RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**CHANGING, **WINDOW)
+RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**BY_WIDTH, **WINDOW)
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
-    speculative_algorithm="DFLASH", speculative_draft_model_path=HYBRID_PAIR.draft, **CHANGING
+    speculative_algorithm="DFLASH", speculative_draft_model_path=HYBRID_PAIR.draft, **BY_WIDTH
 )
 ADAPTIVE = DFLASH.named("adaptive").having(speculative_dflash_width="adaptive", enable_metrics=True)
 

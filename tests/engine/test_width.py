@@ -45,9 +45,9 @@ def test_outputs_do_not_depend_on_widths(
     workload.assert_same_outputs(got, workload.halved(plain))
     report = server.dflash()
     assert all(steps > 20 for steps in report["width_steps"].values())
-    # A drafter that is never right would pass the comparison, too. (2.2 to 5.1 in eight runs: which
-    # step has which width depends on when requests arrive.)
-    assert workload.acceptance_length(got["demo"]) > 1.5
+    # A drafter that is never right would pass the comparison, too. (0.32 to 0.43 in eight runs. The
+    # acceptance length of an answer would depend on how many of its steps were drawn as plain.)
+    assert report["acceptance_by_position"][0] > 0.15
     assert report["nonfinite_outputs"] == 0
 
 

@@ -27,6 +27,7 @@ from sglang_dflash.serving.extension import Extension
 from sglang_dflash.serving.metrics import PhaseTimes
 from sglang_dflash.serving.prefill import Prefill
 from sglang_dflash.serving.step_width import StepWidths
+from sglang_dflash.serving.target_forward import TargetForward
 from sglang_dflash.serving.target_tokens import TargetTokens
 from sglang_dflash.serving.worker import DFlashWorker
 from tests.conftest import random_model, raw_config
@@ -110,6 +111,7 @@ def worker_of(
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     worker.req_to_token_pool = SimpleNamespace(req_to_token=table)
     worker._target_worker = Target(model.config.target_hidden_width, device, padding)
+    worker.target = TargetForward(worker._target_worker)
     worker.plain_context = PlainContext(lambda: worker.drafter)
     worker.prefill = Prefill(
         worker._target_worker, table, worker.options, worker._ranks, worker._max_running_requests

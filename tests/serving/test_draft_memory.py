@@ -33,7 +33,9 @@ from sglang_dflash.serving import draft_memory as module
 from sglang_dflash.serving.draft_backends import ATTENTION
 from sglang_dflash.serving.draft_memory import (
     BYTES_PER_TARGET_SLOT,
+    GRAPH_BYTES_PER_REQUEST,
     draft_memory,
+    narrow_width_bytes,
     plan_memory,
 )
 from sglang_dflash.serving.draft_setup import DraftSetup
@@ -210,6 +212,33 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
     assert kept > 0.4 * needed.waiting_hidden
     assert alive.most <= needed.waiting_hidden + needed.activations
     assert draft_memory(setup, POSITIONS, recorded=0).waiting_hidden == 0
+
+
+def test_narrower_widths_of_the_target_are_reserved_on_a_gpu() -> None:
+    """FlashInfer's index and mask grow with the width, page tables do not."""
+    graphs = 2 * RUNNING * GRAPH_BYTES_PER_REQUEST
+    tables = 4 * RUNNING * POSITIONS
+    assert narrow_width_bytes((1, 8), RUNNING, POSITIONS, "fa3", True) == 2 * tables + graphs
+    flashinfer = 5 * RUNNING * POSITIONS * (1 + 8)
+    assert narrow_width_bytes((1, 8), RUNNING, POSITIONS, "flashinfer", False) == flashinfer
+    assert narrow_width_bytes((), RUNNING, POSITIONS, "fa3", True) == 0
+
+
+@pytest.mark.parametrize(("widths", "device"), [((1, 4), CUDA), ((), CUDA), ((1, 4), CPU)])
+def test_narrower_widths_are_part_of_the_plan(
+    widths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "table_positions", lambda context: context)
+    monkeypatch.setattr(module, "largest_recorded", lambda *_: 0)
+    monkeypatch.setattr(module, "target_has_graphs", lambda _device: False)
+    monkeypatch.setattr(module, "attention_backends", lambda: ("triton", "fa3"))
+    with FakeTensorMode():
+        setup = setup_of("triton", 300, DraftConfig.from_dict(raw_config()), device)
+        model_config: Any = SimpleNamespace(context_len=2048)
+        plan, needed = plan_memory(setup, model_config, "auto", None, widths)
+    expected = 2 * 4 * RUNNING * 2048 if widths and device == CUDA else 0
+    assert needed.narrow_widths == expected and plan.reserved_bytes == needed.total
+    assert (needed.waiting_hidden > 0) == bool(widths)
 
 
 def test_a_server_shows_and_hands_on_what_it_needs(

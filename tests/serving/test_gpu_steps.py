@@ -13,12 +13,17 @@ from torch import Tensor
 from sglang_dflash.core.draft_counters import DraftCounters
 from sglang_dflash.core.kv_cache.direct import DirectKVCache
 from sglang_dflash.core.kv_cache.ring import RingKVCache
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.core.width import AdaptiveWidth
 from sglang_dflash.serving import batch as our_batch
 from sglang_dflash.serving import recurrent
 from sglang_dflash.serving import worker as our_worker
 from sglang_dflash.serving.recurrent import Replay
+from sglang_dflash.serving.step_width import StepWidths
+from sglang_dflash.serving.target_forward import TargetForwardByWidth
 from tests.serving.fake_cuda import Crossing, FakeCuda
 from tests.serving.in_process import decode_of, prefill_of, prepared, worker_of
+from tests.serving.test_step_width import request
 
 LENGTHS = [9, 14]
 
@@ -44,6 +49,23 @@ def test_a_decode_step_copies_nothing_and_reads_nothing(gpu: FakeCuda, window: i
     # The counters of the draft, which the host reads a step later.
     assert gpu.crossings == [Crossing("copy_", waits=False)]
     assert result.next_token_ids.shape == (len(LENGTHS) * worker.block_size,)
+
+
+def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
+    """The policy chooses from what the host knows already."""
+    policy = AdaptiveWidth((1, 3, 4))
+    worker = worker_of(None, "cuda", widths=StepWidths(policy, TensorParallel()))
+    runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
+    worker._target_worker.model_runner = runner
+    worker.target = TargetForwardByWidth(worker._target_worker, ())
+    worker.drafter.counters = DraftCounters("cuda", pinned=True)
+    batches = [decode_of(LENGTHS, "cuda", reqs=[request("a"), request("b")]) for _ in range(12)]
+    gpu.crossings.clear()
+    for batch in batches:
+        width = worker.forward_batch_generation(batch).speculative_num_draft_tokens
+        worker.widths.observe(width, {"a": width - 1, "b": 0})
+    assert all(policy.report()["width_steps"][width] for width in ("1", "3", "4"))
+    assert not any(crossing.waits for crossing in gpu.crossings)
 
 
 def test_requests_with_penalties_do_not_make_the_host_wait(gpu: FakeCuda) -> None:

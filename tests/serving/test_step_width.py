@@ -14,7 +14,7 @@ from sglang_dflash.core import plain_context
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.width import AdaptiveWidth, FixedWidth
 from sglang_dflash.serving import batch as serving_batch
-from sglang_dflash.serving import step_width
+from sglang_dflash.serving import step_clock
 from sglang_dflash.serving.arguments import ATTRIBUTE
 from sglang_dflash.serving.batch import DFlashVerifyInput, ForwardBatch
 from sglang_dflash.serving.step_width import StepWidths, check_width, make_policy
@@ -80,7 +80,7 @@ def batch(*requests: Any) -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Seconds that `time.perf_counter` returns next."""
     readings: list[float] = []
-    monkeypatch.setattr(step_width.time, "perf_counter", lambda: readings.pop(0))
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: readings.pop(0))
     yield readings
 
 
@@ -211,7 +211,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "not ascending": ({"widths": "1,6,4,8"}, {}, r"widths: 1,6,4,8; give ascending"),
     "with a fixed width": ({"width": "fixed", "widths": "1,8"}, {}, r"has no effect with .* fixed"),
     "determinism": ({}, {"enable_deterministic_inference": True}, r"adaptive' depends on how long"),
-    "a GPU": ({}, {"device": "cuda"}, r"on CPUs only; .*device is 'cuda'; give fixed"),
+    "another device": ({}, {"device": "xpu"}, r"on CPUs and CUDA, not on 'xpu'; give fixed"),
+    "LoRA on a GPU": ({}, {"device": "cuda", "enable_lora": True}, r"LoRA .* --enable-lora"),
 }  # fmt: skip
 
 
@@ -220,6 +221,6 @@ def test_widths_that_do_not_fit_are_refused(name: str) -> None:
     flags, settings, message = REFUSED[name]
     given = {f"speculative_dflash_{k}": v for k, v in ({"width": "adaptive"} | flags).items()}
     server_args = SimpleNamespace(**{ATTRIBUTE: given})
-    plain = {"enable_deterministic_inference": False, "device": "cpu"}
+    plain = {"enable_deterministic_inference": False, "device": "cpu", "enable_lora": None}
     with pytest.raises(ConfigError, match=message):
         check_width(server_args, SimpleNamespace(**(plain | settings)), 8)

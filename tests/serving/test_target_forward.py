@@ -1,0 +1,172 @@
+"""The target at several widths: SGLang's runner has the width's backend and graphs while a step of
+that width runs. (With SGLang's own runner: tests/engine/test_width.py.)"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+from sglang_dflash.core.parallel import TensorParallel
+from sglang_dflash.serving.batch import DFlashVerifyInput
+from sglang_dflash.serving.step_width import StepWidths
+from sglang_dflash.serving.target_forward import (
+    TargetForward,
+    TargetForwardByWidth,
+    target_forward,
+)
+from tests.serving.in_process import decode_of, filled, prepared, worker_of
+from tests.serving.test_step_width import Scripted, request
+from tests.serving.test_worker import LENGTHS
+
+BLOCK = 4
+
+
+class Graphs:
+    """In place of SGLang's runner of captured graphs."""
+
+    def __init__(self, runner: Any, attn_backend: Any, speculative_num_draft_tokens: int) -> None:
+        assert speculative_num_draft_tokens == runtime_context.get_spec().width
+        self.attention, self.width = attn_backend, speculative_num_draft_tokens
+        self.capture_bs = [1, 2]
+
+
+class Runner:
+    """What `TargetForwardByWidth` uses of SGLang's runner."""
+
+    prefill_attention_backend_str = decode_attention_backend_str = "fa3"
+
+    def __init__(self, has_graphs: bool) -> None:
+        self.bound: list[Any] = []
+        self.kv_index_translator = SimpleNamespace(bind_and_verify_backends=self.bound.extend)
+        self.attn_backend = self._get_attention_backend()
+        self.decode_cuda_graph_runner: Any = None
+        if has_graphs:
+            self.decode_cuda_graph_runner = Graphs(self, self.attn_backend, BLOCK)
+
+    def _get_attention_backend(self) -> Any:
+        return SimpleNamespace(width=runtime_context.get_spec().width)
+
+    @property
+    def state(self) -> tuple[int, int | None]:
+        graphs = self.decode_cuda_graph_runner
+        return self.attn_backend.width, None if graphs is None else graphs.width
+
+
+@pytest.fixture(autouse=True)
+def _spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own number of draft tokens."""
+    spec = SimpleNamespace(width=BLOCK)
+
+    @contextmanager
+    def override(speculative_num_draft_tokens: int) -> Iterator[None]:
+        spec.width = speculative_num_draft_tokens
+        yield
+        spec.width = BLOCK
+
+    spec.override = override
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+
+
+def by_width(runner: Any) -> TargetForwardByWidth:
+    made = target_forward(SimpleNamespace(model_runner=runner), (1, 3, BLOCK), torch.device("cuda"))
+    assert isinstance(made, TargetForwardByWidth)
+    return made
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+def test_a_step_has_the_backend_and_the_graphs_of_its_width(has_graphs: bool) -> None:
+    runner = Runner(has_graphs)
+    forward = by_width(runner)
+    for width in (1, BLOCK, 3, 1):
+        with forward.at(width):
+            assert runner.state == (width, width if has_graphs else None)
+        assert runner.state == (BLOCK, BLOCK if has_graphs else None)
+    assert [backend.width for backend in runner.bound] == [3, 1]
+    if has_graphs:
+        with forward.at(1):
+            assert runner.decode_cuda_graph_runner.attention is runner.attn_backend
+
+
+def test_the_blocks_own_come_back_after_an_error() -> None:
+    runner = Runner(True)
+    forward = by_width(runner)
+    with pytest.raises(ValueError, match="within"), forward.at(1):
+        raise ValueError("within")
+    assert runner.state == (BLOCK, BLOCK)
+
+
+def test_graphs_that_were_captured_again_are_kept() -> None:
+    runner = Runner(True)
+    forward = by_width(runner)
+    again = runner.decode_cuda_graph_runner = Graphs(runner, runner.attn_backend, BLOCK)
+    with forward.at(3):
+        pass
+    assert runner.decode_cuda_graph_runner is again
+
+
+@pytest.mark.parametrize(
+    ("widths", "device"), [((BLOCK,), "cuda"), ((1, BLOCK), "cpu"), ((BLOCK,), "cpu")]
+)
+def test_one_backend_serves_all_widths_elsewhere(widths: tuple[int, ...], device: str) -> None:
+    made = target_forward(SimpleNamespace(model_runner=None), widths, torch.device(device))
+    assert type(made) is TargetForward
+
+
+def test_sglang_takes_what_it_is_given() -> None:
+    """By name: another version of SGLang may have changed them."""
+    graphs = inspect.signature(DecodeCudaGraphRunner.__init__).parameters
+    assert {"attn_backend", "speculative_num_draft_tokens"} <= set(graphs)
+    assert not inspect.signature(ModelRunner._get_attention_backend).bind(None).kwargs
+    source = inspect.getsource(ModelRunner)
+    for name in ("attn_backend", "decode_cuda_graph_runner", "kv_index_translator"):
+        assert f"self.{name}" in source
+
+
+class Rollback:
+    """Notes the backend that each step's recurrent states are moved on with."""
+
+    name = "replay"
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.found: list[tuple[int, list[int]]] = []
+
+    def commit(self, lengths: torch.Tensor, _checkpoints: Any) -> None:
+        self.found.append((self.runner.attn_backend.width, lengths.tolist()))
+
+
+def test_width_1_is_verified_and_recurrent_states_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified: list[tuple[int, int]] = []
+    runner = Runner(True)
+
+    def noted(verify_input: Any, batch: Any, worker: Any) -> Any:
+        verified.append((verify_input.draft_token_num, runner.attn_backend.width))
+        return prepared(verify_input, batch, worker)
+
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", noted)
+    torch.manual_seed(1)
+    rollback, widths = Rollback(runner), [1, 3, BLOCK, 1]
+    worker = worker_of(rollback=rollback, widths=StepWidths(Scripted(widths), TensorParallel()))
+    worker._target_worker.model_runner = runner
+    worker.target = TargetForwardByWidth(worker._target_worker, (1, 3))
+    filled(worker, LENGTHS)
+    lengths = LENGTHS
+    for width in widths:
+        step = decode_of(lengths)
+        step.reqs = [request("a"), request("b")]
+        result = worker.forward_batch_generation(step)
+        assert result.next_token_ids.shape == (2 * width,)
+        lengths = result.new_seq_lens.tolist()
+    assert verified == [(width, width) for width in widths]
+    assert [width for width, _ in rollback.found] == widths
+    assert rollback.found[0][1] == rollback.found[-1][1] == [1, 1]
+    assert runner.state == (BLOCK, BLOCK)
