@@ -8,6 +8,7 @@ with the most expected tokens per second. Expectations come from the outcomes of
 
 from __future__ import annotations
 
+import random
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,10 +31,13 @@ REST = 8
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.01
 LEAST_STEPS, MOST_STEPS = 16, 96
+# These steps are stretched by a random factor up to this: requests of another kind that come in a
+# rhythm would be missed by each probe.
+JITTER = 0.2
 # A batch of which this share was never drafted is probed early: a single step tells much of new
 # text, and short answers end before the next probe. But only if such probes are of use: if at least
 # this share of them paid for themselves, the last one counting with this weight.
-UNKNOWN, USEFUL, USEFUL_WEIGHT = 0.5, 0.1, 0.3
+UNKNOWN, USEFUL, USEFUL_WEIGHT = 0.5, 0.06, 0.15
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -157,6 +161,7 @@ class AdaptiveWidth:
         self._current = self.widths[-1]
         self._idle_steps = 0
         self._probe_now = False
+        self._random, self._stretch = random.Random(0), 1.0
         # The last decision, what it was made for, the steps since, and what they gained over plain
         # decoding, in drafts.
         self._decision, self._situation = _PLAIN, _NOWHERE
@@ -219,6 +224,7 @@ class AdaptiveWidth:
             is_probe = hoped > 0 and self._probe_is_due(seconds[hoped] / seconds[0], is_new)
             if is_probe:
                 self._probe_now = False
+                self._stretch = 1 + JITTER * self._random.uniform(-1, 1)
                 self._figures.probes += 1
                 width = self._costs.to_measure(place, allowed[1:]) or allowed[hoped]
         at = allowed.index(width)
@@ -246,7 +252,7 @@ class AdaptiveWidth:
         between = min(max((cost - 1) / EXPLORE, LEAST_STEPS), MOST_STEPS)
         if is_new and self._useful >= USEFUL:
             between = LEAST_STEPS
-        return self._probe_now or self._idle_steps >= between
+        return self._probe_now or self._idle_steps >= between * self._stretch
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         self._costs.record(place_of(max(1, requests), context), width, seconds)
