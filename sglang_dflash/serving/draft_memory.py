@@ -8,22 +8,19 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sglang.srt.runtime_context import attention_backends
-
 from sglang_dflash.core.attention.backend import Setting
 from sglang_dflash.core.plain_context import MOST_STEPS
 from sglang_dflash.core.step_memory import StepShape
 from sglang_dflash.serving.draft_setup import DraftSetup
-from sglang_dflash.serving.graphs import largest_recorded, target_has_graphs
+from sglang_dflash.serving.graphs import largest_recorded
 from sglang_dflash.serving.memory import MemoryPlan, table_positions
+from sglang_dflash.serving.narrow_widths import narrow_width_bytes
 from sglang_dflash.serving.recurrent import Rollback, recording_bytes
 
 logger = logging.getLogger(__name__)
 
 # Of a bounded draft KV cache: which entry a target slot has.
 BYTES_PER_TARGET_SLOT = 4
-# What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
-GRAPH_BYTES_PER_REQUEST = 2 << 20
 
 
 class DraftMemory(NamedTuple):
@@ -110,24 +107,6 @@ def draft_memory(
     )
 
 
-def narrow_width_bytes(
-    widths: Sequence[int], requests: int, positions: int, attention: str, graphs: bool
-) -> int:
-    """Bytes of what `TargetForwardByWidth` makes, at most.
-
-    Args:
-        widths: narrower than the block.
-        requests: R, --max-running-requests.
-        positions: of a row of the request-to-token table.
-        attention: name of the target's attention backend. FlashInfer's has an index and a mask per
-            token and position, others a page table.
-        graphs: whether the target's decode steps are captured.
-    """
-    cells = requests * positions
-    tables = sum(5 * cells * width if attention == "flashinfer" else 4 * cells for width in widths)
-    return tables + graphs * len(widths) * requests * GRAPH_BYTES_PER_REQUEST
-
-
 def plan_memory(
     setup: DraftSetup,
     model_config: Any,
@@ -151,11 +130,10 @@ def plan_memory(
     if replay:
         inputs = recording_bytes(model_config, setup.running, setup.options.block_size, itemsize)
     positions = table_positions(model_config.context_len)
-    by_width = 0
-    if widths and setup.device.type != "cpu":
-        _, attention = attention_backends()
-        graphs = target_has_graphs(setup.device)
-        by_width = narrow_width_bytes(widths, setup.running, positions, attention, graphs)
+    by_width = narrow_width_bytes(
+        widths, setup.device, model_config, setup.running,
+        setup.model.config.target_hidden_width, itemsize,
+    )  # fmt: skip
     needed = draft_memory(setup, positions, recorded, inputs, bool(widths), by_width)
     logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
     entries = setup.options.draft_kv_entries(setup.running)

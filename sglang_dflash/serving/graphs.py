@@ -80,7 +80,7 @@ def largest_recorded(asked: str, device: torch.device, capturable: bool, most: i
         capturable: see `graphed`.
     """
     records = asked == RECORDED or (asked == AUTO and capturable and target_has_graphs(device))
-    return _buckets(most)[-1] if records else 0
+    return captured_sizes(most)[-1] if records else 0
 
 
 def graphed(
@@ -105,7 +105,7 @@ def graphed(
     recorder = _recorder(drafter, asked, device, capturable)
     if recorder is None or not isinstance(drafter, Drafter):
         return drafter
-    began, buckets = time.perf_counter(), _buckets(len(req_to_token) - 1)
+    began, buckets = time.perf_counter(), captured_sizes(len(req_to_token) - 1)
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
         made = GraphedDrafter(drafter, recorder, req_to_token, buckets)
@@ -148,7 +148,7 @@ def target_has_graphs(device: torch.device) -> bool:
     return config is not None and config.decode.backend != Backend.DISABLED
 
 
-def _buckets(most: int) -> tuple[int, ...]:
+def captured_sizes(most: int) -> tuple[int, ...]:
     """The target's batch sizes, by --cuda-graph-bs-decode and the like, up to `most` requests."""
     from sglang.srt.runtime_context import get_exec
 

@@ -71,11 +71,22 @@ def check_width(server_args: Any, settings: Any, block_size: int) -> None:
         raise ConfigError(
             f"{WIDTH_FLAG}: 'adaptive' is served on CPUs and CUDA, not on {device!r}; give fixed"
         )
+    if device == "cuda" and _verifies_with_flashinfer(settings):
+        raise ConfigError(
+            f"{WIDTH_FLAG}: 'adaptive' verifies single tokens, and FlashInfer's kernel for "
+            "recurrent layers is for more than one; give --linear-attn-verify-backend triton"
+        )
     if device == "cuda" and settings.enable_lora:
         raise ConfigError(
             f"{WIDTH_FLAG}: 'adaptive' has CUDA graphs of several widths, and SGLang keeps the "
             "buffers of LoRA for one; give fixed, or leave out --enable-lora"
         )
+
+
+def _verifies_with_flashinfer(settings: Any) -> bool:
+    """Whether recurrent layers would, by SGLang's rule (layers/attention/linear/utils.py)."""
+    decode = settings.linear_attn_decode_backend or settings.linear_attn_backend
+    return (settings.linear_attn_verify_backend or decode) == "flashinfer"
 
 
 class PrometheusWidths:

@@ -78,21 +78,27 @@ class TargetForwardByWidth(TargetForward):
             narrow: the other widths.
         """
         super().__init__(target_worker)
-        self._runner = target_worker.model_runner
-        # A graph's memory is shared: the largest come first.
-        self._narrow = {width: _at_width(self._runner, width) for width in sorted(narrow)[::-1]}
+        # Graphs share their memory: the largest come first.
+        self._runner, self._widths = target_worker.model_runner, sorted(narrow)[::-1]
+        self._make()
+
+    def _make(self) -> None:
+        self._block_graphs = self._runner.decode_cuda_graph_runner
+        self._narrow = {width: _at_width(self._runner, width) for width in self._widths}
 
     def decodes(self, width: int) -> bool:
         return False
 
     def at(self, width: int) -> AbstractContextManager[None]:
+        if self._runner.decode_cuda_graph_runner is not self._block_graphs:
+            # Captured again: the target has new weights, whose memory may be elsewhere.
+            self._make()
         narrow = self._narrow.get(width)
         return nullcontext() if narrow is None else self._using(narrow)
 
     @contextmanager
     def _using(self, narrow: _AtWidth) -> Iterator[None]:
         runner = self._runner
-        # Read anew: SGLang may have captured again.
         block = _AtWidth(runner.attn_backend, runner.decode_cuda_graph_runner)
         runner.attn_backend, runner.decode_cuda_graph_runner = narrow
         try:
@@ -115,12 +121,14 @@ def _at_width(runner: Any, width: int) -> _AtWidth:
     from sglang.srt.runtime_context import get_spec
 
     began, graphs = time.perf_counter(), runner.decode_cuda_graph_runner
+    block_size = get_spec().speculative_num_draft_tokens
     # Backends and graphs read the width while they are made.
     with get_spec().override(speculative_num_draft_tokens=width):
         attention = runner._get_attention_backend()
         attention.prefill_attention_backend_str = runner.prefill_attention_backend_str
         attention.decode_attention_backend_str = runner.decode_attention_backend_str
         runner.kv_index_translator.bind_and_verify_backends([attention])
+        _extend_index_buffers(attention, 2 * block_size)
         if graphs is not None:
             graphs = type(graphs)(
                 runner, attn_backend=attention, speculative_num_draft_tokens=width
@@ -133,3 +141,14 @@ def _at_width(runner: Any, width: int) -> _AtWidth:
         time.perf_counter() - began,
     )
     return _AtWidth(attention, graphs)
+
+
+def _extend_index_buffers(attention: Any, tokens: int) -> None:
+    """Let the index buffers of captured graphs take requests that are up to so many tokens longer
+    than the context: a wide step may end beyond it, and a buffer of width 1 has no slack."""
+    inner = ("full_attn_backend", "prefill_backend", "decode_backend")
+    for name in inner:
+        if hasattr(attention, name):
+            _extend_index_buffers(getattr(attention, name), tokens)
+    if type(attention).__name__ in ("FlashInferAttnBackend", "TritonAttnBackend"):
+        attention.max_context_len += tokens

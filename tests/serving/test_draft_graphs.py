@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
-from sglang_dflash.serving.graphs import AUTO, OFF, RECORDED, _buckets, largest_recorded
+from sglang_dflash.serving.graphs import AUTO, OFF, RECORDED, captured_sizes, largest_recorded
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -30,12 +30,12 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_the_targets_sizes_are_taken(most: int, expected: tuple[int, ...], sizes: Any) -> None:
     """If all of them are larger than any batch, the largest batch."""
-    assert _buckets(most) == expected
+    assert captured_sizes(most) == expected
 
 
 def test_without_sizes_they_are_powers_of_two(sizes: Any) -> None:
     sizes.bs = None
-    assert _buckets(6) == (1, 2, 4, 6)
+    assert captured_sizes(6) == (1, 2, 4, 6)
 
 
 @pytest.mark.parametrize(

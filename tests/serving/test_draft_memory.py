@@ -30,15 +30,15 @@ from sglang_dflash.core.plain_context import MOST_STEPS, PlainContext
 from sglang_dflash.core.recording import OpRecorder
 from sglang_dflash.core.step_memory import BYTES_PER_ENTRY
 from sglang_dflash.serving import draft_memory as module
+from sglang_dflash.serving import narrow_widths
 from sglang_dflash.serving.draft_backends import ATTENTION
 from sglang_dflash.serving.draft_memory import (
     BYTES_PER_TARGET_SLOT,
-    GRAPH_BYTES_PER_REQUEST,
     draft_memory,
-    narrow_width_bytes,
     plan_memory,
 )
 from sglang_dflash.serving.draft_setup import DraftSetup
+from sglang_dflash.serving.narrow_widths import GRAPH_BYTES_PER_REQUEST, NarrowTarget
 from tests.conftest import raw_config
 from tests.core.test_paged_attention import plain_kernel
 
@@ -214,29 +214,54 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
     assert draft_memory(setup, POSITIONS, recorded=0).waiting_hidden == 0
 
 
-def test_narrower_widths_of_the_target_are_reserved_on_a_gpu() -> None:
-    """FlashInfer's index and mask grow with the width, page tables do not."""
-    graphs = 2 * RUNNING * GRAPH_BYTES_PER_REQUEST
-    tables = 4 * RUNNING * POSITIONS
-    assert narrow_width_bytes((1, 8), RUNNING, POSITIONS, "fa3", True) == 2 * tables + graphs
-    flashinfer = 5 * RUNNING * POSITIONS * (1 + 8)
-    assert narrow_width_bytes((1, 8), RUNNING, POSITIONS, "flashinfer", False) == flashinfer
-    assert narrow_width_bytes((), RUNNING, POSITIONS, "fa3", True) == 0
+TARGET = NarrowTarget(RUNNING, POSITIONS, frozenset({"fa3"}), 512, 1024, 2, (1, 2, 4))
+CELLS, GRAPHS = RUNNING * POSITIONS, RUNNING * GRAPH_BYTES_PER_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 2 * 16 * CELLS + 2 * GRAPHS + (1 + 8) * 1024 * 2 * 7),
+        ({"captured": ()}, 2 * 16 * CELLS),
+        (
+            {"captured": (), "attention": frozenset({"triton"})},
+            (9 * 9 + 2 * 4) * CELLS + 9 * 4 * RUNNING * 512 * 8,
+        ),
+        # A wrapper per captured batch size, and four more.
+        (
+            {"attention": frozenset({"flashinfer"}), "hidden_width": 0},
+            9 * 5 * CELLS + 2 * 7 * (8 << 20) + 2 * GRAPHS,
+        ),
+        # One backend prefills and another decodes: both verify tables exist.
+        ({"captured": (), "attention": frozenset({"fa3", "trtllm_mha"})}, 2 * 2 * 16 * CELLS),
+    ],
+)
+def test_narrower_widths_of_the_target_are_reserved(changes: Any, expected: int) -> None:
+    assert TARGET._replace(**changes).nbytes((1, 8)) == expected
 
 
 @pytest.mark.parametrize(("widths", "device"), [((1, 4), CUDA), ((), CUDA), ((1, 4), CPU)])
-def test_narrower_widths_are_part_of_the_plan(
+def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
     widths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "table_positions", lambda context: context)
+    for where in (module, narrow_widths):
+        monkeypatch.setattr(where, "table_positions", lambda context: context)
     monkeypatch.setattr(module, "largest_recorded", lambda *_: 0)
-    monkeypatch.setattr(module, "target_has_graphs", lambda _device: False)
-    monkeypatch.setattr(module, "attention_backends", lambda: ("triton", "fa3"))
+    monkeypatch.setattr(narrow_widths, "target_has_graphs", lambda _device: True)
+    monkeypatch.setattr(narrow_widths, "captured_sizes", lambda most: (1, most))
+    monkeypatch.setattr(narrow_widths, "attention_backends", lambda: ("fa3", "fa3"))
+    parallel = SimpleNamespace(attn_tp_size=1)
+    monkeypatch.setattr(narrow_widths, "get_parallel", lambda: parallel)
     with FakeTensorMode():
         setup = setup_of("triton", 300, DraftConfig.from_dict(raw_config()), device)
-        model_config: Any = SimpleNamespace(context_len=2048)
+        heads: Any = lambda _ranks: 4  # noqa: E731
+        model_config: Any = SimpleNamespace(
+            context_len=2048, head_dim=16, get_num_attention_heads=heads
+        )
         plan, needed = plan_memory(setup, model_config, "auto", None, widths)
-    expected = 2 * 4 * RUNNING * 2048 if widths and device == CUDA else 0
+    features, itemsize = setup.model.config.target_hidden_width, 2 if device == CUDA else 4
+    target = NarrowTarget(RUNNING, 2048, frozenset({"fa3"}), 64, features, itemsize, (1, RUNNING))
+    expected = target.nbytes(widths) if device == CUDA else 0
     assert needed.narrow_widths == expected and plan.reserved_bytes == needed.total
     assert (needed.waiting_hidden > 0) == bool(widths)
 

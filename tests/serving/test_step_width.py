@@ -212,6 +212,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "with a fixed width": ({"width": "fixed", "widths": "1,8"}, {}, r"has no effect with .* fixed"),
     "determinism": ({}, {"enable_deterministic_inference": True}, r"adaptive' depends on how long"),
     "another device": ({}, {"device": "xpu"}, r"on CPUs and CUDA, not on 'xpu'; give fixed"),
+    "FlashInfer for recurrent layers": (
+        {}, {"device": "cuda", "linear_attn_decode_backend": "flashinfer"},
+        r"single tokens.* --linear-attn-verify-backend triton"
+    ),
     "LoRA on a GPU": ({}, {"device": "cuda", "enable_lora": True}, r"LoRA .* --enable-lora"),
 }  # fmt: skip
 
@@ -221,6 +225,8 @@ def test_widths_that_do_not_fit_are_refused(name: str) -> None:
     flags, settings, message = REFUSED[name]
     given = {f"speculative_dflash_{k}": v for k, v in ({"width": "adaptive"} | flags).items()}
     server_args = SimpleNamespace(**{ATTRIBUTE: given})
+    linear = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_verify_backend")
     plain = {"enable_deterministic_inference": False, "device": "cpu", "enable_lora": None}
+    plain |= dict.fromkeys(linear)
     with pytest.raises(ConfigError, match=message):
         check_width(server_args, SimpleNamespace(**(plain | settings)), 8)

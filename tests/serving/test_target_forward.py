@@ -64,7 +64,7 @@ class Runner:
 @pytest.fixture(autouse=True)
 def _spec(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own number of draft tokens."""
-    spec = SimpleNamespace(width=BLOCK)
+    spec = SimpleNamespace(width=BLOCK, speculative_num_draft_tokens=BLOCK)
 
     @contextmanager
     def override(speculative_num_draft_tokens: int) -> Iterator[None]:
@@ -104,13 +104,38 @@ def test_the_blocks_own_come_back_after_an_error() -> None:
     assert runner.state == (BLOCK, BLOCK)
 
 
-def test_graphs_that_were_captured_again_are_kept() -> None:
+def test_graphs_are_captured_again_with_the_blocks() -> None:
+    """After an update of the target's weights: they may be elsewhere in memory."""
     runner = Runner(True)
     forward = by_width(runner)
-    again = runner.decode_cuda_graph_runner = Graphs(runner, runner.attn_backend, BLOCK)
     with forward.at(3):
-        pass
-    assert runner.decode_cuda_graph_runner is again
+        before = runner.decode_cuda_graph_runner
+    again = runner.decode_cuda_graph_runner = Graphs(runner, runner.attn_backend, BLOCK)
+    for _ in range(2):
+        with forward.at(3):
+            assert runner.decode_cuda_graph_runner is not before
+        assert runner.decode_cuda_graph_runner is again
+    assert [backend.width for backend in runner.bound] == [3, 1, 3, 1]
+
+
+def test_index_buffers_have_room_for_a_step_beyond_the_context() -> None:
+    """Those of width 1 are as long as the context, and a wide step before may end behind it."""
+
+    class TritonAttnBackend(SimpleNamespace):
+        """Named as SGLang's."""
+
+    runner = Runner(True)
+
+    def hybrid() -> Any:
+        own = TritonAttnBackend(max_context_len=100)
+        other = SimpleNamespace(max_context_len=100)
+        inner = SimpleNamespace(decode_backend=own, prefill_backend=other)
+        return SimpleNamespace(full_attn_backend=inner, own=own, other=other)
+
+    runner._get_attention_backend = hybrid  # type: ignore[method-assign]
+    with by_width(runner).at(1):
+        made = runner.attn_backend
+    assert made.own.max_context_len == 100 + 2 * BLOCK and made.other.max_context_len == 100
 
 
 @pytest.mark.parametrize(
