@@ -147,12 +147,16 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def steps_of(widths: Sequence[int], window: int | None, waiting: int) -> tuple[Any, list[int]]:
+def steps_of(widths: Sequence[int], window: int | None) -> tuple[Any, list[int]]:
     """A worker after the prefill and a step of each width, and the committed lengths."""
     torch.manual_seed(1)
-    policy = Scripted(widths)
-    worker = worker_of(window, widths=StepWidths(policy, TensorParallel()))
+    worker = worker_of(window, widths=StepWidths(Scripted(widths), TensorParallel()))
     worker.drafter.cache.kv.fill_(STALE)
+    return worker, run_steps(worker, widths)
+
+
+def run_steps(worker: Any, widths: Sequence[int]) -> list[int]:
+    """A prefill and a step of each width; the committed lengths."""
     filled(worker, LENGTHS)
     lengths = LENGTHS
     for width in widths:
@@ -163,7 +167,7 @@ def steps_of(widths: Sequence[int], window: int | None, waiting: int) -> tuple[A
         assert result.next_token_ids.shape == (2 * width,)
         assert step.spec_info is not None and step.seq_lens.tolist() == lengths
         lengths = result.new_seq_lens.tolist()
-    return worker, lengths
+    return lengths
 
 
 @pytest.mark.usefixtures("_prepared")
@@ -176,7 +180,7 @@ def test_every_committed_token_reaches_the_drafter(
     written = []
     for waiting in (1, 16):
         monkeypatch.setattr(plain_context, "MOST_STEPS", waiting)
-        worker, lengths = steps_of(widths, window, waiting)
+        worker, lengths = steps_of(widths, window)
         assert lengths[0] >= LENGTHS[0] + len(widths)
         worker.plain_context.absorb()
         written.append(draft_kv(worker, slots_of(lengths)))
@@ -186,7 +190,7 @@ def test_every_committed_token_reaches_the_drafter(
 
 @pytest.mark.usefixtures("_prepared")
 def test_a_prefill_comes_after_what_waits() -> None:
-    worker, lengths = steps_of([1, 1], None, 16)
+    worker, lengths = steps_of([1, 1], None)
     newest = slots_of([0, lengths[1]])[-1:]
     assert (draft_kv(worker, newest) == STALE).all()
     # Of the first request: the newest token is the second one's.

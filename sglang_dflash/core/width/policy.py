@@ -28,6 +28,9 @@ ENTER = 1.03
 KEEP = 0.98
 # A decision, which takes longer than all else here, stands for so many steps at most.
 REST = 8
+# It falls early if drafts lost this share of what they cost: as much as one step loses in which
+# hardly any was accepted.
+LOST = 0.9
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.01
 LEAST_STEPS, MOST_STEPS = 16, 96
@@ -197,9 +200,8 @@ class AdaptiveWidth:
     def _stands(self, situation: _Situation) -> bool:
         """Whether the last decision does."""
         self._steps_alike += 1
-        # One step without any accepted draft calls for another decision.
-        pays = self._gain > -0.9 * self._decision.pays or self._decision.width == 1
-        stands = situation == self._situation and pays and not self._probe_now
+        has_lost = self._decision.width > 1 and self._gain <= -LOST * self._decision.pays
+        stands = situation == self._situation and not (has_lost or self._probe_now)
         self._situation = situation
         return stands and self._steps_alike < REST
 
