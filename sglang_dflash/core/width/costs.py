@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 # Measurements of a width before its cost counts as known.
 ENOUGH = 3
+# Steps in one place after which what was measured of a width before them does not count any more.
+STALE = 1000
 # Steps in one place after which widths that were only guessed there are measured.
 SETTLED = 32
 # A measurement weighs at least this much. What all widths have in common (other processes, clock
@@ -23,7 +25,7 @@ LEAST_WEIGHT, DRIFT_WEIGHT = 0.05, 0.1
 OUTLIER = 2.0
 # So many measurements in a row that are off by this factor are a change. Whether it is one of this
 # width or of the machine, only new measurements of the other widths can tell.
-SURPRISES, SURPRISE = 4, 1.4
+SURPRISES, SURPRISE = 3, 1.4
 LEAST_CONTEXT = 1024
 
 
@@ -50,13 +52,36 @@ class _Costs:
     def __init__(self, widths: int) -> None:
         self.seconds, self.count = [math.nan] * widths, [0] * widths
         self.first: list[list[float]] = [[] for _ in range(widths)]
-        self.surprises = self.steps = 0
+        self.surprises: list[float] = []
+        # All steps, and their number when a width was last measured.
+        self.steps, self.last = 0, [0] * widths
 
-    def measure_others(self, at: int) -> None:
-        """Forget that the costs of other widths than number `at` were measured."""
-        for other in range(len(self.first)):
-            if other != at:
-                self.count[other], self.first[other] = 0, []
+    def measured(self, at: int) -> int:
+        """Count a measurement of width number `at`; returns how many there are that still count."""
+        self.steps += 1
+        if self.steps - self.last[at] > STALE:
+            self.forget(at)
+        self.last[at] = self.steps
+        self.count[at] += 1
+        return self.count[at]
+
+    def is_known(self, at: int) -> bool:
+        """Whether width number `at` was measured often enough, and not long ago."""
+        return self.count[at] >= ENOUGH and self.steps - self.last[at] <= STALE
+
+    def forget(self, at: int) -> None:
+        """Width number `at` is to be measured anew."""
+        self.count[at], self.first[at] = 0, []
+
+    def has_changed(self, at: int, ratio: float) -> None:
+        """Width number `at` costs `ratio` times what was expected, and so may all others.
+
+        If it drafts, plain decoding is to be measured, and other widths that draft are not: that
+        would cost more than it tells. If it is plain decoding, they are.
+        """
+        self.seconds = [seconds * ratio for seconds in self.seconds]
+        for other in range(1, len(self.first)) if at == 0 else (0,):
+            self.forget(other)
 
 
 class StepCosts:
@@ -71,25 +96,29 @@ class StepCosts:
         self._places: dict[Place, _Costs] = {}
         self._drift = 1.0
 
-    def record(self, place: Place, width: int, seconds: float) -> None:
-        """Take in one step."""
+    def record(self, place: Place, width: int, seconds: float) -> bool:
+        """Take in one step. Returns whether it shows that costs have changed at once."""
         costs = self._places.setdefault(place, _Costs(len(self._widths)))
         at = bisect_left(self._widths, width)
-        costs.steps += 1
-        costs.count[at] += 1
-        if costs.count[at] <= ENOUGH:
+        count = costs.measured(at)
+        if count <= ENOUGH:
             # The first ones may hold allocations: their median.
             costs.first[at].append(seconds / self._drift)
             costs.seconds[at] = statistics.median(costs.first[at])
-            return
+            return False
         ratio = seconds / (costs.seconds[at] * self._drift)
-        is_surprise = not 1 / SURPRISE < ratio < SURPRISE
-        costs.surprises = costs.surprises + 1 if is_surprise else 0
+        if 1 / SURPRISE < ratio < SURPRISE:
+            costs.surprises.clear()
+        else:
+            costs.surprises.append(seconds)
+        if len(costs.surprises) == SURPRISES:
+            costs.has_changed(at, statistics.median(costs.surprises) / (seconds / ratio))
+            costs.surprises.clear()
+            return True
         ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
-        if costs.surprises == SURPRISES:
-            costs.measure_others(at)
         self._drift *= ratio**DRIFT_WEIGHT
-        costs.seconds[at] *= ratio ** max(1 / costs.count[at], LEAST_WEIGHT)
+        costs.seconds[at] *= ratio ** max(1 / count, LEAST_WEIGHT)
+        return False
 
     def seconds(self, place: Place) -> NDArray[np.float64]:
         """`[widths]`: seconds of a step; nan for what nothing is known of."""
@@ -118,8 +147,8 @@ class StepCosts:
             return None if self._places else widths[0]
         if costs.steps < SETTLED and place != next(iter(self._places)):
             return None
-        short = (w for w in widths if costs.count[bisect_left(self._widths, w)] < ENOUGH)
-        return next(short, None)
+        unknown = (w for w in widths if not costs.is_known(bisect_left(self._widths, w)))
+        return next(unknown, None)
 
     def report(self) -> list[dict[str, object]]:
         """Milliseconds by place and width; None for what was not measured."""

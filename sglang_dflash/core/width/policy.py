@@ -26,21 +26,26 @@ ENTER = 1.03
 # ... and drafting is given up if it promises less than this of plain decoding. Estimates of one
 # request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
 KEEP = 0.98
-# A decision, which takes longer than all else here, stands for so many steps at most.
-REST = 8
+# A decision, which takes longer than all else here, stands for so many steps at most: those without
+# drafts teach nothing.
+REST, REST_PLAIN = 8, 16
 # It falls early if drafts lost this share of what they cost: as much as one step loses in which
 # hardly any was accepted.
 LOST = 0.9
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.01
 LEAST_STEPS, MOST_STEPS = 16, 96
+# Steps between probes if by its cost no width could pay. The cost may have become less: after so
+# many steps (more than costs.STALE) one measurement tells.
+HOPELESS_STEPS = 1500
 # These steps are stretched by a random factor up to this: requests of another kind that come in a
 # rhythm would be missed by each probe.
 JITTER = 0.2
 # A batch of which this share was never drafted is probed early: a single step tells much of new
 # text, and short answers end before the next probe. But only if such probes are of use: if at least
-# this share of them paid for themselves, the last one counting with this weight.
-UNKNOWN, USEFUL, USEFUL_WEIGHT = 0.5, 0.06, 0.15
+# this share of them paid for themselves, the last one counting with this weight. It begins with a
+# guess.
+UNKNOWN, USEFUL, USEFUL_WEIGHT, USEFUL_GUESS = 0.5, 0.06, 0.15, 0.25
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -172,7 +177,7 @@ class AdaptiveWidth:
         # Of steps whose outcome is not known yet: two under overlap.
         self._open: deque[_Decision] = deque(maxlen=4)
         # How often probes of new requests have paid.
-        self._useful = 0.5
+        self._useful = USEFUL_GUESS
         self._figures = _Figures()
 
     @property
@@ -203,7 +208,7 @@ class AdaptiveWidth:
         has_lost = self._decision.width > 1 and self._gain <= -LOST * self._decision.pays
         stands = situation == self._situation and not (has_lost or self._probe_now)
         self._situation = situation
-        return stands and self._steps_alike < REST
+        return stands and self._steps_alike < (REST if self._decision.width > 1 else REST_PLAIN)
 
     def _decide(
         self, requests: Sequence[Hashable], place: Place, allowed: Sequence[int], undrafted: int
@@ -223,12 +228,12 @@ class AdaptiveWidth:
             gain = (len(requests) * self._hoped[: len(allowed)] + undrafted) / seconds
             hoped = int(gain.argmax())
             is_new = self._survival.share_unknown(requests) > UNKNOWN
-            is_probe = hoped > 0 and self._probe_is_due(seconds[hoped] / seconds[0], is_new)
+            is_probe = self._probe_is_due(hoped, seconds, is_new)
             if is_probe:
                 self._probe_now = False
                 self._stretch = 1 + JITTER * self._random.uniform(-1, 1)
                 self._figures.probes += 1
-                width = self._costs.to_measure(place, allowed[1:]) or allowed[hoped]
+                width = self._costs.to_measure(place, allowed[1:]) or allowed[hoped or 1]
         at = allowed.index(width)
         pays = tokens[0] * (seconds[at] / seconds[0] - 1)
         return _Decision(width, float(tokens[at] - tokens[0]), float(pays), is_probe, is_new)
@@ -248,16 +253,25 @@ class AdaptiveWidth:
             self._figures.switches += 1
         return width
 
-    def _probe_is_due(self, cost: float, is_new: bool) -> bool:
-        """Whether drafts are tried, which cost so many steps of plain decoding: they may have
-        become better."""
-        between = min(max((cost - 1) / EXPLORE, LEAST_STEPS), MOST_STEPS)
-        if is_new and self._useful >= USEFUL:
-            between = LEAST_STEPS
+    def _probe_is_due(self, hoped: int, seconds: NDArray[np.float64], is_new: bool) -> bool:
+        """Whether drafts are tried: they may have become better.
+
+        Args:
+            hoped: number of the width that is fastest if drafts are as good as hoped.
+            seconds: of each width.
+            is_new: whether most requests were never drafted.
+        """
+        between: float = HOPELESS_STEPS
+        if hoped:
+            steps_lost = seconds[hoped] / seconds[0] - 1
+            between = min(max(steps_lost / EXPLORE, LEAST_STEPS), MOST_STEPS)
+            if is_new and self._useful >= USEFUL:
+                between = LEAST_STEPS
         return self._probe_now or self._idle_steps >= between * self._stretch
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
-        self._costs.record(place_of(max(1, requests), context), width, seconds)
+        if self._costs.record(place_of(max(1, requests), context), width, seconds):
+            self._situation = _NOWHERE
         self._figures.seconds += seconds
         self._figures.probe_seconds += seconds * (width > 1 and not self.drafts)
 

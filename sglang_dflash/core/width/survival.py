@@ -1,7 +1,8 @@
 """How likely a draft survives verification, by request and by its position in the block.
 
 Learned from outcomes only. A step of width w that accepts a < w - 1 drafts shows a drafts that were
-accepted and one that was not; what came after that one is unknown (censored), and counts nowhere.
+accepted and one that was not; what came after that one is unknown (censored). It counts nowhere for
+the request, and as expected of this request in all requests' rates.
 """
 
 from __future__ import annotations
@@ -29,24 +30,58 @@ AFTER_CHANGE = 4.0
 # A draft that was never tried counts as accepted this often, with the weight of so many tries. So
 # a server begins by drafting, and a few batches decide whether it goes on.
 FIRST_GUESS, GUESS_WEIGHT = 0.8, 4.0
-# Tries that all requests' rate is worth against a request's own, over all positions and at one, and
-# that the mean over positions is worth against all requests' rate at one.
-SHRINK_REQUEST, SHRINK_POSITION, SHRINK_ALL = 1.5, 3.0, 1.0
+# Tries that all requests' rates are worth against those of the last steps, that a request's level
+# is worth against its own rate at one position, and that the mean over positions is worth against
+# all requests' rate at one.
+SHRINK_LATELY, SHRINK_POSITION, SHRINK_ALL = 1.5, 3.0, 1.0
+# The same against a request's own level, within these limits: see _Spread.
+SHRINK_REQUEST = 1.0, 40.0
+# Weight of a position that a step did not reach, in all requests' counts, where it counts as
+# expected of the request. Without it the first position alone would follow a change to text of
+# which nothing is accepted, and each new request would look worth drafting.
+UNREACHED = 0.5
 # Estimates stay away from 0 and 1 by this much.
 MARGIN = 0.01
 # Requests that are remembered. Beyond it, those outside the running batch are forgotten.
 MOST_REQUESTS = 4096
 
 
+class _Spread:
+    """How far requests' levels lie apart: their variance in log odds, by the method of moments.
+
+    A level at distance d from all requests' moves the hits of `n` tries at rate p by about
+    d n p (1 - p), and chance moves them by n p (1 - p) in square.
+    """
+
+    def __init__(self) -> None:
+        # Sums over requests, to begin with of a guess: a variance of 2.
+        self._excess, self._squares = 2.0, 1.0
+
+    def observe(self, surplus: Floats, chance: Floats, steps: int) -> None:
+        """Take in requests, `[R]` each: their hits beyond what is expected of all requests, and the
+        variance of these hits by chance."""
+        keep = REMEMBER**steps
+        self._excess = keep * self._excess + (1 - keep) * float((surplus**2 - chance).mean())
+        self._squares = keep * self._squares + (1 - keep) * float((chance**2).mean())
+
+    def tries(self, chance: float) -> float:
+        """Tries that all requests' level is worth against a request's own, if the hits of each try
+        have that variance by chance."""
+        least, most = SHRINK_REQUEST
+        variance = self._excess / self._squares
+        return min(max(1 / (variance * chance), least), most) if variance > 0 else most
+
+
 class Survival:
     """Acceptance rates of each position, of each request.
 
     A request's estimate is its own rate, shrunk towards all requests' rate in two steps: the level
-    of the request (one number, since easy text is easy at every position), then each position. Its
-    counts are long, so that they are precise; they are dropped if its level lately does not fit
-    them. All requests' rates, which a new request is expected to have, are those of a hundred
-    steps, moved to the level of the last five: the next text may be of another kind, and steps that
-    draft are few once drafting does not pay.
+    of the request (one number, since easy text is easy at every position), then each position. The
+    first step is the larger, the less requests have differed (empirical Bayes). Its counts are
+    long, so that they are precise; they are dropped if its level lately does not fit them. All
+    requests' rates, which a new request is expected to have, are those of a hundred steps, moved to
+    the level of the last five: the next text may be of another kind, and steps that draft are few
+    once drafting does not pay.
     """
 
     def __init__(self, drafts: int) -> None:
@@ -63,6 +98,7 @@ class Survival:
         self._all[:drafts] *= FIRST_GUESS
         self._all_lately = np.zeros(2 * drafts)
         self._typical, self._typical_logit = self._all_rates()
+        self._spread, self._shrink_request = _Spread(), 4.0
         # Steps that were not taken in yet: their drafts and requests, and what each accepted.
         self._waiting_of: tuple[int, list[Hashable]] = (0, [])
         self._waiting: list[Sequence[int]] = []
@@ -128,11 +164,27 @@ class Survival:
         of_each = (self._keep**ages)[:, None] * steps
         self._counts[rows] = self._counts[rows] * self._keep ** len(steps) + of_each.sum(0)
         self._drop_outdated(rows)
+        self._learn_spread(rows, len(steps))
+        self._learn_all(rows, steps[:, :, : 2 * self.drafts], ages)
+
+    def _learn_spread(self, rows: Ints, steps: int) -> None:
+        n, counts, typical = self.drafts, self._counts[rows], self._typical
+        tries = counts[:, n : 2 * n]
+        chance = tries @ (typical * (1 - typical))
+        self._spread.observe(counts[:, :n].sum(1) - tries @ typical, chance, steps)
+        self._shrink_request = self._spread.tries(float(chance.sum() / tries.sum()))
+
+    def _learn_all(self, rows: Ints, steps: Floats, ages: Ints) -> None:
+        """Take hits and tries `[K, R, 2 (B - 1)]` of K steps into all requests' rates."""
+        unreached = UNREACHED * (1 - steps[:, :, self.drafts :])
+        expected = np.concatenate((unreached * self.acceptance(rows), unreached), axis=2)
         weight = min(1.0, MOST_AT_ONCE / len(rows))
-        of_all = weight * steps[:, :, : 2 * self.drafts].sum(1)
-        for counts, keep in ((self._all, REMEMBER), (self._all_lately, REMEMBER_ALL_LATELY)):
+        for counts, keep, of_each in (
+            (self._all, REMEMBER, steps + expected),
+            (self._all_lately, REMEMBER_ALL_LATELY, steps),
+        ):
             counts *= keep ** len(steps)
-            counts += (keep**ages * of_all).sum(0)
+            counts += weight * (keep**ages * of_each.sum(1)).sum(0)
         self._typical, self._typical_logit = self._all_rates()
 
     def _all_rates(self) -> tuple[Floats, Floats]:
@@ -141,7 +193,8 @@ class Survival:
         n = self.drafts
         hits, tries = self._all[:n], self._all[n:]
         rates = (hits + SHRINK_ALL * (hits.sum() / tries.sum())) / (tries + SHRINK_ALL)
-        shift = _shift(rates, self._all_lately[n:], self._all_lately[:n].sum())
+        lately = self._all_lately
+        shift = _shift(rates, lately[n:], lately[:n].sum(), SHRINK_LATELY)
         odds = _logit(_between(rates)) + shift
         return 1 / (1 + np.exp(-odds)), odds
 
@@ -166,7 +219,7 @@ class Survival:
         """`[R, B - 1]`: the probability that a draft is accepted if those before it were."""
         n, counts = self.drafts, self._counts[rows]
         hits, tries = counts[:, :n], counts[:, n : 2 * n]
-        shift = _shift(self._typical, tries, hits.sum(1))
+        shift = _shift(self._typical, tries, hits.sum(1), self._shrink_request)
         prior = 1 / (1 + np.exp(-(self._typical_logit + shift[:, None])))
         return (hits + SHRINK_POSITION * prior) / (tries + SHRINK_POSITION)
 
@@ -177,15 +230,15 @@ class Survival:
         return expected
 
 
-def _shift(typical: Floats, tries: Floats, hits: Floats | float) -> Floats:
+def _shift(typical: Floats, tries: Floats, hits: Floats | float, shrink: float) -> Floats:
     """How far the level of some tries `[..., B - 1]` is from typical rates, in log odds `[...]`.
 
-    It is shrunk towards them, by as much as `SHRINK_REQUEST` tries are worth.
+    It is shrunk towards them, by as much as `shrink` tries are worth.
     """
     total = tries.sum(-1)
     # The typical rate at the positions that were tried; at the first one if none was.
     expected = (tries @ typical + 1e-6 * typical[0]) / (total + 1e-6)
-    level = (hits + SHRINK_REQUEST * expected) / (total + SHRINK_REQUEST)
+    level = (hits + shrink * expected) / (total + shrink)
     return _logit(_between(level)) - _logit(_between(expected))
 
 
