@@ -11,7 +11,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.runtime_context import mamba_track_grid
+from sglang.srt.runtime_context import get_spec, mamba_track_grid
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
@@ -174,26 +174,64 @@ class DraftInput(DFlashDraftInputV2):
 
     SGLang's own class does not count output tokens: frequency, presence and repetition penalties
     never see one, and min_new_tokens never ends.
+
+    Attributes:
+        newest: tokens per request that the last step can have committed. Under overlap the host
+            does not know them yet.
     """
+
+    newest = 0
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         # Under overlap the tokens are on the device: see serving/penalties.py.
         if not batch.enable_overlap and batch.sampling_info.penalizer_orchestrator.is_required:
             batch.cumulate_penalty_output_tokens()
-        super().prepare_for_decode(batch)
+        if self._has_slots(batch):
+            self._prepare_reserved(batch)
+        else:
+            super().prepare_for_decode(batch)
+
+    def _has_slots(self, batch: ScheduleBatch) -> bool:
+        """Whether a whole block fits in what earlier steps have reserved. Each reservation is of
+        two blocks, and steps without drafts need one slot."""
+        needed = get_spec().speculative_num_draft_tokens + self.newest * batch.enable_overlap
+        caches = [request.kv for request in batch.reqs]
+        return all(kv.kv_allocated_len - kv.kv_committed_len >= needed for kv in caches)
+
+    def _prepare_reserved(self, batch: ScheduleBatch) -> None:
+        """What SGLang's own method does besides reserving slots."""
+        batch.maybe_evict_swa()
+        committed = [int(request.kv.kv_committed_len) for request in batch.reqs]
+        allocated = [int(request.kv.kv_allocated_len) for request in batch.reqs]
+        top_ks = [int(request.sampling_params.top_k) for request in batch.reqs]
+        for request in batch.reqs:
+            request.decode_batch_idx += 1
+        self.max_top_k = max(1, *top_ks)
+        self.uniform_top_k_value = top_ks[0] if len(set(top_ks)) == 1 else None
+        batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
+        self.nxt_kv_lens_cpu = torch.tensor(
+            allocated, dtype=torch.int32, pin_memory=is_pin_memory_available(batch.device)
+        )
+        self.nxt_kv_lens_sum = sum(allocated)
+
+    def merge_batch(self, spec_info: DraftInput) -> None:
+        super().merge_batch(spec_info)
+        self.newest = max(self.newest, spec_info.newest)
 
 
-def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor) -> DraftInput:
-    """The next step's input: bonus tokens and committed lengths, both int64 `[R]`. The fields of
-    other algorithms stay empty."""
+def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, width: int) -> DraftInput:
+    """The next step's input: bonus tokens and committed lengths, both int64 `[R]`, of a step of
+    that width. The fields of other algorithms stay empty."""
     empty = bonus_tokens.new_empty((len(bonus_tokens), 0), dtype=torch.float32)
-    return DraftInput(
+    made = DraftInput(
         topk_p=empty,
         topk_index=empty.long(),
         bonus_tokens=bonus_tokens.long(),
         new_seq_lens=new_seq_lens.long(),
         hidden_states=empty,
     )
+    made.newest = width
+    return made
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -73,7 +73,7 @@ class Prefill:
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
         self._absorb(drafter, writes, len(batch.reqs), result.logits_output)
-        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens)
+        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, width=1)
         return result
 
     def _lost_of_prefix(self, batch: ScheduleBatch, cache: DraftKVCache) -> list[int]:

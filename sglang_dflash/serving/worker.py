@@ -288,7 +288,7 @@ class DFlashWorker(BaseSpecWorker):
             next_token_ids=accepted.tokens.flatten(),
             accept_lens=accepted.lengths.int(),
             new_seq_lens=new_seq_lens,
-            next_draft_input=draft_input(accepted.bonus, new_seq_lens),
+            next_draft_input=draft_input(accepted.bonus, new_seq_lens, step.width),
             speculative_num_draft_tokens=step.width,
         )
 

@@ -21,12 +21,14 @@ def test_greedy_commits_the_agreeing_prefix_and_the_targets_next_token() -> None
     assert committed == [[1, 2, 3, 4], [1, 2], [1], [1, 2, 3]]
 
 
-def test_greedy_equals_a_plain_loop_on_random_blocks() -> None:
-    block, tokens = torch.randint(0, 3, (500, 6)), torch.randint(0, 3, (500, 6))
+@pytest.mark.parametrize("width", [1, 2, 6])
+def test_greedy_equals_a_plain_loop_on_random_blocks(width: int) -> None:
+    block, tokens = torch.randint(0, 3, (500, width)), torch.randint(0, 3, (500, width))
     accepted = accept(block, tokens)
+    assert accepted.lengths.dtype == torch.int64 and accepted.tokens.equal(tokens)
     for r in range(500):
         n = 0
-        while n < 5 and block[r, n + 1] == tokens[r, n]:
+        while n < width - 1 and block[r, n + 1] == tokens[r, n]:
             n += 1
         assert accepted.lengths[r] == n + 1
         assert accepted.bonus[r] == tokens[r, n]

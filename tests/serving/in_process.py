@@ -136,7 +136,7 @@ def prefill_of(prefixes: Sequence[int], lengths: Sequence[int], device: str = "c
 def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> Any:
     """A decode step of requests in rows 1, 2, ... with that many committed tokens."""
     seq_lens = torch.tensor(lengths)
-    given = draft_input(torch.full((len(lengths),), 5, device=device), seq_lens.to(device))
+    given = draft_input(torch.full((len(lengths),), 5, device=device), seq_lens.to(device), width=1)
     batch = SimpleNamespace(
         forward_mode=MODES["decode"],
         reqs=[SimpleNamespace(rid=str(row)) for row in range(len(lengths))],
