@@ -56,10 +56,13 @@ class PrometheusCounters:
     def add(self, steps: Sequence[RequestStep]) -> None:
         drafted = [step for step in steps if step.drafts]
         undrafted = [step for step in steps if not step.drafts]
-        self._steps.inc(len(drafted))
-        self._tokens.inc(sum(step.tokens for step in drafted))
-        self._undrafted_steps.inc(len(undrafted))
-        self._undrafted_tokens.inc(sum(step.tokens for step in undrafted))
+        # An increment is a write to a file: most steps have one of both kinds.
+        if drafted:
+            self._steps.inc(len(drafted))
+            self._tokens.inc(sum(step.tokens for step in drafted))
+        if undrafted:
+            self._undrafted_steps.inc(len(undrafted))
+            self._undrafted_tokens.inc(sum(step.tokens for step in undrafted))
         for position in range(max((step.accepted for step in drafted), default=0)):
             self._accepted[position].inc(sum(step.accepted > position for step in drafted))
 
@@ -103,9 +106,10 @@ class AcceptanceCounts:
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         for step in steps:
-            counts = self.by_drafts.setdefault(
-                step.drafts, DraftCounts(VerifySteps(), [0] * step.drafts)
-            )
+            counts = self.by_drafts.get(step.drafts)
+            if counts is None:
+                counts = DraftCounts(VerifySteps(), [0] * step.drafts)
+                self.by_drafts[step.drafts] = counts
             counts.total += VerifySteps(1, step.tokens)
             for position in range(step.accepted):
                 counts.accepted[position] += 1
@@ -152,13 +156,15 @@ def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) ->
     original(processor, batch, result)
     steps, outcome, width = [], {}, result.speculative_num_draft_tokens
     for request, (step_count, correct, length) in zip(batch.reqs, before, strict=True):
-        if request.spec_verify_ct > step_count:
-            drafts = 0 if depends_on_history(request) else width - 1
-            tokens = len(request.output_ids_through_stop) - length
-            accepted = min(request.spec_num_correct_drafts - correct, tokens, drafts)
-            steps.append(RequestStep(drafts, accepted, tokens))
-            if not depends_on_history(request):
-                outcome[request.rid] = accepted
+        if request.spec_verify_ct == step_count:
+            continue
+        takes_drafts = not depends_on_history(request)
+        drafts = width - 1 if takes_drafts else 0
+        tokens = len(request.output_ids_through_stop) - length
+        accepted = min(request.spec_num_correct_drafts - correct, tokens, drafts)
+        steps.append(RequestStep(drafts, accepted, tokens))
+        if takes_drafts:
+            outcome[request.rid] = accepted
     counts.add(steps)
     counts.on_outcome(width, outcome)
 

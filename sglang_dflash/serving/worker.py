@@ -10,7 +10,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -283,14 +282,11 @@ class DFlashWorker(BaseSpecWorker):
             self.drafter.counters.send()
         self.extension.observer.after_step(batch, step, accepted, new_seq_lens)
         # The target's own result has what else the request asked for, such as routed experts.
-        return replace(
-            target,
-            next_token_ids=accepted.tokens.flatten(),
-            accept_lens=accepted.lengths.int(),
-            new_seq_lens=new_seq_lens,
-            next_draft_input=draft_input(accepted.bonus, new_seq_lens, step.width),
-            speculative_num_draft_tokens=step.width,
-        )
+        target.next_token_ids = accepted.tokens.flatten()
+        target.accept_lens, target.new_seq_lens = accepted.lengths.int(), new_seq_lens
+        target.next_draft_input = draft_input(accepted.bonus, new_seq_lens, step.width)
+        target.speculative_num_draft_tokens = step.width
+        return target
 
     def _learn_width(self, width: int, accepted: Mapping[str, int]) -> None:
         with self.times.of("learn_width"):

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from sglang_dflash.core.width import AdaptiveWidth, FixedWidth, WidthPolicy
-from sglang_dflash.core.width.costs import ENOUGH, SETTLED, SURPRISES, Place, StepCosts, place_of
-from sglang_dflash.core.width.survival import MOST_REQUESTS, Survival
 
 WIDTHS = (1, 4, 8)
 # Milliseconds of a step: plain decoding, and with a proposal. As measured on tiny models.
@@ -138,6 +136,7 @@ def waves(policy: WidthPolicy, kind: str, p: float, count: int, requests: int = 
 def test_short_answers_to_another_kind_of_text_are_followed() -> None:
     """Of each request little is known; what others were like is soon out of date."""
     policy = AdaptiveWidth(WIDTHS)
+    waves(policy, "a server's first steps", 0.98, 1)
     assert waves(policy, "easy", 0.98, 8) * COST[1] > 2.5
     assert waves(policy, "hard", 0.2, 6) * COST[1] > 0.93
     assert waves(policy, "easy again", 0.98, 8) * COST[1] > 2.5
@@ -154,14 +153,6 @@ def test_new_requests_are_tried_early_only_while_that_pays() -> None:
         waves(policy, f"hard {wave}", 0.1, 3, requests=1)
         rates.append(waves(policy, f"easy {wave}", 0.97, 1, requests=1))
     assert np.mean(rates[8:]) * COST[1] > 2.5
-
-
-def test_positions_that_are_never_reached_are_thought_of_as_the_others() -> None:
-    """What was once known of them is gone after so many steps."""
-    survival = Survival(7)
-    for _ in range(5_000):
-        survival.observe(["r"], 7, [0])
-    assert survival.acceptance(survival.rows(["r", "new"])).max() < 0.05
 
 
 ADVERSARIAL: dict[str, tuple[Text, Callable[[int, int], float]]] = {
@@ -204,6 +195,36 @@ def test_plain_decoding_is_never_lost_for_long(name: str) -> None:
         assert sum(got[start : start + 200]) >= 0.95 * sum(plain[start : start + 200]), start
 
 
+def test_drafts_that_were_too_dear_are_tried_again() -> None:
+    """No probe pays while they are: it is not by acceptance that they are given up."""
+
+    def cost(step: int, width: int) -> float:
+        return COST[width] * (10 if width > 1 and 200 <= step < 600 else 1)
+
+    _, widths = simulate(AdaptiveWidth(WIDTHS), lambda *_: 0.95, steps=5000, cost=cost)
+    assert Counter(widths[300:600])[1] > 290 and Counter(widths[-500:])[8] > 480
+
+
+@pytest.mark.parametrize("slow", [6, 40])
+def test_first_steps_that_take_longer_are_soon_forgotten(slow: int) -> None:
+    """Plain decoding was measured among them, and would be taken for as dear as drafts."""
+
+    def cost(step: int, width: int) -> float:
+        return COST[width] * (2.2 if step < slow and width == 1 else 1)
+
+    policy = AdaptiveWidth(WIDTHS)
+    _, widths = simulate(policy, lambda s, _: 0.95 if s < 150 else 0.35, steps=400, cost=cost)
+    assert Counter(widths[60:150])[8] > 80
+    assert Counter(widths[190:])[1] > 0.9 * (400 - 190)
+
+
+def test_plain_decoding_is_measured_while_drafts_pay() -> None:
+    """Each of its steps tells whether they still do."""
+    _, widths = simulate(AdaptiveWidth(WIDTHS), lambda *_: 0.98, steps=2000)
+    plain = Counter(widths[500:])[1]
+    assert 10 <= plain <= 30
+
+
 # -- limits
 
 
@@ -243,189 +264,3 @@ def test_a_fixed_width_stays() -> None:
 def test_widths_begin_at_one_and_ascend(widths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ascending numbers from 1"):
         AdaptiveWidth(widths)
-
-
-# -- survival
-
-
-def test_what_comes_after_a_rejection_counts_nowhere() -> None:
-    survival = Survival(7)
-    rows = survival.rows(["a"])
-    before = survival.acceptance(rows)[0]
-    for _ in range(200):
-        survival.observe(["a"], 7, [2])
-    after = survival.acceptance(survival.rows(["a"]))[0]
-    assert (after[:2] > 0.95).all() and after[2] < 0.1
-    # Never tried: what is known of all requests.
-    assert (after[3:] > 0.3).all() and (after[3:] < before[3:] + 0.01).all()
-
-
-def test_expected_tokens_are_calibrated() -> None:
-    rng, survival, p = np.random.default_rng(1), Survival(7), np.linspace(0.9, 0.5, 7)
-    for _ in range(400):
-        rejected = rng.random((2, 7)) >= p
-        accepted = np.where(rejected.any(1), rejected.argmax(1), 7)
-        survival.observe(["a", "b"], 7, accepted.tolist())
-    expected = 1 + np.concatenate(([0], p.cumprod().cumsum()))
-    assert np.abs(survival.tokens(survival.rows(["a", "b"])).mean(0) - expected).max() < 0.35
-
-
-def test_requests_are_told_apart() -> None:
-    survival = Survival(7)
-    for _ in range(20):
-        survival.observe(["good", "bad"], 7, [7, 0])
-    good, bad = survival.tokens(survival.rows(["good", "bad"]))[:, -1]
-    assert good > 6 and bad < 1.5
-
-
-@pytest.mark.parametrize("drafts", [0, 3, 7])
-def test_steps_are_the_same_taken_in_together_or_one_by_one(drafts: int) -> None:
-    rng, requests = np.random.default_rng(2), ["a", "b"]
-    together, single = Survival(7), Survival(7)
-    for survival in (together, single):
-        survival.observe(requests, 7, [3, 1])
-        survival.rows(requests)
-    # Few enough that nothing counts as a change of text.
-    for _ in range(4):
-        accepted = rng.integers(1, 3, 2).tolist() if drafts else []
-        together.observe(requests, drafts, accepted)
-        single.observe(requests, drafts, accepted)
-        single.rows(requests)
-    for names in (["new"], requests):
-        # Positions that were not reached count as expected, which changes from step to step.
-        np.testing.assert_allclose(
-            together.acceptance(together.rows(names)),
-            single.acceptance(single.rows(names)),
-            rtol=0.03 if drafts else 1e-7,
-        )
-    np.testing.assert_allclose(together._counts, single._counts)
-    np.testing.assert_allclose(together._all_lately, single._all_lately)
-
-
-def test_a_new_request_is_expected_to_be_as_all_are_now() -> None:
-    """Also at positions that its kind of text never reaches."""
-    survival = Survival(7)
-    for i in range(200):
-        survival.observe([f"easy {i % 20}"], 7, [7])
-    for i in range(60):
-        survival.observe([f"hard {i}"], 7, [int(i % 5 == 0)])
-        # After one draft that happens to be accepted, too.
-        survival.observe([f"hard {i}"], 7, [0])
-    survival.observe(["lucky"], 7, [1])
-    new, lucky = survival.tokens(survival.rows(["new", "lucky"]))[:, -1]
-    assert new < 1.5 and lucky < 1.8
-
-
-@pytest.mark.parametrize("differ", [False, True])
-def test_few_steps_tell_much_if_requests_differ(differ: bool) -> None:
-    rng, survival = np.random.default_rng(3), Survival(7)
-    for i in range(400):
-        request = i % 20
-        p = (0.95 if request % 2 else 0.1) if differ else 0.6
-        survival.observe([f"r{request}"], 7, [min(int(rng.geometric(1 - p)) - 1, 7)])
-    for _ in range(3):
-        survival.observe(["unlucky"], 7, [0])
-    # Second drafts: the request's level, without what is known of the first.
-    new, unlucky = survival.acceptance(survival.rows(["new", "unlucky"]))[:, 1]
-    assert 0.4 < new < 0.8 and (unlucky < 0.8 * new) == differ
-
-
-def test_requests_of_long_ago_are_forgotten() -> None:
-    survival = Survival(3)
-    for _ in range(30):
-        survival.observe(["kept"], 3, [0])
-    survival.rows([f"r{i}" for i in range(MOST_REQUESTS - 1)])
-    before = survival.acceptance(survival.rows(["kept"]))
-    rows = survival.rows(["kept", "new"])
-    assert rows.tolist() == [0, 1]
-    after = survival.acceptance(rows)
-    assert np.allclose(after[:1], before) and (after[1] > after[0]).all()
-
-
-# -- costs
-
-
-def test_places_are_buckets() -> None:
-    assert [place_of(n, 1).requests for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 33)] == [
-        1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 16, 16, 24, 48,
-    ]  # fmt: skip
-    assert [place_of(1, n).context for n in (0, 1, 1024, 1025, 2048, 5000)] == [0, 0, 0, 1, 1, 3]
-
-
-def test_an_outlier_is_no_cost_and_a_change_is_one() -> None:
-    costs, place = StepCosts((1, 8)), Place(1, 0)
-    for _ in range(50):
-        costs.record(place, 1, 0.01)
-        costs.record(place, 8, 0.02)
-    costs.record(place, 8, 5.0)
-    low, high = costs.seconds(place)
-    assert high / low < 2.6
-    for _ in range(100):
-        costs.record(place, 8, 0.04)
-        costs.record(place, 1, 0.01)
-    low, high = costs.seconds(place)
-    assert high / low == pytest.approx(4, rel=0.05) and high == pytest.approx(0.04, rel=0.1)
-
-
-def test_a_change_of_drafting_is_one_of_all_drafts_and_plain_decoding_is_measured() -> None:
-    costs, place = StepCosts(WIDTHS), Place(1, 0)
-    for width, seconds in ((1, 0.01), (4, 0.02), (8, 0.03)):
-        for _ in range(20):
-            costs.record(place, width, seconds)
-    changed = [costs.record(place, 8, 0.09) for _ in range(SURPRISES)]
-    assert changed == [False] * (SURPRISES - 1) + [True]
-    for _ in range(ENOUGH):
-        assert costs.to_measure(place, WIDTHS) == 1
-        costs.record(place, 1, 0.01)
-    # To measure the other width would cost more than it tells.
-    assert costs.to_measure(place, WIDTHS) is None
-    assert costs.seconds(place) == pytest.approx([0.01, 0.06, 0.09], rel=0.15)
-
-
-def test_drafts_are_measured_anew_if_plain_decoding_has_changed() -> None:
-    costs, place = StepCosts(WIDTHS), Place(1, 0)
-    for width, seconds in ((1, 0.01), (4, 0.02), (8, 0.03)):
-        for _ in range(20):
-            costs.record(place, width, seconds)
-    assert [costs.record(place, 1, 0.02) for _ in range(SURPRISES)][-1]
-    assert costs.seconds(place) == pytest.approx([0.02, 0.04, 0.06], rel=0.15)
-    assert costs.to_measure(place, WIDTHS) == 4
-
-
-def test_drafts_that_were_too_dear_are_tried_again() -> None:
-    """No probe pays while they are: it is not by acceptance that they are given up."""
-
-    def cost(step: int, width: int) -> float:
-        return COST[width] * (10 if width > 1 and 200 <= step < 600 else 1)
-
-    _, widths = simulate(AdaptiveWidth(WIDTHS), lambda *_: 0.95, steps=5000, cost=cost)
-    assert Counter(widths[300:600])[1] > 290 and Counter(widths[-500:])[8] > 480
-
-
-def test_a_slower_machine_is_slower_at_every_width() -> None:
-    """Widths that are not in use are not taken for cheap."""
-    costs, place = StepCosts((1, 8)), Place(1, 0)
-    for _ in range(30):
-        costs.record(place, 1, 0.01)
-        costs.record(place, 8, 0.02)
-    for _ in range(60):
-        costs.record(place, 1, 0.015)
-    low, high = costs.seconds(place)
-    assert high / low > 1.7
-
-
-def test_unknown_costs_are_guessed_in_proportion_and_measured_later() -> None:
-    costs, known, new = StepCosts(WIDTHS), Place(4, 0), Place(8, 0)
-    assert costs.to_measure(known, WIDTHS) == 1
-    assert np.isnan(costs.seconds(known)).all()
-    for width, seconds in ((1, 0.01), (4, 0.02), (8, 0.03)):
-        for _ in range(ENOUGH):
-            assert costs.to_measure(known, WIDTHS) == width
-            costs.record(known, width, seconds)
-    assert costs.to_measure(known, WIDTHS) is None
-    assert costs.seconds(new) == pytest.approx([0.01, 0.02, 0.03])
-    for _ in range(SETTLED):
-        assert costs.to_measure(new, WIDTHS) is None
-        costs.record(new, 4, 0.04)
-    assert costs.seconds(new) == pytest.approx([0.02, 0.04, 0.06], rel=0.05)
-    assert costs.to_measure(new, WIDTHS) == 1

@@ -6,15 +6,18 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Measurements of a width before its cost counts as known.
-ENOUGH = 3
-# Steps in one place after which what was measured of a width before them does not count any more.
-STALE = 1000
+# Measurements of a width before its cost counts as known, and a server's first steps, which do not
+# count: they take longer.
+ENOUGH, COLD = 3, 8
+# Steps in one place after which a width is measured again: so many for each measurement that
+# counts, and at most so many. Plain decoding, which all others are compared with, and drafts.
+STALE_PLAIN, STALE = (8, 96), (40, 1000)
 # Steps in one place after which widths that were only guessed there are measured.
 SETTLED = 32
 # A measurement weighs at least this much. What all widths have in common (other processes, clock
@@ -23,8 +26,7 @@ LEAST_WEIGHT, DRIFT_WEIGHT = 0.05, 0.1
 # A measurement counts as at most so many times what was expected: steps that a collection of
 # garbage or another process has delayed are no cost of a width.
 OUTLIER = 2.0
-# So many measurements in a row that are off by this factor are a change. Whether it is one of this
-# width or of the machine, only new measurements of the other widths can tell.
+# So many measurements of a width in a row that are off by this factor are a change.
 SURPRISES, SURPRISE = 3, 1.4
 LEAST_CONTEXT = 1024
 
@@ -45,43 +47,74 @@ def place_of(requests: int, context: int) -> Place:
     return Place(requests, max(0, math.ceil(math.log2(max(context, 1) / LEAST_CONTEXT))))
 
 
+@dataclass
+class _Cost:
+    """Of a width in one place.
+
+    Attributes:
+        seconds: without the common factor.
+        count: measurements that still count.
+        first: the first ones of them.
+        surprises: measurements in a row, until now, that are no longer what was expected.
+        last: number of the step, in this place, that was last measured.
+        usual: number of the last one that was as expected.
+        odd: number of the first of the surprises.
+    """
+
+    seconds: float = math.nan
+    count: int = 0
+    first: list[float] = field(default_factory=list)
+    surprises: list[float] = field(default_factory=list)
+    last: int = 0
+    usual: int = 0
+    odd: int = 0
+
+    def forget(self) -> None:
+        """It is to be measured anew."""
+        self.count, self.first = 0, []
+
+
 class _Costs:
-    """Seconds by width in one place, without the common factor. Lists: a step takes in one number,
-    for which arrays are slow."""
+    """Costs by width in one place. No arrays: a step takes in one number."""
 
     def __init__(self, widths: int) -> None:
-        self.seconds, self.count = [math.nan] * widths, [0] * widths
-        self.first: list[list[float]] = [[] for _ in range(widths)]
-        self.surprises: list[float] = []
-        # All steps, and their number when a width was last measured.
-        self.steps, self.last = 0, [0] * widths
+        self.of, self.steps = [_Cost() for _ in range(widths)], 0
 
-    def measured(self, at: int) -> int:
-        """Count a measurement of width number `at`; returns how many there are that still count."""
+    def measured(self, at: int) -> _Cost:
+        """Count a measurement of width number `at`."""
+        cost = self.of[at]
         self.steps += 1
-        if self.steps - self.last[at] > STALE:
-            self.forget(at)
-        self.last[at] = self.steps
-        self.count[at] += 1
-        return self.count[at]
+        if self.steps - cost.last > STALE[1]:
+            cost.forget()
+        cost.last = self.steps
+        cost.count += 1
+        return cost
 
     def is_known(self, at: int) -> bool:
-        """Whether width number `at` was measured often enough, and not long ago."""
-        return self.count[at] >= ENOUGH and self.steps - self.last[at] <= STALE
-
-    def forget(self, at: int) -> None:
-        """Width number `at` is to be measured anew."""
-        self.count[at], self.first[at] = 0, []
+        """Whether width number `at` was measured often enough, not long ago, and cost what was
+        expected."""
+        cost = self.of[at]
+        each, most = STALE if at else STALE_PLAIN
+        is_fresh = self.steps - cost.last <= min(each * cost.count, most)
+        return cost.count >= ENOUGH and is_fresh and not cost.surprises
 
     def has_changed(self, at: int, ratio: float) -> None:
-        """Width number `at` costs `ratio` times what was expected, and so may all others.
+        """Width number `at` costs `ratio` times what was expected, time and again. So may the
+        others, unless one was measured meanwhile and cost what was expected.
 
         If it drafts, plain decoding is to be measured, and other widths that draft are not: that
         would cost more than it tells. If it is plain decoding, they are.
         """
-        self.seconds = [seconds * ratio for seconds in self.seconds]
-        for other in range(1, len(self.first)) if at == 0 else (0,):
-            self.forget(other)
+        cost = self.of[at]
+        others = [other for other in self.of if other is not cost]
+        cost.seconds *= ratio
+        cost.surprises, cost.usual = [], self.steps
+        if any(other.usual > cost.odd for other in others):
+            return
+        for other in others:
+            other.seconds *= ratio
+            if at == 0 or other is self.of[0]:
+                other.forget()
 
 
 class StepCosts:
@@ -94,36 +127,39 @@ class StepCosts:
         """
         self._widths = tuple(widths)
         self._places: dict[Place, _Costs] = {}
-        self._drift = 1.0
+        self._drift, self._steps = 1.0, 0
 
     def record(self, place: Place, width: int, seconds: float) -> bool:
         """Take in one step. Returns whether it shows that costs have changed at once."""
         costs = self._places.setdefault(place, _Costs(len(self._widths)))
         at = bisect_left(self._widths, width)
-        count = costs.measured(at)
-        if count <= ENOUGH:
+        cost = costs.measured(at)
+        self._steps += 1
+        if cost.count <= ENOUGH:
             # The first ones may hold allocations: their median.
-            costs.first[at].append(seconds / self._drift)
-            costs.seconds[at] = statistics.median(costs.first[at])
+            cost.first.append(seconds / self._drift)
+            cost.seconds, cost.usual = statistics.median(cost.first), costs.steps
+            if self._steps <= COLD:
+                cost.forget()
             return False
-        ratio = seconds / (costs.seconds[at] * self._drift)
+        ratio = seconds / (cost.seconds * self._drift)
         if 1 / SURPRISE < ratio < SURPRISE:
-            costs.surprises.clear()
+            cost.surprises, cost.usual = [], costs.steps
         else:
-            costs.surprises.append(seconds)
-        if len(costs.surprises) == SURPRISES:
-            costs.has_changed(at, statistics.median(costs.surprises) / (seconds / ratio))
-            costs.surprises.clear()
+            cost.odd = costs.steps if not cost.surprises else cost.odd
+            cost.surprises.append(seconds)
+        if len(cost.surprises) == SURPRISES:
+            costs.has_changed(at, statistics.median(cost.surprises) / (seconds / ratio))
             return True
         ratio = min(max(ratio, 1 / OUTLIER), OUTLIER)
         self._drift *= ratio**DRIFT_WEIGHT
-        costs.seconds[at] *= ratio ** max(1 / count, LEAST_WEIGHT)
+        cost.seconds *= ratio ** max(1 / cost.count, LEAST_WEIGHT)
         return False
 
     def seconds(self, place: Place) -> NDArray[np.float64]:
         """`[widths]`: seconds of a step; nan for what nothing is known of."""
         costs = self._places.get(place)
-        known = np.array(costs.seconds) if costs else np.full(len(self._widths), np.nan)
+        known = _array(costs) if costs else np.full(len(self._widths), np.nan)
         if np.isnan(known).any():
             known = self._with_guesses(place, known)
         return known * self._drift
@@ -131,7 +167,7 @@ class StepCosts:
     def _with_guesses(self, place: Place, known: NDArray[np.float64]) -> NDArray[np.float64]:
         """Unknown costs in proportion to what the nearest other places have measured."""
         for near in sorted(self._places, key=lambda other: _distance(place, other)):
-            other = np.array(self._places[near].seconds)
+            other = _array(self._places[near])
             both = ~np.isnan(known) & ~np.isnan(other)
             scale = (known[both] / other[both]).mean() if both.any() else 1.0
             known = np.where(np.isnan(known), other * scale, known)
@@ -158,12 +194,16 @@ class StepCosts:
                 "context": LEAST_CONTEXT << place.context,
                 "milliseconds": {
                     str(width): None if math.isnan(s) else round(s * self._drift * 1e3, 3)
-                    for width, s in zip(self._widths, costs.seconds, strict=True)
+                    for width, s in zip(self._widths, _array(costs).tolist(), strict=True)
                 },
                 "steps": costs.steps,
             }
             for place, costs in sorted(self._places.items())
         ]
+
+
+def _array(costs: _Costs) -> NDArray[np.float64]:
+    return np.array([cost.seconds for cost in costs.of])
 
 
 def _distance(a: Place, b: Place) -> float:

@@ -46,6 +46,8 @@ JITTER = 0.2
 # this share of them paid for themselves, the last one counting with this weight. It begins with a
 # guess.
 UNKNOWN, USEFUL, USEFUL_WEIGHT, USEFUL_GUESS = 0.5, 0.06, 0.15, 0.25
+# A probe with this share of the drafts that it needs to pay is repeated.
+PROMISING = 0.7
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -286,8 +288,8 @@ class AdaptiveWidth:
         self._gain += total - step.pays
         if step.is_probe:
             self._situation = _NOWHERE
-            # One step says little: a probe that pays is repeated at once.
-            self._probe_now = total >= step.pays
+            # One step says little: a probe that nearly pays is repeated at once.
+            self._probe_now = total >= PROMISING * step.pays
         if step.is_new:
             self._useful += USEFUL_WEIGHT * ((total >= step.pays) - self._useful)
 
