@@ -59,7 +59,7 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
     worker._target_worker.model_runner = runner
     worker.target = TargetForwardByWidth(worker._target_worker, ())
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
-    batches = [decode_of(LENGTHS, "cuda", reqs=[request("a"), request("b")]) for _ in range(12)]
+    batches = [decode_of(LENGTHS, "cuda", reqs=[request("a"), request("b")]) for _ in range(24)]
     gpu.crossings.clear()
     for batch in batches:
         width = worker.forward_batch_generation(batch).speculative_num_draft_tokens
