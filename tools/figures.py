@@ -285,7 +285,7 @@ def width_published() -> str:
 
 
 def width() -> str:
-    results = (read(f"width_{pair}_cpu") for pair in ("dense", "code", "hybrid"))
+    results = (read(f"width_{name}_cpu") for name in ("dense", "code", "long", "hybrid"))
     points = [one for result in results for one in result["points"]]
 
     def cell(value: dict[str, float]) -> str:

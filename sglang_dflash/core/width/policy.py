@@ -239,11 +239,11 @@ class AdaptiveWidth:
             hoped = int(gain.argmax())
             is_new = self._survival.share_unknown(requests) > UNKNOWN
             # Drafting is given up after a second look, unless it is for its cost.
-            is_given_up = drafted and not self.drafts
-            again = again or (is_given_up and not self._is_repriced)
+            is_given_up = drafted and not (self.drafts or self._is_repriced)
             self._is_repriced = False
-            again = again or self._costs.may_be_cheaper(place, allowed[1:])
-            is_probe = self._probe_is_due(hoped, seconds, is_new) or again
+            is_due = self._probe_is_due(hoped, seconds, is_new)
+            cheaper = self._costs.may_be_cheaper(place, allowed[1:])
+            is_probe = again or is_given_up or is_due or cheaper
             if is_probe:
                 self._stretch = 1 + JITTER * self._random.uniform(-1, 1)
                 self._figures.probes += 1
