@@ -16,6 +16,16 @@ from sglang_dflash.core.width.costs import (
 )
 
 WIDTHS = (1, 4, 8)
+SECONDS = {1: 0.01, 4: 0.02, 8: 0.03}
+
+
+def measured(*order: int) -> tuple[StepCosts, Place]:
+    """Costs of one place, in which each width was measured 20 times, in that order."""
+    costs, place = StepCosts(WIDTHS), Place(1, 0)
+    for width in order:
+        for _ in range(20):
+            costs.record(place, width, SECONDS[width])
+    return costs, place
 
 
 def test_places_are_buckets() -> None:
@@ -41,10 +51,7 @@ def test_an_outlier_is_no_cost_and_a_change_is_one() -> None:
 
 
 def test_a_change_of_drafting_is_one_of_all_drafts_and_plain_decoding_is_measured() -> None:
-    costs, place = StepCosts(WIDTHS), Place(1, 0)
-    for width, seconds in ((1, 0.01), (4, 0.02), (8, 0.03)):
-        for _ in range(20):
-            costs.record(place, width, seconds)
+    costs, place = measured(1, 4, 8)
     changed = [costs.record(place, 8, 0.09) for _ in range(SURPRISES)]
     assert changed == [False] * (SURPRISES - 1) + [True]
     for _ in range(ENOUGH):
@@ -59,25 +66,19 @@ def test_a_change_of_drafting_is_one_of_all_drafts_and_plain_decoding_is_measure
 
 def test_a_width_that_was_measured_wrongly_does_not_change_the_others() -> None:
     """It is measured again when it is stale, and no other meanwhile."""
-    costs, place = StepCosts(WIDTHS), Place(1, 0)
-    for width, seconds in ((1, 0.01), (8, 0.06), (4, 0.02)):
-        for _ in range(20):
-            costs.record(place, width, seconds)
+    costs, place = measured(1, 8, 4)
     costs.record(place, 1, 0.01)
-    assert [costs.record(place, 8, 0.03) for _ in range(SURPRISES)][-1]
-    assert costs.seconds(place) == pytest.approx([0.01, 0.02, 0.03], rel=0.2)
-    assert costs.to_measure(place, (1, 4)) in (None, 1)
+    assert [costs.record(place, 8, 0.06) for _ in range(SURPRISES)][-1]
+    assert costs.seconds(place) == pytest.approx([0.01, 0.02, 0.06], rel=0.2)
+    assert costs.to_measure(place, WIDTHS) is None
 
 
 def test_slow_steps_in_a_row_are_no_lasting_change() -> None:
-    costs, place = StepCosts(WIDTHS), Place(1, 0)
-    for width, seconds in ((1, 0.01), (4, 0.02), (8, 0.03)):
-        for _ in range(20):
-            costs.record(place, width, seconds)
+    costs, place = measured(1, 4, 8)
     for _ in range(SURPRISES):
         costs.record(place, 8, 0.06)
     while (width := costs.to_measure(place, WIDTHS)) is not None:
-        costs.record(place, width, {1: 0.01, 4: 0.02, 8: 0.03}[width])
+        costs.record(place, width, SECONDS[width])
     plain, _, block = costs.seconds(place)
     assert block / plain == pytest.approx(3, rel=0.05)
 
@@ -97,26 +98,21 @@ def test_costs_of_a_far_off_place_are_not_taken_over() -> None:
 
 
 def test_drafts_are_measured_anew_if_plain_decoding_has_changed() -> None:
-    costs, place = StepCosts(WIDTHS), Place(1, 0)
-    for width, seconds in ((4, 0.02), (8, 0.03), (1, 0.01)):
-        for _ in range(20):
-            costs.record(place, width, seconds)
+    costs, place = measured(4, 8, 1)
     assert [costs.record(place, 1, 0.02) for _ in range(SURPRISES)][-1]
     assert costs.seconds(place) == pytest.approx([0.02, 0.04, 0.06], rel=0.15)
     assert costs.to_measure(place, WIDTHS) == 4
 
 
 def test_a_surprise_of_one_width_is_none_of_those_measured_meanwhile() -> None:
-    costs, place = StepCosts(WIDTHS), Place(1, 0)
-    for width, seconds in ((1, 0.01), (4, 0.02), (8, 0.03)):
-        for _ in range(20):
-            costs.record(place, width, seconds)
+    costs, place = measured(1, 4, 8)
+    wanted = []
     for _ in range(SURPRISES):
         costs.record(place, 1, 0.005)
-        # Until it is known whether that is a change.
-        assert costs.to_measure(place, WIDTHS) in (1, None)
+        wanted.append(costs.to_measure(place, WIDTHS))
         costs.record(place, 8, 0.03)
-    assert costs.to_measure(place, WIDTHS) is None
+    # Until it is known whether that is a change.
+    assert wanted == [1] * (SURPRISES - 1) + [None]
     assert costs.seconds(place)[::2] == pytest.approx([0.005, 0.03], rel=0.1)
 
 

@@ -108,12 +108,15 @@ class _Costs:
         changed, they are.
         """
         cost = self.of[at]
-        others = [other for other in self.of if other.usual <= cost.usual or other.surprises]
-        for other in others:
-            other.seconds *= ratio
-            if at == 0 or other is self.of[0]:
-                other.forget()
-        cost.forget(kept=ENOUGH - 1 if at and self.of[0] in others else ENOUGH)
+        plain = self.of[0]
+        # This one is among them.
+        changed = [each for each in self.of if each.usual <= cost.usual or each.surprises]
+        for each in changed:
+            each.seconds *= ratio
+            if cost is plain or each is plain:
+                each.forget()
+        is_alone = cost is plain or plain not in changed
+        cost.forget(kept=ENOUGH if is_alone else ENOUGH - 1)
         cost.usual = self.steps
 
 
