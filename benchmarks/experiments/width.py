@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 NEW_TOKENS, WARM_TOKENS, NARROW = 48, 16, 4
 PLAIN, AGAIN, WIDTH_1, ADAPTIVE = "plain", "plain again", "width 1", "adaptive"
 # Prompts of a pass by concurrency, or by data set. Passes are short, because the machine's speed
-# drifts. "alternating" has two phases of each kind.
-PROMPTS = {1: 4, 4: 8, 16: 16, 32: 32}
+# drifts. But of many requests at a time there are three times as many prompts: arms whose answers
+# differ in the number of steps would else spend different shares of a pass with few requests left.
+# "alternating" has two phases of each kind.
+PROMPTS = {1: 4, 4: 8, 16: 48, 32: 96}
 PROMPTS_OF_SET = {"alternating": 16, "agents": 6, "unseen-long": 4}
 # By pair, the KV tokens of each server.
 KV_TOKENS = {"dense": 16_384, "code": 40_960, "hybrid": 16_384}

@@ -238,6 +238,18 @@ def test_a_width_never_exceeds_what_requests_can_take() -> None:
     assert policy.choose(["r0"], 500, 100) == 8
 
 
+def test_a_limit_above_the_chosen_width_needs_no_new_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, decided = AdaptiveWidth(WIDTHS), []
+    simulate(policy, lambda *_: 0.02, steps=300)
+    decide = policy._decide
+    monkeypatch.setattr(policy, "_decide", lambda *of: decided.append(of) or decide(*of))
+    policy.choose(["of another batch"], 500, 100)
+    assert [policy.choose(["of another batch"], 500, most) for most in (100, 7, 3)] == [1, 1, 1]
+    assert len(decided) == 1
+
+
 def test_requests_without_drafts_weigh_against_drafting() -> None:
     """Each takes one token at any width, and its step becomes as long as the others'."""
     policy = AdaptiveWidth(WIDTHS)

@@ -47,7 +47,7 @@ def place_of(requests: int, context: int) -> Place:
     if requests > 4:
         power = 1 << (requests - 1).bit_length() - 1
         requests = power * 3 // 2 if requests <= power * 3 // 2 else power * 2
-    return Place(requests, max(0, math.ceil(math.log2(max(context, 1) / LEAST_CONTEXT))))
+    return Place(requests, max(0, (context - 1) // LEAST_CONTEXT).bit_length())
 
 
 @dataclass
@@ -134,7 +134,9 @@ class StepCosts:
 
     def record(self, place: Place, width: int, seconds: float) -> bool:
         """Take in one step. Returns whether costs have changed suddenly."""
-        costs = self._places.setdefault(place, _Costs(len(self._widths)))
+        costs = self._places.get(place)
+        if costs is None:
+            costs = self._places[place] = _Costs(len(self._widths))
         at = bisect_left(self._widths, width)
         cost = costs.measured(at)
         self._steps += 1
@@ -162,7 +164,7 @@ class StepCosts:
         """`[widths]`: seconds of a step; nan for what nothing is known of."""
         costs = self._places.get(place)
         known = _array(costs) if costs else np.full(len(self._widths), np.nan)
-        if np.isnan(known).any():
+        if math.isnan(known.sum()):
             known = self._with_guesses(place, known)
         return known * self._drift
 

@@ -28,7 +28,7 @@ ENTER = 1.03
 KEEP = 0.98
 # A decision, which takes longer than all else here, stands for so many steps at most. Not to draft
 # stands longer: plain steps teach nothing about drafts.
-REST, REST_PLAIN = 8, 16
+REST, REST_PLAIN = 12, 32
 # It falls early if drafts lost this share of what they cost: as much as one step loses in which
 # hardly any was accepted.
 LOST = 0.9
@@ -209,12 +209,15 @@ class AdaptiveWidth:
         return step.width
 
     def _stands(self, situation: _Situation) -> bool:
-        """Whether the last decision does."""
+        """Whether the last decision does. It may, if the end of requests only rules out widths that
+        it did not choose."""
         self._steps_alike += 1
-        has_lost = self._decision.width > 1 and self._gain <= -LOST * self._decision.pays
-        stands = situation == self._situation and not (has_lost or self._probe_now)
-        self._situation = situation
-        if self._decision.width > 1:
+        before, self._situation = self._situation, situation
+        width, allowed = self._decision.width, situation[2]
+        is_same = situation[:2] == before[:2] and width <= allowed[-1] <= before[2][-1]
+        has_lost = width > 1 and self._gain <= -LOST * self._decision.pays
+        stands = is_same and not (has_lost or self._probe_now)
+        if width > 1:
             return stands and self._steps_alike < REST
         return stands and self._steps_alike < REST_PLAIN and self._idle_steps < self._probe_at
 

@@ -61,9 +61,9 @@ class _Spread:
     def observe(self, surplus: Floats, chance: Floats, steps: int) -> None:
         """Take in requests, `[R]` each: their hits beyond what is expected of all requests, and the
         variance of these hits by chance."""
-        keep = REMEMBER**steps
-        self._excess = keep * self._excess + (1 - keep) * float((surplus**2 - chance).mean())
-        self._squares = keep * self._squares + (1 - keep) * float((chance**2).mean())
+        keep, share = REMEMBER**steps, (1 - REMEMBER**steps) / len(chance)
+        self._excess = keep * self._excess + share * float(surplus @ surplus - chance.sum())
+        self._squares = keep * self._squares + share * float(chance @ chance)
 
     def tries(self, chance: float) -> float:
         """Tries that all requests' level is worth against a request's own, if the hits of each try
@@ -203,7 +203,8 @@ class Survival:
 
     def share_unknown(self, requests: Sequence[Hashable]) -> float:
         """Share of the requests of which no draft was tried."""
-        return float((self._counts[self.rows(requests), -1] == 0).mean())
+        unknown = np.count_nonzero(self._counts[self.rows(requests), -1] == 0)
+        return unknown / max(1, len(requests))
 
     def _drop_outdated(self, rows: Ints) -> None:
         """Replace a request's counts by a few with the level of lately, if that does not fit."""
@@ -211,8 +212,8 @@ class Survival:
         hits, tries = counts[:, :n].sum(1), counts[:, n : 2 * n].sum(1)
         lately_hits, lately = counts[:, -2], counts[:, -1]
         rate = (hits + 0.5) / (tries + 1)
-        spread = np.sqrt(lately * rate * (1 - rate))
-        changed = np.abs(lately_hits - lately * rate) > CHANGE * spread
+        surplus, variance = lately_hits - lately * rate, lately * rate * (1 - rate)
+        changed = surplus * surplus > CHANGE**2 * variance
         for row in rows[changed]:
             all_hits, all_tries = self._counts[row, :n], self._counts[row, n : 2 * n]
             all_tries *= min(1.0, AFTER_CHANGE / all_tries.sum())
