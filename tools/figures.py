@@ -324,6 +324,31 @@ def width() -> str:
     return table(head, *rows)
 
 
+def width_confidence() -> str:
+    rows = []
+    names = ("outcomes", "confidence", "confidence before")
+    arms = ("confidence", "foresight", "confidence, ragged")
+    for one in read("width_confidence_cpu")["points"]:
+        told = one["predictions"]
+        rows.append(
+            (
+                f"{one['pair']}, `{one['dataset']}`, {one['concurrency']}",
+                *(f"{told[n]['log_loss']:.2f} ({told[n]['correlation']:.2f})" for n in names),
+                *(f"{one['speed_over_outcomes'][n]:.2f}" for n in arms),
+            )
+        )
+    head = (
+        "pair, data set, requests at a time",
+        "outcomes",
+        "and confidence",
+        "and confidence of the step before",
+        "tokens/s: chosen with confidence",
+        "with foresight",
+        "with confidence, each request its own",
+    )
+    return table(head, *rows)
+
+
 def hardware() -> str:
     """One sentence on the machine and the dates of all result files."""
     found = [json.loads(path.read_text())["hardware"] for path in sorted(RESULTS.rglob("*.json"))]
@@ -351,6 +376,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recurrent_memory": recurrent_memory,
     "width": width,
     "width_published": width_published,
+    "width_confidence": width_confidence,
 }
 
 

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
 
 NEW_TOKENS, WARM_TOKENS, NARROW = 48, 16, 4
+# Of many requests at a time, answers are shorter or longer by so many tokens. If all had one
+# length, requests of plain decoding would begin and end together, and their prompts be computed in
+# one batch; those of other arms would not.
+MANY, SPREAD = 16, 16
 PLAIN, AGAIN, WIDTH_1, ADAPTIVE = "plain", "plain again", "width 1", "adaptive"
 # Prompts of a pass by concurrency, or by data set. Passes are short, because the machine's speed
 # drifts. But of many requests at a time there are three times as many prompts: arms whose answers
@@ -151,7 +155,8 @@ def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Pro
     count = PROMPTS_OF_SET.get(point.dataset, PROMPTS[point.concurrency])
     prompts = prompts_of(point.dataset, rounds * count, model=point.pair, cache=default_cache())
     endpoints = {name: load.SGLang(server.url) for name, server in servers.items()}
-    full, warm = asking(point.pair, NEW_TOKENS), asking(point.pair, WARM_TOKENS)
+    spread = SPREAD if point.concurrency >= MANY else 0
+    full, warm = asking(point.pair, NEW_TOKENS, spread), asking(point.pair, WARM_TOKENS)
     for to in endpoints.values():
         load.run(to, turn(prompts, 0, point.concurrency), point.concurrency, warm)
     steps, deciding = widths(servers[ADAPTIVE])
@@ -173,11 +178,19 @@ def turn(prompts: Sequence[Prompt], at: int, count: int) -> list[Prompt]:
     return [prompts[(at * count + i) % len(prompts)] for i in range(count)]
 
 
-def asking(kind: str, tokens: int) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
+def asking(
+    kind: str, tokens: int, spread: int = 0
+) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
+    """Asks for `tokens` new tokens, or for `spread` less or more: the same for the same prompt."""
     from sglang_dflash.bench.encoding import encoder
 
     encode = encoder(str(demo_pair(kind).target), None)
-    return lambda to, prompt, answers: to.ask(encode(prompt, answers), tokens, ignore_eos=True)
+
+    def ask(to: Endpoint, prompt: Prompt, answers: list[str]) -> Answer:
+        ids = encode(prompt, answers)
+        return to.ask(ids, tokens + (sum(ids) % 3 - 1) * spread, ignore_eos=True)
+
+    return ask
 
 
 def widths(server: Server) -> tuple[dict[str, int], float]:
@@ -194,6 +207,7 @@ def report(measured: dict[Point, Measured], options: Options) -> dict[str, Any]:
     return {
         "rounds": options.rounds,
         "new_tokens": NEW_TOKENS,
+        "new_tokens_of_many": [NEW_TOKENS - SPREAD, NEW_TOKENS, NEW_TOKENS + SPREAD],
         "points": [row(point, found) for point, found in measured.items()],
     }
 
