@@ -195,6 +195,36 @@ def test_plain_decoding_is_never_lost_for_long(name: str) -> None:
         assert sum(got[start : start + 200]) >= 0.95 * sum(plain[start : start + 200]), start
 
 
+# Of a batch so large that a step with drafts takes as long as four without.
+COSTLY = {1: 18.0, 4: 62.0, 8: 79.0}
+
+
+def test_probes_of_a_costly_batch_take_two_percent() -> None:
+    """And tell of better drafts nonetheless."""
+    policy = AdaptiveWidth(WIDTHS)
+    _, widths = simulate(
+        policy, lambda s, _: 0.35 if s < 3000 else 0.98, 3300, requests=32, cost=COSTLY
+    )
+    hopeless = widths[200:3000]
+    lost = sum(COSTLY[width] - COSTLY[1] for width in hopeless)
+    assert 0.01 < lost / sum(COSTLY[width] for width in hopeless) < 0.022
+    assert Counter(widths[-60:])[8] > 55
+
+
+def test_new_requests_of_a_costly_batch_are_tried_less_early() -> None:
+    policy, widths = AdaptiveWidth(WIDTHS), []
+    for step in range(400):
+        names = [f"{i} since {step // 16}" for i in range(32)]
+        width = policy.choose(names, 500, 100)
+        policy.took(COSTLY[width] / 1e3, 32, 500, width)
+        policy.observe(names, width, [0] * 32)
+        widths.append(width)
+    tried = [step for step, width in enumerate(widths) if width > 1]
+    # Measured at the start, then at 5 % of the time at most.
+    assert min(np.diff(tried)) == 1
+    assert 50 < min(np.diff([step for step in tried if step > 60])) < 90
+
+
 def test_drafts_that_were_too_dear_are_tried_again() -> None:
     """No probe pays while they are: it is not by acceptance that they are given up."""
 

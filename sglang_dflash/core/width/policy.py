@@ -32,19 +32,21 @@ REST, REST_PLAIN = 12, 32
 # It falls early if drafts lost this share of what they cost: as much as one step loses in which
 # hardly any was accepted.
 LOST = 0.9
-# Share of the time that probes may take while nothing is drafted, and the steps between them.
-EXPLORE = 0.01
+# Share of the time that probes may take while nothing is drafted, and the steps between them. Before
+# more than MOST_STEPS go by, they may take MOST_EXPLORE.
+EXPLORE, MOST_EXPLORE = 0.01, 0.02
 LEAST_STEPS, MOST_STEPS = 16, 96
 # Steps between probes if by its cost no width could pay. The cost may have become less.
 HOPELESS_STEPS = 1500
 # These steps are stretched by a random factor up to this: requests of another kind that come in a
 # rhythm would be missed by each probe.
 JITTER = 0.2
-# A batch of which this share was never drafted is probed early: a single step tells much of new
-# text, and short answers end before the next probe. But only if such probes are of use: if at least
-# this share of them paid for themselves, the last one counting with this weight. It begins with a
-# guess.
-UNKNOWN, USEFUL, USEFUL_WEIGHT, USEFUL_GUESS = 0.5, 0.06, 0.15, 0.25
+# A batch of which this share was never drafted is probed early, up to this share of the time: a
+# single step tells much of new text, and short answers end before the next probe. But only if such
+# probes are of use: if at least this share of them paid for themselves, the last one counting with
+# this weight. It begins with a guess.
+UNKNOWN, EXPLORE_UNKNOWN = 0.5, 0.05
+USEFUL, USEFUL_WEIGHT, USEFUL_GUESS = 0.06, 0.15, 0.25
 # A probe is repeated, so many times at most, if it got this share of the accepted drafts that would
 # have made it pay.
 PROMISING, REPEATS = 0.7, 2
@@ -281,9 +283,9 @@ class AdaptiveWidth:
         between: float = HOPELESS_STEPS
         if hoped:
             steps_lost = seconds[hoped] / seconds[0] - 1
-            between = min(max(steps_lost / EXPLORE, LEAST_STEPS), MOST_STEPS)
-            if is_new and self._useful >= USEFUL:
-                between = LEAST_STEPS
+            most_steps = max(MOST_STEPS, steps_lost / MOST_EXPLORE)
+            share = EXPLORE_UNKNOWN if is_new and self._useful >= USEFUL else EXPLORE
+            between = min(max(steps_lost / share, LEAST_STEPS), most_steps)
         self._probe_at = between * self._stretch
         return self._idle_steps >= self._probe_at
 
