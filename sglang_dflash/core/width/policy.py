@@ -32,8 +32,8 @@ REST, REST_PLAIN = 12, 32
 # It falls early if drafts lost this share of what they cost: as much as one step loses in which
 # hardly any was accepted.
 LOST = 0.9
-# Share of the time that probes may take while nothing is drafted, and the steps between them. Before
-# more than MOST_STEPS go by, they may take MOST_EXPLORE.
+# Share of the time that probes may take while nothing is drafted, and the steps between them.
+# Before more than MOST_STEPS go by, they may take MOST_EXPLORE.
 EXPLORE, MOST_EXPLORE = 0.01, 0.02
 LEAST_STEPS, MOST_STEPS = 16, 96
 # Steps between probes if by its cost no width could pay. The cost may have become less.
