@@ -130,8 +130,9 @@ def ragged(survival: Floats, costs: Floats, rate: float) -> Ints:
 
 
 def seconds_of(width: Floats | float, costs: Floats) -> Floats:
-    """Seconds of a step with so many tokens per request on average."""
-    found: Floats = np.interp(width, np.arange(1, len(costs) + 1), costs)
+    """Seconds of a step that drafts, with so many tokens per request on average. Below two they
+    count as two: what width 1 costs is without a draft."""
+    found: Floats = np.interp(width, np.arange(2, len(costs) + 1), costs[1:])
     return found
 
 

@@ -285,14 +285,19 @@ def width_published() -> str:
 
 
 def width() -> str:
-    results = (read(f"width_{name}_cpu") for name in ("dense", "code", "long", "hybrid"))
-    points = [one for result in results for one in result["points"]]
+    # Points with many requests were measured again.
+    files = ("dense", "code", "hybrid", "dense_many", "code_many")
+    points = {
+        (one["pair"], one["dataset"], one["concurrency"]): one
+        for name in files
+        for one in read(f"width_{name}_cpu")["points"]
+    }
 
     def cell(value: dict[str, float]) -> str:
         return f"{value['ratio']:.2f} ({value['lower']:.2f})"
 
     rows = []
-    for one in points:
+    for one in points.values():
         over, steps = one["over_plain"], one["width_steps"]
         drafted = 1 - steps.get("1", 0) / sum(steps.values())
         rows.append(
@@ -310,24 +315,16 @@ def width() -> str:
             )
         )
     head = (
-        "pair, data set, requests at a time",
-        "plain step, ms",
-        "plain again",
-        "width 1",
-        "width 8",
-        "width 4",
-        "adaptive",
-        "adaptive over the better of 4 and 8",
-        "steps that draft",
-        "deciding",
+        "pair, data set, requests at a time|plain step, ms|plain again|width 1|width 8|width 4|"
+        "adaptive|adaptive over the better of 4 and 8|steps that draft|deciding"
     )
-    return table(head, *rows)
+    return table(head.split("|"), *rows)
 
 
 def width_confidence() -> str:
     rows = []
     names = ("outcomes", "confidence", "confidence before")
-    arms = ("confidence", "foresight", "confidence, ragged")
+    arms = ("confidence", "foresight")
     for one in read("width_confidence_cpu")["points"]:
         told = one["predictions"]
         rows.append(
@@ -338,15 +335,11 @@ def width_confidence() -> str:
             )
         )
     head = (
-        "pair, data set, requests at a time",
-        "outcomes",
-        "and confidence",
-        "and confidence of the step before",
-        "tokens/s: chosen with confidence",
-        "with foresight",
-        "with confidence, each request its own",
+        "pair, data set, requests at a time|outcomes|and confidence|"
+        "and confidence of the step before|tokens/s: chosen with confidence|"
+        "with foresight"
     )
-    return table(head, *rows)
+    return table(head.split("|"), *rows)
 
 
 def hardware() -> str:
