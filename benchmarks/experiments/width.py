@@ -93,6 +93,11 @@ def arms(_: Options) -> Arms:
     return {f"{pair}/{arm}": server(pair, flags) for pair in KV_TOKENS for arm, flags in ARMS}
 
 
+def of_pair(arms: Arms, kind: str) -> Arms:
+    """A pair's servers of `PAIR/ARM`, by arm."""
+    return {name.partition("/")[2]: arms[name] for name in arms if name.startswith(f"{kind}/")}
+
+
 def server(kind: str, flags: dict[str, FlagValue] | None) -> Any:
     pair = demo_pair(kind)
     limits: dict[str, FlagValue] = {
@@ -136,7 +141,7 @@ def workload(arms: Arms, options: Options, progress: Progress) -> dict[Point, Me
     chosen, found = chosen_points(options), {}
     for kind in KV_TOKENS:
         points = [point for point in chosen if point.pair == kind]
-        mine = {name.partition("/")[2]: arms[name] for name in arms if name.startswith(f"{kind}/")}
+        mine = of_pair(arms, kind)
         if not points:
             continue
         with all_at_once(mine) as servers:

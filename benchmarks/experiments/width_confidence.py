@@ -57,9 +57,8 @@ def workload(arms: Arms, options: Options, progress: Progress) -> dict[width.Poi
         raise ConfigError(f"--prompts: {options.prompts}; at least 20 tell something")
     found = {}
     for pair in width.KV_TOKENS:
-        mine = {name.partition("/")[2]: arms[name] for name in arms if name.startswith(f"{pair}/")}
         points = [point for point in POINTS if point.pair == pair]
-        with all_at_once(mine) as servers:
+        with all_at_once(width.of_pair(arms, pair)) as servers:
             for done, point in enumerate(points):
                 progress(str(point), done, len(points))
                 found[point] = measure(point, servers, options.prompts)
@@ -89,7 +88,12 @@ def measure(point: width.Point, servers: dict[str, Any], prompts: int) -> Measur
     for requests, tokens, seconds in served("costs", "taken"):
         if is_full(requests, point.concurrency):
             by_width[tokens].append(seconds)
-    return Measured(steps, [statistics.median(by_width[tokens]) for tokens in sorted(by_width)])
+    widths = range(1, max(by_width, default=1) + 1)
+    if not all(by_width[tokens] for tokens in widths) or not any(
+        is_full(len(step.requests), point.concurrency) for step in steps
+    ):
+        raise ConfigError(f"--prompts: {prompts}; too few steps with most of the requests; {point}")
+    return Measured(steps, [statistics.median(by_width[tokens]) for tokens in widths])
 
 
 def report(measured: dict[width.Point, Measured], options: Options) -> dict[str, Any]:

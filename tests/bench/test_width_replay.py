@@ -14,6 +14,7 @@ from benchmarks.width_replay import (
     Recorded,
     Replay,
     ragged,
+    seconds_of,
     uniform,
 )
 
@@ -91,3 +92,9 @@ def test_uniform_and_ragged_widths() -> None:
     assert ragged(survival, costs, 2.0).tolist() == [4, 2]
     assert uniform(survival, costs, 5.0).tolist() == [2, 2]
     assert ragged(survival, costs, 5.0).tolist() == [4, 1]
+
+
+def test_a_drafted_step_never_costs_what_plain_decoding_does() -> None:
+    costs = np.array([1, 3, 4, 5.0])
+    assert seconds_of(1.25, costs) == 3
+    assert seconds_of(2.5, costs) == 3.5
