@@ -324,7 +324,7 @@ def width() -> str:
 def width_confidence() -> str:
     rows = []
     names = ("outcomes", "confidence", "confidence before")
-    arms = ("confidence", "foresight")
+    arms = ("confidence", "foresight", "confidence, ragged")
     for one in read("width_confidence_cpu")["points"]:
         told = one["predictions"]
         rows.append(
@@ -337,7 +337,7 @@ def width_confidence() -> str:
     head = (
         "pair, data set, requests at a time|outcomes|and confidence|"
         "and confidence of the step before|tokens/s: chosen with confidence|"
-        "with foresight"
+        "with foresight|with confidence, each request its own"
     )
     return table(head.split("|"), *rows)
 

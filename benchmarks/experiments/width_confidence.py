@@ -115,11 +115,11 @@ def report(measured: dict[width.Point, Measured], options: Options) -> dict[str,
 def table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{'pair':8}{'data set':13}{'c':>3}  log loss: outcomes, now, before   "
-        "speed over outcomes: now, foresight"
+        "speed over outcomes: now, foresight, ragged now"
     ]
     for one in result["points"]:
         losses = [one["predictions"][name]["log_loss"] for name in (OUTCOMES, NOW, BEFORE)]
-        speeds = [one["speed_over_outcomes"][n] for n in (NOW, "foresight")]
+        speeds = [one["speed_over_outcomes"][n] for n in (NOW, "foresight", f"{NOW}, ragged")]
         cells = "".join(f"{cell:8.3f}" for cell in (*losses, *speeds))
         lines.append(f"{one['pair']:8}{one['dataset']:13}{one['concurrency']:3}{cells}")
     return lines
