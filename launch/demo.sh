@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Plain decoding and DFLASH side by side on an embedded pair:
+# Plain decoding and DFLASH side by side on a demo pair:
 # bash launch/demo.sh [--model code|dense|hybrid] [--check]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" ""

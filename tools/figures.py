@@ -30,6 +30,11 @@ def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
+def printed(command: str) -> str:
+    """What prints these figures. A reader's run leaves the result files as they are."""
+    return re.sub(r" --picture| --out \S+", "", command)
+
+
 def summary() -> str:
     """The README's rows: one figure each, with its command."""
     names = ("demo_code_cpu", "demo_cpu", "demo_hybrid_cpu", "bench_dense_cpu/results")
@@ -54,14 +59,16 @@ def summary() -> str:
         (
             f"the same dense pair, text that it has never seen, concurrency {at}",
             f"{ratios} at acceptance length {unseen[0]['acceptance_length']}",
-            f"`{bench['command']}`",
+            f"`{printed(bench['command'])}`",
         )
     )
-    steps = [overhead[f"concurrency_{n}"]["step_time_ratio"] for n in (1, 8)]
+    steps = [with_range(overhead[f"concurrency_{n}"], "step_time_ratio", 2) for n in (1, 8)]
+    equal = [read("worker_overhead_itself_cpu")[f"concurrency_{n}"] for n in (1, 8)]
+    least, most = (f([at[f"step_time_ratio_{f.__name__}"] for at in equal]) for f in (min, max))
     rows.append(
         (
             "step time, divided by the built-in worker's, concurrency 1 and 8",
-            f"{steps[0]} and {steps[1]}",
+            f"{steps[0]} and {steps[1]}; two equal servers: {least:.2f} to {most:.2f}",
             f"`{overhead['command']}`",
         )
     )
@@ -93,9 +100,10 @@ def demo(name: str) -> str:
     )
 
 
-def with_range(result: dict[str, Any], key: str) -> str:
+def with_range(result: dict[str, Any], key: str, digits: int = 4) -> str:
     """A median and the range of the rounds."""
-    return f"{result[key]} ({result[f'{key}_min']} to {result[f'{key}_max']})"
+    median, least, most = (round(result[f"{key}{end}"], digits) for end in ("", "_min", "_max"))
+    return f"{median} ({least} to {most})"
 
 
 def itself() -> str:
@@ -144,7 +152,8 @@ def bench_dense() -> str:
                 for row in rows
             ]
             lines.append((f"{dataset}, {arm}", *cells, rows[0]["acceptance_length"] or "-"))
-    head = [f"`{result['command']}`", *(f"{n} at a time" for n in levels), "acceptance length"]
+    command = printed(result["command"])
+    head = [f"`{command}`", *(f"{n} at a time" for n in levels), "acceptance length"]
     return table(head, *lines)
 
 
@@ -280,24 +289,19 @@ def width_published() -> str:
     return (
         f"The better of 8 and 16 is predicted in {result['hits']} of {result['of']} rows; a miss "
         f"costs {share(result['most_lost_by_a_miss'])} at most. The median error of a throughput "
-        f"is {share(result['median_error_of_throughput'])}.\n\n{table_of_rows}"
+        f"is {share(result['median_error_of_throughput'])}, the largest "
+        f"{share(result['most_error_of_throughput'])}.\n\n{table_of_rows}"
     )
 
 
 def width() -> str:
-    # Points with many requests were measured again.
-    files = ("dense", "code", "hybrid", "dense_many", "code_many")
-    points = {
-        (one["pair"], one["dataset"], one["concurrency"]): one
-        for name in files
-        for one in read(f"width_{name}_cpu")["points"]
-    }
+    files = [f"width_{pair}_cpu" for pair in ("dense", "code", "hybrid")]
 
     def cell(value: dict[str, float]) -> str:
         return f"{value['ratio']:.2f} ({value['lower']:.2f})"
 
     rows = []
-    for one in points.values():
+    for one in (point for name in files for point in read(name)["points"]):
         over, steps = one["over_plain"], one["width_steps"]
         drafted = 1 - steps.get("1", 0) / sum(steps.values())
         rows.append(
@@ -342,18 +346,20 @@ def width_confidence() -> str:
     return table(head.split("|"), *rows)
 
 
-def hardware() -> str:
-    """One sentence on the machine and the dates of all result files."""
-    found = [json.loads(path.read_text())["hardware"] for path in sorted(RESULTS.rglob("*.json"))]
+def hardware(files: str = "*") -> str:
+    """One sentence on the machine and the dates of result files."""
+    paths = sorted(RESULTS.rglob(f"{files}.json"))
+    found = [json.loads(path.read_text())["hardware"] for path in paths]
     machines = sorted({f"{h['cores']} cores of an {h['processor']}" for h in found})
     dates = sorted({h["date"] for h in found})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"Measured on {' and '.join(machines)}, no accelerator, {span}."
+    return f"Measured on {' or on '.join(machines)} (see each result file), no accelerator, {span}."
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "hardware": hardware,
+    "width_hardware": lambda: hardware("width_*_cpu"),
     "demo_code": lambda: demo("demo_code_cpu"),
     "demo": lambda: demo("demo_cpu"),
     "demo_hybrid": lambda: demo("demo_hybrid_cpu"),

@@ -153,6 +153,7 @@ def report(rows: list[dict[str, Any]], _: NoOptions) -> dict[str, Any]:
         "of": len(rows),
         "most_lost_by_a_miss": max(row["lost_by_the_choice"] for row in rows),
         "median_error_of_throughput": round(statistics.median(errors), 4),
+        "most_error_of_throughput": round(max(errors), 4),
     }
 
 

@@ -249,6 +249,7 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
     except UnsupportedDraft as reason:
         return str(reason)
     unserved = {
+        f"--device {settings.device}": settings.device not in (None, "cpu", "cuda"),
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
         "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
         "--pp-size above 1": settings.pp_size > 1,

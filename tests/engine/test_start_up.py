@@ -291,6 +291,7 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "--speculative-use-block-verification": {"speculative_use_block_verification": True},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--enable-unified-memory": {"enable_unified_memory": True},
+    "--device npu": {"device": "npu"},
 }
 
 
