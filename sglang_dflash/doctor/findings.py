@@ -147,10 +147,9 @@ def many_undrafted(reading: Reading) -> Finding | None:
         return None
     return Finding(
         "many-undrafted",
-        f"{undrafted / steps:.0%} of the decode steps had no drafts: their requests have "
-        "penalties, min_new_tokens or a custom logit processor",
-        "send requests without these where they are not needed; such a request takes one token "
-        "per step",
+        f"{undrafted / steps:.0%} of the decode steps had no drafts: their requests have a custom "
+        "logit processor",
+        "send requests without one where it is not needed; such a request takes one token per step",
     )
 
 

@@ -170,10 +170,7 @@ def recompute_cached_tail(batch: ScheduleBatch, counts: list[int]) -> Iterator[N
 
 
 class DraftInput(DFlashDraftInputV2):
-    """What SGLang carries from one step to the next, with penalty counts as in plain decoding.
-
-    SGLang's own class does not count output tokens: frequency, presence and repetition penalties
-    never see one, and min_new_tokens never ends.
+    """What SGLang carries from one step to the next.
 
     Attributes:
         newest: tokens per request that the last step can have committed. Under overlap the host
@@ -183,9 +180,6 @@ class DraftInput(DFlashDraftInputV2):
     newest = 0
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        # Under overlap the tokens are on the device: see serving/penalties.py.
-        if not batch.enable_overlap and batch.sampling_info.penalizer_orchestrator.is_required:
-            batch.cumulate_penalty_output_tokens()
         if self._has_slots(batch):
             self._prepare_reserved(batch)
         else:

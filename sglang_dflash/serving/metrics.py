@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sglang_dflash.core.acceptance_length import VerifySteps
-from sglang_dflash.serving.target_tokens import depends_on_history
+from sglang_dflash.serving.target_tokens import takes_one_token
 from sglang_dflash.serving.watch import DraftWatch
 
 
@@ -158,7 +158,7 @@ def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) ->
     for request, (step_count, correct, length) in zip(batch.reqs, before, strict=True):
         if request.spec_verify_ct == step_count:
             continue
-        takes_drafts = not depends_on_history(request)
+        takes_drafts = not takes_one_token(request)
         drafts = width - 1 if takes_drafts else 0
         tokens = len(request.output_ids_through_stop) - length
         accepted = min(request.spec_num_correct_drafts - correct, tokens, drafts)

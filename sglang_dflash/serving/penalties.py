@@ -8,8 +8,9 @@ twice. A retracted request starts from zero. So an answer depends on what else w
 
 Here, under overlap, the newest tokens are counted where they are known, on the device right before
 the forward that reads them (`count_newest`). A request that comes back after a retraction begins
-with the counts of its output (`count_from_the_start`). Without overlap SGLang's own counting is
-right and stays.
+with the counts of its output (`count_from_the_start`). In plain decoding without overlap SGLang's
+own counting is right and stays. Our worker commits several tokens per step, which SGLang never
+counts: they are always counted here (`BlockPenalties`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LENGTH = "len_output_tokens"
 def count_while_scheduling(original: Any, batch: Any) -> None:
     """Around `ScheduleBatch.cumulate_penalty_output_tokens`: not in plain decoding under overlap.
 
-    Other workers call it on their own terms; ours does not under overlap.
+    Other workers call it on their own terms; ours does not.
     """
     if not (batch.enable_overlap and batch.spec_algorithm.is_none()):
         original(batch)
@@ -55,25 +56,28 @@ def count_while_scheduling(original: Any, batch: Any) -> None:
 def count_newest(scheduler: Any, batch: Any, *, overlap: bool) -> None:
     """Before `Scheduler._forward_isolation`, which sums up the penalties of the next forward."""
     info = batch.sampling_info
-    ours = getattr(scheduler.draft_worker, "penalised_requests_take_one_token", False)
-    if not overlap or info is None or not (ours or batch.spec_algorithm.is_none()):
+    ours = getattr(scheduler.draft_worker, "block_penalties", None)
+    if info is None or (ours is None and not (overlap and batch.spec_algorithm.is_none())):
         return
     orchestrator = info.penalizer_orchestrator
     if orchestrator is None or not orchestrator.is_required:
         return
-    requests = len(batch.reqs)
-    if batch.forward_mode.is_decode():
-        decoding, tokens = requests, _newest_tokens(batch)[:requests]
-    else:
-        # A prefill, or one with decoding requests at its end (--enable-mixed-chunk).
-        decoding = len(batch.decoding_reqs or ())
-        tokens = batch.input_ids[len(batch.input_ids) - decoding :]
+    requests, is_decode = len(batch.reqs), batch.forward_mode.is_decode()
+    # A prefill may have decoding requests at its end (--enable-mixed-chunk).
+    decoding = requests if is_decode else len(batch.decoding_reqs or ())
     if decoding == 0:
         return
+    if ours is None:
+        tokens, is_new = batch.input_ids[len(batch.input_ids) - decoding :].long()[:, None], None
+    else:
+        tokens, is_new = ours.newest(batch.req_pool_indices[requests - decoding :].long())
     rows = torch.arange(requests - decoding, requests, device=tokens.device)
-    count(orchestrator, rows, tokens.long())
-    # The next schedule filters and merges what was just written on this stream.
-    scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
+    count(orchestrator, rows, tokens, is_new)
+    if ours is not None and is_decode:
+        ours.begin(orchestrator)
+    if overlap:
+        # The next schedule filters and merges what was just written on this stream.
+        scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
 
 
 def count_from_the_start(_result: None, orchestrator: Any, *_: Any, **__: Any) -> None:
@@ -96,25 +100,33 @@ def count_from_the_start(_result: None, orchestrator: Any, *_: Any, **__: Any) -
         count(
             orchestrator,
             torch.tensor(rows, device=orchestrator.device),
-            torch.tensor(tokens, device=orchestrator.device),
+            torch.tensor(tokens, device=orchestrator.device)[:, None],
         )
 
 
-def count(orchestrator: Any, rows: Tensor, tokens: Tensor) -> None:
-    """Count output tokens, int64 `[N]`, of the requests in `rows`, int64 `[N]`, in place."""
+def count(orchestrator: Any, rows: Tensor, tokens: Tensor, is_new: Tensor | None = None) -> None:
+    """Count output tokens in place.
+
+    Args:
+        rows: int64 `[N]`, of the batch.
+        tokens: int64 `[N, K]`, output tokens of each.
+        is_new: bool `[N, K]`, those that count: the first one of each, at least. None for all.
+    """
+    if is_new is None:
+        is_new = torch.ones_like(tokens, dtype=torch.bool)
+    # What does not count is the first token once more, with no weight where weights add up.
+    tokens = torch.where(is_new, tokens, tokens[:, :1])
     for penalizer in orchestrator.penalizers.values():
         if not penalizer.is_prepared():
             continue
         if hasattr(penalizer, _LENGTH):
-            ones = torch.ones_like(rows, dtype=torch.int32)[:, None]
-            getattr(penalizer, _LENGTH).index_add_(0, rows, ones)
+            lengths = is_new.sum(1, dtype=torch.int32)[:, None]
+            getattr(penalizer, _LENGTH).index_add_(0, rows, lengths)
             continue
         kind = _PENALIZERS[type(penalizer).__name__]
-        penalties = getattr(penalizer, kind.penalty)[rows, 0]
+        penalties = getattr(penalizer, kind.penalty)[rows].expand(tokens.shape)
+        if kind.adds_up:
+            penalties = penalties * is_new
         getattr(penalizer, kind.counts).index_put_(
-            (rows, tokens), penalties, accumulate=kind.adds_up
+            (rows[:, None].expand(tokens.shape), tokens), penalties, accumulate=kind.adds_up
         )
-
-
-def _newest_tokens(batch: Any) -> Tensor:
-    return batch.input_ids if batch.spec_algorithm.is_none() else batch.spec_info.bonus_tokens

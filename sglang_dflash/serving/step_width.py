@@ -12,7 +12,7 @@ from sglang_dflash.core.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.serving import arguments
 from sglang_dflash.serving.batch import ScheduleBatch
 from sglang_dflash.serving.step_clock import HostClock, StepClock, StepShape
-from sglang_dflash.serving.target_tokens import depends_on_history
+from sglang_dflash.serving.target_tokens import takes_one_token
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class StepWidths:
             self.policy.took(seconds, *shape)
         drafting, undrafted, context, most = [], 0, 0, 0
         for request in batch.reqs:
-            if depends_on_history(request):
+            if takes_one_token(request):
                 undrafted += 1
             else:
                 drafting.append(request.rid)

@@ -1,8 +1,8 @@
 """The target's token at every position of a drafted block, by SGLang's own rules and sampler.
 
-Position 0 is an ordinary decoding step. So are the positions after it, unless the request's logits
-depend on the tokens before them (penalties, custom processors): such a request commits one token
-per step.
+Position 0 is an ordinary decoding step. So are the positions after it, with the penalties of the
+drafts before them; unless the request has a custom logit processor, which may depend on any token
+before: such a request commits one token per step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sglang_dflash.serving import sampling
 from sglang_dflash.serving.batch import ScheduleBatch, to_device
+from sglang_dflash.serving.block_penalties import BlockPenalties
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,8 @@ logger = logging.getLogger(__name__)
 class TargetTokens:
     """Picks the target's token at every block position."""
 
-    def __init__(self, sampler: Any, ranks: SpecTpSync) -> None:
-        self._sampler, self._ranks = sampler, ranks
+    def __init__(self, sampler: Any, ranks: SpecTpSync, penalties: BlockPenalties) -> None:
+        self._sampler, self._ranks, self._penalties = sampler, ranks, penalties
         self._warned = False
 
     def __call__(
@@ -53,6 +54,8 @@ class TargetTokens:
             by_position = logits.view(rows, width, -1)
             first = by_position[:, 0].clone()
             sampling.apply_logit_adjustments(first, info)
+            if width > 1 and sampling.has_penalties(info):
+                self._penalties.apply(by_position, block)
             if info.logit_bias is not None:
                 by_position += info.logit_bias[:, None]
             by_position[:, 0] = first
@@ -83,26 +86,22 @@ class TargetTokens:
         return self._sampler(output, repeated, False, [], [], positions.flatten()).long()
 
     def single_token_mask(self, batch: ScheduleBatch) -> Tensor | None:
-        """Bool `[R]`: requests whose logits depend on every token before; None for none."""
+        """Bool `[R]`: requests that take one token per step; None for none."""
         info = batch.sampling_info
-        if info is None or not (info.has_custom_logit_processor or sampling.has_penalties(info)):
+        if info is None or not info.has_custom_logit_processor:
             return None
         if not self._warned:
             self._warned = True
             logger.warning(
-                "DFLASH: requests with frequency, presence or repetition penalties, "
-                "min_new_tokens or a custom logit processor commit one token per step: their "
-                "logits depend on each token before."
+                "DFLASH: requests with a custom logit processor commit one token per step: their "
+                "logits may depend on each token before."
             )
-        mask = [depends_on_history(request) for request in batch.reqs]
+        mask = [takes_one_token(request) for request in batch.reqs]
         # The target computes the block by now: the host must not wait for it.
         return to_device(torch.tensor(mask), batch.seq_lens.device)
 
 
-def depends_on_history(request: Any) -> bool:
-    """Whether the request's logits depend on every token before: it takes one token per step."""
-    p = request.sampling_params
-    penalties = (
-        p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens
-    )
-    return bool(penalties or request.custom_logit_processor)
+def takes_one_token(request: Any) -> bool:
+    """Whether the request takes one token per step: its logits may depend on any token before, in a
+    way that only its own processor knows."""
+    return bool(request.custom_logit_processor)

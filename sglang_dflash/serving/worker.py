@@ -34,6 +34,7 @@ from sglang_dflash.serving.batch import (
     host_lengths,
     record_stream,
 )
+from sglang_dflash.serving.block_penalties import BlockPenalties
 from sglang_dflash.serving.draft_backends import ATTENTION, draft_ops
 from sglang_dflash.serving.draft_memory import DraftMemory, plan_memory
 from sglang_dflash.serving.draft_setup import DraftSetup
@@ -54,9 +55,6 @@ logger = logging.getLogger(__name__)
 
 class DFlashWorker(BaseSpecWorker):
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off."""
-
-    # For serving/penalties.py.
-    penalised_requests_take_one_token = True
 
     def __init__(
         self,
@@ -179,7 +177,10 @@ class DFlashWorker(BaseSpecWorker):
             speaks=self._tp.rank == 0,
             draft_kv_entries=cache.num_entries,
         )
-        self.target_tokens = TargetTokens(runner.sampler, self._ranks)
+        # serving/penalties.py counts what it remembers.
+        table_rows = len(self.req_to_token_pool.req_to_token)
+        self.block_penalties = BlockPenalties(table_rows, self.block_size, self.device)
+        self.target_tokens = TargetTokens(runner.sampler, self._ranks, self.block_penalties)
         self.prefill = Prefill(
             self.target_worker, self.req_to_token_pool.req_to_token, self.options, self._ranks,
             self._max_running_requests,
@@ -261,7 +262,9 @@ class DFlashWorker(BaseSpecWorker):
         if batch.forward_mode.is_extend():
             self.widths.interrupted()
             self.plain_context.absorb()
-            return self.prefill(self.drafter, batch, publish, grammar_barrier, pp_proxy_tensors)
+            result = self.prefill(self.drafter, batch, publish, grammar_barrier, pp_proxy_tensors)
+            self.block_penalties.commit(batch, result.next_token_ids[:, None])
+            return result
         return self._decode(batch, publish, grammar_barrier)
 
     def _decode(
@@ -326,6 +329,7 @@ class DFlashWorker(BaseSpecWorker):
         if single is not None:
             block = block.masked_fill(single[:, None], -1)
         accepted = self._accept(block, tokens)
+        self.block_penalties.commit(batch, accepted.tokens, accepted.lengths)
         output.sampling_mask_output = sampling.mask_output(
             batch.sampling_info, given, output.next_token_logits, accepted
         )

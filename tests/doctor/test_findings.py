@@ -92,10 +92,10 @@ CASES: dict[str, tuple[str, Reading, tuple[str, ...]]] = {
         reading({"draft_context_share": 0.41, "draft_kv_entries": 416}),
         ("41%", "--speculative-dflash-draft-kv-tokens (now 416)"),
     ),
-    "penalties": (
+    "logit processors": (
         "many-undrafted",
         reading({"undrafted_steps": 5000}),
-        ("50% of the decode steps", "penalties"),
+        ("50% of the decode steps", "custom logit processor"),
     ),
     "long contexts": (
         "long-contexts",

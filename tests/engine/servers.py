@@ -75,7 +75,12 @@ DFLASH_FLAGS: dict[str, Any] = {
 }
 DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
 BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
-PAGES = DFLASH.having(page_size=16, chunked_prefill_size=256, enable_metrics=True)
+PAGES = DFLASH.having(
+    page_size=16,
+    chunked_prefill_size=256,
+    enable_metrics=True,
+    enable_custom_logit_processor=True,
+)
 PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
@@ -156,6 +161,7 @@ HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
     speculative_algorithm="DFLASH",
     speculative_draft_model_path=HYBRID_PAIR.draft,
     enable_metrics=True,
+    enable_custom_logit_processor=True,
 )
 HYBRID_PAIR_GRAPHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
     speculative_algorithm="DFLASH",

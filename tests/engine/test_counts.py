@@ -16,6 +16,7 @@ from sglang_dflash.bench.server import Server
 from sglang_dflash.core.acceptance_length import VerifySteps
 from tests.engine import workload
 from tests.engine.client import ask, post, stream, together
+from tests.engine.processors import Nudged
 from tests.engine.servers import (
     HYBRID_PAIR_DFLASH,
     PAGE16_NO_OVERLAP,
@@ -103,8 +104,10 @@ def crowd(server: Server) -> list[dict[str, Any]]:
 
 def without_drafts(server: Server) -> list[dict[str, Any]]:
     texts = workload.prompts()["demo"]
+    processor = {"custom_logit_processor": Nudged.to_str()}
+    params = {"tokens": [77], "by": 1.0}
     return together(
-        lambda text=text, n=n: ask(server, text, presence_penalty=0.5, max_new_tokens=n)
+        lambda text=text, n=n: ask(server, text, processor, custom_params=params, max_new_tokens=n)
         for text, n in zip(texts, (1, 2, 9, 16), strict=False)
     )
 

@@ -46,8 +46,8 @@ def test_penalised_requests_are_plain_decodings(answers: Any) -> None:
     ours, plain = (answers(config, workload.run_penalised) for config in (DFLASH, PLAIN))
     workload.assert_same_outputs({"penalised": ours}, {"penalised": plain})
     drafted = [a["meta_info"]["completion_tokens"] - a["meta_info"]["spec_verify_ct"] for a in ours]
-    # One token per step with penalties, more without.
-    assert [n > 3 for n in drafted] == [not workload.PENALTIES[i % 5] for i in range(10)]
+    # Drafts do not know of penalties: fewer are accepted, but not none.
+    assert all(n > 3 for n in drafted)
 
 
 @pytest.mark.server(PAGE16_WINDOW)

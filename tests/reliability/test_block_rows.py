@@ -11,6 +11,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 from torch import Tensor
 
 from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
+from sglang_dflash.serving.block_penalties import BlockPenalties
 from sglang_dflash.serving.sampling import repeated_sampling_info
 from sglang_dflash.serving.target_tokens import TargetTokens
 from tests.core.test_recording import Requests, drafter_of, graphed, table
@@ -67,14 +68,26 @@ def test_every_position_draws_its_own_random_number() -> None:
     sampler = NotedPositions()
     positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
     block, logits = torch.zeros(2, BLOCK, dtype=torch.int64), torch.randn(2 * BLOCK, VOCAB)
-    TargetTokens(sampler, SpecTpSync(ONE_RANK))(
+    TargetTokens(sampler, SpecTpSync(ONE_RANK), no_penalties())(
         batch_of(sampling_info()), logits, block, positions, None
     )
     assert sampler.positions.tolist() == [7, 8, 9, 20, 21, 22]
 
 
-def test_penalties_apply_to_the_first_position_and_a_bias_to_all() -> None:
-    """The first position is an ordinary decoding step; a request with penalties takes no other."""
+def no_penalties() -> BlockPenalties:
+    """Of a worker whose requests have none."""
+    return BlockPenalties(2, BLOCK, torch.device("cpu"))
+
+
+class Penalised(BlockPenalties):
+    """Takes 10 from the token 9 of the first request."""
+
+    def apply(self, logits: Tensor, block: Tensor) -> None:
+        logits[0, 1:, 9] -= 10
+
+
+def test_penalties_and_a_bias_apply_to_every_position() -> None:
+    """The first position is an ordinary decoding step, with SGLang's own sum of penalties."""
     bias, penalty = torch.zeros(2, VOCAB), torch.zeros(2, VOCAB)
     bias[1, 4], penalty[0, 2] = 5.0, 10.0
     info = SimpleNamespace(
@@ -90,10 +103,11 @@ def test_penalties_apply_to_the_first_position_and_a_bias_to_all() -> None:
     logits = torch.zeros(2 * BLOCK, VOCAB)
     logits[:, 9] = 1.0
     block = torch.zeros(2, BLOCK, dtype=torch.int64)
-    tokens = TargetTokens(NotedPositions(), SpecTpSync(ONE_RANK))(
+    penalised = Penalised(2, BLOCK, torch.device("cpu"))
+    tokens = TargetTokens(NotedPositions(), SpecTpSync(ONE_RANK), penalised)(
         batch_of(info), logits, block, block, None
     )
-    assert tokens.tolist() == [[2, 9, 9], [4, 4, 4]]
+    assert tokens.tolist() == [[2, 0, 0], [4, 4, 4]]
 
 
 def test_a_verified_block_comes_after_the_committed_tokens() -> None:

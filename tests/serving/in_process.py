@@ -23,6 +23,7 @@ from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.plain_context import PlainContext
 from sglang_dflash.core.width import FixedWidth
 from sglang_dflash.serving.batch import GenerationBatchResult, draft_input
+from sglang_dflash.serving.block_penalties import BlockPenalties
 from sglang_dflash.serving.extension import Extension
 from sglang_dflash.serving.metrics import PhaseTimes
 from sglang_dflash.serving.prefill import Prefill
@@ -103,7 +104,8 @@ def worker_of(
     )
     worker.extension, worker.rollback = Extension(), rollback
     worker._ranks = SpecTpSync(group)
-    worker.target_tokens = TargetTokens(sampler, worker._ranks)
+    worker.block_penalties = BlockPenalties(ROWS, worker.block_size, worker.device)
+    worker.target_tokens = TargetTokens(sampler, worker._ranks, worker.block_penalties)
     cache: DraftKVCache = DirectKVCache(SLOTS, model.kv_shape, dtype, device)
     if window is not None:
         cache = RingKVCache(entries, SLOTS, model.kv_shape, dtype, device)

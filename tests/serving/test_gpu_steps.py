@@ -18,6 +18,8 @@ from sglang_dflash.core.width import AdaptiveWidth
 from sglang_dflash.serving import batch as our_batch
 from sglang_dflash.serving import recurrent
 from sglang_dflash.serving import worker as our_worker
+from sglang_dflash.serving.block_penalties import BlockPenalties
+from sglang_dflash.serving.penalties import count
 from sglang_dflash.serving.recurrent import Replay
 from sglang_dflash.serving.step_width import StepWidths
 from sglang_dflash.serving.target_forward import TargetForwardByWidth
@@ -68,23 +70,55 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
     assert not any(crossing.waits for crossing in gpu.crossings)
 
 
-def test_requests_with_penalties_do_not_make_the_host_wait(gpu: FakeCuda) -> None:
+def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
+    """Counting what a step committed, and the penalties of a block."""
+    rows, width, vocab = 2, 4, 32
+    kinds = {
+        "Frequency": ("cumulated_frequency_penalties", "frequency_penalties"),
+        "Presence": ("cumulated_presence_penalties", "presence_penalties"),
+        "Repetition": ("cumulated_repetition_penalties", "repetition_penalties"),
+        "MinNewTokens": ("stop_token_penalties", "min_new_tokens", "len_output_tokens"),
+    }
+
+    def penalizer(kind: str) -> Any:
+        made = type(f"Batched{kind}Penalizer", (), {"is_prepared": lambda _: True})()
+        for number, field in enumerate(kinds[kind]):
+            dtype = torch.int32 if field in ("min_new_tokens", "len_output_tokens") else None
+            shape = (rows, 1 if number else vocab)
+            setattr(made, field, torch.ones(shape, dtype=dtype, device="cuda"))
+        return made
+
+    orchestrator = SimpleNamespace(penalizers={kind: penalizer(kind) for kind in kinds})
+    info = SimpleNamespace(
+        penalizer_orchestrator=SimpleNamespace(is_required=True),
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+    )
+    batch: Any = SimpleNamespace(
+        sampling_info=info, req_pool_indices=torch.arange(rows, device="cuda")
+    )
+    ours = BlockPenalties(8, width, torch.device("cuda"))
+    block = torch.zeros(rows, width, dtype=torch.int64, device="cuda")
+    gpu.crossings.clear()
+    ours.commit(batch, block[:, :1])
+    ours.commit(batch, block, torch.ones(rows, dtype=torch.int64, device="cuda"))
+    tokens, is_new = ours.newest(batch.req_pool_indices)
+    count(orchestrator, torch.arange(rows, device="cuda"), tokens, is_new)
+    ours.begin(orchestrator)
+    ours.apply(torch.zeros(rows, width, vocab, device="cuda"), block)
+    assert gpu.crossings == []
+
+
+def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> None:
     """Which requests they are is copied while the target computes."""
     from sglang_dflash.serving.target_tokens import TargetTokens
 
-    neutral = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
-    requests = [
-        SimpleNamespace(
-            sampling_params=SimpleNamespace(**neutral, repetition_penalty=penalty),
-            custom_logit_processor=None,
-        )
-        for penalty in (1.0, 1.5)
-    ]
+    requests = [SimpleNamespace(custom_logit_processor=given) for given in (None, "one")]
     batch = decode_of(LENGTHS, "cuda", reqs=requests)
     batch.sampling_info = SimpleNamespace(has_custom_logit_processor=True)
     gpu.crossings.clear()
     ranks: Any = None
-    mask = TargetTokens(None, ranks).single_token_mask(batch)
+    mask = TargetTokens(None, ranks, ranks).single_token_mask(batch)
     assert mask is not None and mask.shape == (2,)
     assert [crossing.waits for crossing in gpu.crossings] == [False]
 

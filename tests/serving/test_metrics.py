@@ -26,16 +26,8 @@ class Request:
         self.rid, self.output_ids = str(output), list(range(output))
         self.finished_len: int | None = None
         self.spec_verify_ct = self.spec_num_correct_drafts = 0
-        self.custom_logit_processor = None
-        neutral = {
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "min_new_tokens": 0,
-            "sampling_seed": None,
-            "top_k": 20,
-        }
-        self.sampling_params = SimpleNamespace(**{**neutral, **params})
+        self.custom_logit_processor: str | None = None
+        self.sampling_params = SimpleNamespace(**{"sampling_seed": None, "top_k": 20, **params})
 
     @property
     def output_ids_through_stop(self) -> list[int]:
@@ -95,9 +87,10 @@ def test_what_a_request_does_not_keep_is_not_counted() -> None:
 
 
 def test_steps_without_drafts_are_counted_separately() -> None:
-    counts, penalised, free = AcceptanceCounts(8), Request(presence_penalty=1.0), Request()
-    processed(counts, [penalised, free], [takes(0), takes(4)])
-    processed(counts, [penalised, free], [takes(0), takes(0)], width=1)
+    counts, single, free = AcceptanceCounts(8), Request(), Request()
+    single.custom_logit_processor = "one"
+    processed(counts, [single, free], [takes(0), takes(4)])
+    processed(counts, [single, free], [takes(0), takes(0)], width=1)
     report = counts.report()
     assert (report["verify_steps"], report["committed_tokens"]) == (1, 5)
     assert (report["undrafted_steps"], report["undrafted_tokens"]) == (3, 3)

@@ -45,7 +45,6 @@ def running_batch(committed: list[int], allocated: list[int], overlap: bool = Tr
         reqs=requests,
         enable_overlap=overlap,
         device="cpu",
-        sampling_info=SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=False)),
         maybe_evict_swa=lambda: None,
     )
 

@@ -58,17 +58,14 @@ class Scripted(FixedWidth):
         return {}
 
 
-def request(rid: str, most: int = 100, output: int = 0, **params: Any) -> Any:
+def request(rid: str, most: int = 100, output: int = 0, processor: str | None = None) -> Any:
     """A request with 500 tokens in all, `output` of them generated."""
-    neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1.0}
     return SimpleNamespace(
         rid=rid,
         origin_input_ids=[1] * (500 - output),
         output_ids=[1] * output,
-        custom_logit_processor=None,
-        sampling_params=SimpleNamespace(
-            **{**neutral, "min_new_tokens": 0, "max_new_tokens": most, **params}
-        ),
+        custom_logit_processor=processor,
+        sampling_params=SimpleNamespace(max_new_tokens=most),
     )
 
 
@@ -91,7 +88,7 @@ def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
     width = widths.choose(
         batch(
             request("a", most=10, output=7),
-            request("b", most=10, output=4, frequency_penalty=0.5),
+            request("b", most=10, output=4, processor="one"),
         )
     )
     assert width == 4 and policy.asked == [(["a"], 500, 6, 1)]
