@@ -16,7 +16,7 @@ from sglang_dflash.core.kv_cache.ring import RingKVCache
 from sglang_dflash.core.parallel import TensorParallel
 from sglang_dflash.core.width import AdaptiveWidth
 from sglang_dflash.serving import batch as our_batch
-from sglang_dflash.serving import recurrent
+from sglang_dflash.serving import block_penalties, recurrent
 from sglang_dflash.serving import worker as our_worker
 from sglang_dflash.serving.block_penalties import BlockPenalties
 from sglang_dflash.serving.penalties import count
@@ -37,6 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(our_batch, "is_pin_memory_available", lambda _device: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda host: mode.pin(host))
     monkeypatch.setattr(our_worker, "record_stream", lambda _: None)
+    monkeypatch.setattr(block_penalties, "record_stream", lambda _: None)
     with mode:
         yield mode
 
