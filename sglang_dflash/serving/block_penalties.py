@@ -79,18 +79,21 @@ class BlockPenalties:
         self._lengths = torch.ones(rows, dtype=torch.int64, device=device)
         self._orchestrator: Any = None
 
-    def commit(self, batch: ScheduleBatch, tokens: Tensor, lengths: Tensor | int = 1) -> None:
+    def commit(self, batch: ScheduleBatch, tokens: Tensor, lengths: Tensor | None = None) -> None:
         """Remember what a step commits, if a request of the batch has penalties.
 
         Args:
             tokens: int64 `[R, W]`, the committed ones first.
-            lengths: int64 `[R]`, how many are committed, 1 to W; or of each request.
+            lengths: int64 `[R]`, how many are committed, 1 to W. None for one each.
         """
         info = batch.sampling_info
         if info is not None and sampling.has_penalties(info):
             rows = batch.req_pool_indices.long()
             self._tokens[rows, : tokens.shape[1]] = tokens
-            self._lengths[rows] = lengths
+            if lengths is None:
+                self._lengths.index_fill_(0, rows, 1)
+            else:
+                self._lengths[rows] = lengths
 
     def newest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What the last step of each request committed: tokens int64 `[R, B]`, and which of them,
