@@ -25,6 +25,8 @@ def simulate(
     noise: float = 0.05,
     lag: int = 1,
     seed: int = 0,
+    most: int = 10**6,
+    is_timed: Callable[[int], bool] = lambda _: True,
 ) -> tuple[float, list[int]]:
     """Tokens per millisecond and request, and the width of every step.
 
@@ -33,20 +35,23 @@ def simulate(
         cost: by width; or by step and width.
         noise: of costs, the standard deviation of their logarithm.
         lag: steps after which an outcome is known.
+        most: tokens that a request can still take.
+        is_timed: whether the duration of that step becomes known.
     """
     rng, names = np.random.default_rng(seed), [f"r{i}" for i in range(requests)]
     time = tokens = 0.0
     widths: list[int] = []
     outcomes: list[tuple[int, list[int]]] = []
     for step in range(steps):
-        width = policy.choose(names, 500, 10**6)
+        width = policy.choose(names, 500, most)
         rejected = rng.random((requests, width - 1)) >= np.array(
             [[text(step, i)] for i in range(requests)]
         )
         accepted = [int(row.argmax()) if row.any() else width - 1 for row in rejected]
         ms = (cost(step, width) if callable(cost) else cost[width]) * rng.lognormal(0, noise)
         time, tokens = time + ms, tokens + sum(accepted) + requests
-        policy.took(ms / 1e3, requests, 500, width)
+        if is_timed(step):
+            policy.took(ms / 1e3, requests, 500, width)
         outcomes.append((width, accepted))
         if len(outcomes) > lag:
             policy.observe(names, *outcomes.pop(0))

@@ -21,6 +21,9 @@ ENOUGH, COLD = 3, 8
 STALE_PLAIN, STALE = (8, 96), (40, 1000)
 # Steps in one place after which widths that were only guessed there are measured.
 SETTLED = 32
+# Steps that are to measure one width before it is given up. A step that a prefill follows is not
+# timed, and with short answers that may be every step.
+PATIENCE = 16
 # A measurement weighs at least this much. What all widths have in common (other processes, clock
 # rates) is followed faster, as one factor.
 LEAST_WEIGHT, DRIFT_WEIGHT = 0.05, 0.1
@@ -61,6 +64,7 @@ class _Cost:
         surprises: the newest measurements, if they are not as expected.
         last: number of the step in this place that measured it last.
         usual: number of the last step that was as expected.
+        asked: steps that were to measure it since anything was measured in this place.
     """
 
     seconds: float = math.nan
@@ -69,6 +73,7 @@ class _Cost:
     surprises: list[float] = field(default_factory=list)
     last: int = 0
     usual: int = 0
+    asked: int = 0
 
     def forget(self, kept: int = 0) -> None:
         """It is to be measured anew, as if there had been `kept` measurements."""
@@ -85,6 +90,8 @@ class _Costs:
         """Count a measurement of width number `at`."""
         cost = self.of[at]
         self.steps += 1
+        for each in self.of:
+            each.asked = 0
         if self.steps - cost.last > STALE[1]:
             cost.forget()
         cost.last = self.steps
@@ -134,9 +141,7 @@ class StepCosts:
 
     def record(self, place: Place, width: int, seconds: float) -> bool:
         """Take in one step. Returns whether costs have changed suddenly."""
-        costs = self._places.get(place)
-        if costs is None:
-            costs = self._places[place] = _Costs(len(self._widths))
+        costs = self._costs_in(place)
         at = bisect_left(self._widths, width)
         cost = costs.measured(at)
         self._steps += 1
@@ -159,6 +164,11 @@ class StepCosts:
         self._drift *= ratio**DRIFT_WEIGHT
         cost.seconds *= ratio ** max(1 / cost.count, LEAST_WEIGHT)
         return False
+
+    def _costs_in(self, place: Place) -> _Costs:
+        if place not in self._places:
+            self._places[place] = _Costs(len(self._widths))
+        return self._places[place]
 
     def seconds(self, place: Place) -> NDArray[np.float64]:
         """`[widths]`: seconds of a step; nan for what nothing is known of."""
@@ -185,19 +195,22 @@ class StepCosts:
         """One of the widths whose cost is to be measured before anything is decided here, or None.
 
         As long as there is no place in which every width was measured, they are measured wherever
-        steps are. In other places they are once there were some steps.
+        steps are. In other places they are once there were some steps. A width that could not be
+        measured in many steps is given up.
         """
-        costs = self._places.get(place)
-        if costs is None or costs.steps < SETTLED:
+        costs = self._costs_in(place)
+        if costs.steps < SETTLED:
             self._is_complete = self._is_complete or any(
                 all(cost.count >= ENOUGH for cost in other.of) for other in self._places.values()
             )
             if self._is_complete:
                 return None
-            if costs is None:
-                return widths[0]
-        unknown = (w for w in widths if not costs.is_known(bisect_left(self._widths, w)))
-        return next(unknown, None)
+        for width in widths:
+            at = bisect_left(self._widths, width)
+            if not costs.is_known(at) and costs.of[at].asked < PATIENCE:
+                costs.of[at].asked += 1
+                return width
+        return None
 
     def may_be_cheaper(self, place: Place, widths: Sequence[int]) -> bool:
         """Whether the last measurement of one of the widths was much less than expected."""
@@ -205,7 +218,10 @@ class StepCosts:
             return False
         of = self._places[place].of
         costs = [of[bisect_left(self._widths, width)] for width in widths]
-        return any(c.surprises and c.surprises[-1] < c.seconds * self._drift for c in costs)
+        return any(
+            c.surprises and c.surprises[-1] < c.seconds * self._drift and c.asked < PATIENCE
+            for c in costs
+        )
 
     def report(self) -> list[dict[str, object]]:
         """Milliseconds by place and width; None for what was not measured."""
@@ -220,6 +236,7 @@ class StepCosts:
                 "steps": costs.steps,
             }
             for place, costs in sorted(self._places.items())
+            if costs.steps
         ]
 
 

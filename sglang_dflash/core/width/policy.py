@@ -50,6 +50,9 @@ USEFUL, USEFUL_WEIGHT, USEFUL_GUESS = 0.06, 0.15, 0.25
 # A probe is repeated, so many times at most, if it got this share of the accepted drafts that would
 # have made it pay.
 PROMISING, REPEATS = 0.7, 2
+# Decisions in a row that the end of requests has limited, after which what is chosen under a limit is
+# what is served now: all requests are short.
+LIMITED = 8
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
 
@@ -123,6 +126,7 @@ class _Decision(NamedTuple):
         pays: accepted drafts from which on the step is faster than plain decoding.
         is_probe: whether it is to find out what drafts are worth.
         is_new: whether most of a probe's requests were never drafted.
+        requests: that take drafts.
     """
 
     width: int = 1
@@ -130,6 +134,7 @@ class _Decision(NamedTuple):
     pays: float = 0.0
     is_probe: bool = False
     is_new: bool = False
+    requests: int = 1
 
 
 _PLAIN = _Decision()
@@ -184,6 +189,8 @@ class AdaptiveWidth:
         self._steps_alike, self._gain = 0, 0.0
         # Of steps whose outcome is not known yet: two under overlap.
         self._open: deque[_Decision] = deque(maxlen=4)
+        # Decisions in a row that were limited by the end of requests.
+        self._limited = 0
         # How often probes of new requests have paid.
         self._useful = USEFUL_GUESS
         self._figures = _Figures()
@@ -217,7 +224,8 @@ class AdaptiveWidth:
         before, self._situation = self._situation, situation
         width, allowed = self._decision.width, situation[2]
         is_same = situation[:2] == before[:2] and width <= allowed[-1] <= before[2][-1]
-        has_lost = width > 1 and self._gain <= -LOST * self._decision.pays
+        pays = self._decision.pays
+        has_lost = width > 1 and pays > 0 and self._gain <= -LOST * pays
         stands = is_same and not (has_lost or self._probe_now)
         if width > 1:
             return stands and self._steps_alike < REST
@@ -235,17 +243,22 @@ class AdaptiveWidth:
         if width is not None:
             # For one step.
             self._situation = _NOWHERE
-            return _Decision(width, tokens[allowed.index(width)] - tokens[0])
+            expected = float(tokens[allowed.index(width)] - tokens[0])
+            return _Decision(width, expected, requests=len(requests))
         seconds = self._costs.seconds(place)[: len(allowed)]
+        if np.isnan(seconds).any():
+            # No step like this one could be timed: as with a fixed width.
+            return _Decision(min(self._current, allowed[-1]), requests=len(requests))
+        self._limited = self._limited + 1 if tuple(allowed) != self.widths else 0
         drafted = self.drafts
+        is_repriced, self._is_repriced = self._is_repriced, False
         width, is_probe, is_new = self._best(tokens / seconds, allowed), False, False
         if width == 1:
             gain = (len(requests) * self._hoped[: len(allowed)] + undrafted) / seconds
             hoped = int(gain.argmax())
             is_new = self._survival.share_unknown(requests) > UNKNOWN
             # Drafting is given up after a second look, unless it is for its cost.
-            is_given_up = drafted and not (self.drafts or self._is_repriced)
-            self._is_repriced = False
+            is_given_up = drafted and not (self.drafts or is_repriced)
             is_due = self._probe_is_due(hoped, seconds, is_new)
             cheaper = self._costs.may_be_cheaper(place, allowed[1:])
             is_probe = again or is_given_up or is_due or cheaper
@@ -255,10 +268,12 @@ class AdaptiveWidth:
                 width = self._costs.to_measure(place, allowed[1:]) or allowed[hoped or 1]
         at = allowed.index(width)
         pays = tokens[0] * (seconds[at] / seconds[0] - 1)
-        return _Decision(width, float(tokens[at] - tokens[0]), float(pays), is_probe, is_new)
+        expected = float(tokens[at] - tokens[0])
+        return _Decision(width, expected, float(pays), is_probe, is_new, len(requests))
 
     def _best(self, rates: NDArray[np.float64], allowed: Sequence[int]) -> int:
-        """The width to stay at. A limit by the end of requests changes it for this step only."""
+        """The width to stay at. A limit by the end of requests changes it for this step only, unless
+        there always is one."""
         rate = dict(zip(allowed, rates.tolist(), strict=True))
         best = max(allowed, key=rate.__getitem__)
         current = min(self._current, allowed[-1])
@@ -267,7 +282,7 @@ class AdaptiveWidth:
             width = best if rate[best] >= ENTER * rate[1] else 1
         else:
             width = best if rate[best] >= ENTER * rate[current] else current
-        if width != current and allowed == self.widths:
+        if width != current and (not self._limited or self._limited > LIMITED):
             self._current = width
             self._figures.switches += 1
         return width
@@ -300,19 +315,20 @@ class AdaptiveWidth:
         self._survival.observe(requests, width - 1, accepted)
         if width == 1 or not requests:
             return
-        total = sum(accepted)
-        self._figures.expected += step.expected
+        # Some may have ended before this step, which overlap scheduling had begun by then.
+        share = len(requests) / max(1, step.requests)
+        total, pays = sum(accepted), share * step.pays
+        self._figures.expected += share * step.expected
         self._figures.accepted += total
-        self._gain += total - step.pays
+        self._gain += total - pays
         if step.is_probe:
             self._situation = _NOWHERE
             # One step says little: a probe that pays is repeated at once.
-            pays = total >= step.pays
-            nearly = not pays and total >= PROMISING * step.pays
+            nearly = PROMISING * pays <= total < pays
             self._repeats = self._repeats + 1 if nearly else 0
-            self._probe_now = pays or 0 < self._repeats <= REPEATS
+            self._probe_now = total >= pays or 0 < self._repeats <= REPEATS
         if step.is_new:
-            self._useful += USEFUL_WEIGHT * ((total >= step.pays) - self._useful)
+            self._useful += USEFUL_WEIGHT * ((total >= pays) - self._useful)
 
     def report(self) -> Mapping[str, Any]:
         f = self._figures
