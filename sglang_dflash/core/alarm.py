@@ -58,6 +58,6 @@ class AcceptanceAlarm:
         self._since_warning = 0
         return (
             f"acceptance length {length:.2f} over the last {judged} verify steps (1 is no draft "
-            "accepted): the drafts are of no use, and plain decoding would be faster. Likely "
-            f"causes: {'; '.join(CAUSES)}"
+            "accepted): the drafts are of no use, and a step with them takes longer than one of "
+            f"plain decoding. Likely causes: {'; '.join(CAUSES)}"
         )

@@ -56,14 +56,17 @@ class PlainContext:
         if len(self._waiting) >= MOST_STEPS:
             self.absorb()
 
-    def absorb(self) -> None:
-        """Pass on what waits, in the order in which it was committed."""
-        if self._waiting:
+    def absorb(self) -> bool:
+        """Pass on what waits, in the order in which it was committed. Returns whether there was
+        anything."""
+        waited = bool(self._waiting)
+        if waited:
             hidden, positions, slots = (
                 torch.cat(parts) for parts in zip(*self._waiting, strict=True)
             )
             self._waiting.clear()
             self._drafter().absorb(hidden, positions, slots)
+        return waited
 
     def clear(self) -> None:
         """Forget what waits: the cache has been emptied."""

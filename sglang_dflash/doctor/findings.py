@@ -98,7 +98,7 @@ def low_acceptance(reading: Reading) -> Finding | None:
             "acceptance-alarm",
             f"acceptance length {recent:.2f} over the last {WINDOW} verify steps: next to no draft "
             "is accepted",
-            _causes("turn drafts off until it is found (leave out --speculative-algorithm)"),
+            _causes(_until_found(reading)),
         )
     steps, tokens = reading.total("verify_steps"), reading.total("committed_tokens")
     length = tokens / steps if steps else None
@@ -112,12 +112,28 @@ def low_acceptance(reading: Reading) -> Finding | None:
         return Finding(
             "acceptance-near-1",
             f"acceptance length {length:.2f}: next to no draft is accepted",
-            _causes("turn drafts off until it is found (leave out --speculative-algorithm)"),
+            _causes(_until_found(reading)),
         )
+    if _is_adaptive(reading):
+        # It drafts as long as that pays.
+        return None
     return Finding(
         "acceptance-below-2",
         f"acceptance length {length:.2f}: plain decoding may be faster",
         _causes("compare with `sglang-dflash bench`"),
+    )
+
+
+def _is_adaptive(reading: Reading) -> bool:
+    return any(report.get("width") == "adaptive" for report in reading.reports)
+
+
+def _until_found(reading: Reading) -> str:
+    if _is_adaptive(reading):
+        return "meanwhile the server drafts rarely (--speculative-dflash-width adaptive)"
+    return (
+        "until it is found, let the server draft less (--speculative-dflash-width adaptive) or not "
+        "at all (leave out --speculative-algorithm)"
     )
 
 
@@ -140,8 +156,7 @@ def low_context_share(reading: Reading) -> Finding | None:
 
 def many_undrafted(reading: Reading) -> Finding | None:
     # With an adaptive width, most of them are its choice.
-    adaptive = any(report.get("width") == "adaptive" for report in reading.reports)
-    undrafted = 0 if adaptive else reading.total("undrafted_steps")
+    undrafted = 0 if _is_adaptive(reading) else reading.total("undrafted_steps")
     steps = undrafted + reading.total("verify_steps")
     if undrafted < ENOUGH_STEPS or undrafted <= UNDRAFTED_SHARE * steps:
         return None

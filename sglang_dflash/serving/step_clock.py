@@ -33,6 +33,9 @@ class StepClock(Protocol):
     def is_of(self, shape: StepShape) -> None:
         """The step that has begun is of this shape."""
 
+    def begins_now(self) -> None:
+        """What was done since `begins` belongs to no step."""
+
     def interrupted(self) -> None:
         """Something else than a decode step runs: the last step's end is not known."""
 
@@ -52,6 +55,9 @@ class HostClock:
 
     def is_of(self, shape: StepShape) -> None:
         self._last = shape
+
+    def begins_now(self) -> None:
+        self._began = time.perf_counter()
 
     def interrupted(self) -> None:
         self._last = None
@@ -74,8 +80,7 @@ class DeviceClock:
         self._open: deque[_Open] = deque()
 
     def begins(self) -> list[Timed]:
-        now = self._module.Event(enable_timing=True)
-        now.record()
+        now = self._now()
         if self._last is not None:
             self._open.append(_Open(self._began, self._last, now))
         self._began, self._last = now, None
@@ -85,8 +90,16 @@ class DeviceClock:
             known.append(Timed(began.elapsed_time(ended) / 1e3, shape))
         return known
 
+    def _now(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
     def is_of(self, shape: StepShape) -> None:
         self._last = shape
+
+    def begins_now(self) -> None:
+        self._began = self._now()
 
     def interrupted(self) -> None:
         self._last = None

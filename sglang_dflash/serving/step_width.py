@@ -151,6 +151,10 @@ class StepWidths:
         self._tell()
         return width
 
+    def begins_now(self) -> None:
+        """What the step has done so far is not its own: the work of steps before it."""
+        self._clock.begins_now()
+
     def interrupted(self) -> None:
         """Something else than a decode step runs: the time since the last one is not its own."""
         self._clock.interrupted()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -83,14 +84,17 @@ class TargetForwardByWidth(TargetForward):
         self._make()
 
     def _make(self) -> None:
-        self._block_graphs = self._runner.decode_cuda_graph_runner
+        # Not kept alive: SGLang frees them before it captures others.
+        self._block_graphs = _reference(self._runner.decode_cuda_graph_runner)
+        # The memory of those before is needed for these.
+        self._narrow: dict[int, _AtWidth] = {}
         self._narrow = {width: _at_width(self._runner, width) for width in self._widths}
 
     def decodes(self, width: int) -> bool:
         return False
 
     def at(self, width: int) -> AbstractContextManager[None]:
-        if self._runner.decode_cuda_graph_runner is not self._block_graphs:
+        if self._runner.decode_cuda_graph_runner is not self._block_graphs():
             # Captured again: the target has new weights, whose memory may be elsewhere.
             self._make()
         narrow = self._narrow.get(width)
@@ -105,6 +109,11 @@ class TargetForwardByWidth(TargetForward):
             yield
         finally:
             runner.attn_backend, runner.decode_cuda_graph_runner = block
+
+
+def _reference(graphs: Any) -> Callable[[], Any]:
+    """What returns the graphs as long as something else keeps them; None if there are none."""
+    return (lambda: None) if graphs is None else weakref.ref(graphs)
 
 
 def target_forward(

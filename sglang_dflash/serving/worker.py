@@ -310,7 +310,8 @@ class DFlashWorker(BaseSpecWorker):
         bonus = batch.spec_info.bonus_tokens.long()
         if step.width == 1:
             return bonus[:, None]
-        self.plain_context.absorb()
+        if self.plain_context.absorb():
+            self.widths.begins_now()
         longest = int(host_lengths(batch).max())
         table = self.req_to_token_pool.req_to_token
         requests = RequestSlots(table, step.rows, step.seq_lens, longest)

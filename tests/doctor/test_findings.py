@@ -111,6 +111,14 @@ CASES: dict[str, tuple[str, Reading, tuple[str, ...]]] = {
 }
 
 
+def test_an_adaptive_server_drafts_as_long_as_that_pays() -> None:
+    adaptive = {"width": "adaptive", "undrafted_steps": 10_000, "verify_steps": 1000}
+    assert examine(reading({**adaptive, "committed_tokens": 1700})) == []
+    (found,) = examine(reading({**adaptive, "committed_tokens": 1030}))
+    assert found.name == "acceptance-near-1" and "drafts rarely" in found.advice
+    assert "leave out" not in found.advice
+
+
 @pytest.mark.parametrize(("name", "server", "words"), CASES.values(), ids=CASES)
 def test_it_finds_what_is_wrong_and_nothing_else(
     name: str, server: Reading, words: tuple[str, ...]

@@ -28,6 +28,7 @@ from tests.engine.servers import (
     FEATURES_DFLASH,
     FEATURES_DFLASH_NO_OVERLAP,
     FEATURES_PLAIN,
+    FEATURES_WIDTHS,
     ServerConfig,
 )
 from tests.engine.workload import assert_same_outputs
@@ -67,6 +68,16 @@ SAME = {
         features.sessions,
         features.mixed_chunks,
         features.penalties,
+    ),
+    # Every step has another width.
+    FEATURES_WIDTHS: (
+        features.grammars,
+        features.sessions,
+        features.mixed_chunks,
+        features.penalties,
+        features.logprobs,
+        features.stops,
+        features.processors,
     ),
 }
 

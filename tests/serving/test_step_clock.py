@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from sglang_dflash.serving import step_clock
-from sglang_dflash.serving.step_clock import DeviceClock, HostClock, StepShape, clock_of
+from sglang_dflash.serving.step_clock import (
+    DeviceClock,
+    HostClock,
+    StepClock,
+    StepShape,
+    clock_of,
+)
 
 A, B, C = StepShape(1, 500, 1), StepShape(2, 500, 4), StepShape(2, 600, 8)
 
@@ -62,6 +68,25 @@ def test_what_is_between_two_steps_counts_for_neither(stream: Stream) -> None:
     stream.enqueued += 2.0
     stream.done = 100.0
     assert clock.begins() == [(2.0, B)]
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_work_of_earlier_steps_is_none_of_a_steps(
+    kind: str, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step before ends where this one was to begin."""
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: stream.enqueued)
+    clock: StepClock = HostClock() if kind == "host" else DeviceClock(torch.device("cuda"))
+    stream.done = 100.0
+    clock.begins()
+    clock.is_of(A)
+    stream.enqueued += 1.0
+    found = clock.begins()
+    clock.is_of(B)
+    stream.enqueued += 7.0
+    clock.begins_now()
+    stream.enqueued += 2.0
+    assert [*found, *clock.begins()] == [(1.0, A), (2.0, B)]
 
 
 def test_a_step_of_unknown_shape_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

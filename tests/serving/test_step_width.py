@@ -17,6 +17,7 @@ from sglang_dflash.serving import batch as serving_batch
 from sglang_dflash.serving import step_clock
 from sglang_dflash.serving.arguments import ATTRIBUTE
 from sglang_dflash.serving.batch import DFlashVerifyInput, ForwardBatch
+from sglang_dflash.serving.step_clock import HostClock
 from sglang_dflash.serving.step_width import StepWidths, check_width, make_policy
 from tests.serving.in_process import (
     decode_of,
@@ -165,6 +166,24 @@ def run_steps(worker: Any, widths: Sequence[int]) -> list[int]:
         assert step.spec_info is not None and step.seq_lens.tolist() == lengths
         lengths = result.new_seq_lens.tolist()
     return lengths
+
+
+@pytest.mark.usefixtures("_prepared")
+def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
+    """Their hidden states are projected before its proposal."""
+    widths, begun = [1, 1, 4, 4, 1], []
+
+    class Clock(HostClock):
+        def begins(self) -> list[Any]:
+            begun.append("begins")
+            return super().begins()
+
+        def begins_now(self) -> None:
+            begun.append("now")
+
+    steps = StepWidths(Scripted(widths), TensorParallel(), clock=Clock())
+    run_steps(worker_of(None, widths=steps), widths)
+    assert begun == ["begins", "begins", "begins", "now", "begins", "begins"]
 
 
 @pytest.mark.usefixtures("_prepared")

@@ -4,6 +4,7 @@ that width runs. (With SGLang's own runner: tests/engine/test_width.py.)"""
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -115,6 +116,30 @@ def test_graphs_are_captured_again_with_the_blocks() -> None:
             assert runner.decode_cuda_graph_runner is not before
         assert runner.decode_cuda_graph_runner is again
     assert [backend.width for backend in runner.bound] == [3, 1, 3, 1]
+
+
+def test_graphs_are_gone_before_others_are_captured() -> None:
+    """The memory that was reserved is that of one set."""
+    runner = Runner(True)
+    forward = by_width(runner)
+    kept = [weakref.ref(runner.decode_cuda_graph_runner)]
+    for width in (1, 3):
+        with forward.at(width):
+            kept.append(weakref.ref(runner.decode_cuda_graph_runner))
+    alive: list[int] = []
+
+    def backend() -> Any:
+        alive.append(sum(graphs() is not None for graphs in kept))
+        return SimpleNamespace(width=runtime_context.get_spec().width)
+
+    runner._get_attention_backend = backend  # type: ignore[method-assign]
+    # As SGLang does.
+    runner.decode_cuda_graph_runner = None
+    assert kept[0]() is None
+    runner.decode_cuda_graph_runner = Graphs(runner, runner.attn_backend, BLOCK)
+    with forward.at(3):
+        assert runner.state == (3, 3)
+    assert alive == [0, 0]
 
 
 def test_index_buffers_have_room_for_a_step_beyond_the_context() -> None:

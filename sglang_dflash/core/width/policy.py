@@ -50,8 +50,8 @@ USEFUL, USEFUL_WEIGHT, USEFUL_GUESS = 0.06, 0.15, 0.25
 # A probe is repeated, so many times at most, if it got this share of the accepted drafts that would
 # have made it pay.
 PROMISING, REPEATS = 0.7, 2
-# Decisions in a row that the end of requests has limited, after which what is chosen under a limit is
-# what is served now: all requests are short.
+# Decisions in a row that the end of requests has limited, after which all requests count as short:
+# what is chosen under a limit stays.
 LIMITED = 8
 # What a probe hopes for: drafts that are accepted this often.
 HOPE = 0.9
@@ -272,8 +272,8 @@ class AdaptiveWidth:
         return _Decision(width, expected, float(pays), is_probe, is_new, len(requests))
 
     def _best(self, rates: NDArray[np.float64], allowed: Sequence[int]) -> int:
-        """The width to stay at. A limit by the end of requests changes it for this step only, unless
-        there always is one."""
+        """The width to stay at. A limit by the end of requests changes it for this step only, if
+        there is not always one."""
         rate = dict(zip(allowed, rates.tolist(), strict=True))
         best = max(allowed, key=rate.__getitem__)
         current = min(self._current, allowed[-1])
