@@ -34,6 +34,7 @@ class Sampling(NamedTuple):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
 
     def fields(self) -> dict[str, float | int]:
         """The fields of a request."""

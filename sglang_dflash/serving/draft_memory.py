@@ -57,8 +57,10 @@ class DraftMemory(NamedTuple):
 
     def after_graphs(self, recorded: bool) -> int:
         """Bytes that are not allocated yet when SGLang has captured its graphs, and recorded steps
-        of ours hold theirs."""
-        return self.waiting_hidden + (0 if recorded else self.logits + self.activations)
+        of ours hold theirs. What has waited is absorbed by an eager step."""
+        if not recorded:
+            return self.waiting_hidden + self.logits + self.activations
+        return self.waiting_hidden + (self.activations if self.waiting_hidden else 0)
 
     def __str__(self) -> str:
         parts = {name: n for name, n in self._asdict().items() if n}

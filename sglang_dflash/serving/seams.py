@@ -106,7 +106,8 @@ SEAMS = (
         target=_SRT + "managers.scheduler.Scheduler._forward_isolation",
         kind=Kind.BEFORE,
         ours=_OURS + "penalties:count_newest",
-        reason="Under overlap, penalties never see the newest token, which is on the device.",
+        reason="Under overlap, penalties never see the newest token, which is on the device; with "
+        "drafts, they see one of the tokens of a step.",
         proof=_ENGINE + "test_penalties.py::test_answers_depend_on_the_batch_without_the_rows",
     ),
     Seam(

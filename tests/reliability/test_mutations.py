@@ -36,6 +36,13 @@ def test_half_of_at_least_twenty_were_chosen_blind() -> None:
     assert len(MUTATIONS) >= 20 and 2 * chosen["blind"] >= len(MUTATIONS)
 
 
+def test_the_docs_tell_how_many_there_are() -> None:
+    page = (ROOT / "docs/reliability.md").read_text()
+    blind = sum(mutation.chosen == "blind" for mutation in MUTATIONS)
+    assert f"lists {len(MUTATIONS)} bugs, {blind} of them" in page
+    assert f"| {len(MUTATIONS)} of {len(MUTATIONS)} caught" in page
+
+
 TREE = {
     "double.py": "def double(x):\n    return 2 * x  # twice\n",
     "test_double.py": (

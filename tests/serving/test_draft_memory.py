@@ -292,3 +292,11 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     assert eager.later_bytes == needed.logits + needed.activations and not eager.replay
     assert needed.waiting_hidden == 0
     assert needed.recurrent_inputs == needed.graph_buffers == 0
+
+
+def test_what_waits_is_absorbed_beside_the_recorded_steps() -> None:
+    """A recorded step has memory of its own."""
+    setup = setup_of("torch", None, DraftConfig.from_dict(raw_config()))
+    needed = draft_memory(setup, POSITIONS, recorded=RUNNING, narrow=True)
+    assert needed.after_graphs(recorded=True) == needed.waiting_hidden + needed.activations
+    assert needed._replace(waiting_hidden=0).after_graphs(recorded=True) == 0
