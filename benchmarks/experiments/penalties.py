@@ -75,17 +75,11 @@ def report(found: dict[float, dict[str, list[Pass]]], options: Options) -> dict[
 
 def row(name: str, passes: dict[str, list[Pass]]) -> dict[str, Any]:
     """One arm's figures, and the number of its answers that are not plain decoding's."""
-    mine, plain = passes[name], passes[PLAIN]
-    ratios = [
-        (a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in zip(mine, plain, strict=True)
-    ]
-    speculation = [one.speculation for one in mine]
+    rounds = list(zip(passes[name], passes[PLAIN], strict=True))
+    ratios = [(a.tokens / a.seconds) / (b.tokens / b.seconds) for a, b in rounds]
+    speculation = [one.speculation for one in passes[name]]
     steps, tokens = sum(s.steps for s in speculation), sum(s.tokens for s in speculation)
-    pairs = [
-        pair
-        for a, b in zip(mine, plain, strict=True)
-        for pair in zip(answer_ids(a), answer_ids(b), strict=True)
-    ]
+    pairs = [pair for a, b in rounds for pair in zip(answer_ids(a), answer_ids(b), strict=True)]
     return {
         "over_plain": round(statistics.median(ratios), 3),
         "over_plain_min": round(min(ratios), 3),
