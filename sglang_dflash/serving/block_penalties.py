@@ -83,13 +83,13 @@ class BlockPenalties:
         """Remember what a step commits, if a request of the batch has penalties.
 
         Args:
-            tokens: int64 `[R, W]`, the committed ones first.
+            tokens: int `[R, W]`, the committed ones first. SGLang's sampler gives int32.
             lengths: int64 `[R]`, how many are committed, 1 to W. None for one each.
         """
         info = batch.sampling_info
         if info is not None and sampling.has_penalties(info):
             rows = batch.req_pool_indices.long()
-            self._tokens[rows, : tokens.shape[1]] = tokens
+            self._tokens[rows, : tokens.shape[1]] = tokens.long()
             if lengths is None:
                 self._lengths.index_fill_(0, rows, 1)
             else:

@@ -106,7 +106,8 @@ class Served:
     def prefill(self, tokens: list[int]) -> None:
         self.batch.forward_mode = ForwardMode.EXTEND
         penalties.count_newest(self.scheduler, self.batch, overlap=self.overlap)
-        self.ours.commit(self.batch, torch.tensor(tokens)[:, None])
+        # As SGLang's sampler gives them.
+        self.ours.commit(self.batch, torch.tensor(tokens, dtype=torch.int32)[:, None])
 
     def step(self, committed: list[list[int]]) -> None:
         self.batch.forward_mode = ForwardMode.DECODE
