@@ -1,8 +1,7 @@
 """What drafts are worth to requests with a presence penalty, and whether outputs stay the target's.
 
-Three servers of the code pair: plain decoding, SGLang's built-in DFLASH worker, and ours. Greedy,
-float32, one request at a time, on text that neither model has seen. The exit status is 1 if our
-outputs differ from plain decoding's.
+Two servers of the code pair: plain decoding, and ours. Greedy, float32, one request at a time, on
+text that neither model has seen. The exit status is 1 if outputs differ.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sglang_dflash.checkpoint.embedded import demo_pair
 from sglang_dflash.checkpoint.errors import ConfigError
 
 PAIR, DATASET, PROMPTS, NEW_TOKENS = "code", "unseen", 8, 96
-PLAIN, BUILTIN, OURS = "plain", "builtin", "ours"
+PLAIN, OURS = "plain", "ours"
 
 
 @dataclass(frozen=True)
@@ -29,12 +28,8 @@ class Options:
 
 
 def arms(_: Options) -> Arms:
-    ours = demo_config(demo_pair(PAIR), dflash=True)
-    return {
-        PLAIN: demo_config(demo_pair(PAIR), dflash=False),
-        BUILTIN: ours.with_flags({"--speculative-dflash-worker": "builtin"}),
-        OURS: ours,
-    }
+    pair = demo_pair(PAIR)
+    return {PLAIN: demo_config(pair, dflash=False), OURS: demo_config(pair, dflash=True)}
 
 
 def workload(
