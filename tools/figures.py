@@ -353,7 +353,8 @@ def hardware(files: str = "*") -> str:
     machines = sorted({f"{h['cores']} cores of an {h['processor']}" for h in found})
     dates = sorted({h["date"] for h in found})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"Measured on {' or on '.join(machines)} (see each result file), no accelerator, {span}."
+    which = " (each result file names its own)" if len(machines) > 1 else ""
+    return f"Measured on {' or on '.join(machines)}{which}, no accelerator, {span}."
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sglang_dflash.serving import sampling
 from sglang_dflash.serving.batch import ScheduleBatch, record_stream
+from sglang_dflash.serving.penalties import LENGTH, PENALIZERS
 
 
 class _Sum(NamedTuple):
@@ -49,22 +50,29 @@ class _Output(NamedTuple):
             if penalizer.is_prepared()
         }
 
-        def field(of: Any, name: str) -> Tensor:
-            tensor = getattr(of, name)
-            # The scheduler may replace it before the device has read it.
-            record_stream(tensor)
-            return tensor
+        def fields(of: Any, *names: str) -> tuple[Tensor, ...]:
+            tensors = tuple(getattr(of, name) for name in names)
+            for tensor in tensors:
+                # The scheduler may replace it before the device has read it.
+                record_stream(tensor)
+            return tensors
 
         def kind(name: str) -> _Sum | None:
-            of = prepared.get(f"Batched{name.capitalize()}Penalizer")
-            fields = (f"cumulated_{name}_penalties", f"{name}_penalties")
-            return None if of is None else _Sum(*(field(of, name) for name in fields))
+            of, known = prepared.get(name), PENALIZERS[name]
+            return None if of is None else _Sum(*fields(of, known.counts, known.penalty))
 
         stops = prepared.get("BatchedMinNewTokensPenalizer")
         if stops is not None:
-            missing = field(stops, "min_new_tokens") - field(stops, "len_output_tokens")
-            stops = _Stops(field(stops, "stop_token_penalties"), missing)
-        return cls(kind("frequency"), kind("presence"), kind("repetition"), stops)
+            penalties, least, length = fields(
+                stops, "stop_token_penalties", "min_new_tokens", LENGTH
+            )
+            stops = _Stops(penalties, least - length)
+        return cls(
+            kind("BatchedFrequencyPenalizer"),
+            kind("BatchedPresencePenalizer"),
+            kind("BatchedRepetitionPenalizer"),
+            stops,
+        )
 
 
 class BlockPenalties:

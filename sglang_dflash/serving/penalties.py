@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 
-class _Counted(NamedTuple):
-    """The fields of a penalizer: counts, `[R, V]`, and each request's penalty `[R, 1]`."""
+class Counted(NamedTuple):
+    """The fields of a penalizer: sums by token `[R, V]`, and each request's penalty `[R, 1]`."""
 
     counts: str
     penalty: str
@@ -30,18 +30,18 @@ class _Counted(NamedTuple):
 
 
 # SGLang's penalizers by class name, but BatchedMinNewTokensPenalizer, which counts tokens only.
-_PENALIZERS = {
-    "BatchedFrequencyPenalizer": _Counted(
+PENALIZERS = {
+    "BatchedFrequencyPenalizer": Counted(
         "cumulated_frequency_penalties", "frequency_penalties", adds_up=True
     ),
-    "BatchedPresencePenalizer": _Counted(
+    "BatchedPresencePenalizer": Counted(
         "cumulated_presence_penalties", "presence_penalties", adds_up=False
     ),
-    "BatchedRepetitionPenalizer": _Counted(
+    "BatchedRepetitionPenalizer": Counted(
         "cumulated_repetition_penalties", "repetition_penalties", adds_up=False
     ),
 }
-_LENGTH = "len_output_tokens"
+LENGTH = "len_output_tokens"
 
 
 def count_while_scheduling(original: Any, batch: Any) -> None:
@@ -119,11 +119,11 @@ def count(orchestrator: Any, rows: Tensor, tokens: Tensor, is_new: Tensor | None
     for penalizer in orchestrator.penalizers.values():
         if not penalizer.is_prepared():
             continue
-        if hasattr(penalizer, _LENGTH):
+        if hasattr(penalizer, LENGTH):
             lengths = is_new.sum(1, dtype=torch.int32)[:, None]
-            getattr(penalizer, _LENGTH).index_add_(0, rows, lengths)
+            getattr(penalizer, LENGTH).index_add_(0, rows, lengths)
             continue
-        kind = _PENALIZERS[type(penalizer).__name__]
+        kind = PENALIZERS[type(penalizer).__name__]
         penalties = getattr(penalizer, kind.penalty)[rows].expand(tokens.shape)
         if kind.adds_up:
             penalties = penalties * is_new
