@@ -16,7 +16,7 @@ import argparse
 
 from openai import OpenAI
 
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 
 
 def main() -> None:

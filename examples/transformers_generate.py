@@ -15,7 +15,7 @@ import time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash import DFlashDraftModel
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from demo_training import card, data, drafter, target  # noqa: E402
 
-from sglang_dflash.core.weights import load_model  # noqa: E402
+from sglang_dflash.drafting.weights import load_model  # noqa: E402
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.model import DraftModel
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.facts.draft_config import DraftConfig
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, those of its own language included: set it before

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import runner
+from experiments import runner
 from sglang_dflash import cli
 from sglang_dflash.benchmark import arguments
 from tests.commands import ROOT, Printed, commands
@@ -31,7 +31,7 @@ ELSEWHERE = {
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
     "python tools/figures.py": "tests/test_figures.py",
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
-    "python tools/models_page.py": "tests/inspect_pair/test_models_page.py",
+    "python tools/models_page.py": "tests/inspect/test_models_page.py",
     "python tools/seams_page.py": "tests/test_docs.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
     "sglang-dflash doctor": "needs a server: tests/doctor/test_command.py",
@@ -76,7 +76,7 @@ def its_tests_exist(command: Printed) -> None:
 
 
 def experiment_takes_the_options(command: Printed) -> None:
-    # `python -m benchmarks NAME` or `python -m benchmarks.NAME`.
+    # `python -m experiments NAME` or `python -m experiments.NAME`.
     name, *options = [*command.words[2].split(".")[1:], *command.words[3:]]
     if name == "NAME":
         return
@@ -84,7 +84,7 @@ def experiment_takes_the_options(command: Printed) -> None:
         assert runner.main(["--list"]) == 0
         return
     assert name in runner.experiments()
-    module = importlib.import_module(f"benchmarks.experiments.{name}")
+    module = importlib.import_module(f"experiments.experiments.{name}")
     runner._parser(module.EXPERIMENT).parse_args(options)
 
 

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "sglang_dflash").rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py"))
 OTHERS = [
     path
-    for folder in ("benchmarks", "tools", "launch", "tests", "examples")
+    for folder in ("experiments", "tools", "launch", "tests", "examples")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 Node = TypeVar("Node", bound=ast.AST)
-TORCH_FREE = ("checkpoint", "inspect_pair", "doctor", "plugin", "cli")
+TORCH_FREE = ("facts", "inspect", "doctor", "seam", "cli")
 
 
 def import_table() -> dict[str, set[str]]:
@@ -83,11 +83,11 @@ def test_imports_point_one_way() -> None:
     assert not {path: names for path, names in refused.items() if names}
 
 
-def test_core_needs_no_engine() -> None:
-    # checkpoint/hub.py asks the hub; nothing else in these packages leaves the machine.
+def test_drafting_needs_no_engine() -> None:
+    # facts/hub.py asks the hub; nothing else in these packages leaves the machine.
     allowed = {
-        "checkpoint": {"safetensors", "huggingface_hub", "httpx", "numpy"},
-        "core": {"safetensors", "torch", "numpy"},
+        "facts": {"safetensors", "huggingface_hub", "httpx", "numpy"},
+        "drafting": {"safetensors", "torch", "numpy"},
     }
     standard = {"sglang_dflash", *sys.stdlib_module_names}
     files = [path for path in PACKAGED if package_of(path) in allowed]
@@ -97,7 +97,7 @@ def test_core_needs_no_engine() -> None:
 
 def test_only_the_adapters_import_sglang() -> None:
     adapters = {package_of(path) for path in PACKAGED if "sglang" in top_level(path)}
-    assert adapters <= {"serving", "platform_cpu", "plugin"}
+    assert adapters <= {"serving", "repairs", "platform_cpu", "seam"}
 
 
 def test_torch_free_packages_load_without_torch() -> None:
@@ -107,7 +107,8 @@ def test_torch_free_packages_load_without_torch() -> None:
         for path in PACKAGED
         if package_of(path) in TORCH_FREE and path.stem != "__main__"
     ]
-    modules += [f"sglang_dflash.serving.{name}" for name in ("plugin", "seams", "arguments")]
+    modules += [f"sglang_dflash.serving.{name}" for name in ("plugin", "seams", "start.flags")]
+    modules += [f"sglang_dflash.repairs.{name}" for name in ("plugin", "seams", "flag")]
     code = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
         "found = {'torch', 'sglang', 'transformers'} & set(sys.modules)\nassert not found, found"

@@ -35,7 +35,7 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.engine
 def test_every_flag_that_is_named_is_a_flag() -> None:
-    """Of the server, of our commands, or of the programs in launch/ and benchmarks/."""
+    """Of the server, of our commands, or of the programs in launch/ and experiments/."""
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
@@ -43,7 +43,7 @@ def test_every_flag_that_is_named_is_a_flag() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     shown = parser.format_help()
-    sources = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    sources = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
     ours = "\n".join(path.read_text() for path in sources)
     flags = {
         flag for text in PAGES for flag in re.findall(r"`(--[a-z][a-z-]*[a-z])(?![a-z-])", text)

@@ -1,4 +1,4 @@
-"""Write the figures in README and docs from benchmarks/results: `python tools/figures.py`.
+"""Write the figures in README and docs from experiments/results: `python tools/figures.py`.
 
 A table stands between `<!-- figures NAME -->` and `<!-- end -->`; NAME is a key of `TABLES`.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks/results"
+RESULTS = ROOT / "experiments/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def read(name: str) -> dict[str, Any]:
-    """The result file `benchmarks/results/NAME.json`."""
+    """The result file `experiments/results/NAME.json`."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -76,7 +76,7 @@ def summary() -> str:
         (
             "target KV tokens with a window of 512, as a share of those without a draft",
             f"{share(kv['bounded'])}; built-in worker {share(kv['builtin'])}",
-            "`python -m benchmarks target_kv_tokens`",
+            "`python -m experiments target_kv_tokens`",
         )
     )
     return table(("what", "result", "command"), *rows)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from sglang_dflash.checkpoint.published import Pair, collection, shipped
-from sglang_dflash.inspect_pair.report import inspect_draft
+from sglang_dflash.facts.published import Pair, collection, shipped
+from sglang_dflash.inspect.report import inspect_draft
 
 HEAD = """\
 # Published drafts
@@ -18,7 +18,7 @@ Every draft of the z-lab DFlash collection. This page is written by
 
     python tools/models_page.py > docs/models.md
 
-from the configs in [sglang_dflash/checkpoint/published](../sglang_dflash/checkpoint/published), and
+from the configs in [sglang_dflash/facts/published](../sglang_dflash/facts/published), and
 a test fails if the two differ. Each of those files gives the source of its numbers and tells which
 were read and which were inferred. No draft was downloaded for this table, and none of these pairs
 has been run here with its published weights.
@@ -70,7 +70,7 @@ def _rows(pair: Pair) -> Iterator[tuple[str, ...]]:
             _cell(found.description.draft_layers),
             _cell(found.description.mask_token_id),
             served.get(found.worker, f"unknown: {found.reason}"),
-            f"[source](../sglang_dflash/checkpoint/published/{facts.file})",
+            f"[source](../sglang_dflash/facts/published/{facts.file})",
         )
 
 

@@ -11,11 +11,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from sglang_dflash.platform_cpu.seams import SEAMS as CPU_SEAMS  # noqa: E402
-from sglang_dflash.plugin.seam import Seam  # noqa: E402
+from sglang_dflash.repairs.seams import SEAMS as REPAIRS  # noqa: E402
+from sglang_dflash.seam.seam import Seam  # noqa: E402
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS  # noqa: E402
 
 PAGE = ROOT / "docs/upgrading-sglang.md"
-TABLES = {"serving": SEAMS, "replay": REPLAY_SEAMS, "platform_cpu": CPU_SEAMS}
+TABLES = {"serving": SEAMS, "replay": REPLAY_SEAMS, "repairs": REPAIRS, "platform_cpu": CPU_SEAMS}
 
 
 def table(rows: Iterable[Seam]) -> str:

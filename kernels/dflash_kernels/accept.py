@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.core import acceptance
+from sglang_dflash.drafting import acceptance
 
 
 @triton.jit

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dflash_kernels.slot_table import limit_and_sinks
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.checkpoint.draft_config import LayerAttention
-from sglang_dflash.core.attention.reference import torch_block_attention
-from sglang_dflash.core.attention.visibility import context_positions, visibility
-from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.drafting.attention.reference import torch_block_attention
+from sglang_dflash.drafting.attention.visibility import context_positions, visibility
+from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import LayerAttention
 
 HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
 # Fewer tiles than these are not split further: a split costs its output twice, written and read.

@@ -1,5 +1,5 @@
 """The draft attention backend `triton`: `block_attention` behind the interface of
-`sglang_dflash.core.attention.backend`. Letters in shapes as there.
+`sglang_dflash.drafting.attention.backend`. Letters in shapes as there.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dflash_kernels.block_attention import Workspace, block_attention, choose_splits
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.attention.backend import Setting
-from sglang_dflash.core.attention.table import ContextTable
+from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.facts.draft_config import DraftConfig
 
 
 class TritonAttention:

@@ -1,4 +1,4 @@
-"""`sglang_dflash.core.ops.DraftOps` as Triton kernels. Letters in shapes as there."""
+"""`sglang_dflash.drafting.ops.DraftOps` as Triton kernels. Letters in shapes as there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.silu_mul import silu_mul
 from dflash_kernels.slot_table import slot_table
-from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.kv_cache import RingTags
-from sglang_dflash.core.options import ContextWindow
-from sglang_dflash.core.rope import Rotary
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.drafting.rope import Rotary
 
 
 class Rotation(NamedTuple):

@@ -1,7 +1,7 @@
 """Fold accepted tokens of a block into Gated DeltaNet states: one launch for all layers and rows.
 
-Letters in shapes and names of strides are those of `sglang_dflash.core.recurrent.replay`. In the
-kernels: `i_` index, `o_` offsets, `m_` mask, `p_` pointer, `b_` block value, `s_` stride.
+Letters in shapes and names of strides are those of `sglang_dflash.drafting.recurrent.replay`. In
+the kernels: `i_` index, `o_` offsets, `m_` mask, `p_` pointer, `b_` block value, `s_` stride.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.recurrent.gated_delta import NORM_EPS
-from sglang_dflash.core.recurrent.replay import RecurrentLayers, VerifyInputs
+from sglang_dflash.drafting.recurrent.gated_delta import NORM_EPS
+from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
+from sglang_dflash.facts.errors import ConfigError
 
 # Value rows of a state tile. Compiled for sm_80 to sm_120 with K = 128, 16 rows take 96 registers
 # per thread and 32 rows take 165 to 168, without spills.

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.core.rope import Rotary
+from sglang_dflash.drafting.rope import Rotary
 
 BLOCK_H = 16
 # pi / 2 in parts (Cody and Waite). All but the last have at most 6 bits, so that their products

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.core.kv_cache import RingTags
-from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.options import ContextWindow
 
 BLOCK = 256
 

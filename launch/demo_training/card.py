@@ -12,8 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from sglang_dflash.core.model import DraftModel
-from sglang_dflash.hf.generation import spec_generate
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.transformers_loop.generation import spec_generate
 
 from . import data
 from .figures import loop_start, mean_loss, prompt_lookup

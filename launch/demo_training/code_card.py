@@ -16,10 +16,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from sglang_dflash.core.model import DraftModel
-from sglang_dflash.core.options import Options
-from sglang_dflash.core.weights import load_model
-from sglang_dflash.hf.generation import sampler
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.transformers_loop.generation import sampler
 
 from . import figures
 from .split import Split, load_split

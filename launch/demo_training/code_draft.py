@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.model import DraftModel
+from sglang_dflash.drafting.model import DraftModel
 
 from .continuations import Shard
 from .drafter import BLOCK_SIZE, DECAY, block_logits

@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.model import DraftModel
-from sglang_dflash.core.weights import save_model
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.weights import save_model
+from sglang_dflash.facts.draft_config import DraftConfig
 
 from . import data
 from .code_draft import init_from_target, train_draft

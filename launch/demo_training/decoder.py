@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.checkpoint.rope_config import RopeConfig
-from sglang_dflash.core.model import DraftLayer
-from sglang_dflash.core.ops import TorchOps
-from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.rope import Rotary
-from sglang_dflash.core.weights import checkpoint_names
+from sglang_dflash.drafting.model import DraftLayer
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.rope import Rotary
+from sglang_dflash.drafting.weights import checkpoint_names
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.facts.rope_config import RopeConfig
 
 
 class Decoder:

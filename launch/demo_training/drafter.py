@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.model import DraftModel
-from sglang_dflash.core.weights import save_model
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.weights import save_model
+from sglang_dflash.facts.draft_config import DraftConfig
 
 from . import data
 from .loop import train

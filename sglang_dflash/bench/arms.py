@@ -19,9 +19,9 @@ from sglang_dflash.bench.settings import (
     RunningServers,
     check_block,
 )
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.embedded import DemoPair, demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 
 _SIMULATION = "SGLANG_SIMULATE_ACC_"
 # Share of the memory that servers side by side take together for weights and KV; the rest is for

@@ -21,8 +21,8 @@ from sglang_dflash.bench.gate import OutputsDiffer, Runs, differences
 from sglang_dflash.bench.progress import Progress, shown
 from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.bench.settings import GivenPair, ResolvedSettings, RunningServers, Settings
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
 
 WARM_UP_TOKENS = 16
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from sglang_dflash.bench import sessions
 from sglang_dflash.bench.prompt import Prompt
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
 
 
 class HubSet(NamedTuple):

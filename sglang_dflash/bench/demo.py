@@ -29,8 +29,8 @@ from sglang_dflash.bench.measure import hardware
 from sglang_dflash.bench.server import Server
 from sglang_dflash.bench.server_config import demo_config
 from sglang_dflash.bench.sigterm import sigterm_as_exit
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.embedded import demo_pair
 
 PROMPTS, NEW_TOKENS = 12, 128
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server

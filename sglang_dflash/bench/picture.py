@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 
 PANELS_PER_ROW = 3
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from sglang_dflash.bench.gate import Runs, differences
 from sglang_dflash.bench.load import OURS, VLLMS, Answer, Pass
 from sglang_dflash.bench.settings import EmbeddedPair, GivenPair, ResolvedSettings, RunningServers
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 
 THROUGHPUT = {
     "dataset": "data set",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Self
 
-from sglang_dflash.checkpoint.embedded import DemoPair
+from sglang_dflash.facts.embedded import DemoPair
 
 LAUNCH_SERVER = "sglang.launch_server"
 

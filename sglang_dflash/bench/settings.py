@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dflash.bench.datasets import check_name, default_cache
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 
 
 class Scale(NamedTuple):

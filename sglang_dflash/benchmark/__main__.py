@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_dflash.benchmark.arguments import SERVERS, Settings, parse, without_effect
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 
 # Errors of other packages name their own commands' flags.
 OWN_FLAGS = {

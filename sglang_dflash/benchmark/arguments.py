@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench.datasets import BUILT_IN, NAMES, check_name, default_cache
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.hf.arguments import DTYPES
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.transformers_loop.arguments import DTYPES
 
 SERVERS = ("sglang", "vllm")
 BACKENDS = (*SERVERS, "transformers")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -12,10 +12,16 @@ import torch
 from sglang_dflash.bench.encoding import encode_turn
 from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.benchmark.arguments import Settings
-from sglang_dflash.core.options import Options
-from sglang_dflash.hf.generate import Loaded
-from sglang_dflash.hf.generation import Choose, Prefill, prefill, sampler, spec_generate
-from sglang_dflash.hf.target_cache import TargetCache
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.transformers_loop.generate import Loaded
+from sglang_dflash.transformers_loop.generation import (
+    Choose,
+    Prefill,
+    prefill,
+    sampler,
+    spec_generate,
+)
+from sglang_dflash.transformers_loop.target_cache import TargetCache
 
 T = TypeVar("T")
 

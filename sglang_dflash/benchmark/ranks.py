@@ -18,11 +18,11 @@ from sglang_dflash.benchmark import summary
 from sglang_dflash.benchmark.arguments import Settings
 from sglang_dflash.benchmark.group import Group, joined
 from sglang_dflash.benchmark.pair import Measured, Runner
-from sglang_dflash.core.acceptance_length import VerifySteps
-from sglang_dflash.core.options import Options
-from sglang_dflash.hf.arguments import GenerateArgs
-from sglang_dflash.hf.generate import load
-from sglang_dflash.hf.threads import threads_for
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.transformers_loop.arguments import GenerateArgs
+from sglang_dflash.transformers_loop.generate import load
+from sglang_dflash.transformers_loop.threads import threads_for
 
 
 def main(settings: Settings) -> None:

@@ -34,7 +34,7 @@ from sglang_dflash.benchmark.arguments import (
     TIMEOUT_S,
     Settings,
 )
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 
 
 def main(settings: Settings) -> None:

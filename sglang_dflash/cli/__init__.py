@@ -7,8 +7,8 @@ import os
 import shlex
 import sys
 
-from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.cli.command import Command, Failed
+from sglang_dflash.facts.errors import ConfigError
 
 # Errors of `Options` name the server's flags; these commands have shorter ones.
 OWN_FLAGS = {

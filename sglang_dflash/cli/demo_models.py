@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

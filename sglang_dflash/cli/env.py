@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.plugin import environment
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.repairs.seams import SEAMS as REPAIRS
+from sglang_dflash.seam import environment
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
 
 # The name of our entry point that puts our worker in SGLang's place.
@@ -77,8 +78,8 @@ def _worker(
 
 
 def _pair_worker(target: str, draft: str) -> tuple[str, str]:
-    from sglang_dflash.checkpoint.published import look_up
-    from sglang_dflash.inspect_pair.report import choose_worker
+    from sglang_dflash.facts.published import look_up
+    from sglang_dflash.inspect.report import choose_worker
 
     found, reason = choose_worker(look_up("target", target), look_up("draft", draft))
     worker = _BUILTIN if found == "builtin" else found
@@ -86,7 +87,8 @@ def _pair_worker(target: str, draft: str) -> tuple[str, str]:
 
 
 def _seams(platform: object | None) -> list[dict[str, str]]:
-    found = environment.seams("serving", SEAMS) + environment.seams("replay", REPLAY_SEAMS)
+    tables = {"serving": SEAMS, "replay": REPLAY_SEAMS, "repairs": REPAIRS}
+    found = [row for name, rows in tables.items() for row in environment.seams(name, rows)]
     from sglang_dflash.platform_cpu import is_active
 
     if is_active(platform):

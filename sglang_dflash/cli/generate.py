@@ -7,10 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.options import Options
-from sglang_dflash.hf.arguments import DTYPES, GenerateArgs
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.transformers_loop.arguments import DTYPES, GenerateArgs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         device=args.device,
     )
     _let_waiting_threads_sleep()
-    from sglang_dflash.hf.generate import main as generate
+    from sglang_dflash.transformers_loop.generate import main as generate
 
     generate(request, as_json=args.json)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from sglang_dflash.checkpoint.published import look_up
-from sglang_dflash.core.options import Options
-from sglang_dflash.inspect_pair.memory import DTYPE_BYTES, Serving
-from sglang_dflash.inspect_pair.report import as_table, inspect
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.facts.published import look_up
+from sglang_dflash.inspect.memory import DTYPE_BYTES, Serving
+from sglang_dflash.inspect.report import as_table, inspect
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

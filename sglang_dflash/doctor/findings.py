@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sglang_dflash.core.alarm import CAUSES, LOW, LOW_CONTEXT_SHARE, WINDOW
 from sglang_dflash.doctor.reading import Reading
+from sglang_dflash.drafting.alarm import CAUSES, LOW, LOW_CONTEXT_SHARE, WINDOW
 
 # An acceptance length below this may be slower than plain decoding.
 USEFUL = 2.0

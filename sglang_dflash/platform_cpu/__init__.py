@@ -18,7 +18,7 @@ def activate() -> str | None:
     """
     import torch
 
-    from sglang_dflash.plugin.version import supported
+    from sglang_dflash.seam.version import supported
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
         return None

@@ -14,7 +14,7 @@ def register() -> None:
     from sglang.srt.platforms import current_platform
 
     from sglang_dflash.platform_cpu import ATTENTION_BACKEND, WITHOUT_US, is_active
-    from sglang_dflash.plugin.version import supported
+    from sglang_dflash.seam.version import supported
 
     if not is_active(current_platform) or not supported(WITHOUT_US):
         return
@@ -22,7 +22,7 @@ def register() -> None:
     from sglang.srt.arg_groups import choices
 
     from sglang_dflash.platform_cpu.seams import SEAMS
-    from sglang_dflash.plugin.seam import install
+    from sglang_dflash.seam.seam import install
 
     # Inherited by the scheduler process. HTTP server, tokenizer and detokenizer are processes of
     # their own and would lose the cores that the scheduler's OpenMP threads spin on.

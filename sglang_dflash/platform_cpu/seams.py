@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND, pool_size, torch_ops
 from sglang_dflash.platform_cpu.gdn_ops import conv, delta_rule, elementwise, states
-from sglang_dflash.plugin.seam import Kind, Seam
+from sglang_dflash.seam.seam import Kind, Seam
 
 _PROOFS = "tests/platform_cpu/test_without_seams.py::"
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)

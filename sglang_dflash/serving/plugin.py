@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_dflash.plugin.seam import install
-from sglang_dflash.plugin.version import supported
+from sglang_dflash.seam.seam import install
+from sglang_dflash.seam.version import supported
 from sglang_dflash.serving.seams import SEAMS
 
 

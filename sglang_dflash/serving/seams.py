@@ -5,7 +5,7 @@ Rows name our functions as `MODULE:NAME`, so that this table loads without torch
 
 from __future__ import annotations
 
-from sglang_dflash.plugin.seam import Kind, Lazy, Seam
+from sglang_dflash.seam.seam import Kind, Lazy, Seam
 
 _SRT = "sglang.srt."
 _OURS = "sglang_dflash.serving."
@@ -15,21 +15,21 @@ SEAMS = (
     Seam(
         target=_SRT + "server_args.ServerArgs.add_cli_args",
         kind=Kind.AFTER,
-        ours=_OURS + "arguments:add_flags",
+        ours=_OURS + "start.flags:add_flags",
         reason="SGLang does not know our flags, nor the published commands' spelling of its own.",
         proof="tests/serving/test_seams.py::test_our_flags_are_unknown_without_the_row",
     ),
     Seam(
         target=_SRT + "server_args.ServerArgs.from_cli_args",
         kind=Kind.AFTER,
-        ours=_OURS + "arguments:keep_flags",
+        ours=_OURS + "start.flags:keep_flags",
         reason="ServerArgs drops values of flags that are no fields of it.",
         proof="tests/serving/test_seams.py::test_our_values_are_dropped_without_the_row",
     ),
     Seam(
         target=_SRT + "entrypoints.engine.Engine.server_args_class",
         kind=Kind.ASSIGN,
-        ours=staticmethod(Lazy(_OURS + "arguments:server_args_from_kwargs")),
+        ours=staticmethod(Lazy(_OURS + "start.flags:server_args_from_kwargs")),
         reason="Engine(**kwargs) rejects our keyword arguments; it builds its arguments right "
         "after the plugins were loaded, without a command line.",
         proof="tests/serving/test_seams.py::test_engine_rejects_our_arguments_without_the_row",
@@ -38,28 +38,28 @@ SEAMS = (
     Seam(
         target=_SRT + "arg_groups.speculative_hook.handle_speculative_decoding",
         kind=Kind.BEFORE,
-        ours=_OURS + "pairing:check_pair",
+        ours=_OURS + "start.choose_worker:check_pair",
         reason="A draft that does not fit fails inside a child process, minutes later.",
         proof=_ENGINE + "test_start_up.py::test_a_draft_that_cannot_work_is_refused",
     ),
     Seam(
         target=_SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker",
         kind=Kind.AROUND,
-        ours=_OURS + "pairing:create_worker",
+        ours=_OURS + "start.choose_worker:create_worker",
         reason="SGLang's own DFLASH worker would serve.",
         proof="tests/serving/test_seams.py::test_the_builtin_worker_serves_without_the_row",
     ),
     Seam(
         target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",
         kind=Kind.AROUND,
-        ours=_OURS + "memory:pool_config",
+        ours=_OURS + "start.memory:pool_config",
         reason="SGLang charges a draft slot per target token, whatever the draft's window.",
         proof="tests/serving/test_memory.py::test_a_bound_leaves_the_target_more_tokens",
     ),
     Seam(
         target=_SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         kind=Kind.AROUND,
-        ours=_OURS + "memory:table_headroom",
+        ours=_OURS + "start.memory:table_headroom",
         reason="With pages of one token, the slots that SGLang reserves for a request near the "
         "context limit do not fit its row: on a GPU they overwrite the next request's.",
         proof="tests/serving/test_memory.py::test_a_table_row_holds_what_is_reserved",
@@ -67,14 +67,14 @@ SEAMS = (
     Seam(
         target=_SRT + "speculative.dflash_utils.validate_dflash_request",
         kind=Kind.AROUND,
-        ours=_OURS + "request_fixes:refuse_hidden_states",
+        ours=_OURS + "step.request_fixes:refuse_hidden_states",
         reason="Without overlap, return_hidden_states is accepted and answered with an empty list.",
         proof="tests/serving/test_seams.py::test_hidden_states_are_accepted_without_the_row",
     ),
     Seam(
         target=_SRT + "session.streaming_session.StreamingSession.try_cache_finished_req",
         kind=Kind.AFTER,
-        ours=_OURS + "request_fixes:without_last_token",
+        ours=_OURS + "step.request_fixes:without_last_token",
         reason="A streaming session's next turn attends to a slot that no forward has written.",
         proof="tests/serving/test_seams.py::test_a_session_counts_an_unwritten_token",
     ),
@@ -82,7 +82,7 @@ SEAMS = (
         target=_SRT + "managers.scheduler_components.internal_state"
         ".SchedulerInternalStateController._add_speculative",
         kind=Kind.AFTER,
-        ours=_OURS + "metrics:add_report",
+        ours=_OURS + "show.metrics:add_report",
         reason="/server_info shows nothing of an out-of-tree worker.",
         proof="tests/serving/test_seams.py::test_server_info_shows_no_worker_without_the_row",
     ),
@@ -90,54 +90,9 @@ SEAMS = (
         target=_SRT + "managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor.process_batch_result_decode",
         kind=Kind.AROUND,
-        ours=_OURS + "metrics:count_kept_tokens",
+        ours=_OURS + "show.metrics:count_kept_tokens",
         reason="The worker does not learn which steps and tokens of its result a request keeps.",
         proof=_ENGINE + "test_counts.py::test_all_accounts_of_the_acceptance_agree",
-    ),
-    Seam(
-        target=_SRT + "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
-        kind=Kind.AROUND,
-        ours=_OURS + "penalties:count_while_scheduling",
-        reason="Under overlap, penalties miss the newest token, count the prompt's last one, and "
-        "miss or double others when a prefill comes in between.",
-        proof=_ENGINE + "test_penalties.py::test_answers_depend_on_the_batch_without_the_rows",
-    ),
-    Seam(
-        target=_SRT + "managers.scheduler.Scheduler._forward_isolation",
-        kind=Kind.BEFORE,
-        ours=_OURS + "penalties:count_newest",
-        reason="Under overlap, penalties never see the newest token, which is on the device; with "
-        "drafts, they see one of the tokens of a step.",
-        proof=_ENGINE + "test_penalties.py::test_answers_depend_on_the_batch_without_the_rows",
-    ),
-    Seam(
-        target=_SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
-        kind=Kind.AFTER,
-        ours=_OURS + "penalties:count_from_the_start",
-        reason="A retracted request's penalties forget its output; the order in which penalties "
-        "are applied is that of a set.",
-        proof="tests/serving/test_penalties.py::test_retraction_forgets_the_output_without_the_row",
-    ),
-    Seam(
-        target=_SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
-        kind=Kind.BEFORE,
-        ours=_OURS + "request_guard:check_shape",
-        reason="Lists that do not match a batch are an HTTP 500, or end the scheduler.",
-        proof="tests/serving/test_request_guard.py::test_shapes_raise_other_errors_without_the_row",
-    ),
-    Seam(
-        target=_SRT + "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        kind=Kind.AROUND,
-        ours=_OURS + "request_guard:check_and_create",
-        reason="A request with a value that the scheduler cannot take ends the server.",
-        proof=_ENGINE + "test_request_guard.py::test_the_server_ends_without_the_guard",
-    ),
-    Seam(
-        target=_SRT + "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
-        kind=Kind.AROUND,
-        ours=_OURS + "weight_update:check_and_update",
-        reason="Weights of another model are reported as a success, and outputs are wrong.",
-        proof=_ENGINE + "test_weight_update.py::test_outputs_are_wrong_without_the_row",
     ),
 )
 
@@ -146,28 +101,28 @@ REPLAY_SEAMS = (
     Seam(
         target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
         kind=Kind.AROUND,
-        ours=_OURS + "replay_pool:size_state_pool",
+        ours=_OURS + "hybrid.replay_pool:size_state_pool",
         reason="SGLang reserves a state per block position and request.",
         proof="tests/serving/test_replay_pool.py::test_sizing_reserves_no_snapshots",
     ),
     Seam(
         target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
         kind=Kind.AROUND,
-        ours=_OURS + "replay_pool:build_state_pool",
+        ours=_OURS + "hybrid.replay_pool:build_state_pool",
         reason="SGLang allocates a state per block position and request.",
         proof="tests/serving/test_replay_pool.py::test_the_pool_has_no_snapshots",
     ),
     Seam(
         target=_SRT + "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
         kind=Kind.AROUND,
-        ours=_OURS + "replay_pool:record_verify",
+        ours=_OURS + "hybrid.replay_pool:record_verify",
         reason="The gates' inputs of a verify forward are lost, and its window is overwritten.",
         proof="tests/serving/test_replay_pool.py::test_only_verify_forwards_are_recorded",
     ),
     Seam(
         target=_SRT + "layers.attention.linear.gdn_backend.GDNKernelDispatcher.target_verify",
         kind=Kind.AROUND,
-        ours=_OURS + "replay_pool:verify_without_snapshots",
+        ours=_OURS + "hybrid.replay_pool:verify_without_snapshots",
         reason="The kernel would write snapshots to a buffer that has no memory.",
         proof="tests/serving/test_replay_pool.py::test_a_buffer_without_memory_is_not_passed_on",
     ),
@@ -175,7 +130,7 @@ REPLAY_SEAMS = (
         target=_SRT + "managers.scheduler_components.weight_updater"
         ".SchedulerWeightUpdaterManager._select_runners",
         kind=Kind.BEFORE,
-        ours=_OURS + "replay_pool:note_new_weights",
+        ours=_OURS + "hybrid.replay_pool:note_new_weights",
         reason="Replay has copies of the recurrent layers' weights, and SGLang's update does not "
         "tell a worker without a runner of its own.",
         proof="tests/serving/test_replay_pool.py::test_new_weights_are_stacked_again",

@@ -11,8 +11,8 @@ from sglang_dflash import cli
 from sglang_dflash.bench.arms import Arm, arms_of, opened
 from sglang_dflash.bench.server_config import ServerConfig
 from sglang_dflash.bench.settings import BLOCK_KINDS, ON_CPU, Settings
-from sglang_dflash.checkpoint.errors import ConfigError
 from sglang_dflash.cli import bench
+from sglang_dflash.facts.errors import ConfigError
 from tests.bench.fake_server import Started
 
 

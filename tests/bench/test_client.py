@@ -9,7 +9,7 @@ import pytest
 
 from sglang_dflash.bench import load
 from sglang_dflash.bench.prompt import Prompt
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 from tests.bench.fake_server import FakeServer, echo
 
 

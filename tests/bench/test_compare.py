@@ -10,7 +10,7 @@ import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.bench import datasets
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 from tests.bench.fake_server import FakeServer, Started, echo
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import confidence
-from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.drafter import TargetHead
+from experiments import confidence
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.drafter import TargetHead
 
 VOCABULARY = 10
 

@@ -14,8 +14,8 @@ from sglang_dflash.bench.compare import encode_of
 from sglang_dflash.bench.encoding import continued
 from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.bench.settings import Settings
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
 
 
 def test_the_library_functions_are_of_held_out_modules() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_dflash.bench.demo import Arm, acceptance_between, outcome
-from sglang_dflash.serving.metrics import AcceptanceCounts, RequestStep
+from sglang_dflash.serving.show.metrics import AcceptanceCounts, RequestStep
 
 FULL = RequestStep(drafts=7, accepted=7, tokens=8)
 

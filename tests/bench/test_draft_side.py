@@ -1,4 +1,4 @@
-"""`python -m benchmarks draft_side`: its processes, its ratios, and that both draft alike."""
+"""`python -m experiments draft_side`: its processes, its ratios, and that both draft alike."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.draft_side import steps_of
-from benchmarks.experiments import draft_side
-from benchmarks.experiments.draft_side import Options, Turn
-from sglang_dflash.checkpoint.embedded import demo_pair
+from experiments.draft_side import steps_of
+from experiments.experiments import draft_side
+from experiments.experiments.draft_side import Options, Turn
+from sglang_dflash.facts.embedded import demo_pair
 
 DRAFT = str(demo_pair("dense").draft)
 

@@ -1,5 +1,5 @@
-"""`python -m benchmarks gpu`: its parts on a CPU with a tiny draft, what a GPU would run of them on
-tensors without memory, its state and its plan."""
+"""`python -m experiments gpu`: its parts on a CPU with a tiny draft, what a GPU would run of them
+on tensors without memory, its state and its plan."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
-from benchmarks import device, drafters, gpu_checks, gpu_loops, gpu_phases, gpu_servers, runner
-from benchmarks.drafters import TINY, Load
-from benchmarks.experiments import gpu
-from benchmarks.gpu_servers import levels_of
+from experiments import device, drafters, gpu_checks, gpu_loops, gpu_phases, gpu_servers, runner
+from experiments.drafters import TINY, Load
+from experiments.experiments import gpu
+from experiments.gpu_servers import levels_of
 from sglang_dflash.bench.measure import Run
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -264,11 +264,11 @@ def test_without_a_gpu_one_line_names_what_can_be_done(
 # ---- the plan, the goals
 
 
-@pytest.mark.parametrize("spelling", ["benchmarks", "benchmarks.gpu"])
+@pytest.mark.parametrize("spelling", ["experiments", "experiments.gpu"])
 def test_the_plan_is_printed_anywhere(
     spelling: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["gpu"] if spelling == "benchmarks" else []
+    words = ["gpu"] if spelling == "experiments" else []
     monkeypatch.setattr(sys, "argv", [spelling, *words, "--dry-run"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module(spelling, run_name="__main__", alter_sys=True)

@@ -1,11 +1,11 @@
-"""The report of `python -m benchmarks penalties`, from made-up passes."""
+"""The report of `python -m experiments penalties`, from made-up passes."""
 
 from __future__ import annotations
 
-from benchmarks.experiments import penalties
-from benchmarks.experiments.penalties import OURS, PLAIN, Options
+from experiments.experiments import penalties
+from experiments.experiments.penalties import OURS, PLAIN, Options
 from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 
 
 def one_pass(seconds: float, *answers: tuple[int, ...], steps: int = 0) -> Pass:

@@ -12,7 +12,7 @@ from sglang_dflash.bench import picture, report
 from sglang_dflash.bench.gate import Runs, differences
 from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.bench.settings import Settings
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 
 HARDWARE = {
     "date": "2026-01-02",

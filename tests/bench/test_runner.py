@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: the command, and fake experiments from arguments to result."""
+"""`python -m experiments`: the command, and fake experiments from arguments to result."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
-from benchmarks import runner
-from benchmarks.runner import Arms, Experiment, NoOptions, Progress, option
+from experiments import runner
+from experiments.runner import Arms, Experiment, NoOptions, Progress, option
 from sglang_dflash.bench.server_config import ServerConfig
 
 
@@ -76,16 +76,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def experiment_of(name: str) -> Experiment[Any, Any]:
-    return importlib.import_module(f"benchmarks.experiments.{name}").EXPERIMENT
+    return importlib.import_module(f"experiments.experiments.{name}").EXPERIMENT
 
 
 def committed_results() -> list[tuple[list[str], dict[str, Any]]]:
-    """Arguments of `python -m benchmarks` and the result of each."""
+    """Arguments of `python -m experiments` and the result of each."""
     found = []
     for path in sorted((runner.HOME.parent / "results").glob("*.json")):
         result = json.loads(path.read_text())
         words = result["command"].split()
-        if words[:3] == ["python", "-m", "benchmarks"]:
+        if words[:3] == ["python", "-m", "experiments"]:
             found.append((words[3:], result))
     return found
 
@@ -112,7 +112,7 @@ def test_an_experiment_from_arguments_to_result(
     lines = shown.out.splitlines()
     result = json.loads(lines[-1])
     assert json.loads(out.read_text()) == result
-    assert result["command"] == "python -m benchmarks fake --rounds 3 --two-words 'some text'"
+    assert result["command"] == "python -m experiments fake --rounds 3 --two-words 'some text'"
     assert {"date", "processor", "cores", "torch"} <= set(result["hardware"])
     assert result["answers"] == {"one": [3, 6, 9], "three": [5, 10, 15]}
     assert lines == ["table of 3 rounds", lines[-1]]
@@ -169,7 +169,7 @@ def test_an_experiment_without_options_servers_or_table(
     result = json.loads(shown.out)
     assert [line.split()[-1] for line in shown.err.splitlines()] == ["two", "three"]
     assert result["squares"] == {"two": 4, "three": 9}
-    assert result["command"] == "python -m benchmarks plain"
+    assert result["command"] == "python -m experiments plain"
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_committed_results_name_commands_that_parse() -> None:
 def test_the_list_and_the_gpu_experiment_need_neither_sglang_nor_requests() -> None:
     code = (
         "import sys; sys.modules['requests'] = sys.modules['sglang'] = None;"
-        "from benchmarks import runner;"
+        "from experiments import runner;"
         "assert runner.main(['--list']) == 0 and 'torch' not in sys.modules;"
-        "import benchmarks.experiments.gpu;"
+        "import experiments.experiments.gpu;"
         "from sglang_dflash.bench import measure; assert measure.hardware()['torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=runner.HOME.parent.parent)

@@ -13,7 +13,7 @@ import pytest
 
 from sglang_dflash.bench.server import Server, ServerFailed
 from sglang_dflash.bench.server_config import ServerConfig, demo_config
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 
 
 class Interrupted(Server):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks traffic`: its floor by hand, its counting, and the goals."""
+"""`python -m experiments traffic`: its floor by hand, its counting, and the goals."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.experiments import traffic
-from benchmarks.experiments.traffic import GOALS, LOADS, SHAPES, Row
-from benchmarks.floor import absorb_floor, propose_floor, visible
-from benchmarks.launches import Scene, counted
-from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
+from experiments.experiments import traffic
+from experiments.experiments.traffic import GOALS, LOADS, SHAPES, Row
+from experiments.floor import absorb_floor, propose_floor, visible
+from experiments.launches import Scene, counted
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from tests.conftest import raw_config
 
 
@@ -83,13 +83,13 @@ def test_what_torch_moves() -> None:
     assert moved == (4 * (12 + 20 + 15), 56 + 2 * 112, 48, 32, 48 + 48, 56 + 112 + 112)
 
 
-@pytest.mark.parametrize("spelling", ["benchmarks", "benchmarks.traffic"])
+@pytest.mark.parametrize("spelling", ["experiments", "experiments.traffic"])
 def test_the_command_prints_one_object(
     spelling: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(traffic, "SHAPES", SHAPES[2:])
     monkeypatch.setattr(traffic, "LOADS", LOADS[:1])
-    words = ["traffic"] if spelling == "benchmarks" else []
+    words = ["traffic"] if spelling == "experiments" else []
     monkeypatch.setattr(sys, "argv", [spelling, *words, "--json"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module(spelling, run_name="__main__", alter_sys=True)

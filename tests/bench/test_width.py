@@ -1,4 +1,4 @@
-"""The report of `python -m benchmarks width`."""
+"""The report of `python -m experiments width`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import statistics
 import pytest
 from scipy import stats
 
-from benchmarks.experiments import width
-from benchmarks.undrafted import NeverDrafts
+from experiments.experiments import width
+from experiments.undrafted import NeverDrafts
 from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.bench.prompt import Prompt
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.errors import ConfigError
 
 
 def passes(*seconds: float, ids: tuple[int, ...] = (1, 2, 3)) -> list[Pass]:

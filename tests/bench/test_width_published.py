@@ -1,4 +1,4 @@
-"""`python -m benchmarks width_published`: the arithmetic, and the committed result."""
+"""`python -m experiments width_published`: the arithmetic, and the committed result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import width_published as published
-from benchmarks.experiments.width_published import CONCURRENCY, FITTED, Task
+from experiments.experiments import width_published as published
+from experiments.experiments.width_published import CONCURRENCY, FITTED, Task
 
-RESULT = Path(__file__).parents[2] / "benchmarks/results/width_published.json"
+RESULT = Path(__file__).parents[2] / "experiments/results/width_published.json"
 
 
 @dataclass(frozen=True)

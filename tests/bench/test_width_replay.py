@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.width_replay import (
+from experiments.width_replay import (
     BEFORE,
     NOW,
     OUTCOMES,

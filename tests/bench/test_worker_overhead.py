@@ -1,4 +1,4 @@
-"""`python -m benchmarks worker_overhead`: servers of another commit, and the ratios."""
+"""`python -m experiments worker_overhead`: servers of another commit, and the ratios."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.experiments import worker_overhead
-from benchmarks.experiments.worker_overhead import Options, Pass, arms, compare, draft_side
+from experiments.experiments import worker_overhead
+from experiments.experiments.worker_overhead import Options, Pass, arms, compare, draft_side
 from sglang_dflash.bench.measure import Run
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 
 
 def is_a_checkout() -> bool:

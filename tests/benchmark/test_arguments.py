@@ -10,7 +10,7 @@ import pytest
 
 from sglang_dflash.benchmark import arguments
 from sglang_dflash.benchmark.__main__ import main
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError
 
 # As the model cards print them, without the module.
 SGLANG = (

@@ -15,7 +15,7 @@ from sglang_dflash.benchmark import ranks, summary
 from sglang_dflash.benchmark.__main__ import main
 from sglang_dflash.benchmark.arguments import Settings
 from sglang_dflash.benchmark.pair import Measured
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 
 PAIR = demo_pair("dense")
 ASKED = [

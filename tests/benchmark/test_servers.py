@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang_dflash.benchmark.__main__ import main
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 from tests.bench.fake_server import FakeServer
 
 TARGET = demo_pair("dense").target

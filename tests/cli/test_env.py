@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.plugin import environment
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.seam import environment
 
 PAIR = demo_pair("dense")
 WITHOUT_SGLANG = """

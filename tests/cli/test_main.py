@@ -47,7 +47,7 @@ def test_only_the_module_of_the_command_is_loaded() -> None:
         "import sys\nfrom sglang_dflash.cli import main\n"
         "assert main(['demo-models', 'dense']) == 0\n"
         "loaded = {name for name in sys.modules if name.startswith('sglang_dflash.')}\n"
-        "assert not loaded & {'sglang_dflash.bench', 'sglang_dflash.inspect_pair'}, loaded"
+        "assert not loaded & {'sglang_dflash.bench', 'sglang_dflash.inspect'}, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dflash.serving.extension import Extension, Step, StepObserver
+from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 
 
 class NoHostLengths(StepObserver):

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter
-from sglang_dflash.serving.extension import Extension
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.serving.step.extension import Extension
 
 
 class OtherDrafts(Drafter):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 1024,

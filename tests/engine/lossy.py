@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.serving.extension import Extension
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.serving.step.extension import Extension
 
 
 class LossyDrafter(Drafter):

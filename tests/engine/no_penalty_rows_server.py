@@ -1,4 +1,4 @@
-"""`sglang.launch_server` without the seams of serving/penalties.py.
+"""`sglang.launch_server` without the seams of repairs/penalties.py.
 
 A module for the nursery to run (see nursery.py): the scheduler process inherits what it changes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import runpy
 
-from sglang_dflash.serving import plugin, seams
+from sglang_dflash.repairs import plugin, seams
 
 if __name__ == "__main__":
     kept = tuple(row for row in seams.SEAMS if ".penalties:" not in str(row.ours))

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter
-from sglang_dflash.serving.extension import Extension, Step, StepObserver
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 from tests.engine.shown_states import show_states
 
 
@@ -84,7 +84,7 @@ def commit_one_too_few(replay: Any) -> None:
 def extension(target_worker: Any) -> Extension:
     from sglang.srt.runtime_context import get_parallel
 
-    from sglang_dflash.serving.recurrent import Replay
+    from sglang_dflash.serving.hybrid.rollback import Replay
 
     if "TOO_FEW" in os.environ:
         commit_one_too_few(Replay)

@@ -13,10 +13,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.core.width import FixedWidth
-from sglang_dflash.serving import worker
-from sglang_dflash.serving.extension import Extension
-from sglang_dflash.serving.target_forward import TargetForwardByWidth
+from sglang_dflash.drafting.width import FixedWidth
+from sglang_dflash.serving.step import worker
+from sglang_dflash.serving.step.extension import Extension
+from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.engine import oracle
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_dflash.bench import server_config
 from sglang_dflash.bench.server import Server
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 from tests.engine import hybrid_requests
 
 PAIR = demo_pair("dense")

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.bench import load
 from sglang_dflash.bench.server import Server
-from sglang_dflash.core.weights import load_model
-from sglang_dflash.hf.generation import spec_generate
+from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.transformers_loop.generation import spec_generate
 from tests.engine import workload
 from tests.engine.servers import BUILTIN, DFLASH, PAIR, SIMULATED
 

@@ -11,9 +11,9 @@ import requests
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
-from sglang_dflash.core.alarm import WINDOW
 from sglang_dflash.doctor.findings import examine
 from sglang_dflash.doctor.reading import Reading, read
+from sglang_dflash.drafting.alarm import WINDOW
 from tests.doctor.test_findings import HEALTHY
 from tests.engine import workload
 from tests.engine.client import together

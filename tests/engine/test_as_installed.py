@@ -16,7 +16,7 @@ import pytest
 from sglang_dflash import cli
 from sglang_dflash.bench.demo import acceptance_between
 from sglang_dflash.bench.server import Server
-from sglang_dflash.checkpoint.embedded import demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 from tests.commands import commands, snippets
 from tests.engine import workload
 from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig

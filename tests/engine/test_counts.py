@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dflash.bench.demo import acceptance_between
 from sglang_dflash.bench.server import Server
-from sglang_dflash.core.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 from tests.engine import workload
 from tests.engine.client import ask, post, stream, together
 from tests.engine.processors import Nudged

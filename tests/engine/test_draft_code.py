@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.hf.arguments import GenerateArgs
-from sglang_dflash.hf.generate import load
+from sglang_dflash.transformers_loop.arguments import GenerateArgs
+from sglang_dflash.transformers_loop.generate import load
 from tests.engine import client
 from tests.engine.nursery import ForkedServer
 from tests.engine.session import ServerSession

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import requests
 
-from benchmarks import conversations
+from experiments import conversations
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
 from tests.engine.servers import (
@@ -116,7 +116,7 @@ def test_losing_half_of_the_cache_every_step_changes_no_output(
 ) -> None:
     got = answers(LOSSY, workload.run_half)
     workload.assert_same_outputs(got, workload.halved(answers(PLAIN, workload.run)))
-    assert server.dflash()["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
+    assert server.dflash()["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
     intact = workload.halved(answers(DFLASH, workload.run))
     assert workload.acceptance_length(got["demo"]) < workload.acceptance_length(intact["demo"])
 

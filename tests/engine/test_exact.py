@@ -29,7 +29,7 @@ def test_outputs_are_those_of_plain_decoding(
 ) -> None:
     plain, got = answers(PLAIN, workload.run), answers(config, workload.run)
     workload.assert_same_outputs(got, plain)
-    assert server.dflash()["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
+    assert server.dflash()["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
     # A drafter that is never right would pass the comparison, too.
     assert workload.acceptance_length(got["demo"]) > 2
     # Pages of 16 round what is cached; the plain server has pages of 1.

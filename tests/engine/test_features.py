@@ -122,7 +122,7 @@ def test_features_were_compared_at_every_width(answers: Any, server: Server) -> 
 def test_the_worker_is_ours(answers: Any, server: Server) -> None:
     answers(FEATURES_DFLASH, features.choices)
     report = server.dflash()
-    assert report["worker"] == "sglang_dflash.serving.worker.DFlashWorker"
+    assert report["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
     assert report["acceptance_length"] > 1.3
 
 

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from sglang_dflash.bench.server import Server
-from sglang_dflash.checkpoint.draft_config import DraftConfig
+from sglang_dflash.facts.draft_config import DraftConfig
 from tests.engine import workload
 from tests.engine.servers import BUILTIN_TP2, DFLASH, DP2, PAIR, PLAIN, TP2, TP2_DISAGREEING
 

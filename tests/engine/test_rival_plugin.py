@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-from sglang_dflash.serving import pairing
+from sglang_dflash.serving.start import choose_worker
 
 if {rival}:
     target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -21,7 +21,7 @@ if {rival}:
     HookRegistry.register(target, lambda *_: None, HookType.REPLACE, source=source)
     HookRegistry.apply_hooks()
 worker = SimpleNamespace(model_runner=SimpleNamespace(model=None))
-pairing._build_worker(None, target_worker=worker)
+choose_worker._build_worker(None, target_worker=worker)
 """
 
 

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.bench.server import Server
-from sglang_dflash.core.acceptance import target_probabilities
+from sglang_dflash.drafting.acceptance import target_probabilities
 from tests.engine import workload
 from tests.engine.servers import DFLASH, PAIR, SEEDED, SEEDED_PLAIN
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
 from tests.engine.servers import PAIR
 from tests.engine.session import ServerSession
 
@@ -197,21 +197,18 @@ def test_the_default_attention_backend_is_ours(device: list[str], resolve: Any) 
 def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from sglang_dflash.serving import arguments
+    from sglang_dflash.serving.start import flags
 
-    flags = [
+    typed = [
         "--speculative-dflash-draft-window-size",
         "128",
         "--speculative-dflash-draft-kv-tokens",
         "999",
     ]
-    given = resolve(*TARGET, str(PAIR.draft), *flags, "--speculative-dflash-worker", "builtin")
+    given = resolve(*TARGET, str(PAIR.draft), *typed, "--speculative-dflash-worker", "builtin")
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
-    assert (
-        arguments.builtin_requested(given)
-        and arguments.options(given, settings).draft_kv_tokens == 999
-    )
+    assert flags.builtin_requested(given) and flags.options(given, settings).draft_kv_tokens == 999
 
 
 def test_the_published_mamba_spelling_is_understood() -> None:
@@ -226,16 +223,16 @@ def test_the_published_mamba_spelling_is_understood() -> None:
 
 
 def test_engine_keyword_arguments_are_understood() -> None:
-    from sglang_dflash.serving import arguments
+    from sglang_dflash.serving.start import flags
 
-    given = arguments.server_args_from_kwargs(
+    given = flags.server_args_from_kwargs(
         model_path="m",
         speculative_dflash_draft_window_size=64,
         speculative_dflash_worker="builtin",
     )
-    assert given.speculative_draft_window_size == 64 and arguments.builtin_requested(given)
+    assert given.speculative_draft_window_size == 64 and flags.builtin_requested(given)
     with pytest.raises(ConfigError, match=r"speculative_dflash_worker: 'mine'; choose one of"):
-        arguments.server_args_from_kwargs(model_path="m", speculative_dflash_worker="mine")
+        flags.server_args_from_kwargs(model_path="m", speculative_dflash_worker="mine")
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
@@ -301,7 +298,7 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
     would arrive there."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    from sglang_dflash.serving.pairing import unserved_setting
+    from sglang_dflash.serving.start.choose_worker import unserved_setting
 
     given = resolve(*TARGET, str(PAIR.draft))
     assert unserved_setting(resolving_view(given), str(PAIR.draft)) is None
@@ -334,17 +331,17 @@ def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_p
     """Every option of ours, found in our own parser; `--help` needs no model."""
     import argparse
 
-    from sglang_dflash.serving import arguments
+    from sglang_dflash.serving.start import flags
 
     parser = argparse.ArgumentParser()
-    arguments.add_flags(None, parser)
+    flags.add_flags(None, parser)
     ours = [
         flag
         for action in parser._actions
         for flag in action.option_strings
         if flag.startswith("--") and flag != "--help"
     ]
-    assert len(ours) == len(arguments.DEFAULTS) + len(arguments.ALIASES)
+    assert len(ours) == len(flags.DEFAULTS) + len(flags.ALIASES)
     done = servers.nursery.run("sglang.launch_server", "--help", log=tmp_path / "log")
     assert done.status == 0
     shown = "\n".join(done.lines)
@@ -357,7 +354,7 @@ def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_p
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
     from types import SimpleNamespace
 
-    from sglang_dflash.serving.target_model import unserved_target
+    from sglang_dflash.serving.step.target_model import unserved_target
 
     def target(weight: torch.Tensor | None) -> Any:
         return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))

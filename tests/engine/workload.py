@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang_dflash.bench.server import Server
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.core.acceptance_length import VerifySteps, of_answer
+from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
+from sglang_dflash.facts.embedded import demo_pair
 
 NEW_TOKENS = 40
 # Requests whose logits depend on every token before, and one that does not.

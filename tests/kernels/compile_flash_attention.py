@@ -15,9 +15,9 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.core.attention.paged import PagedAttention
-from sglang_dflash.core.attention.table import ContextTable
+from sglang_dflash.drafting.attention.paged import PagedAttention
+from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from tests.kernels.compile_kernels import published
 
 REQUESTS, COLUMNS = 4, 96
@@ -37,7 +37,7 @@ def kinds() -> dict[str, tuple[DraftConfig, LayerAttention]]:
 
 def compile_for(capability: int, config: DraftConfig, layer: LayerAttention) -> None:
     """One call of `PagedAttention` on fake tensors. Raises if it does not compile."""
-    from sglang_dflash.serving.flash_attention import FA4_SPLITS, fa4_kernel
+    from sglang_dflash.serving.gpu.flash_attention import FA4_SPLITS, fa4_kernel
 
     block, heads, kv_heads = (
         config.block_size, config.num_attention_heads, config.num_key_value_heads

@@ -7,8 +7,8 @@ import torch
 from dflash_kernels import block_attention
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import LayerAttention
-from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import LayerAttention
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, needs_interpreter
 
 FULL, CAUSAL = LayerAttention(None, False), LayerAttention(None, True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from dflash_kernels.draft_attention import TritonAttention
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.attention.backend import Setting
-from sglang_dflash.core.attention.reference import TorchAttention
-from sglang_dflash.core.attention.table import ContextTable
-from sglang_dflash.core.attention.visibility import context_positions
-from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.drafting.attention.visibility import context_positions
+from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import DraftConfig
 from tests.conftest import raw_config
 from tests.kernels.support import DEVICE
 

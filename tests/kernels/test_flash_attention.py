@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.attention.backend import Setting
-from sglang_dflash.serving import flash_attention
+from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.gpu import flash_attention
 from tests.conftest import raw_config
 from tests.kernels.compile_flash_attention import kinds
 
@@ -48,10 +48,10 @@ def test_fa4_compiles_for_every_kind_of_layer(capability: int) -> None:
 
 CALL = """
 import torch
-from sglang_dflash.checkpoint.draft_config import LayerAttention
-from sglang_dflash.core.attention.paged import PagedAttention
-from sglang_dflash.core.attention.table import ContextTable
-from sglang_dflash.serving.flash_attention import fa3_kernel
+from sglang_dflash.facts.draft_config import LayerAttention
+from sglang_dflash.drafting.attention.paged import PagedAttention
+from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.serving.gpu.flash_attention import fa3_kernel
 layers = [LayerAttention(None, False), LayerAttention(None, True), LayerAttention(9, True)]
 with torch.device("meta"):
     attention = PagedAttention(layers, 4, 100, fa3_kernel())

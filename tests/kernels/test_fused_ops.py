@@ -10,9 +10,9 @@ from dflash_kernels import add_rms_norm, qk_norm_rope, silu_mul
 from dflash_kernels.traffic import Traffic
 from torch import Tensor
 
-from sglang_dflash.checkpoint.rope_config import RopeConfig
-from sglang_dflash.core.ops import TorchOps
-from sglang_dflash.core.rope import Rotary
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.rope import Rotary
+from sglang_dflash.facts.rope_config import RopeConfig
 from tests.kernels.support import DEVICE, Canaries, counted_bytes, needs_interpreter
 
 # Of the twin in float32. float32: another order of sums. Others: up to three roundings, to 2^-12 or

@@ -13,8 +13,8 @@ import pytest
 import torch
 from dflash_kernels import gated_delta_fold
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.recurrent import replay
+from sglang_dflash.drafting.recurrent import replay
+from sglang_dflash.facts.errors import ConfigError
 from tests.kernels.support import counted_bytes, needs_interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

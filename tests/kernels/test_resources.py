@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.serving.draft_backends import FP8_CAPABILITY
+from sglang_dflash.serving.gpu.backends import FP8_CAPABILITY
 from tests.kernels import compile_kernels
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from dflash_kernels import slot_table
 
-from sglang_dflash.core.attention.table import RequestSlots, fill_table
-from sglang_dflash.core.attention.visibility import context_positions
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.core.options import ContextWindow
+from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
+from sglang_dflash.drafting.attention.visibility import context_positions
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import ContextWindow
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, needs_interpreter
 
 SLOTS = 64
@@ -92,7 +92,7 @@ def test_torch_fills_it_piece_by_piece(
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE)) if kind == "ring" else None
     outputs = []
     for piece in (1 << 16, 12, 1):
-        monkeypatch.setattr("sglang_dflash.core.attention.table.PIECE", piece)
+        monkeypatch.setattr("sglang_dflash.drafting.attention.table.PIECE", piece)
         entries = empty_table(4, 12)
         fill_table(entries, table, rows, seq_lens, window, ring and ring.tags)
         outputs.append((entries, ring and ring.in_use.clone()))

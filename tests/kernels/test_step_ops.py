@@ -7,7 +7,7 @@ import torch
 from dflash_kernels import accept, prepare_block, record_inputs
 from torch import Tensor
 
-from sglang_dflash.core.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps
 from tests.kernels.support import DEVICE, Canaries, counted_bytes, needs_interpreter
 
 SIZES = pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from dflash_kernels.draft_attention import TritonAttention
 from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.attention.backend import DraftAttention, Setting
-from sglang_dflash.core.attention.reference import TorchAttention
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter, TargetHead
-from sglang_dflash.core.kv_cache import DraftKVCache
-from sglang_dflash.core.kv_cache.direct import DirectKVCache
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.core.model import DraftModel
-from sglang_dflash.core.options import Options
+from sglang_dflash.drafting.attention.backend import DraftAttention, Setting
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.facts.draft_config import DraftConfig
 from tests.conftest import random_model, raw_config
 from tests.kernels.support import DEVICE
 

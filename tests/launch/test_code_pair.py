@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.model import DraftModel
-from sglang_dflash.hf.generation import spec_generate
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.transformers_loop.generation import spec_generate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 from demo_training import (

@@ -21,7 +21,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND, is_active, plugin, seams
-from sglang_dflash.plugin.seam import Kind, Seam, install, verify
+from sglang_dflash.seam.seam import Kind, Seam, install, verify
 
 TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
-from sglang_dflash.core.recurrent import gated_delta as gdn
-from sglang_dflash.core.recurrent import replay
+from sglang_dflash.drafting.recurrent import gated_delta as gdn
+from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.platform_cpu.gdn_ops import delta_rule
 from tests.platform_cpu.gdn_cases import (
     BLOCK,

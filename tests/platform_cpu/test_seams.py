@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.platform_cpu.seams import GDN_SEAMS, SEAMS
-from sglang_dflash.plugin.seam import REGISTRY, Kind, Seam, describe
+from sglang_dflash.seam.seam import REGISTRY, Kind, Seam, describe
 
 ROOT = Path(__file__).parents[2]
 HOOKS = [row for row in SEAMS if row.kind.is_hook]

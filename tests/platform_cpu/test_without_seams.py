@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND, torch_ops
 from sglang_dflash.platform_cpu.seams import SEAMS
-from sglang_dflash.plugin.seam import REGISTRY, Entry, Seam
+from sglang_dflash.seam.seam import REGISTRY, Entry, Seam
 from tests.platform_cpu.pools import configurator_of, published_by_sglang
 
 pytestmark = pytest.mark.skipif(

@@ -15,8 +15,8 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from torch import Tensor
 
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.serving.batch import GenerationBatchResult
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.serving.step.batch import GenerationBatchResult
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,

@@ -11,10 +11,10 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 from torch import Tensor
 
 from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
-from sglang_dflash.serving.block_penalties import BlockPenalties
-from sglang_dflash.serving.sampling import repeated_sampling_info
-from sglang_dflash.serving.target_tokens import TargetTokens
-from tests.core.test_recording import Requests, drafter_of, graphed, table
+from sglang_dflash.serving.step.penalties import BlockPenalties
+from sglang_dflash.serving.step.sampling import repeated_sampling_info
+from sglang_dflash.serving.step.target_tokens import TargetTokens
+from tests.drafting.test_recording import Requests, drafter_of, graphed, table
 from tests.serving.in_process import ONE_RANK
 
 VOCAB, BLOCK = 16, 3

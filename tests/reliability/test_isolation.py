@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from sglang_dflash.serving.batch import DFlashVerifyInput
+from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.reliability.tenants import Request, Served, prepared
 from tests.serving.in_process import decode_of, filled, prefill_of, worker_of
 

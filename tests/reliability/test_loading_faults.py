@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.checkpoint.hub import draft_folder
-from sglang_dflash.core.weights import load_model
+from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.hub import draft_folder
 from tests.conftest import random_model, raw_config
 
 UNREADABLE = Path("/proc/self/mem")
@@ -72,8 +72,8 @@ def test_a_full_disk_during_a_download_is_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_a_draft_written_to_a_full_disk_is_not_taken_for_whole(tmp_path: Path) -> None:
     """An index that names a file which was never written."""
-    from sglang_dflash.checkpoint.tensors import stored_tensors
-    from sglang_dflash.core.weights import save_model
+    from sglang_dflash.drafting.weights import save_model
+    from sglang_dflash.facts.tensors import stored_tensors
 
     raw = raw_config()
     save_model(random_model(raw), raw, tmp_path, torch.float32)

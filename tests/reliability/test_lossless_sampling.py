@@ -14,7 +14,7 @@ import torch
 from scipy.stats import chi2, ncx2
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted, accept, sample, target_probabilities
+from sglang_dflash.drafting.acceptance import Accepted, accept, sample, target_probabilities
 
 VOCABULARY, TOKENS, BLOCK = 4, 3, 4
 DRAWS = 200_000

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.recurrent.replay import RecurrentLayers, fold_
-from sglang_dflash.serving import recurrent
-from sglang_dflash.serving.recurrent import Replay, checkpoints_due
-from tests.core.test_recurrent_fold import (
+from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, fold_
+from sglang_dflash.serving.hybrid import rollback
+from sglang_dflash.serving.hybrid.rollback import Replay, checkpoints_due
+from tests.drafting.test_recurrent_fold import (
     BLOCK,
     CHANNELS,
     DEPTH,
@@ -78,7 +78,7 @@ class Target:
 def commit(target: Target, tracked: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     replay = Replay(target.runner, fold_)
     monkeypatch.setattr(replay, "layers", lambda: target.layers)
-    monkeypatch.setattr(recurrent, "mamba_track_grid", lambda _page: GRID)
+    monkeypatch.setattr(rollback, "mamba_track_grid", lambda _page: GRID)
     batch: Any = SimpleNamespace(
         mamba_track_indices=None if tracked is None else torch.tensor(tracked),
         tree_cache=SimpleNamespace(page_size=1),

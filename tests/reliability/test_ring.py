@@ -1,10 +1,10 @@
-"""The rule of the ring in fixed examples. tests/core/test_kv_cache.py draws them at random."""
+"""The rule of the ring in fixed examples. tests/drafting/test_kv_cache.py draws them at random."""
 
 from __future__ import annotations
 
 import torch
 
-from tests.core.test_kv_cache import cache_of, read_by_request, stamped
+from tests.drafting.test_kv_cache import cache_of, read_by_request, stamped
 
 
 def test_unused_entries_are_overwritten_oldest_first() -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.serving.extension import Step
-from tests.core.test_nonfinite import TOKENS, drafter, health
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.serving.step.extension import Step
+from tests.drafting.test_nonfinite import TOKENS, drafter, health
 from tests.reliability.corpus import Expected
 from tests.reliability.watched import Observer, WatchedDrafter, count_overwrites, free_slots
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import Accepted
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.serving import prompt, recurrent
-from sglang_dflash.serving.extension import Extension, Step, StepObserver
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.serving.hybrid import rollback
+from sglang_dflash.serving.step import prompt
+from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 from tests.reliability import heap
 
 
@@ -111,7 +112,7 @@ def replace_everywhere(original: Any, ours: Any) -> None:
 
 def count_in_worker(rare: Counter[str]) -> None:
     """Count recomputed tails and crossed boundaries, where the worker finds out about them."""
-    missing, due = prompt.missing_tails, recurrent.checkpoints_due
+    missing, due = prompt.missing_tails, rollback.checkpoints_due
 
     def missing_tails(*args: Any) -> list[int]:
         tails = missing(*args)

@@ -11,26 +11,26 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 from torch import Tensor
 
-from sglang_dflash.core.acceptance import accept
-from sglang_dflash.core.attention.backend import Setting, make_attention
-from sglang_dflash.core.drafter import Drafter, TargetHead
-from sglang_dflash.core.kv_cache import DraftKVCache
-from sglang_dflash.core.kv_cache.direct import DirectKVCache
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.core.model import DraftModel
-from sglang_dflash.core.options import Options
-from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.plain_context import PlainContext
-from sglang_dflash.core.width import FixedWidth
-from sglang_dflash.serving.batch import GenerationBatchResult, draft_input
-from sglang_dflash.serving.block_penalties import BlockPenalties
-from sglang_dflash.serving.extension import Extension
-from sglang_dflash.serving.metrics import PhaseTimes
-from sglang_dflash.serving.prefill import Prefill
-from sglang_dflash.serving.step_width import StepWidths
-from sglang_dflash.serving.target_forward import TargetForward
-from sglang_dflash.serving.target_tokens import TargetTokens
-from sglang_dflash.serving.worker import DFlashWorker
+from sglang_dflash.drafting.acceptance import accept
+from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.plain_context import PlainContext
+from sglang_dflash.drafting.width import FixedWidth
+from sglang_dflash.serving.show.metrics import PhaseTimes
+from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
+from sglang_dflash.serving.step.extension import Extension
+from sglang_dflash.serving.step.penalties import BlockPenalties
+from sglang_dflash.serving.step.prefill import Prefill
+from sglang_dflash.serving.step.target_forward import TargetForward
+from sglang_dflash.serving.step.target_tokens import TargetTokens
+from sglang_dflash.serving.step.width import StepWidths
+from sglang_dflash.serving.step.worker import DFlashWorker
 from tests.conftest import random_model, raw_config
 
 RAW = raw_config()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.core.weights import save_model
+from sglang_dflash.drafting.weights import save_model
+from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config
 from tests.engine.hybrid import SHAPE
 

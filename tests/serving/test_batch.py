@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.serving import batch as ours
+from sglang_dflash.serving.step import batch as ours
 
 
 def running_batch(on_host: bool = True) -> Any:

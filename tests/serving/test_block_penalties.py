@@ -11,9 +11,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.serving import penalties
-from sglang_dflash.serving.block_penalties import BlockPenalties
-from tests.serving.test_penalties import (
+from sglang_dflash.repairs import penalties
+from sglang_dflash.serving.step.penalties import BlockPenalties
+from tests.repairs.test_penalties import (
     VOCAB,
     WAYS,
     Batch,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.hf.arguments import GenerateArgs
-from sglang_dflash.hf.generate import load
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.transformers_loop.arguments import GenerateArgs
+from sglang_dflash.transformers_loop.generate import load
 from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields
 
 TARGET = str(PAIR.target)

@@ -10,11 +10,11 @@ import torch
 from dflash_kernels.block_attention import HEAD_DIMS
 from dflash_kernels.draft_ops import TritonOps
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.attention.backend import choose_attention
-from sglang_dflash.core.ops import TorchOps
-from sglang_dflash.serving.draft_backends import (
+from sglang_dflash.drafting.attention.backend import choose_attention
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,
     check_attention,

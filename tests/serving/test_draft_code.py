@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
 
 PAIR = demo_pair("dense")
 TRUST = "--trust-remote-code"

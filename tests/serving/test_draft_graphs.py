@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
-from sglang_dflash.serving.graphs import AUTO, OFF, RECORDED, captured_sizes, largest_recorded
+from sglang_dflash.serving.gpu.graphs import AUTO, OFF, RECORDED, captured_sizes, largest_recorded
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

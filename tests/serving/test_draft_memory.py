@@ -14,33 +14,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.drafters import random_head, random_model
-from benchmarks.experiments.gpu import configs
-from benchmarks.launches import Scene, counted
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.core.attention.backend import Backend, Capabilities
-from sglang_dflash.core.attention.paged import PagedAttention
-from sglang_dflash.core.attention.table import RequestSlots
-from sglang_dflash.core.drafter import Drafter
-from sglang_dflash.core.graphs import GraphedDrafter
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.core.options import Options
-from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.plain_context import MOST_STEPS, PlainContext
-from sglang_dflash.core.recording import OpRecorder
-from sglang_dflash.core.step_memory import BYTES_PER_ENTRY
-from sglang_dflash.serving import draft_memory as module
-from sglang_dflash.serving import narrow_widths
-from sglang_dflash.serving.draft_backends import ATTENTION
-from sglang_dflash.serving.draft_memory import (
+from experiments.drafters import random_head, random_model
+from experiments.experiments.gpu import configs
+from experiments.launches import Scene, counted
+from sglang_dflash.drafting.attention.backend import Backend, Capabilities
+from sglang_dflash.drafting.attention.paged import PagedAttention
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.plain_context import MOST_STEPS, PlainContext
+from sglang_dflash.drafting.recording import OpRecorder
+from sglang_dflash.drafting.step_memory import BYTES_PER_ENTRY
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.serving.gpu.backends import ATTENTION
+from sglang_dflash.serving.start import draft_memory as module
+from sglang_dflash.serving.start import narrow_widths
+from sglang_dflash.serving.start.draft_memory import (
     BYTES_PER_TARGET_SLOT,
     draft_memory,
     plan_memory,
 )
-from sglang_dflash.serving.draft_setup import DraftSetup
-from sglang_dflash.serving.narrow_widths import GRAPH_BYTES_PER_REQUEST, NarrowTarget
+from sglang_dflash.serving.start.draft_setup import DraftSetup
+from sglang_dflash.serving.start.narrow_widths import GRAPH_BYTES_PER_REQUEST, NarrowTarget
 from tests.conftest import raw_config
-from tests.core.test_paged_attention import plain_kernel
+from tests.drafting.test_paged_attention import plain_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROCESSORS, RUNNING, POSITIONS = 132, 5, 3000

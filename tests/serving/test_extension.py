@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.drafter import Drafter
-from sglang_dflash.serving.extension import Extension, StepObserver, load_extension
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension
 
 HERE = "tests.serving.test_extension"
 

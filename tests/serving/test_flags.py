@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.serving import arguments
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.start import flags
 from tests.broken_drafts import PAIR, BrokenDraft, fields
 from tests.conftest import FUZZ
 
@@ -152,7 +152,7 @@ def test_a_flag_without_effect_is_named_in_one_warning(
 
 
 def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
-    make = arguments.server_args_from_kwargs
+    make = flags.server_args_from_kwargs
     with pytest.raises(ConfigError, match=r"^--mamba-scheduler-strategy: 'bogus'; choose one of "):
         make(model_path="m", mamba_scheduler_strategy="bogus")
     with pytest.raises(ConfigError, match=r"-window-size: 128, but .* is 64; give one of them$"):
@@ -192,7 +192,7 @@ def test_any_flags_are_served_or_refused_in_one_line(
 ) -> None:
     from sglang.srt.server_args import ServerArgs
 
-    from sglang_dflash.serving.pairing import check_pair
+    from sglang_dflash.serving.start.choose_worker import check_pair
 
     flags = [word for pair in typed for word in pair]
     try:

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core.attention.backend import Setting
-from sglang_dflash.core.attention.paged import PagedAttention, Pages
-from sglang_dflash.core.attention.reference import TorchAttention
-from sglang_dflash.core.attention.table import ContextTable
-from sglang_dflash.serving import flashinfer_attention
-from sglang_dflash.serving.flashinfer_attention import FlashInferKernel, page_lists
+from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.gpu import flashinfer_attention
+from sglang_dflash.serving.gpu.flashinfer_attention import FlashInferKernel, page_lists
 from tests.conftest import raw_config
-from tests.core.test_paged_attention import LAYERS, plain_kernel
+from tests.drafting.test_paged_attention import LAYERS, plain_kernel
 
 prefill = pytest.importorskip("flashinfer.prefill")
 

@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.draft_counters import DraftCounters
-from sglang_dflash.core.kv_cache.direct import DirectKVCache
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.width import AdaptiveWidth
-from sglang_dflash.serving import batch as our_batch
-from sglang_dflash.serving import block_penalties, recurrent
-from sglang_dflash.serving import worker as our_worker
-from sglang_dflash.serving.block_penalties import BlockPenalties
-from sglang_dflash.serving.penalties import count
-from sglang_dflash.serving.recurrent import Replay
-from sglang_dflash.serving.step_width import StepWidths
-from sglang_dflash.serving.target_forward import TargetForwardByWidth
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.width import AdaptiveWidth
+from sglang_dflash.repairs.penalties import count
+from sglang_dflash.serving.hybrid import rollback
+from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.serving.step import batch as our_batch
+from sglang_dflash.serving.step import penalties as block_penalties
+from sglang_dflash.serving.step import worker as our_worker
+from sglang_dflash.serving.step.penalties import BlockPenalties
+from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
+from sglang_dflash.serving.step.width import StepWidths
 from tests.serving.fake_cuda import Crossing, FakeCuda
 from tests.serving.in_process import decode_of, prefill_of, prepared, worker_of
 from tests.serving.test_step_width import request
@@ -112,7 +113,7 @@ def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
 
 def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> None:
     """Which requests they are is copied while the target computes."""
-    from sglang_dflash.serving.target_tokens import TargetTokens
+    from sglang_dflash.serving.step.target_tokens import TargetTokens
 
     requests = [SimpleNamespace(custom_logit_processor=given) for given in (None, "one")]
     batch = decode_of(LENGTHS, "cuda", reqs=requests)
@@ -200,13 +201,13 @@ def test_replays_commit_stays_on_the_device(
     folded: list[Any] = []
     replay = Replay(runner, lambda *args: folded.append(args))
     lengths = torch.ones(2, dtype=torch.int64, device="cuda")
-    monkeypatch.setattr(recurrent, "mamba_track_grid", lambda _page: 8)
+    monkeypatch.setattr(rollback, "mamba_track_grid", lambda _page: 8)
     batch = SimpleNamespace(
         mamba_track_indices=lengths.int() if with_checkpoints else None,
         tree_cache=SimpleNamespace(page_size=1),
     )
     gpu.crossings.clear()
-    replay.commit(lengths, recurrent.checkpoints_due(batch, lengths + 6, lengths))
+    replay.commit(lengths, rollback.checkpoints_due(batch, lengths + 6, lengths))
     assert gpu.crossings == [] and len(folded) == 1 + with_checkpoints
 
 

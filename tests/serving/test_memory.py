@@ -14,9 +14,9 @@ from sglang.srt.model_executor.pool_configurator import _dflash_draft_cell_size
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.serving import memory
-from sglang_dflash.serving.memory import (
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.start import memory
+from sglang_dflash.serving.start.memory import (
     MemoryPlan,
     hand_plan_to_sizing,
     is_bounded,

@@ -10,13 +10,13 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from sglang_dflash.serving.metrics import (
+from sglang_dflash.serving.show.metrics import (
     AcceptanceCounts,
     PrometheusCounters,
     RequestStep,
     count_kept_tokens,
 )
-from sglang_dflash.serving.request_fixes import IgnoredSeeds
+from sglang_dflash.serving.step.request_fixes import IgnoredSeeds
 
 
 class Request:

@@ -13,12 +13,13 @@ import pytest
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 
-from sglang_dflash.checkpoint.draft_config import DraftConfig
-from sglang_dflash.checkpoint.embedded import demo_pair
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.serving import pairing, target_model
-from sglang_dflash.serving.batch import DFlashVerifyInput
-from sglang_dflash.serving.pairing import unserved_setting
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.start import choose_worker
+from sglang_dflash.serving.start.choose_worker import unserved_setting
+from sglang_dflash.serving.step import target_model
+from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.serving.in_process import decode_of, filled, prepared
 from tests.serving.in_process import worker_of as worker_of_step
 
@@ -89,7 +90,7 @@ def test_e4m3_needs_a_newer_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     given, config = resolve(argv(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
     check = functools.partial(
-        pairing._check_device, given, resolving_view(given), config, torch.device("cuda")
+        choose_worker._check_device, given, resolving_view(given), config, torch.device("cuda")
     )
     if KV[flags] == torch.bfloat16:
         check()

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.core.kv_cache.direct import DirectKVCache
-from sglang_dflash.core.kv_cache.ring import RingKVCache
-from sglang_dflash.core.options import ContextWindow
-from sglang_dflash.serving.batch import recompute_cached_tail
-from sglang_dflash.serving.prompt import PromptTokens, missing_tails
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.serving.step.batch import recompute_cached_tail
+from sglang_dflash.serving.step.prompt import PromptTokens, missing_tails
 
 WINDOW = ContextWindow(tokens=6, sinks=2)
 

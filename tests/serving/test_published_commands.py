@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.serving.draft_backends import ATTENTION
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.serving.published import (
     ASKED,
     BACKENDS,
@@ -178,7 +178,7 @@ def test_the_warning_about_variables_is_true_of_this_sglang() -> None:
     """A new SGLang may take one up again, or drop another."""
     from sglang.srt.environ import envs
 
-    from sglang_dflash.serving.arguments import RETIRED_VARIABLES
+    from sglang_dflash.serving.start.flags import RETIRED_VARIABLES
 
     assert not any(hasattr(envs, name) for name in RETIRED_VARIABLES)
     assert hasattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM") and hasattr(

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.serving.refusal import OneLine, ends_the_server
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.start.refusal import OneLine, ends_the_server
 
 
 def test_our_errors_are_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +29,7 @@ def test_our_errors_are_shown_in_one_line(capsys: pytest.CaptureFixture[str]) ->
 def test_a_command_line_uses_it() -> None:
     code = (
         "import argparse\nfrom types import SimpleNamespace\n"
-        "from sglang_dflash.serving import arguments\n"
+        "from sglang_dflash.serving.start import flags as arguments\n"
         "of = SimpleNamespace(speculative_draft_window_size=64, mamba_radix_cache_strategy=1)\n"
         "typed = argparse.Namespace(speculative_dflash_draft_window_size=128)\n"
         "arguments.keep_flags(of, None, typed)"

@@ -11,9 +11,9 @@ import torch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.serving import replay_pool
-from sglang_dflash.serving.memory import MemoryPlan
-from sglang_dflash.serving.recurrent import Replay, Snapshots
+from sglang_dflash.serving.hybrid import replay_pool
+from sglang_dflash.serving.hybrid.rollback import Replay, Snapshots
+from sglang_dflash.serving.start.memory import MemoryPlan
 
 REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
 

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.plugin.seam import Kind, Seam, check
-from sglang_dflash.serving import arguments, metrics, request_fixes
+from sglang_dflash.seam.seam import Kind, Seam, check
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
+from sglang_dflash.serving.show import metrics
+from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.step import request_fixes
 
 ROOT = Path(__file__).parents[2]
 ROWS = [*SEAMS, *REPLAY_SEAMS]
@@ -57,7 +59,7 @@ def test_our_flags_are_unknown_without_the_row(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         parser.parse_args(["--model-path", "x", *OURS])
     assert "unrecognized arguments: --speculative-dflash-worker" in capsys.readouterr().err
-    arguments.add_flags(None, parser)
+    flags.add_flags(None, parser)
     assert parser.parse_args(["--model-path", "x", *OURS]).speculative_dflash_worker == "builtin"
 
 
@@ -65,14 +67,14 @@ def test_our_values_are_dropped_without_the_row() -> None:
     from sglang.srt.server_args import ServerArgs
 
     parser = sglang_parser()
-    arguments.add_flags(None, parser)
+    flags.add_flags(None, parser)
     parsed = parser.parse_args(["--model-path", "x", *OURS])
     made = original(row_of("from_cli_args").target)
     made = getattr(made, "__func__", made)
     server_args = made(ServerArgs, parsed)
-    assert not arguments.builtin_requested(server_args)
-    arguments.keep_flags(server_args, ServerArgs, parsed)
-    assert arguments.builtin_requested(server_args)
+    assert not flags.builtin_requested(server_args)
+    flags.keep_flags(server_args, ServerArgs, parsed)
+    assert flags.builtin_requested(server_args)
 
 
 def test_engine_rejects_our_arguments_without_the_row() -> None:
@@ -81,8 +83,8 @@ def test_engine_rejects_our_arguments_without_the_row() -> None:
     ours = {"model_path": "x", "speculative_dflash_worker": "builtin"}
     with pytest.raises(TypeError, match="speculative_dflash_worker"):
         ServerArgs(**ours)
-    made = arguments.server_args_from_kwargs(**ours)
-    assert arguments.builtin_requested(made)
+    made = flags.server_args_from_kwargs(**ours)
+    assert flags.builtin_requested(made)
 
 
 def test_the_builtin_worker_serves_without_the_row() -> None:

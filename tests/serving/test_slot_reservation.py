@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.serving import batch as ours
+from sglang_dflash.serving.step import batch as ours
 
 BLOCK = 8
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.serving import step_clock
-from sglang_dflash.serving.step_clock import (
+from sglang_dflash.serving.step import clock as step_clock
+from sglang_dflash.serving.step.clock import (
     DeviceClock,
     HostClock,
     StepClock,

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.checkpoint.errors import ConfigError
-from sglang_dflash.core import plain_context
-from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.core.width import AdaptiveWidth, FixedWidth
-from sglang_dflash.serving import batch as serving_batch
-from sglang_dflash.serving import step_clock
-from sglang_dflash.serving.arguments import ATTRIBUTE
-from sglang_dflash.serving.batch import DFlashVerifyInput, ForwardBatch
-from sglang_dflash.serving.step_clock import HostClock
-from sglang_dflash.serving.step_width import StepWidths, check_width, make_policy
+from sglang_dflash.drafting import plain_context
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.start.flags import ATTRIBUTE
+from sglang_dflash.serving.step import batch as serving_batch
+from sglang_dflash.serving.step import clock as step_clock
+from sglang_dflash.serving.step.batch import DFlashVerifyInput, ForwardBatch
+from sglang_dflash.serving.step.clock import HostClock
+from sglang_dflash.serving.step.width import StepWidths, check_width, make_policy
 from tests.serving.in_process import (
     decode_of,
     draft_kv,

@@ -16,14 +16,14 @@ from sglang.srt import runtime_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from sglang_dflash.core.parallel import TensorParallel
-from sglang_dflash.serving.batch import DFlashVerifyInput
-from sglang_dflash.serving.step_width import StepWidths
-from sglang_dflash.serving.target_forward import (
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.serving.step.batch import DFlashVerifyInput
+from sglang_dflash.serving.step.target_forward import (
     TargetForward,
     TargetForwardByWidth,
     target_forward,
 )
+from sglang_dflash.serving.step.width import StepWidths
 from tests.serving.in_process import prepared, worker_of
 from tests.serving.test_step_width import Scripted, run_steps
 

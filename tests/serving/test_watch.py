@@ -9,11 +9,11 @@ import prometheus_client
 import pytest
 import torch
 
-from sglang_dflash.core.acceptance_length import VerifySteps
-from sglang_dflash.core.alarm import WINDOW
-from sglang_dflash.core.draft_counters import DraftCounters
-from sglang_dflash.serving.metrics import AcceptanceCounts, RequestStep
-from sglang_dflash.serving.watch import DraftWatch
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.alarm import WINDOW
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.serving.show.metrics import AcceptanceCounts, RequestStep
+from sglang_dflash.serving.show.watch import DraftWatch
 
 
 class Fed:

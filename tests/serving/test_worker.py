@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.serving.batch import DFlashVerifyInput
+from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
@@ -142,7 +142,7 @@ class Sampler:
 def test_logits_are_copied_only_for_log_probabilities(
     return_logprob: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_dflash.serving import sampling
+    from sglang_dflash.serving.step import sampling
 
     monkeypatch.setattr(sampling, "repeated_sampling_info", lambda info, _times: info)
     seen: list[Tensor] = []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.core.recurrent import gated_delta as gdn
+from sglang_dflash.drafting.recurrent import gated_delta as gdn
 from sglang_dflash.platform_cpu.gdn_ops.arguments import real_rows, refuse
 
 

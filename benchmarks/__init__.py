@@ -1,1 +1,0 @@
-"""Experiments about our own design, beside their results: `python -m benchmarks --list`."""

@@ -1,0 +1,215 @@
+"""A drafter of random weights, set up for a load as a server sets it up, and its steps.
+
+Loads without SGLang: a GPU may be lent without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, TargetHead, finite
+from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.drafting.recording import Recorder
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
+from sglang_dflash.serving.start.draft_setup import DraftSetup
+
+# A draft for trying the command on any machine: all kinds of layers, a vocabulary of 512.
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "block_size": 4,
+    "num_target_layers": 6,
+    "max_position_embeddings": 4096,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 64,
+    "dflash_config": {"mask_token_id": 511, "target_layer_ids": [1, 3]},
+}
+
+
+class Load(NamedTuple):
+    """Requests, committed tokens of each, and the window."""
+
+    requests: int
+    context: int
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.requests}x{self.context}" + (f"w{self.window}" if self.window else "")
+
+
+def random_model(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> DraftModel:
+    """A draft of random weights, with the operations that a server takes on that device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return DraftModel(config, ops=draft_ops(device)).freeze()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_head(model: DraftModel) -> TargetHead:
+    """A target's embedding, which is its lm_head too."""
+    config, weight = model.config, model.fc.weight
+    vocabulary = weight.new_empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
+    one_rank = TensorParallel()
+    return TargetHead(
+        lambda ids: vocabulary[ids],
+        lambda hidden: argmax_of_shards(hidden @ vocabulary.T, 0, one_rank),
+    )
+
+
+def bytes_needed(config: DraftConfig, load: Load, itemsize: int) -> int:
+    """Memory of the K/V of a load and of the weights, in bytes."""
+    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    options = Options(window=load.window).resolve(config)
+    entries = options.draft_kv_entries(load.requests)
+    if entries is None:
+        entries = load.requests * (load.context + 2 * config.block_size)
+    wide, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    layer = wide * (3 * inner + (heads + config.num_attention_heads) * config.head_dim)
+    weights = config.num_hidden_layers * layer + config.target_hidden_width * wide
+    return itemsize * (entries * per_token + weights + config.vocab_size * wide)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A drafter under a load: all requests have `load.context` committed tokens, whose draft K/V
+    is live.
+
+    Attributes:
+        setup: as a server makes it.
+        known: where the requests' tokens lie.
+        bonus: int64 `[R]`.
+        targets: int64 `[R, B]`, the target's tokens.
+        hidden: `[R * B, F * E]`, the target's hidden states.
+        positions, slots: int64 `[R * B]`, of the block.
+    """
+
+    load: Load
+    setup: DraftSetup
+    drafter: Drafter
+    known: RequestSlots
+    bonus: Tensor
+    targets: Tensor
+    hidden: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """Parts of a step, which repeat on the same tensors: `propose` a block, `commit` (accept
+        drafts, and find entries for their tokens), `absorb` (project hidden states of all of them
+        into entries)."""
+        drafter, model, cache = self.drafter, self.drafter.model, self.drafter.cache
+        block = drafter.block_size
+        ids, steps = self.targets.clone(), torch.arange(block, device=self.targets.device)
+        entries = cache.place(self.slots).clone()
+
+        def propose() -> None:
+            drafter.propose(self.bonus, self.known)
+
+        def commit() -> None:
+            accepted = model.ops.accept(ids, self.targets)
+            cache.place(self.slots, (steps < accepted.lengths[:, None]).flatten())
+
+        def absorb() -> None:
+            kv = model.project_context(finite(model.context_features(self.hidden))[0])
+            model.write_context(kv, self.positions, cache.kv, entries)
+
+        return {"propose": propose, "commit": commit, "absorb": absorb}
+
+    def graphed(self, recorder: Recorder, columns: int | None = None) -> GraphedDrafter:
+        """The drafter with recorded steps, for a batch of this load; `columns`: of the recorded
+        table, by default those that the load reads."""
+        columns = columns or self.known.columns(self.drafter.context_window)
+        table, requests = self.known.req_to_token, (self.load.requests,)
+        return GraphedDrafter(self.drafter, recorder, table, requests, (columns,))
+
+    def step(self, drafter: Drafter | GraphedDrafter) -> Callable[[], None]:
+        """The draft side of a whole decode step, as a server runs it."""
+        ops, block = self.drafter.model.ops, self.drafter.block_size
+        steps = torch.arange(block, device=self.targets.device)
+
+        def run() -> None:
+            ids = drafter.propose(self.bonus, self.known)
+            accepted = ops.accept(ids, self.targets)
+            keep = (steps < accepted.lengths[:, None]).flatten()
+            drafter.absorb(self.hidden, self.positions, self.slots, keep=keep)
+
+        return run
+
+
+def loaded(
+    model: DraftModel, head: TargetHead, load: Load, attention: str, device: torch.device
+) -> Loaded:
+    """A drafter under a load, with that attention backend.
+
+    Raises:
+        RuntimeError: the tokens of the load are not live.
+    """
+    config = model.config
+    options = Options(window=load.window).resolve(config)
+    block, requests, width = options.block_size, load.requests, load.context + 2 * config.block_size
+    dtype = model.fc.weight.dtype
+    setup = DraftSetup(
+        model, options, ATTENTION[attention], TensorParallel(), device, dtype, requests
+    )
+    # Slot 0 and row 0 are for padding. Tokens lie where they were free, not side by side.
+    slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
+    table = torch.cat((torch.zeros_like(slots[:1]), slots))
+    cache = setup.cache(1 + requests * width, requests, bounded=True)
+    cache.kv.normal_()
+    rows = 1 + torch.arange(requests, device=device)
+    lengths = torch.full_like(rows, load.context)
+    known = RequestSlots(table, rows, lengths, load.context)
+    _fill(cache, known, options.context_window is not None, known.columns(options.context_window))
+    drafter = Drafter(model, head, cache, options, setup.attention(cache, requests, width))
+    check_live(model.ops.slot_table(known, options.context_window, cache.tags))
+    positions = lengths[:, None] + torch.arange(block, device=device)
+    tokens = requests * block
+    return Loaded(
+        load=load,
+        setup=setup,
+        drafter=drafter,
+        known=known,
+        bonus=torch.randint(config.vocab_size, (requests,), device=device),
+        targets=torch.randint(config.vocab_size, (requests, block), device=device),
+        hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=dtype),
+        positions=positions.flatten(),
+        slots=table[rows[:, None], positions].long().flatten(),
+    )
+
+
+def check_live(entries: Tensor) -> None:
+    """Raise RuntimeError unless all `entries` `[R, C]` of a table are live: what is not read costs
+    no time."""
+    lost = int((entries < 0).sum())
+    if lost:
+        raise RuntimeError(f"{lost} of {entries.numel()} tokens of the load are not live")
+
+
+def _fill(cache: DraftKVCache, known: RequestSlots, windowed: bool, columns: int) -> None:
+    """Make the last `columns` tokens of every request live. Without tags, all are."""
+    if not windowed:
+        return
+    length = known.longest
+    visible = known.req_to_token[known.rows, length - columns : length]
+    cache.place(visible.long().flatten())

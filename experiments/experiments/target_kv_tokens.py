@@ -1,0 +1,69 @@
+"""KV tokens that the target gets at equal memory, by what the draft's K/V takes.
+
+Without a draft, with our bounded draft KV, with one draft slot per target token, and with SGLang's
+built-in worker. The servers' own reports, one server after another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.runner import Arms, Experiment, NoOptions, Progress, one_after_another
+from sglang_dflash.bench.server_config import FlagValue, ServerConfig, demo_config
+from sglang_dflash.facts.embedded import demo_pair
+
+WINDOW, RUNNING, MEMORY_FRACTION = 512, 16, 0.2
+
+
+def arms(_: NoOptions) -> Arms:
+    pair = demo_pair("dense")
+    window: dict[str, FlagValue] = {"--speculative-draft-window-size": WINDOW}
+    draft = sized_by_memory(demo_config(pair, dflash=True))
+    return {
+        "plain": sized_by_memory(demo_config(pair, dflash=False)),
+        "bounded": draft.with_flags(window),
+        "per_target_token": draft,
+        "builtin": draft.with_flags({**window, "--speculative-dflash-worker": "builtin"}),
+    }
+
+
+def sized_by_memory(config: ServerConfig) -> ServerConfig:
+    """The same server with a KV pool as large as the memory allows."""
+    return config.without_flags("--max-total-tokens").with_flags(
+        {"--mem-fraction-static": MEMORY_FRACTION, "--max-running-requests": RUNNING}
+    )
+
+
+def workload(arms: Arms, _: NoOptions, progress: Progress) -> dict[str, int]:
+    return one_after_another(
+        arms, lambda _, server: server.info()["max_total_num_tokens"], progress
+    )
+
+
+def report(tokens: dict[str, int], _: NoOptions) -> dict[str, Any]:
+    return {
+        "window": WINDOW,
+        "max_running_requests": RUNNING,
+        "mem_fraction_static": MEMORY_FRACTION,
+        "target_kv_tokens": tokens,
+        "share_of_plain": {
+            name: round(count / tokens["plain"], 4) for name, count in tokens.items()
+        },
+    }
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    return [
+        f"{name:18}{count:10,}{result['share_of_plain'][name]:8.4f}"
+        for name, count in result["target_kv_tokens"].items()
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="target_kv_tokens",
+    description=__doc__,
+    arms=arms,
+    workload=workload,
+    report=report,
+    table=table,
+)

@@ -1,0 +1,96 @@
+"""The table from requests to draft K/V entries, built once per step for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.visibility import context_positions
+from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.options import ContextWindow
+
+# Columns times requests that `fill_table` works on at once. It needs some 60 bytes for each.
+PIECE = 1 << 16
+
+
+class RequestSlots(NamedTuple):
+    """Where the committed tokens of R requests lie in the target's KV pool.
+
+    Attributes:
+        req_to_token: int32 `[rows, positions]`, the target slots of each row's positions, with unit
+            stride over positions. What it holds past a request's tokens is not used.
+        rows: int64 `[R]`, the requests' rows of it.
+        seq_lens: int64 `[R]`, committed tokens: the position of the block's first token.
+        longest: a bound on `seq_lens` that is known on the host.
+    """
+
+    req_to_token: Tensor
+    rows: Tensor
+    seq_lens: Tensor
+    longest: int
+
+    def columns(self, window: ContextWindow | None) -> int:
+        """Columns of the requests' table: what the longest request reads."""
+        longest = min(self.longest, self.req_to_token.shape[1])
+        return longest if window is None else min(longest, window.size)
+
+
+class ContextTable(NamedTuple):
+    """What the block of each request reads of the draft KV cache. Column c stands for the position
+    that `context_positions` gives it.
+
+    Attributes:
+        entries: int32 `[R, C]`, entry numbers; -1 if there is no such token or its K/V is dead.
+        seq_lens: int64 `[R]`, committed tokens.
+        window: what the drafts read; None for all committed tokens.
+    """
+
+    entries: Tensor
+    seq_lens: Tensor
+    window: ContextWindow | None
+
+
+def fill_table(
+    entries: Tensor,
+    req_to_token: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    window: ContextWindow | None,
+    tags: RingTags | None,
+) -> None:
+    """Fill `entries`, and mark what it names as the entries in use of a ring. In torch.
+
+    Args:
+        entries: int32 `[R, C]`, written (see `ContextTable`). C is at least the smaller of the
+            longest request's length and the window's size.
+        req_to_token: int `[rows, positions]`, see `RequestSlots`.
+        rows: int `[R]`.
+        seq_lens: int `[R]`.
+        window: what the drafts read.
+        tags: of a ring; None for a cache with an entry per target slot. The flag of the padding
+            entry is left False.
+    """
+    last = req_to_token.shape[1] - 1
+    ends = seq_lens.clamp(max=last + 1)[:, None]
+    if tags is not None:
+        tags.in_use.zero_()
+    for first, width in pieces(entries.shape[1], PIECE // max(1, len(entries))):
+        positions = context_positions(seq_lens.long(), width, window, first)
+        visible = positions < ends
+        found = req_to_token[rows[:, None], positions.clamp(max=last)].where(visible, 0)
+        if tags is not None:
+            slots, found = found, tags.entry_of[found]
+            visible &= tags.owner[found] == slots
+            used = found.where(visible, len(tags.in_use) - 1)
+            tags.in_use.index_fill_(0, used.flatten().long(), True)
+        entries[:, first : first + width] = found.where(visible, -1)
+    if tags is not None:
+        tags.in_use[-1:].fill_(False)
+
+
+def pieces(total: int, size: int) -> Iterator[tuple[int, int]]:
+    """Beginning and width of pieces of at most `size` (at least 1) that make up `total`."""
+    size = max(1, size)
+    return ((first, min(size, total - first)) for first in range(0, total, size))

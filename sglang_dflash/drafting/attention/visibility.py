@@ -1,0 +1,56 @@
+"""What the positions of a block may see: of the context, and of the block itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import LayerAttention
+
+
+def context_positions(
+    seq_lens: Tensor, width: int, window: ContextWindow | None, first: int = 0
+) -> Tensor:
+    """Which committed positions the block of each request reads.
+
+    Args:
+        seq_lens: int64 `[R]`, committed tokens.
+        width: columns to fill. All columns are `window.size`, or enough for the longest request.
+        window: None for all committed tokens.
+        first: the first of these columns.
+
+    Returns:
+        int64 `[R, width]`; a column past the request's own tokens holds a position >= its seq_len.
+    """
+    column = torch.arange(first, first + width, device=seq_lens.device)
+    if window is None:
+        return column.expand(len(seq_lens), -1)
+    tail = (seq_lens - window.tokens).clamp(min=window.sinks)[:, None]
+    return torch.where(column < window.sinks, column, tail + column - window.sinks)
+
+
+def visibility(
+    layer: LayerAttention, positions: Tensor, seq_lens: Tensor, live: Tensor, block: int
+) -> Tensor:
+    """Bool mask `[R, 1 or B, C + B]` of what each block position sees in a layer.
+
+    Args:
+        positions: int64 `[R, C]`, the context's (see `context_positions`).
+        seq_lens: int64 `[R]`, committed tokens.
+        live: bool `[R, C]`, whether there is such a token and the cache holds it.
+        block: B.
+    """
+    context = live[:, None]  # [R, 1, C]
+    step = torch.arange(block, device=seq_lens.device)
+    inside = torch.ones(1, 1, block, dtype=torch.bool, device=seq_lens.device)
+    if layer.causal or layer.sliding_window is not None:
+        behind = step[:, None] - step  # how far each key of the block lies behind the query
+        inside = (behind >= 0) if layer.causal else torch.ones_like(behind, dtype=torch.bool)
+        if layer.sliding_window is not None:
+            inside = inside & (behind < layer.sliding_window)
+            query = (seq_lens[:, None] + step)[..., None]  # [R, B, 1]
+            context = context & (query - positions[:, None] < layer.sliding_window)
+        inside = inside[None]
+    rows = max(context.shape[1], inside.shape[1])
+    return torch.cat((context.expand(-1, rows, -1), inside.expand(len(context), rows, -1)), dim=-1)

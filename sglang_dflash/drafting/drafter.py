@@ -1,0 +1,149 @@
+"""The drafter as its callers see it: it absorbs what the target computed, and proposes the next
+block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.backend import DraftAttention
+from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import ResolvedOptions
+
+
+@dataclass(frozen=True)
+class TargetHead:
+    """What the drafter borrows of the target.
+
+    Attributes:
+        embed: ids int64 `[N]` -> embeddings `[N, E]`.
+        argmax: hidden states `[N, E]` -> ids int64 `[N]` of the largest logits; -1 if that logit is
+            not finite.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    argmax: Callable[[Tensor], Tensor]
+
+
+class Proposer(Protocol):
+    """What a serving loop asks of a drafter. Another draft head is a class with these methods.
+
+    The caller owns the mapping from a request's positions to target slots (`RequestSlots`); a
+    drafter keeps nothing of a request.
+    """
+
+    cache: DraftKVCache
+    counters: DraftCounters
+
+    def absorb(
+        self,
+        target_hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keep: Tensor | None = None,
+        quota: int | None = None,
+    ) -> None:
+        """Take in tokens that the target has computed.
+
+        Args:
+            target_hidden: `[N, F * E]`, outputs of the target layers that the draft reads, side by
+                side.
+            positions: int64 `[N]`.
+            slots: int64 `[N]`, the tokens' slots in the target's KV pool.
+            keep: bool `[N]`, False for drafted tokens that were not accepted; None keeps all.
+            quota: entries of a full cache that these tokens may take (see `DraftKVCache.write`).
+        """
+
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        """Draft one block per request.
+
+        Args:
+            bonus: int64 `[R]`, each request's newest token. Its position is the request's
+                `seq_lens`, and no cache holds it yet.
+            requests: where the committed tokens lie.
+
+        Returns:
+            int64 `[R, B]`: the bonus token and B - 1 drafted ones, all of them valid token ids.
+        """
+
+    def describe(self) -> Mapping[str, Any]:
+        """What /server_info shows of its set-up."""
+
+    def report(self) -> Mapping[str, Any]:
+        """What /server_info shows of its counts."""
+
+
+class Drafter:
+    """DFlash drafting (arXiv 2602.06036, section 4): one forward fills the block. A `Proposer`."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        head: TargetHead,
+        cache: DraftKVCache,
+        options: ResolvedOptions,
+        attention: DraftAttention,
+    ) -> None:
+        self.model, self.head, self.cache, self.attention = model, head, cache, attention
+        self.counters = DraftCounters(cache.kv.device)
+        self.block_size, self.context_window = options.block_size, options.context_window
+
+    def absorb(
+        self,
+        target_hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keep: Tensor | None = None,
+        quota: int | None = None,
+    ) -> None:
+        if len(slots) == 0:
+            return
+        features, broken = finite(self.model.context_features(target_hidden))
+        self.counters.add_nonfinite(broken if keep is None else keep & broken)
+        entries = self.cache.place(slots, keep, quota)
+        kv = self.model.project_context(features)
+        self.model.write_context(kv, positions, self.cache.kv, entries)
+
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        ops, block, window = self.model.ops, self.block_size, self.context_window
+        entries = ops.slot_table(requests, window, self.cache.tags)
+        if self.cache.is_bounded:
+            self.counters.add_context(requests.seq_lens, entries)
+        self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens, window))
+        mask_id = self.model.config.mask_token_id
+        ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
+        embedded = self.head.embed(ids.flatten()).unflatten(0, ids.shape)
+        hidden = self.model(embedded, positions, self.attention.attend)
+        # A v1 draft proposes its argmax, a point mass.
+        drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1)).unflatten(0, (-1, block - 1))
+        broken = drafted < 0
+        self.counters.add_nonfinite(broken)
+        ids[:, 1:] = drafted.masked_fill(broken, mask_id)
+        return ids
+
+    def describe(self) -> Mapping[str, Any]:
+        return {}
+
+    def report(self) -> Mapping[str, Any]:
+        return {}
+
+
+def finite(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Features `[N, E]` with zeros for NaN and Inf, and whose hidden states held one, bool `[N]`.
+
+    Masked entries take part in 0 times V: a NaN would reach other requests. One that is in the
+    hidden states is in every feature, since each is a sum over all of them; so the first one tells.
+    """
+    return features.nan_to_num(0.0, 0.0, 0.0), ~features[:, 0].isfinite()
+
+
+# A draft head other than ours is made by a function with the signature of `Drafter`.
+DrafterFactory = Callable[
+    [DraftModel, TargetHead, DraftKVCache, ResolvedOptions, DraftAttention], Proposer
+]

@@ -1,0 +1,220 @@
+"""Decode steps of the drafter, recorded per batch size and replayed.
+
+A recording has fixed shapes. Batches are padded to the next recorded size (bucket), and without a
+window the table of entries to the next recorded number of columns. Rows of padding read nothing,
+and write to the padding slot only.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.recording import Recorder
+
+logger = logging.getLogger(__name__)
+
+# The target slot that rows of padding name. A KV pool keeps it for padding.
+PADDING_SLOT = 0
+# Columns of the narrowest table without a window; each wider one has four times as many.
+LEAST_COLUMNS = 1024
+
+
+class Key(NamedTuple):
+    """What a recording is for: R requests, C table columns (0 for a commit), B block positions."""
+
+    requests: int
+    columns: int
+    width: int
+
+
+def column_buckets(columns: int) -> tuple[int, ...]:
+    """Numbers of table columns to record, up to `columns`."""
+    found = []
+    size = LEAST_COLUMNS
+    while size < columns:
+        found.append(size)
+        size *= 4
+    return (*found, columns)
+
+
+def batch_buckets(most: int) -> tuple[int, ...]:
+    """Batch sizes to record where SGLang names none: powers of two up to `most`, and `most`."""
+    sizes = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    return (*sizes, most)
+
+
+class GraphedDrafter:
+    """A `Proposer`: the steps of a `Drafter` from recordings. What has none is run eagerly: a batch
+    larger than the largest bucket, and a prompt.
+
+    Attributes:
+        replays: steps from recordings, by "propose" and "commit".
+        eager: proposals that were computed without one.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        recorder: Recorder,
+        req_to_token: Tensor,
+        buckets: Sequence[int],
+        widths: Sequence[int] = (),
+    ) -> None:
+        """Records every step.
+
+        Args:
+            req_to_token: int32 `[rows, positions]`, of all requests to come (see `RequestSlots`).
+            buckets: batch sizes.
+            widths: numbers of table columns; by default those of `column_buckets`, or one if the
+                drafter has a window.
+        """
+        self._drafter, self._table = drafter, req_to_token
+        self.cache: DraftKVCache = drafter.cache
+        self.counters = drafter.counters
+        self._buckets = tuple(sorted(set(buckets)))
+        positions, window = req_to_token.shape[1], drafter.context_window
+        if window is not None:
+            widths = (min(window.size, positions),)
+        self._widths = tuple(sorted(set(widths or column_buckets(positions))))
+        self.replays = {"propose": 0, "commit": 0}
+        self.eager = 0
+        self._static = _Static(drafter, self._buckets[-1])
+        self._graphs: dict[Key, Callable[[], None]] = {}
+        # The largest first: smaller ones reuse its memory.
+        for requests in reversed(self._buckets):
+            for columns in reversed(self._widths):
+                key = Key(requests, columns, drafter.block_size)
+                self._graphs[key] = recorder.record(partial(self._propose, key))
+            key = Key(requests, 0, drafter.block_size)
+            self._graphs[key] = recorder.record(partial(self._commit, key))
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of the buffers that recordings read and write."""
+        return self._static.nbytes
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "draft_graph_batch_sizes": list(self._buckets),
+            "draft_graph_columns": list(self._widths),
+            "draft_graph_buffer_bytes": self.static_bytes,
+        }
+
+    def report(self) -> dict[str, int]:
+        return {
+            "draft_graph_proposals": self.replays["propose"],
+            "draft_graph_commits": self.replays["commit"],
+            "draft_eager_proposals": self.eager,
+        }
+
+    # -- what is recorded ----------------------------------------------------------------------
+
+    def _propose(self, key: Key) -> None:
+        s, n = self._static, key.requests
+        # A window reads no more columns than it has, however long the request.
+        longest = self._table.shape[1] if self._drafter.context_window else key.columns
+        requests = RequestSlots(self._table, s.rows[:n], s.seq_lens[:n], longest)
+        s.ids[:n].copy_(self._drafter.propose(s.bonus[:n], requests))
+
+    def _commit(self, key: Key) -> None:
+        s, n = self._static, key.requests * key.width
+        self._drafter.absorb(s.hidden[:n], s.positions[:n], s.slots[:n], keep=s.keep[:n])
+
+    # -- replays -------------------------------------------------------------------------------
+
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        key = self._key_of_proposal(len(bonus), requests)
+        if key is None:
+            self.eager += 1
+            return self._drafter.propose(bonus, requests)
+        s, n = self._static, len(bonus)
+        for static, given in (
+            (s.bonus, bonus),
+            (s.rows, requests.rows),
+            (s.seq_lens, requests.seq_lens),
+        ):
+            static[:n].copy_(given)
+            # A request of length 0 reads nothing.
+            static[n : key.requests].zero_()
+        self._graphs[key]()
+        self.replays["propose"] += 1
+        # The next replay overwrites them.
+        return s.ids[:n].clone()
+
+    def absorb(
+        self,
+        target_hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keep: Tensor | None = None,
+        quota: int | None = None,
+    ) -> None:
+        key = None if keep is None or quota is not None else self._key_of_commit(len(slots))
+        if key is None or keep is None:
+            self._drafter.absorb(target_hidden, positions, slots, keep, quota)
+            return
+        s, n = self._static, len(slots)
+        for static, given in (
+            (s.hidden, target_hidden),
+            (s.positions, positions),
+            (s.slots, slots),
+            (s.keep, keep),
+        ):
+            static[:n].copy_(given)
+        padding = slice(n, key.requests * key.width)
+        s.keep[padding].fill_(False)
+        s.slots[padding].fill_(PADDING_SLOT)
+        self._graphs[key]()
+        self.replays["commit"] += 1
+
+    def _key_of_proposal(self, requests: int, of: RequestSlots) -> Key | None:
+        if of.req_to_token.data_ptr() != self._table.data_ptr():
+            raise ValueError("req_to_token is not the table that the recordings read")
+        size = _next(self._buckets, requests)
+        columns = _next(self._widths, of.columns(self._drafter.context_window))
+        if size is None or columns is None:
+            return None
+        return Key(size, columns, self._drafter.block_size)
+
+    def _key_of_commit(self, tokens: int) -> Key | None:
+        """For the tokens of a whole batch: B of every request."""
+        width = self._drafter.block_size
+        size = None if tokens % width else _next(self._buckets, tokens // width)
+        return None if size is None else Key(size, 0, width)
+
+
+class _Static:
+    """The buffers that recordings read and write, for batches of up to R requests."""
+
+    def __init__(self, drafter: Drafter, requests: int) -> None:
+        weight, tokens = drafter.model.fc.weight, requests * drafter.block_size
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=weight.device)
+
+        self.bonus, self.rows, self.seq_lens = (zeros(requests) for _ in range(3))
+        self.ids = zeros(requests, drafter.block_size)
+        self.positions, self.slots = zeros(tokens), zeros(tokens)
+        self.keep = zeros(tokens, dtype=torch.bool)
+        # Rows of padding are projected too: they must be finite.
+        self.hidden = weight.new_zeros(tokens, drafter.model.config.target_hidden_width)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in vars(self).values())
+
+
+def _next(sizes: Sequence[int], size: int) -> int | None:
+    """The smallest of the ascending `sizes` that is not below `size`."""
+    at = bisect_left(sizes, size)
+    return sizes[at] if at < len(sizes) else None

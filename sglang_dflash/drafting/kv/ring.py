@@ -1,0 +1,115 @@
+"""A bounded draft KV cache: new entries overwrite the oldest that no running request reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.kv.storage import store_
+
+
+class RingKVCache:
+    """`num_entries` entries over the slots of the target's pool (see `DraftKVCache`).
+
+    New entries take the next unused ones of a ring; if these are too few, the oldest of all. In use
+    is what the newest table found, and what was written since. `entry_of[target slot]` and
+    `owner[entry]` point at each other while an entry lives; if the entry is overwritten or
+    forgotten, they disagree.
+    """
+
+    is_bounded = True
+
+    def __init__(
+        self,
+        num_entries: int,
+        num_target_slots: int,
+        kv_shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        scratch: int = 0,
+    ) -> None:
+        """`kv_shape`: K/V of one token, `(L, 2, G, D)`; `scratch`: more entries at the end."""
+        self.num_entries = num_entries
+        spare = 1 + scratch
+        self.kv = torch.zeros(num_entries + spare, *kv_shape, dtype=dtype, device=device)
+        self.owner = torch.full((num_entries + 1,), -1, dtype=torch.int32, device=device)
+        self.in_use = torch.zeros(num_entries + 1, dtype=torch.bool, device=device)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
+        self.entry_of = torch.full(
+            (num_target_slots,), num_entries, dtype=torch.int32, device=device
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes
+
+    @property
+    def tags(self) -> RingTags | None:
+        return RingTags(self.entry_of, self.owner, self.in_use)
+
+    def write(
+        self,
+        target_slots: Tensor,
+        kv: Tensor,
+        keep: Tensor | None = None,
+        quota: int | None = None,
+    ) -> None:
+        # -1 is a spare entry.
+        store_(self.kv, self.place(target_slots, keep, quota), kv)
+
+    def place(
+        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+    ) -> Tensor:
+        padding = self.num_entries
+        unused = ~self.in_use[: self.num_entries]
+        limit: Tensor | int = self.num_entries
+        if quota is not None:
+            limit = unused.sum().clamp(min=quota, max=self.num_entries)
+        keep = torch.ones_like(target_slots, dtype=torch.bool) if keep is None else keep
+        order = keep.cumsum(0)  # 1 for the first kept token
+        total = order[-1:]
+        rank = order - 1 - (total - limit).clamp(min=0)
+        keep = keep & (rank >= 0)
+        entries = self._next_entries(unused, rank, total.clamp(max=limit))
+        entries = torch.where(keep, entries, padding)
+        self.owner[entries] = target_slots.int()
+        # `owner[padding] = -1` would copy a host scalar to the device.
+        self.owner[padding:].fill_(-1)
+        self.entry_of[target_slots] = entries.int()
+        self.in_use.index_fill_(0, entries, True)
+        advance = torch.where(keep, (entries - self.cursor) % self.num_entries + 1, 0)
+        self.cursor.add_(advance.amax(0, keepdim=True)).remainder_(self.num_entries)
+        return torch.where(keep, entries, -1)
+
+    def _next_entries(self, unused: Tensor, rank: Tensor, total: Tensor) -> Tensor:
+        """From the cursor on, the `rank`-th `[N]` of the `unused` entries, bool `[num_entries]`; of
+        all entries if the unused ones are fewer than `total` `[1]`."""
+        free = unused | (unused.sum() < total.clamp(min=1))
+        upto = free.cumsum(0)
+        before = upto.index_select(0, self.cursor) - free.index_select(0, self.cursor).long()
+        return torch.searchsorted(upto, (before + rank) % upto[-1:] + 1)
+
+    def forget(self, target_slots: Tensor) -> None:
+        self.entry_of.index_fill_(0, target_slots, self.num_entries)
+
+    def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
+        entries = self.entry_of[target_slots].long()
+        return entries, self.owner[entries] == target_slots
+
+    def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
+        chosen = visible.nonzero()[:, 0]
+        # Newest last: of a write that does not fit, the last tokens stay.
+        return chosen[age[chosen].argsort(descending=True, stable=True)]
+
+    def live_share(self) -> float:
+        owner = self.owner[: self.num_entries]
+        entries = torch.arange(self.num_entries, device=owner.device)
+        live = (owner >= 0) & (self.entry_of[owner.clamp(min=0).long()] == entries)
+        return live.float().mean().item()
+
+    def clear(self) -> None:
+        self.entry_of.fill_(self.num_entries)
+        self.owner.fill_(-1)
+        self.in_use.zero_()
+        self.cursor.zero_()

@@ -1,0 +1,227 @@
+"""The draft network of DFlash (arXiv 2602.06036, section 4): Qwen3-style layers over one block.
+
+Letters in shapes: N tokens, R requests, B block positions, L layers, H query heads, G kv heads,
+D head dim, E hidden size, F target layers that the draft reads.
+
+The caller decides how the block attends to its context: `forward` takes an `attend` function, so
+serving (a cache), training (a mask) and tests (dense attention) share the weights and arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sglang_dflash.drafting.ops import DraftOps, TorchOps, norm_rope_context
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.rope import Rotary
+from sglang_dflash.facts.draft_config import DraftConfig
+
+# (layer, q [..., N, H, D], k [..., N, G, D], v [..., N, G, D]) -> [..., N, H, D]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class DraftLayer(nn.Module):
+    """One pre-norm transformer layer with per-head RMSNorm on q and k, and a SwiGLU MLP."""
+
+    def __init__(self, config: DraftConfig, tp: TensorParallel, ops: DraftOps) -> None:
+        super().__init__()
+        self.tp, self.ops, self.eps = tp, ops, config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
+        self.kv_heads = tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+        inner = tp.shard_size("intermediate_size", config.intermediate_size)
+        width = config.hidden_size
+        self.input_layernorm = nn.RMSNorm(width, eps=self.eps)
+        self.qkv_proj = nn.Linear(
+            width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=config.attention_bias
+        )
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=self.eps)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=config.attention_bias)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=self.eps)
+        self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rotation: Any,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on residual + x, each `[..., N, E]`.
+
+        Args:
+            residual: None for the first layer.
+            rotation: from `DraftOps.rotation`.
+            attend: `Attend` of this layer.
+
+        Returns:
+            The MLP's output and the residual that it is to be added to, `[..., N, E]`.
+        """
+        ops, norm = self.ops, self.input_layernorm
+        x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps)
+        q, k, v = ops.qk_norm_rope(
+            self.qkv_proj(x), self.q_norm.weight, self.k_norm.weight, rotation, self.heads, self.eps
+        )
+        # Every rank holds the whole bias, so it is added after the sum.
+        x = self.tp.all_reduce(F.linear(attend(q, k, v).flatten(-2), self.o_proj.weight))
+        norm = self.post_attention_layernorm
+        x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps, self.o_proj.bias)
+        x = self.tp.all_reduce(self.down_proj(ops.silu_mul(self.gate_up_proj(x))))
+        return x, residual
+
+
+class DraftModel(nn.Module):
+    """The draft network without embedding and lm_head, which it borrows from the target.
+
+    Args:
+        ops: its fused operations; None for torch's.
+
+    Raises:
+        ConfigError: the size of `tp` does not divide the config's heads or FFN width.
+    """
+
+    def __init__(
+        self, config: DraftConfig, tp: TensorParallel | None = None, ops: DraftOps | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.tp = config, tp or TensorParallel()
+        self.ops: DraftOps = ops or TorchOps()
+        self.fc = nn.Linear(config.target_hidden_width, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            DraftLayer(config, self.tp, self.ops) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads on this rank."""
+        return self._each_layer()[0].kv_heads
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one token's K/V on this rank: `(L, 2, G, D)`."""
+        return (len(self.layers), 2, self.kv_heads, self.config.head_dim)
+
+    def context_features(self, target_hidden: Tensor) -> Tensor:
+        """What all layers' context K and V are projected from.
+
+        Args:
+            target_hidden: `[..., N, F * E]`, outputs of the config's `target_layer_ids`, joined.
+
+        Returns:
+            `[..., N, E]` in the dtype of the weights.
+        """
+        context = self.fc(target_hidden.to(self.fc.weight.dtype))
+        weight, eps = self.hidden_norm.weight, self.config.rms_norm_eps
+        return self.ops.add_rms_norm(context, None, weight, eps)[0]
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """Every layer's context K and V of tokens, before norm and RoPE.
+
+        Args:
+            features: `[..., N, E]`, from `context_features`.
+
+        Returns:
+            `[..., N, L, 2, G, D]` in the dtype of the weights.
+        """
+        weight, bias = self._context_projection()
+        return F.linear(features, weight, bias).unflatten(-1, self.kv_shape)
+
+    def context_kv(self, target_hidden: Tensor, positions: Tensor) -> Tensor:
+        """Every layer's context K (normed and rotated) and V, for a caller with a cache of its own.
+
+        Args:
+            target_hidden: see `context_features`.
+            positions: int `[..., N]`.
+
+        Returns:
+            `[..., N, L, 2, G, D]` in the dtype of the weights.
+        """
+        return norm_rope_context(
+            self.project_context(self.context_features(target_hidden)),
+            positions,
+            self._k_norms(),
+            self.rotary,
+            self.config.rms_norm_eps,
+        )
+
+    def write_context(self, kv: Tensor, positions: Tensor, cache: Tensor, entries: Tensor) -> None:
+        """Store `context_kv` of N tokens in entries of a draft KV cache.
+
+        Args:
+            kv: `[N, L, 2, G, D]`, from `project_context`.
+            positions: int64 `[N]`.
+            cache: `[S, L, 2, G, D]`.
+            entries: int64 `[N]`, from `DraftKVCache.place`.
+        """
+        self.ops.write_context(
+            cache,
+            kv,
+            entries,
+            positions,
+            self._k_norms(),
+            self.rotary,
+            self.config.rms_norm_eps,
+        )
+
+    def forward(self, embeddings: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run all layers and the final norm.
+
+        Args:
+            embeddings: `[..., N, E]`. May be overwritten.
+            positions: int64 `[..., N]`.
+            attend: attention of each layer over the context and the block.
+
+        Returns:
+            Hidden states `[..., N, E]`.
+        """
+        rotation = self.ops.rotation(self.rotary, positions, embeddings.dtype)
+        x, residual = embeddings, None
+        for i, layer in enumerate(self._each_layer()):
+            x, residual = layer(x, residual, rotation, lambda q, k, v, i=i: attend(i, q, k, v))
+        eps = self.config.rms_norm_eps
+        return self.ops.add_rms_norm(x, residual, self.norm.weight, eps, needs_sum=False)[0]
+
+    def freeze(self) -> DraftModel:
+        """Prepare for inference, in place: no gradients, all layers' K/V projections in one matrix.
+
+        Weights that change afterwards have no effect on context K/V.
+        """
+        self.requires_grad_(False).eval()
+        weight, bias = self._context_projection()
+        self._joined = (
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            self._k_norms().contiguous(),
+        )
+        return self
+
+    _joined: tuple[Tensor, Tensor | None, Tensor] | None = None
+
+    def _context_projection(self) -> tuple[Tensor, Tensor | None]:
+        """Weight `[L * 2 G D, E]` and bias `[L * 2 G D]` of all layers' K and V projections."""
+        if self._joined is not None:
+            return self._joined[:2]
+        projections = [layer.qkv_proj for layer in self._each_layer()]
+        rows = slice(self._each_layer()[0].heads * self.config.head_dim, None)
+        biases = [p.bias[rows] for p in projections if p.bias is not None]
+        weight = torch.cat([p.weight[rows] for p in projections])
+        return weight, torch.cat(biases) if biases else None
+
+    def _k_norms(self) -> Tensor:
+        """All layers' k_norm weights, `[L, D]`."""
+        if self._joined is not None:
+            return self._joined[2]
+        return torch.stack([layer.k_norm.weight for layer in self._each_layer()])
+
+    def _each_layer(self) -> list[DraftLayer]:
+        return cast("list[DraftLayer]", list(self.layers))

@@ -1,0 +1,179 @@
+"""The drafter's fused operations behind one interface, and as torch computes them.
+
+`dflash_kernels.draft_ops` has them as Triton kernels. A draft network is built with one or the
+other (`DraftModel`), so nothing asks for a device later.
+
+Letters in shapes: N tokens, R requests, B block positions, C table columns, L layers, H query
+heads, G kv heads, D head dim, E hidden size, I width of the MLP.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglang_dflash.drafting import acceptance
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
+from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.kv.storage import store_
+from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.drafting.rope import Rotary, rotate
+
+
+class DraftOps(Protocol):
+    """What a step of the drafter computes between its matrix products and its attention.
+
+    Inputs of floats may be overwritten unless stated otherwise.
+    """
+
+    def slot_table(
+        self, requests: RequestSlots, window: ContextWindow | None, tags: RingTags | None
+    ) -> Tensor:
+        """Entries int32 `[R, C]` of a step's `ContextTable`, and marks them as in use in `tags`."""
+
+    def prepare_block(
+        self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and positions int64 `[R, B]`: the bonus token `[R]` at `seq_lens` `[R]`, then mask
+        tokens."""
+
+    def rotation(self, rotary: Rotary, positions: Tensor, dtype: torch.dtype) -> Any:
+        """What `qk_norm_rope` needs of int64 positions `[..., N]`, once for all layers."""
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        needs_sum: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """RMSNorm of a sum, and the sum.
+
+        Args:
+            x: `[..., N, E]`. Not overwritten if there is no residual.
+            residual: `[..., N, E]`; None for none.
+            weight: `[E]`.
+            bias: `[E]`, of the projection that made x; None for none.
+            needs_sum: whether the caller uses the sum. If not, the second result has no meaning.
+
+        Returns:
+            RMSNorm(residual + (x + bias)) * weight, and residual + (x + bias).
+        """
+
+    def qk_norm_rope(
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Any, heads: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `qkv` `[..., N, (H + 2 G) D]`: q `[..., N, H, D]` and k `[..., N, G, D]`, both with
+        RMSNorm by weights `[D]` and RoPE, and v `[..., N, G, D]`."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up `[..., N, I]` of gate and up side by side, `[..., N, 2 I]`."""
+
+    def write_context(
+        self,
+        cache: Tensor,
+        kv: Tensor,
+        entries: Tensor,
+        positions: Tensor,
+        k_weights: Tensor,
+        rotary: Rotary,
+        eps: float,
+    ) -> None:
+        """Write context K, with RMSNorm and RoPE, and V of all layers into cache entries.
+
+        Args:
+            cache: `[S, L, 2, G, D]`, the entries; the last one is spare. Values beyond float8's
+                range become its largest number.
+            kv: `[N, L, 2, G, D]`, projected K and V.
+            entries: int64 `[N]`, distinct. For a token with -1, nothing but the spare entry may
+                change.
+            positions: int64 `[N]`.
+            k_weights: `[L, D]`, of the norms.
+        """
+
+    def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
+        """`core.acceptance.accept`."""
+
+
+class TorchOps:
+    """`DraftOps` in torch: any device, with gradients."""
+
+    def slot_table(
+        self, requests: RequestSlots, window: ContextWindow | None, tags: RingTags | None
+    ) -> Tensor:
+        req_to_token, rows, seq_lens, _ = requests
+        shape = len(rows), requests.columns(window)
+        entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
+        fill_table(entries, req_to_token, rows, seq_lens, window, tags)
+        return entries
+
+    def prepare_block(
+        self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int
+    ) -> tuple[Tensor, Tensor]:
+        ids = torch.full((len(bonus), block), mask_id, dtype=torch.int64, device=bonus.device)
+        ids[:, 0] = bonus
+        return ids, seq_lens[:, None] + torch.arange(block, device=bonus.device)
+
+    def rotation(
+        self, rotary: Rotary, positions: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return rotary.cos_sin(positions, dtype)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+        needs_sum: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        total = x if bias is None else x + bias
+        total = total if residual is None else residual + total
+        return F.rms_norm(total, weight.shape, weight, eps), total
+
+    def qk_norm_rope(
+        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Any, heads: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = q_weight.shape
+        per_head = qkv.unflatten(-1, (-1, *shape))
+        kv_heads = (per_head.shape[-2] - heads) // 2
+        q, k, v = per_head.split((heads, kv_heads, kv_heads), dim=-2)
+        q, k = F.rms_norm(q, shape, q_weight, eps), F.rms_norm(k, shape, k_weight, eps)
+        return rotate(q, *rotation), rotate(k, *rotation), v
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def write_context(
+        self,
+        cache: Tensor,
+        kv: Tensor,
+        entries: Tensor,
+        positions: Tensor,
+        k_weights: Tensor,
+        rotary: Rotary,
+        eps: float,
+    ) -> None:
+        # -1 is the spare entry.
+        store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
+
+    def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
+        return acceptance.accept(block, target_tokens)
+
+
+def norm_rope_context(
+    kv: Tensor, positions: Tensor, k_weights: Tensor, rotary: Rotary, eps: float
+) -> Tensor:
+    """Context K/V `[..., N, L, 2, G, D]` with RMSNorm by `k_weights` `[L, D]` and RoPE on K."""
+    k, v = kv.unbind(-3)
+    cos, sin = (t.unsqueeze(-3) for t in rotary.cos_sin(positions, k.dtype))
+    k = F.rms_norm(k, k.shape[-1:], eps=eps) * k_weights[:, None]
+    return torch.stack((rotate(k, cos, sin), v), dim=-3)

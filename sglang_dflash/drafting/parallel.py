@@ -1,0 +1,77 @@
+"""Tensor parallelism as a value: rank, size and two collectives. No process group is known here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.facts.errors import ConfigError
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def _single_rank(x: Tensor) -> Tensor:
+    return x[None]
+
+
+def _own_number(number: int) -> int:
+    return number
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A rank in a tensor-parallel group. The default is a group of one.
+
+    Attributes:
+        rank, size: this rank, and the number of ranks.
+        all_reduce: the sum of a tensor over the ranks.
+        all_gather: all ranks' tensors `[...]`, stacked as `[size, ...]`.
+        from_first: a number of rank 0, on all ranks. On the host: no device is waited for.
+    """
+
+    rank: int = 0
+    size: int = 1
+    all_reduce: Callable[[Tensor], Tensor] = _identity
+    all_gather: Callable[[Tensor], Tensor] = _single_rank
+    from_first: Callable[[int], int] = _own_number
+
+    def shard_size(self, name: str, total: int) -> int:
+        """Heads or columns per rank, of `total`. Raises ConfigError if it does not divide."""
+        if total % self.size:
+            raise ConfigError(
+                f"--tp-size: {self.size} does not divide the draft's {name} ({total})"
+            )
+        return total // self.size
+
+    def shard_size_or_replica(self, name: str, total: int) -> int:
+        """As `shard_size`, but 1 if there are more ranks than heads and each head has replicas."""
+        if self.size > total and self.size % total == 0:
+            return 1
+        return self.shard_size(name, total)
+
+
+def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tensor:
+    """Ids of the largest logits of a vocabulary that is split over ranks.
+
+    Of equal logits the one on the lowest rank is taken. NaN counts as the largest of all.
+
+    Args:
+        logits: `[N, V / size]`, this rank's part of the vocabulary.
+        first_id: the id of its first column.
+
+    Returns:
+        int64 `[N]`; -1 for rows whose largest logit is not finite.
+    """
+    value, index = logits.max(-1)
+    if tp.size == 1:
+        return torch.where(value.isfinite(), index + first_id, -1)
+    # Ids below 2 ** 24 are exact in float32, so one gather carries values and ids.
+    candidates = tp.all_gather(torch.stack((value.float(), (index + first_id).float())))
+    best = candidates[:, 0].argmax(0, keepdim=True)
+    value, index = (candidates[:, i].gather(0, best)[0] for i in (0, 1))
+    return torch.where(value.isfinite(), index.long(), -1)

@@ -1,0 +1,220 @@
+"""The drafter's operations against torch's, and its recorded steps against eager ones, on random
+inputs: a few milliseconds at start-up that find a kernel or a graph which this machine gets wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.backend import DraftAttention
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, Proposer
+from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.kv.storage import store_
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.ops import DraftOps, TorchOps
+from sglang_dflash.facts.errors import ConfigError
+
+# Largest difference, as a share of the largest value of the torch result.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+REQUESTS, CONTEXT = 3, 40
+WAY_OUT = (
+    "serve with --speculative-dflash-worker builtin, and report it; "
+    "--speculative-dflash-self-check off starts anyway"
+)
+
+
+class SelfCheckFailed(ConfigError):
+    """An operation gives another result than torch, or a recorded step than an eager one."""
+
+
+class Case(NamedTuple):
+    """One operation: its name, and how to run it with an implementation of `DraftOps`. It returns
+    the results to compare, and makes its inputs anew: operations may overwrite them."""
+
+    name: str
+    run: Callable[[DraftOps], tuple[Tensor, ...]]
+
+
+def check_ops(model: DraftModel, block_size: int) -> list[str]:
+    """Compare the model's operations with torch's, at its shapes and with its weights.
+
+    Returns:
+        The names of the operations that were compared; none if they are torch's.
+
+    Raises:
+        SelfCheckFailed: one differs; the message names it, shape, difference and what helps.
+    """
+    if isinstance(model.ops, TorchOps):
+        return []
+    names, twin = [], TorchOps()
+    for name, run in _cases(model, block_size):
+        for got, expected in zip(run(model.ops), run(twin), strict=True):
+            _compare(name, got, expected)
+        names.append(name)
+    return names
+
+
+def check_attention(
+    model: DraftModel,
+    block_size: int,
+    attention: DraftAttention,
+    kv: Tensor | None = None,
+    compacts: bool = False,
+) -> None:
+    """Compare draft attention with torch's, for every layer, with dead entries.
+
+    Args:
+        kv: `[S, L, 2, G, D]`, entries of an empty draft KV cache with what the attention keeps at
+            their end; zero again afterwards. None for entries made for this.
+        compacts: whether the attention leaves dead entries out instead of masking them. Inside of
+            a sliding window it then sees farther, so only the oldest ones are dead here.
+
+    Raises:
+        SelfCheckFailed: see `check_ops`.
+    """
+    draw = _Random(model)
+    if kv is None:
+        kv = draw.floats(CONTEXT + 2, *model.kv_shape)
+    context = max(1, min(CONTEXT, len(kv) - 2))
+    everything = torch.arange(context, device=draw.device)
+    store_(kv, everything, draw.floats(context, *model.kv_shape))
+    seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
+    columns = everything.expand(REQUESTS, -1)
+    live = (columns < seq_lens[:, None]) & ((columns > 3) if compacts else (columns % 7 != 3))
+    table = ContextTable(columns.where(live, -1).int(), seq_lens, None)
+    layer: Any = model.layers[0]
+    q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
+    k, v = (draw.floats(REQUESTS, block_size, layer.kv_heads, layer.head_dim) for _ in range(2))
+    expected = TorchAttention(model.config.layers, block_size)
+    try:
+        for one in (attention, expected):
+            one.prepare(kv, table)
+        for i in range(len(model.layers)):
+            name = f"attention of layer {i} ({type(attention).__name__})"
+            _compare(name, attention.attend(i, q, k, v), expected.attend(i, q, k, v))
+    finally:
+        kv.zero_()
+
+
+def check_recording(
+    eager: Drafter, recorded: Proposer, req_to_token: Tensor, most: int = REQUESTS
+) -> None:
+    """Compare a recorded proposal with an eager one, over context that both read. For an empty
+    cache; it is empty again afterwards, and so are the rows of the table.
+
+    Args:
+        most: requests of the largest recorded batch. A larger one would be run eagerly, and so be
+            compared with itself.
+
+    Raises:
+        SelfCheckFailed: the drafted tokens differ.
+    """
+    draw, model = _Random(eager.model), eager.model
+    count = min(REQUESTS, most, len(req_to_token) - 1)
+    rows = torch.arange(1, count + 1, device=draw.device)
+    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, eager.cache.num_entries // 8)
+    slots = 1 + torch.arange(len(rows) * length, device=draw.device)
+    req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
+    hidden = draw.floats(len(slots), model.config.target_hidden_width)
+    eager.absorb(hidden, torch.arange(length, device=draw.device).repeat(len(rows)), slots)
+    seq_lens, bonus = torch.full_like(rows, length), torch.zeros_like(rows)
+    requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
+    try:
+        _compare("recorded proposal", recorded.propose(bonus, requests),
+                 eager.propose(bonus, requests))  # fmt: skip
+    finally:
+        req_to_token[rows, :length] = 0
+        eager.cache.clear()
+        eager.counters.clear()
+
+
+class _Random:
+    """Values for a model: on its device, in its dtype, always the same ones."""
+
+    def __init__(self, model: DraftModel) -> None:
+        weight = model.fc.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        # On the host, so that every device gets the same values.
+        self._generator = torch.Generator().manual_seed(0)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
+
+    def ints(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self._generator).to(self.device)
+
+
+def _cases(model: DraftModel, block: int) -> Iterator[Case]:
+    config, layers = model.config, cast(Sequence[Any], model.layers)
+    layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
+
+    def add_rms_norm(ops: DraftOps) -> tuple[Tensor, ...]:
+        draw = _Random(model)
+        x, residual = (draw.floats(*shape, config.hidden_size) for _ in range(2))
+        return ops.add_rms_norm(x, residual, layer.input_layernorm.weight, eps)
+
+    def qk_norm_rope(ops: DraftOps) -> tuple[Tensor, ...]:
+        draw = _Random(model)
+        qkv = draw.floats(*shape, (layer.heads + 2 * layer.kv_heads) * layer.head_dim)
+        rotation = ops.rotation(model.rotary, draw.ints(0, 4096, *shape), draw.dtype)
+        weights = layer.q_norm.weight, layer.k_norm.weight
+        return ops.qk_norm_rope(qkv, *weights, rotation, layer.heads, eps)
+
+    def silu_mul(ops: DraftOps) -> tuple[Tensor, ...]:
+        return (ops.silu_mul(_Random(model).floats(*shape, layer.gate_up_proj.weight.shape[0])),)
+
+    def write_context(ops: DraftOps) -> tuple[Tensor, ...]:
+        draw = _Random(model)
+        cache = draw.floats(2 * CONTEXT, *model.kv_shape)
+        kv, positions = draw.floats(CONTEXT, *model.kv_shape), draw.ints(0, 4096, CONTEXT)
+        entries = torch.arange(CONTEXT, device=draw.device) + 5
+        norms = torch.stack([one.k_norm.weight for one in layers])
+        ops.write_context(cache, kv, entries, positions, norms, model.rotary, eps)
+        return (cache[:-1],)
+
+    def slot_table(ops: DraftOps) -> tuple[Tensor, ...]:
+        draw = _Random(model)
+        table = draw.ints(0, 2 * CONTEXT, REQUESTS + 1, CONTEXT).int()
+        seq_lens = draw.ints(1, CONTEXT, REQUESTS)
+        rows = torch.arange(REQUESTS, device=draw.device) + 1
+        owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
+        entry_of = draw.ints(0, CONTEXT, 2 * CONTEXT).int()
+        in_use = torch.zeros(CONTEXT + 1, dtype=torch.bool, device=draw.device)
+        tags = RingTags(entry_of, owner, in_use)
+        return ops.slot_table(RequestSlots(table, rows, seq_lens, CONTEXT), None, tags), in_use
+
+    def prepare_block(ops: DraftOps) -> tuple[Tensor, ...]:
+        draw = _Random(model)
+        bonus, seq_lens = (draw.ints(0, 4096, REQUESTS) for _ in range(2))
+        return ops.prepare_block(bonus, seq_lens, block, config.mask_token_id)
+
+    def accept(ops: DraftOps) -> tuple[Tensor, ...]:
+        draw = _Random(model)
+        lengths, tokens, bonus = ops.accept(draw.ints(0, 2, *shape), draw.ints(0, 2, *shape))
+        return lengths, bonus, tokens
+
+    for run in (
+        add_rms_norm, qk_norm_rope, silu_mul, write_context, slot_table, prepare_block, accept,
+    ):  # fmt: skip
+        yield Case(run.__name__, run)
+
+
+def _compare(name: str, got: Any, expected: Tensor) -> None:
+    """Raise SelfCheckFailed if the two differ by more than `TOLERANCE`; integers by anything."""
+    allowed = TOLERANCE.get(expected.dtype, 0.0)
+    difference = (got.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item() if allowed else 1.0
+    # A NaN fails: it is not below anything.
+    if got.shape == expected.shape and difference <= allowed * scale:
+        return
+    raise SelfCheckFailed(
+        f"self-check: {name} {list(expected.shape)} {str(expected.dtype).removeprefix('torch.')} "
+        f"on {expected.device.type}: differs from torch by {difference:.3g} of {scale:.3g} "
+        f"({allowed:g} of it is allowed); {WAY_OUT}"
+    )

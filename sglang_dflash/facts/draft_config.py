@@ -1,0 +1,276 @@
+"""The config.json of a draft checkpoint as one validated value, `DraftConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown
+from sglang_dflash.facts.fields import Fields, read_json_object
+from sglang_dflash.facts.rope_config import RopeConfig, read_rope
+
+# Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
+_MOST_LAYERS = 256
+_MOST_WIDTH = 2**18
+# Published drafts have 1e-6 and 1e-5.
+_MOST_EPS = 0.1
+# A field of any value but false, null, 0 or "" belongs to a drafter head other than DFlash v1.
+_OTHER_HEADS = (
+    "selector_rank",
+    "selector_top_k",
+    "conv_kernel_size",
+    "projector_type",
+    "attention_sink_bias",
+    "attention_value_scale",
+)
+# Of these and of `_OTHER_HEADS`, those that are true or false.
+_FLAGS = ("attention_sink_bias", "has_embed_tokens", "use_gemma_norm")
+# A field of any value but null, 0 or 1 belongs to a drafter head other than DFlash v1.
+_OUTPUT_SCALES = ("output_multiplier", "final_logit_softcapping")
+_UNSUPPORTED = ("has_embed_tokens", "use_gemma_norm", "quantization_config")
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How one draft layer attends.
+
+    Attributes:
+        sliding_window: tokens back from the query that it sees, the query included; None for the
+            whole context.
+        causal: whether a block position sees only the block positions up to itself.
+    """
+
+    sliding_window: int | None
+    causal: bool
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """Geometry of a DFlash v1 draft checkpoint, in the field names of its config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    block_size: int
+    mask_token_id: int
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    layers: tuple[LayerAttention, ...]
+    attention_bias: bool = False
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> DraftConfig:
+        """Read `folder/config.json`.
+
+        Raises:
+            ConfigError: the folder or file is missing, is not JSON, or holds an invalid field.
+            UnsupportedDraft: the checkpoint needs a drafter head that is not implemented here.
+        """
+        return cls.from_dict(read_json_object(Path(folder) / "config.json", "draft checkpoint"))
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
+        """Build from a parsed config.json. See `from_pretrained` for the errors."""
+        text = Fields.of(raw, "draft")
+        either = draft_fields(raw)
+        # A draft with another head goes by these names, too.
+        either.words("architectures")
+        _refuse_other_heads(text, either)
+        _check_kind(raw, either)
+        depth, _, kv_heads, head_dim = draft_kv_shape(text)
+        num_target_layers = either.positive_int("num_target_layers")
+        config = cls(
+            hidden_size=text.positive_int("hidden_size", most=_MOST_WIDTH),
+            intermediate_size=text.positive_int("intermediate_size", most=_MOST_WIDTH),
+            num_hidden_layers=depth,
+            num_attention_heads=text.positive_int("num_attention_heads", most=_MOST_WIDTH),
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=text.positive_int("vocab_size"),
+            rms_norm_eps=float(
+                text.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=_MOST_EPS)
+            ),
+            rope=read_rope(text),
+            max_position_embeddings=text.positive_int("max_position_embeddings", default=32768),
+            block_size=either.positive_int("block_size", default=16),
+            mask_token_id=_mask_token_id(either),
+            num_target_layers=num_target_layers,
+            target_layer_ids=_target_layer_ids(either, num_target_layers, depth),
+            layers=_layer_attention(text, depth),
+            attention_bias=text.flag("attention_bias", default=False),
+        )
+        config._check_consistent()
+        return config
+
+    @property
+    def target_hidden_width(self) -> int:
+        """Width of one token's target hidden states: those of `target_layer_ids`, side by side."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """Draft K/V of one token: `(layers, 2, kv heads, head dim)`."""
+        return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
+
+    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+        """Raise ConfigError unless this draft was trained for a target of that geometry."""
+        if hidden_size != self.hidden_size:
+            raise ConfigError(
+                f"hidden_size: the draft's is {self.hidden_size}, the target's {hidden_size}; "
+                "they share embedding and lm_head and must be equal"
+            )
+        if vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"vocab_size: the draft's is {self.vocab_size}, the target's {vocab_size}; "
+                "they must be equal"
+            )
+        if num_layers != self.num_target_layers:
+            raise ConfigError(
+                f"num_target_layers: the draft was trained on {self.num_target_layers} target "
+                f"layers, this target has {num_layers}"
+            )
+
+    def _check_consistent(self) -> None:
+        if self.block_size < 2:
+            raise ConfigError(
+                f"block_size: {self.block_size} drafts nothing; a block is the bonus token and at "
+                "least 1 drafted token"
+            )
+        if self.block_size > self.max_position_embeddings:
+            raise ConfigError(
+                f"block_size: {self.block_size} is more than max_position_embeddings "
+                f"({self.max_position_embeddings}) of the draft; the block size that the draft was "
+                "trained with is required"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim: {self.head_dim} is odd; the rotary embedding pairs dimensions, an even "
+                "number is required (without head_dim it is hidden_size / num_attention_heads)"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
+                f"num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.mask_token_id >= self.vocab_size:
+            raise ConfigError(
+                f"dflash_config.mask_token_id: {self.mask_token_id} is outside the vocabulary of "
+                f"{self.vocab_size}"
+            )
+
+
+def draft_fields(raw: Mapping[str, Any]) -> Fields:
+    """The fields of a draft's config.json, those of its `dflash_config` included."""
+    return Fields.of(raw, "draft", sections=("text_config", "dflash_config"))
+
+
+def draft_kv_shape(text: Fields) -> tuple[int, int, int, int]:
+    """Draft K/V of one token, `(layers, 2, kv heads, head dim)`, of a draft with any head.
+
+    Raises:
+        ConfigError: a field is missing or invalid.
+    """
+    heads = text.positive_int("num_attention_heads", most=_MOST_WIDTH)
+    width = text.positive_int("hidden_size", most=_MOST_WIDTH)
+    return (
+        text.positive_int("num_hidden_layers", most=_MOST_LAYERS),
+        2,
+        text.positive_int("num_key_value_heads", default=heads, most=_MOST_WIDTH),
+        text.positive_int("head_dim", default=width // heads, most=_MOST_WIDTH),
+    )
+
+
+def default_target_layer_ids(num_target_layers: int, depth: int) -> tuple[int, ...]:
+    """Spread `depth` layers evenly from the second to the third-last target layer.
+
+    From DFlash, arXiv 2602.06036, section 5.
+    """
+    if depth == 1:
+        return (num_target_layers // 2,)
+    first, last = 1, num_target_layers - 3
+    if last < first:
+        raise ConfigError(
+            f"num_target_layers: {num_target_layers} is too few to read {depth} target layers; "
+            "give target_layer_ids"
+        )
+    return tuple(round(first + i * (last - first) / (depth - 1)) for i in range(depth))
+
+
+def _mask_token_id(either: Fields) -> int:
+    if "mask_token_id" not in either:
+        raise UnsupportedDraft(
+            "dflash_config.mask_token_id: missing; drafts that name their mask token by text are "
+            "not served here"
+        )
+    return either.token_id("mask_token_id")
+
+
+def _target_layer_ids(either: Fields, num_target_layers: int, depth: int) -> tuple[int, ...]:
+    if "target_layer_ids" not in either:
+        return default_target_layer_ids(num_target_layers, depth)
+    return either.layer_ids("target_layer_ids", num_target_layers)
+
+
+def _layer_attention(text: Fields, depth: int) -> tuple[LayerAttention, ...]:
+    layers = []
+    for i, kind in enumerate(text.layer_types(depth) or ("full_attention",) * depth):
+        if kind == "full_attention":
+            layers.append(LayerAttention(None, causal=text.flag("is_causal", default=False)))
+        elif kind == "sliding_attention":
+            if "sliding_window" not in text:
+                raise ConfigError(
+                    f"sliding_window: None, but layer_types[{i}] is sliding_attention; "
+                    "a positive integer is required"
+                )
+            window = text.positive_int("sliding_window")
+            layers.append(LayerAttention(window, causal=text.flag("is_causal", default=True)))
+        else:
+            raise UnsupportedDraft(
+                f"layer_types[{i}]: {shown(kind)}; full_attention and sliding_attention are served"
+            )
+    return tuple(layers)
+
+
+def _check_kind(raw: Mapping[str, Any], either: Fields) -> None:
+    """Raise ConfigError if a config.json is clearly not that of a DFlash draft."""
+    names = either.words("architectures")
+    named = any("dflash" in name.casefold() for name in names)
+    if not named and "dflash_config" not in raw and "num_target_layers" not in either:
+        raise ConfigError(
+            "draft checkpoint: no DFlash draft: its config.json has neither dflash_config nor "
+            "num_target_layers; the folder or name of the draft is required, not the target's"
+        )
+
+
+def _refuse_other_heads(text: Fields, either: Fields) -> None:
+    """Raise UnsupportedDraft with the first field that a DFlash v1 draft does not have."""
+    for name in _FLAGS:
+        either.flag(name, default=False)
+    for name in ("model_type", "projector_type"):
+        either.word(name)
+    either.block("quantization_config")
+    other_heads = [name for name in _OTHER_HEADS if either.get(name)]
+    other_heads += [name for name in _OUTPUT_SCALES if either.get(name) not in (None, 0, 1)]
+    for name in other_heads:
+        raise UnsupportedDraft(
+            f"{either.path(name)}: {shown(either.get(name))}; only the DFlash v1 head is served "
+            "here"
+        )
+    for name in _UNSUPPORTED:
+        if text.get(name):
+            raise UnsupportedDraft(
+                f"{text.path(name)}: {shown(text.get(name))}; drafts with this are not served here"
+            )
+    if text.word("hidden_act") not in (None, "silu"):
+        raise UnsupportedDraft(
+            f"{text.path('hidden_act')}: {shown(text.get('hidden_act'))}; silu is served"
+        )

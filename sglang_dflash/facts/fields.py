@@ -1,0 +1,194 @@
+"""Typed fields of a config.json. Every value that is missing or invalid raises the same error:
+
+FIELD: VALUE in the draft's config.json; a positive integer is required
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sglang_dflash.facts.errors import ConfigError, cut, shown
+
+# Counts and sizes of a model are 32-bit in SGLang and in kernels.
+_MOST_INT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of one model. A field that is null counts as missing.
+
+    Attributes:
+        values: field name to value.
+        paths: field name to its dotted path in the file, for fields below the top level.
+        prefix: dotted path of the object that the other fields belong to, with a trailing dot.
+        file: how messages name the file.
+    """
+
+    values: Mapping[str, Any]
+    paths: Mapping[str, str]
+    prefix: str
+    file: str
+
+    @classmethod
+    def of(
+        cls,
+        raw: Mapping[str, Any],
+        model: Literal["target", "draft"],
+        *,
+        sections: tuple[str, ...] = ("text_config",),
+    ) -> Fields:
+        """Merge a parsed config.json with its `sections`, objects whose fields override it.
+
+        Raises:
+            ConfigError: a section is not an object.
+        """
+        top = cls(raw, {}, "", f"the {model}'s config.json")
+        values, paths = dict(raw), dict(top.paths)
+        for section in sections:
+            inner = top.block(section)
+            values |= inner.values
+            paths |= {name: inner.path(name) for name in inner.values}
+        return cls(values, paths, "", top.file)
+
+    def block(self, name: str) -> Fields:
+        """The fields of the object `name`, none if it is missing. Raises ConfigError."""
+        value = self.get(name)
+        if not isinstance(value, Mapping | None):
+            raise self.error(name, "an object")
+        return Fields(value or {}, {}, f"{self.path(name)}.", self.file)
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is; `default` if it is missing."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def path(self, name: str) -> str:
+        """The dotted path of a field, as messages give it."""
+        return self.paths.get(name, f"{self.prefix}{name}")
+
+    def error(self, name: str, required: str) -> ConfigError:
+        """The error for a field whose value is not `required`, such as "a positive integer"."""
+        value = self.get(name)
+        found = "missing from" if value is None else f"{shown(value)} in"
+        return ConfigError(f"{self.path(name)}: {found} {self.file}; {required} is required")
+
+    def positive_int(self, name: str, default: int | None = None, *, most: int = _MOST_INT) -> int:
+        """An integer from 1 to `most`. Raises ConfigError, also if there is no value and no
+        default."""
+        value = self.get(name, default)
+        if not _is_int(value) or value < 1:
+            raise self.error(name, "a positive integer")
+        if value > most:
+            raise self.error(name, f"an integer from 1 to {most}")
+        return value
+
+    def token_id(self, name: str) -> int:
+        """An integer of at least 0. Raises ConfigError."""
+        value = self.get(name)
+        if not _is_int(value) or value < 0:
+            raise self.error(name, "a token id (an integer of at least 0)")
+        return value
+
+    def positive_number(
+        self, name: str, default: float | None = None, *, least: float = 0.0, most: float = math.inf
+    ) -> float:
+        """A finite number above 0, from `least` to `most`. Raises ConfigError, also if there is no
+        value and no default."""
+        value = self.get(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise self.error(name, "a positive number")
+        if not least <= value <= most:
+            raise self.error(name, f"a number from {least:g} to {most:g}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false. Raises ConfigError."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def layer_ids(self, name: str, num_layers: int) -> tuple[int, ...]:
+        """A non-empty list of layer ids from 0 to `num_layers - 1`, each above the one before: a
+        target gives the outputs of its layers in their order. Raises ConfigError."""
+        ids = self.get(name)
+        if not isinstance(ids, list | tuple) or not ids or not all(map(_is_int, ids)):
+            raise self.error(name, "a non-empty list of layer ids")
+        outside = [i for i in ids if not 0 <= i < num_layers]
+        if outside:
+            raise ConfigError(
+                f"{self.path(name)}: {shown(outside)} outside the target's layers 0 to "
+                f"{num_layers - 1}"
+            )
+        if list(ids) != sorted(set(ids)):
+            raise self.error(name, "a list of distinct layer ids in ascending order")
+        return tuple(ids)
+
+    def word(self, name: str) -> str | None:
+        """The name of a kind, such as "yarn"; None if it is missing. Raises ConfigError."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(name, "a name")
+        return value
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of names, empty if it is missing. Raises ConfigError."""
+        value = self.get(name, [])
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, "a list of names")
+        return tuple(value)
+
+    def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
+        """The field `layer_types`, one name per layer, or None. Raises ConfigError."""
+        if "layer_types" not in self:
+            return None
+        types = self.words("layer_types")
+        if len(types) != num_layers:
+            raise ConfigError(
+                f"{self.path('layer_types')}: {len(types)} entries for {num_layers} layers; "
+                "one per layer is required"
+            )
+        return types
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_json_object(path: Path, what: str) -> Mapping[str, Any]:
+    """Parse a JSON file that holds an object. `what` begins every message.
+
+    Raises:
+        ConfigError: the file is missing, is not JSON, or holds something else.
+    """
+    file = shown(str(path))
+    try:
+        if not path.is_file():
+            raise ConfigError(
+                f"{what}: no {path.name} in {shown(str(path.parent))}; give the folder of a "
+                "checkpoint"
+            )
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what}: {file} cannot be read ({error.strerror})") from error
+    except RecursionError as error:
+        raise ConfigError(f"{what}: {file} is not valid JSON (nested too deeply)") from error
+    except ConfigError:
+        raise
+    # Not JSON, not UTF-8, or an integer of thousands of digits.
+    except ValueError as error:
+        raise ConfigError(f"{what}: {file} is not valid JSON ({cut(str(error))})") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{what}: {file} holds no JSON object but {shown(raw)}; an object of fields is required"
+        )
+    return raw

@@ -1,0 +1,132 @@
+"""Files of a checkpoint on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_dflash.facts.errors import ConfigError, cut, shown
+from sglang_dflash.facts.tensors import MASK_EMBEDDING, StoredTensor
+
+CONFIG = "config.json"
+# How long the hub may take to begin its answer.
+_ANSWER_SECONDS = 5.0
+
+
+def exists(name: str) -> bool:
+    """Whether `name` is a path here; False for a name that no path can have."""
+    try:
+        return Path(name).exists()
+    except OSError:  # Too long.
+        return False
+
+
+def draft_folder(flag: str, name: str, *, revision: str | None = None, weights: bool = True) -> str:
+    """The local folder of a draft, fetched from the hub if `name` is no path.
+
+    Args:
+        flag: what messages call the draft.
+        weights: whether to fetch the weights too; without them only JSON files are fetched.
+
+    Raises:
+        ConfigError: `name` is neither a path nor a draft that can be fetched.
+    """
+    if exists(name):
+        return name
+    # A mask embedding is fetched to be refused by name: it is never read.
+    patterns = ["*.json", "*.safetensors", MASK_EMBEDDING] if weights else ["*.json"]
+    with _hub_errors(
+        f"{flag}: {shown(name)} is neither a folder here nor a draft that could be fetched from "
+        "the hub"
+    ):
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(name, revision=revision, allow_patterns=patterns)
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """What is at hand of a model on the hub.
+
+    Attributes:
+        config: its config.json, in the local cache.
+        online: whether the hub answered. If not, `config` is what an earlier download left, with
+            its other files beside it.
+    """
+
+    config: Path
+    online: bool
+
+
+def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
+    """The config.json of the target or draft `name`, from the hub, or from the cache if the hub
+    does not answer. It is asked once: without a network this does not wait for retries.
+
+    Args:
+        offline: do not ask the hub.
+
+    Raises:
+        ConfigError: neither has it; `kind` in capitals is what the message calls it.
+    """
+    import httpx
+
+    with _hub_errors(
+        f"{kind.upper()}: {shown(name)} is neither a folder here nor a model whose config.json "
+        f"{'is in the local cache' if offline else 'could be fetched from the hub'}"
+    ):
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+        unreachable = "--offline: the hub is not asked"
+        if not offline:
+            try:
+                # `hf_hub_download` would retry a connection that fails for half a minute.
+                get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=_ANSWER_SECONDS)
+                return HubFiles(Path(hf_hub_download(name, CONFIG)), online=True)
+            except (httpx.TransportError, OfflineModeIsEnabled) as error:
+                unreachable = f"the hub cannot be reached: {error}"
+        try:
+            return HubFiles(
+                Path(hf_hub_download(name, CONFIG, local_files_only=True)), online=False
+            )
+        except LocalEntryNotFoundError as error:
+            raise OSError(
+                unreachable if offline else f"{unreachable}, and it is not in the local cache"
+            ) from error
+
+
+def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | None:
+    """Tensors by stored name, and bytes, of the safetensors weights of `name` on the hub, from
+    their headers. None if its weights have another format.
+
+    Raises:
+        ConfigError: the hub does not give them, or a header is damaged.
+    """
+    import httpx
+
+    with _hub_errors(f"{kind.upper()}: the safetensors headers of {shown(name)} on the hub"):
+        from huggingface_hub import get_safetensors_metadata
+        from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+        try:
+            files = get_safetensors_metadata(name).files_metadata.values()
+        except NotASafetensorsRepoError:
+            return None
+        except (httpx.TransportError, SafetensorsParsingError) as error:
+            raise OSError(str(error)) from error
+    tensors = [item for file in files for item in file.tensors.items()]
+    total = sum(info.data_offsets[1] - info.data_offsets[0] for _, info in tensors)
+    return {stored: StoredTensor(info.dtype, tuple(info.shape)) for stored, info in tensors}, total
+
+
+@contextmanager
+def _hub_errors(message: str) -> Iterator[None]:
+    """Raise the hub's errors as a ConfigError: `message`, then the first line of the error."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(f"{message} ({cut(str(error))})") from error

@@ -1,0 +1,196 @@
+"""What is known of a model without its weights, from a local folder, the facts shipped here, or the
+config.json on the hub."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.hub import exists, fetch_config, hub_tensors
+from sglang_dflash.facts.tensors import (
+    StoredTensor,
+    local_draft_tensors,
+    local_weight_bytes,
+    plain_name,
+)
+
+FOLDER = Path(__file__).parent / "published"
+_OTHER = {"target": "draft", "draft": "target"}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """One target or draft.
+
+    Attributes:
+        config: its config.json, or the fields of it that are read here; None if only the KV bytes
+            are known.
+        weight_bytes: bytes of its weights as served; None if unknown.
+        kv_bytes_per_token: stated directly if there is no config.
+        source: where the facts were read.
+        unknown: fields of the config.json that serving needs and that the source does not show.
+        file: the shipped file with these facts; None if they are not shipped.
+        tensors: a draft's tensors by name, from the headers of its weights; None if no weights are
+            at hand.
+        weights: the local folder that holds the draft's weights; None if they are not here.
+    """
+
+    name: str
+    config: Mapping[str, Any] | None
+    weight_bytes: int | None
+    kv_bytes_per_token: int | None
+    source: str
+    unknown: tuple[str, ...] = ()
+    file: str | None = None
+    tensors: Mapping[str, StoredTensor] | None = None
+    weights: Path | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A published target, the drafts for it, and whether it has recurrent layers."""
+
+    target: str
+    drafts: tuple[str, ...]
+    model_type: str
+    hybrid: bool
+
+
+@dataclass(frozen=True)
+class Collection:
+    """The published drafts. `announced` names targets whose draft is not published yet."""
+
+    pairs: tuple[Pair, ...]
+    announced: tuple[str, ...]
+    source: str
+
+
+@cache
+def collection() -> Collection:
+    """The collection of published drafts, from the file beside this one."""
+    raw = json.loads((FOLDER / "collection.json").read_text())
+    pairs = tuple(
+        Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"]
+    )
+    return Collection(pairs, tuple(raw["announced"]), raw["source"])
+
+
+@cache
+def shipped(kind: str) -> Mapping[str, ModelFacts]:
+    """The shipped facts of that kind, "target" or "draft", by model name."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.json")):
+        raw = json.loads(path.read_text())
+        if raw["kind"] == kind:
+            found[raw["name"]] = ModelFacts(
+                name=raw["name"],
+                config=raw.get("config"),
+                weight_bytes=raw.get("weight_bytes"),
+                kv_bytes_per_token=raw.get("kv_bytes_per_token"),
+                source=raw["source"],
+                unknown=tuple(raw.get("unknown", ())),
+                file=path.name,
+            )
+    return found
+
+
+def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
+    """Facts of the target or draft `name`: a folder, a shipped name in any case, or a hub name,
+    which `offline` looks for in the local cache only.
+
+    Raises:
+        ConfigError: nothing is known under that name, its files cannot be fetched or read, or it is
+            a draft given as target or a target given as draft.
+    """
+    if exists(name):
+        return _of_folder(kind, Path(name))
+    ours = _shipped_name(kind, name)
+    if ours is not None:
+        return shipped(kind)[ours]
+    if _shipped_name(_OTHER[kind], name) is not None:
+        raise _swapped(kind, name)
+    try:
+        found = fetch_config(kind, name, offline=offline)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_suggestion(kind, name)}") from error
+    raw = read_json_object(found.config, f"{kind} checkpoint")
+    _refuse_draft_as_target(kind, name, raw)
+    source = f"config.json of {name} {'on the hub' if found.online else 'in the local cache'}"
+    if not found.online:
+        return _of_files(kind, name, raw, found.config.parent, source)
+    weights = hub_tensors(kind, name)
+    if weights is None:
+        if kind == "draft":
+            raise ConfigError(
+                f"DRAFT: {name!r} has no safetensors weights on the hub; a draft is read from "
+                "safetensors files"
+            )
+        return ModelFacts(name, raw, None, None, source)
+    found_tensors, total = weights
+    tensors = {plain_name(stored): tensor for stored, tensor in found_tensors.items()}
+    source = f"{source}, and the headers of its weights"
+    return ModelFacts(name, raw, total, None, source, tensors=tensors)
+
+
+def _shipped_name(kind: str, name: str) -> str | None:
+    names = {known.casefold(): known for known in shipped(kind)}
+    return names.get(name.casefold())
+
+
+def _suggestion(kind: str, name: str) -> str:
+    """The shipped names that are like `name`, or all of them."""
+    asked = name.casefold()
+    # `KV sizes only` facts have names of ours, which no one misspells.
+    names = [known for known, facts in shipped(kind).items() if facts.config is not None]
+    by_text = {known.casefold(): known for known in names}
+    by_text |= {known.casefold().rpartition("/")[2]: known for known in names}
+    texts = difflib.get_close_matches(asked, by_text, n=4, cutoff=0.75)
+    texts += difflib.get_close_matches(asked.rpartition("/")[2], by_text, n=4, cutoff=0.75)
+    near = list(dict.fromkeys(by_text[text] for text in texts))[:3]
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"facts of these {kind}s are shipped: {', '.join(names)}"
+
+
+def _swapped(kind: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{kind.upper()}: {name!r} is a {_OTHER[kind]}; the target comes first, then the draft"
+    )
+
+
+def _refuse_draft_as_target(kind: str, name: str, raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a target's config.json is clearly that of a draft. `DraftConfig` refuses
+    the other mistake."""
+    names = raw.get("architectures")
+    named = isinstance(names, list) and any("dflash" in str(name).casefold() for name in names)
+    if kind == "target" and (named or "dflash_config" in raw):
+        raise _swapped(kind, name)
+
+
+def _of_folder(kind: str, folder: Path) -> ModelFacts:
+    raw = read_json_object(folder / "config.json", f"{kind} checkpoint")
+    _refuse_draft_as_target(kind, str(folder), raw)
+    source = f"config.json and weight files in {folder}"
+    return _of_files(kind, str(folder), raw, folder, source)
+
+
+def _of_files(
+    kind: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
+) -> ModelFacts:
+    tensors = local_draft_tensors(folder) if kind == "draft" else None
+    return ModelFacts(
+        name=name,
+        config=raw,
+        weight_bytes=local_weight_bytes(kind, folder),
+        kv_bytes_per_token=None,
+        source=source,
+        tensors=tensors,
+        weights=None if tensors is None else folder,
+    )

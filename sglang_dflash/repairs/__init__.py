@@ -1,0 +1,1 @@
+"""Repairs of SGLang for every server, with and without DFLASH."""

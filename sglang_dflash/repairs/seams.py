@@ -1,0 +1,60 @@
+"""Repairs of SGLang for every server, with and without DFLASH. See docs/upgrading-sglang.md.
+
+Rows name our functions as `MODULE:NAME`, so that this table loads without torch.
+"""
+
+from __future__ import annotations
+
+from sglang_dflash.seam.seam import Kind, Seam
+
+_SRT = "sglang.srt."
+_OURS = "sglang_dflash.repairs."
+_ENGINE = "tests/engine/"
+
+SEAMS = (
+    Seam(
+        target=_SRT + "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
+        kind=Kind.AROUND,
+        ours=_OURS + "penalties:count_while_scheduling",
+        reason="Under overlap, penalties miss the newest token, count the prompt's last one, and "
+        "miss or double others when a prefill comes in between.",
+        proof=_ENGINE + "test_penalties.py::test_answers_depend_on_the_batch_without_the_rows",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler.Scheduler._forward_isolation",
+        kind=Kind.BEFORE,
+        ours=_OURS + "penalties:count_newest",
+        reason="Under overlap, penalties never see the newest token, which is on the device; with "
+        "drafts, they see one of the tokens of a step.",
+        proof=_ENGINE + "test_penalties.py::test_answers_depend_on_the_batch_without_the_rows",
+    ),
+    Seam(
+        target=_SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+        kind=Kind.AFTER,
+        ours=_OURS + "penalties:count_from_the_start",
+        reason="A retracted request's penalties forget its output; the order in which penalties "
+        "are applied is that of a set.",
+        proof="tests/repairs/test_penalties.py::test_retraction_forgets_the_output_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        kind=Kind.BEFORE,
+        ours=_OURS + "request_guard:check_shape",
+        reason="Lists that do not match a batch are an HTTP 500, or end the scheduler.",
+        proof="tests/repairs/test_request_guard.py::test_shapes_raise_other_errors_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        kind=Kind.AROUND,
+        ours=_OURS + "request_guard:check_and_create",
+        reason="A request with a value that the scheduler cannot take ends the server.",
+        proof=_ENGINE + "test_request_guard.py::test_the_server_ends_without_the_guard",
+    ),
+    Seam(
+        target=_SRT + "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
+        kind=Kind.AROUND,
+        ours=_OURS + "weight_update:check_and_update",
+        reason="Weights of another model are reported as a success, and outputs are wrong.",
+        proof=_ENGINE + "test_weight_update.py::test_outputs_are_wrong_without_the_row",
+    ),
+)

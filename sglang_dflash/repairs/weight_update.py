@@ -1,0 +1,70 @@
+"""`/update_weights_from_disk` with a folder that is not the target's is refused.
+
+SGLang copies the tensors whose names it knows and reports success, whatever the folder holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.tensors import tensor_shapes
+from sglang_dflash.repairs.flag import guard_off
+
+# Formats of --load-format that read safetensors files.
+CHECKED_FORMATS = (None, "auto", "safetensors")
+# A checkpoint with tied embeddings may leave either out.
+TIED = ("lm_head.weight", "embed_tokens.weight")
+
+
+async def check_and_update(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
+    """Around `TokenizerManager.update_weights_from_disk`: `(success, message, paused requests)`."""
+    if not guard_off(manager.server_args) and obj.load_format in CHECKED_FORMATS:
+        try:
+            await asyncio.to_thread(check_folder, obj.model_path, manager.model_path)
+        except ConfigError as error:
+            return False, f"model_path: {error}. The weights are unchanged", 0
+    return await original(manager, obj, request)
+
+
+def check_folder(folder: str, served: str) -> None:
+    """Compare architecture, tensor names and shapes with those of the served checkpoint.
+
+    A name on the hub, of either, is not compared; nor are weights that are no safetensors files.
+
+    Raises:
+        ConfigError: the folder does not hold weights of the served model.
+    """
+    if not (os.path.exists(folder) and os.path.isdir(served)):
+        return
+    new, old = architectures(folder), architectures(served)
+    if new != old:
+        raise ConfigError(f"{folder!r} holds {new}; the served model is {old}, of {served!r}")
+    if any(Path(served).glob("*.safetensors")):
+        old_shapes = tensor_shapes(served, "served")
+        check_tensors(folder, tensor_shapes(folder, "new"), old_shapes)
+
+
+def architectures(folder: str) -> Any:
+    """`architectures` of the folder's config.json. Raises ConfigError."""
+    return read_json_object(Path(folder) / "config.json", "new checkpoint").get("architectures")
+
+
+def check_tensors(
+    folder: str, new: Mapping[str, Sequence[int]], old: Mapping[str, Sequence[int]]
+) -> None:
+    """Raise ConfigError unless the tensors of both checkpoints have the same names and shapes."""
+    for name in sorted({*new, *old}):
+        if name not in new and name not in TIED:
+            raise ConfigError(f"{folder!r}: tensor {name!r} of the served model is missing")
+        if name not in old and name not in TIED:
+            raise ConfigError(f"{folder!r}: tensor {name!r} is none of the served model's")
+        if name in new and name in old and list(new[name]) != list(old[name]):
+            raise ConfigError(
+                f"{folder!r}: {name} is {list(new[name])}, the served model's {list(old[name])}"
+            )

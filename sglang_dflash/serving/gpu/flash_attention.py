@@ -1,0 +1,105 @@
+"""FlashAttention 3 and 4, as SGLang ships them, for `core.attention.paged`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.backend import FLAG, Setting
+from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.facts.errors import ConfigError
+
+# Major compute capability -> splits of a request's context. On Hopper, FA4 has one only.
+FA4_SPLITS = {9: 1, 10: 4}
+# The kernels that sgl-kernel is built with.
+FA3_MAJORS = (8, 9)
+
+
+def fa4(config: DraftConfig, setting: Setting) -> PagedAttention:
+    """FA4. Raises ConfigError if this GPU has no kernel, or the package is missing."""
+    major = _major(setting.device)
+    if major not in FA4_SPLITS:
+        raise ConfigError(_other_gpu("fa4", sorted(FA4_SPLITS), major))
+    kernel = fa4_kernel(FA4_SPLITS[major])
+    return PagedAttention(config.layers, setting.block_size, setting.scratch, kernel)
+
+
+def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
+    """FA3. Raises ConfigError if this GPU has no kernel."""
+    major = _major(setting.device)
+    if major not in FA3_MAJORS:
+        raise ConfigError(_other_gpu("fa3", FA3_MAJORS, major))
+    return PagedAttention(config.layers, setting.block_size, setting.scratch, fa3_kernel())
+
+
+def _other_gpu(name: str, majors: Sequence[int], found: int) -> str:
+    return (
+        f"{FLAG}: {name!r} has kernels for GPUs of capability {' and '.join(map(str, majors))}, "
+        f"this one's is {found}; choose one of ['triton', 'torch']"
+    )
+
+
+def _major(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def fa4_kernel(splits: int) -> Any:
+    """A `PagedKernel`. Raises ConfigError if FA4 cannot be imported."""
+    from sglang.kernels.ops.attention import flash_attention_v4
+
+    if not flash_attention_v4.is_flash_attention_v4_available():
+        raise ConfigError(f"{FLAG}: 'fa4': the package flash-attn-4 cannot be imported")
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, pages: Pages, block: int, layer: LayerAttention
+    ) -> Tensor:
+        return flash_attention_v4.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=pages.queries,
+            max_seqlen_q=block,
+            seqused_k=pages.lengths,
+            page_table=pages.table,
+            causal=layer.causal and layer.sliding_window is None,
+            window_size=window(layer),
+            num_splits=splits,
+        )
+
+    return attend
+
+
+def fa3_kernel() -> Any:
+    """A `PagedKernel`."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, pages: Pages, block: int, layer: LayerAttention
+    ) -> Tensor:
+        left, right = window(layer)
+        return flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            page_table=pages.table,
+            cache_seqlens=pages.lengths,
+            cu_seqlens_q=pages.queries,
+            max_seqlen_q=block,
+            causal=layer.causal,
+            window_size=(-1 if left is None else left, -1 if right is None else right),
+            num_splits=0,
+        )
+
+    return attend
+
+
+def window(layer: LayerAttention) -> tuple[int | None, int | None]:
+    """Keys before and after a query that it sees, None for all: the `window_size` of
+    FlashAttention."""
+    if layer.sliding_window is None:
+        return None, None
+    return layer.sliding_window - 1, 0 if layer.causal else None

@@ -1,0 +1,165 @@
+"""Replay's side of SGLang: a recurrent state pool without snapshots that records verify inputs, and
+the functions around SGLang's that use it. Imported only if replay serves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+from sglang.srt.runtime_context import get_schedule, get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch import Tensor
+
+from sglang_dflash.serving.start.memory import plan_of
+
+
+class Recording:
+    """What a verify forward leaves for replay: gate inputs and the convolution's window before the
+    block, of every layer and request. The convolution's inputs are in SGLang's own windows.
+
+    Attributes:
+        layers: layer index in the pool -> SGLang's layer.
+        gates: `[2, L, R, B, HV]`, the inputs a and b of the gates.
+        windows: `[L, R, C, W - 1]`.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Any] = {}
+        self.gates = self.windows = torch.empty(0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.gates.nbytes + self.windows.nbytes
+
+    def record(
+        self,
+        pool: HybridReqToTokenPool,
+        layer: Any,
+        a: Tensor,
+        b: Tensor,
+        slots: Tensor,
+        block: int,
+    ) -> None:
+        """Before a layer verifies; SGLang's convolution kernel overwrites its window.
+
+        Args:
+            pool: the target's request pool.
+            layer: SGLang's layer.
+            a, b: `[R * block, HV]`.
+            slots: int `[R]`, the requests' state slots.
+            block: tokens per request in this step, at most B.
+        """
+        index = pool.mamba2_layer_index(layer.layer_id)
+        gates = torch.stack((a, b)).unflatten(1, (-1, block))
+        conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
+        if not self.layers:
+            depth, rows = len(conv), pool.size + 1
+            # A step may verify less than a block; SGLang's own windows are for a whole one.
+            most = pool.mamba_pool.mamba_cache.intermediate_conv_window[0].shape[2]
+            self.gates = gates.new_zeros(2, depth, rows, most, gates.shape[-1])
+            self.windows = conv.new_zeros(depth, rows, *conv.shape[2:])
+        self.layers[index] = layer
+        # Copies: a captured graph reuses the memory of its tensors.
+        self.gates[:, index, :count, :block] = gates
+        self.windows[index, :count] = conv[index, slots[:count].long()]
+
+
+class ReplayPool(MambaPool):
+    """SGLang's state pool with the convolution's windows and without the states' snapshots."""
+
+    mamba_cache: Any
+
+    def __init__(self, **kwargs: Any) -> None:
+        # SGLang leaves the snapshots out for its own replay, which brings a ring: take the smallest
+        # one and drop it.
+        own_replay = {"enable_linear_replayssm_spec": True, "linear_replayssm_cache_len": 1}
+        super().__init__(**{**kwargs, **own_replay})
+        self.enable_linear_replayssm_spec = False
+        self.replayssm_spec_write_pos = self.replayssm_cache_base = self.replayssm_is_flush = None
+        cache = self.mamba_cache
+        state, steps = cache.temporal, cache.intermediate_conv_window[0].shape[2]
+        rings = {f.name: None for f in fields(cache) if f.name.startswith("replayssm_")}
+        # The backend insists on a tensor of this shape. This one has no memory of its own; see
+        # `verify_without_snapshots`.
+        rows = kwargs["spec_state_size"] + 1
+        empty = state.new_zeros(()).expand(state.shape[0], rows, steps, *state.shape[2:])
+        self.mamba_cache = replace(cache, intermediate_ssm=empty, **rings)
+        self.recording = Recording()
+
+
+def _replays(configurator: Any) -> bool:
+    plan = plan_of(configurator)
+    return plan is not None and plan.replay
+
+
+def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
+    """Around `KVCacheConfigurator._build_hybrid_req_pool`: with `ReplayPool` if replay serves."""
+    if not _replays(configurator):
+        return original(configurator, **kwargs)
+    own = HybridReqToTokenPool.mamba_pool_cls
+    HybridReqToTokenPool.mamba_pool_cls = ReplayPool
+    try:
+        return original(configurator, **kwargs)
+    finally:
+        HybridReqToTokenPool.mamba_pool_cls = own
+
+
+def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> float:
+    """Around `KVCacheConfigurator._handle_max_mamba_cache`: reserve what replay needs, and no
+    snapshots. Without a speculative algorithm SGLang reserves none."""
+    if not _replays(configurator):
+        return original(configurator, total_rest_gb)
+    algorithm, configurator.spec_algorithm = configurator.spec_algorithm, SpeculativeAlgorithm.NONE
+    try:
+        return original(configurator, total_rest_gb - replay_bytes(configurator) / 2**30)
+    finally:
+        configurator.spec_algorithm = algorithm
+
+
+def record_verify(
+    original: Any,
+    backend: Any,
+    layer: Any,
+    forward_batch: Any,
+    mixed_qkv: Any,
+    a: Tensor,
+    b: Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Around `GDNAttnBackend.forward_extend`: record the inputs of a verify forward."""
+    pool = backend.req_to_token_pool
+    if forward_batch.forward_mode.is_target_verify() and isinstance(pool.mamba_pool, ReplayPool):
+        slots = backend.forward_metadata.mamba_cache_indices
+        block = forward_batch.spec_info.draft_token_num
+        pool.mamba_pool.recording.record(pool, layer, a, b, slots, block)
+    return original(backend, layer, forward_batch, mixed_qkv, a, b, **kwargs)
+
+
+def verify_without_snapshots(original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `GDNKernelDispatcher.target_verify`: pass no buffer for snapshots if the pool's has no
+    memory."""
+    buffer = kwargs.get("intermediate_states_buffer")
+    if buffer is not None and not any(buffer.stride()):
+        kwargs["intermediate_states_buffer"] = None
+    return original(dispatcher, *args, **kwargs)
+
+
+def note_new_weights(manager: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before SGLang chooses the runners whose weights an update replaces: replay has copies."""
+    manager.draft_worker.rollback.weights_change()
+
+
+def replay_bytes(configurator: Any) -> int:
+    """Bytes that replay needs beside the states: convolution inputs, the window before them and
+    gate inputs of every running request."""
+    params = configurator.mambaish_config.mamba2_cache_params
+    block = get_spec().speculative_num_draft_tokens
+    requests = get_schedule().max_running_requests // configurator.attn_dp_size + 1
+    inputs = sum(math.prod(shape[:-1]) * (block + shape[-1] - 1) for shape in params.shape.conv)
+    before = sum(math.prod(shape) for shape in params.shape.conv)
+    gates = 2 * block * params.shape.temporal[0]
+    elements = len(params.layers) * requests * (inputs + before + gates)
+    return elements * params.dtype.conv.itemsize

@@ -1,0 +1,232 @@
+"""How the target's recurrent state follows a partly accepted block: snapshots or replay.
+
+Verification must leave a recurrent state as it is, because only a prefix of the block stays.
+*Snapshots* (SGLang's way) keep the state after every block position and copy the accepted one.
+*Replay* keeps only the layers' inputs, a hundredth of the size, and folds the accepted ones into
+the state afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.runtime_context import mamba_track_grid
+from torch import Tensor
+
+from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs, fold_
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.seam.seam import install_late
+from sglang_dflash.serving.seams import REPLAY_SEAMS
+from sglang_dflash.serving.step.batch import PADDING_SLOT, ScheduleBatch
+
+# See `fold_` in drafting/recurrent/replay.py.
+Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Tensor, Tensor, Tensor, Tensor], None]
+
+GATED_DELTA_NET = "Gated DeltaNet"
+
+
+class Checkpoints(NamedTuple):
+    """Prefix-cache checkpoints that a step passes.
+
+    Attributes:
+        slots: int64 `[R]`, state slots of the checkpoints.
+        steps: int64 `[R]`, the block position after which one is due, -1 for none.
+    """
+
+    slots: Tensor
+    steps: Tensor
+
+
+class Rollback(Protocol):
+    """How the target's recurrent state follows an accepted prefix."""
+
+    name: str
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that verification needs beside the states, of all running requests."""
+
+    def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
+        """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
+        B) tokens."""
+
+
+def checkpoints_due(batch: ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:
+    """Which track boundaries a step crosses; None if the prefix cache keeps no checkpoints.
+
+    Args:
+        batch: the running requests.
+        seq_lens: int64 `[R]`, committed tokens before the step.
+        lengths: int64 `[R]`, tokens that it commits.
+    """
+    if batch.mamba_track_indices is None:
+        return None
+    grid = mamba_track_grid(batch.tree_cache.page_size)
+    after = seq_lens + lengths
+    crossed = seq_lens // grid != after // grid
+    steps = torch.where(crossed, after // grid * grid - seq_lens - 1, -1)
+    return Checkpoints(batch.mamba_track_indices.long(), steps)
+
+
+class Snapshots:
+    """SGLang's own rollback: its pool holds the state after every block position."""
+
+    name = "snapshot"
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+
+    @property
+    def scratch_bytes(self) -> int:
+        return verify_scratch_bytes(self._runner)
+
+    def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
+        self._runner.attn_backend.update_mamba_state_after_mtp_verify(
+            last_correct_step_indices=lengths - 1,
+            mamba_track_indices=None if checkpoints is None else checkpoints.slots,
+            mamba_steps_to_track=None if checkpoints is None else checkpoints.steps,
+            model=self._runner.model,
+        )
+
+
+class Replay:
+    """Folds the accepted tokens of a recorded verify forward into the states of all layers."""
+
+    name = "replay"
+
+    def __init__(self, model_runner: Any, fold: Fold) -> None:
+        self._runner, self._fold = model_runner, fold
+        self._layers: RecurrentLayers | None = None
+        self._weights_changed = False
+
+    def weights_change(self) -> None:
+        """To be called if the target's weights are about to be replaced."""
+        self._weights_changed = True
+
+    def layers(self) -> RecurrentLayers:
+        """The weights of all recurrent layers, stacked. Their memory stays where it is."""
+        recorded = self._runner.req_to_token_pool.mamba_pool.recording.layers
+        if self._layers is None:
+            self._layers = stacked_layers([recorded[i] for i in range(len(recorded))])
+        elif self._weights_changed:
+            self._layers.copy_(stacked_layers([recorded[i] for i in range(len(recorded))]))
+        self._weights_changed = False
+        return self._layers
+
+    @property
+    def scratch_bytes(self) -> int:
+        recording = self._runner.req_to_token_pool.mamba_pool.recording
+        return verify_scratch_bytes(self._runner) + recording.nbytes
+
+    def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
+        backend = self._runner.attn_backend.linear_attn_backend
+        slots = backend.forward_metadata.mamba_cache_indices[: len(lengths)].long()
+        rows = torch.arange(len(lengths), device=lengths.device)
+        layers = self.layers()
+        if checkpoints is not None:
+            # Only the device knows which are due. Reading it would make the host wait every step.
+            due = (checkpoints.steps >= 0) & (checkpoints.slots >= 0)
+            # A unified memory pool renumbers its state slots; other pools return them unchanged.
+            to = backend._translate_mamba_indices(checkpoints.slots.clamp(min=0)).long()
+            self._write(layers, rows, slots, to.where(due, -1), checkpoints.steps + 1)
+        self._write(layers, rows, slots, slots, lengths)
+
+    def _write(
+        self, layers: RecurrentLayers, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
+    ) -> None:
+        """Write state and convolution window after `lengths` tokens into the slots `target` of
+        every layer's pool; a negative target is skipped."""
+        pool = self._runner.req_to_token_pool.mamba_pool
+        cache, recording = pool.mamba_cache, pool.recording
+        # [L, R, B, C, W - 1], the last inputs after every block position.
+        windows = cache.intermediate_conv_window[0]
+        kept = VerifyInputs(recording.windows, windows[..., -1], *recording.gates)
+        self._fold(layers, cache.temporal, kept, rows, source, target, lengths)
+        cache.conv[0][:, target.clamp(min=PADDING_SLOT)] = windows[:, rows, lengths - 1]
+
+
+def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
+    """The rollback for this target, None if it has no recurrent layers. To be called before SGLang
+    allocates its state pool.
+
+    Raises:
+        ConfigError: replay was requested and the recurrent layers are not Gated DeltaNet.
+    """
+    kind = recurrent_kind(model_runner.model_config)
+    if kind is None:
+        return None
+    if kind != GATED_DELTA_NET:
+        if requested == "replay":
+            raise ConfigError(
+                f"--speculative-dflash-recurrent-rollback: 'replay' is for {GATED_DELTA_NET} "
+                f"layers, this target's are {kind}; give 'snapshot' or leave it at 'auto'"
+            )
+        return Snapshots(model_runner)
+    if requested == "snapshot":
+        return Snapshots(model_runner)
+    install_late(REPLAY_SEAMS)
+    return Replay(model_runner, _fold_op(torch.device(model_runner.device)))
+
+
+def _fold_op(device: torch.device) -> Fold:
+    if device.type != "cuda":
+        return fold_
+    from dflash_kernels import gated_delta_fold
+
+    return gated_delta_fold.fold_
+
+
+def recurrent_kind(model_config: Any) -> str | None:
+    """The kind of the target's recurrent layers; None if it has none."""
+    if mambaish_config(model_config) is None:
+        return None
+    if hybrid_gdn_config(model_config) is not None:
+        return GATED_DELTA_NET
+    return type(mambaish_config(model_config)).__name__
+
+
+def verify_scratch_bytes(model_runner: Any) -> int:
+    """Bytes that the state pool holds for verification only. Counts memory, not shapes: its windows
+    overlap.
+
+    Those are snapshots of states, or with --enable-linear-replayssm-spec a ring of their inputs.
+    """
+    cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
+    rings = [kept for name, kept in vars(cache).items() if name.startswith("replayssm_")]
+    kept = [cache.intermediate_ssm, *cache.intermediate_conv_window, *rings]
+    memory = [t.untyped_storage() for t in kept if t is not None]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in memory}
+    return sum(storages.values())
+
+
+def recording_bytes(model_config: Any, requests: int, block: int, itemsize: int) -> int:
+    """Bytes that replay's recording takes (`replay_pool.Recording`): gate inputs, in the model's
+    dtype of `itemsize`, and convolution windows; 0 for a target without Gated DeltaNet layers."""
+    config = hybrid_gdn_config(model_config)
+    if config is None:
+        return 0
+    params = config.mamba2_cache_params
+    (channels, window), value_heads = params.shape.conv[0], params.shape.temporal[0]
+    gates = 2 * block * value_heads * itemsize
+    per_request = gates + channels * window * params.dtype.conv.itemsize
+    return len(params.layers) * (requests + 1) * per_request
+
+
+def stacked_layers(layers: list[Any]) -> RecurrentLayers:
+    """Weights of SGLang's GDN layers, in the order of the state pool."""
+    first = layers[0]
+    biases = None if first.bias is None else torch.stack([layer.bias for layer in layers])
+    return RecurrentLayers(
+        conv_weight=torch.stack([layer.conv_weights for layer in layers]),
+        conv_bias=biases,
+        activation=first.activation,
+        a_log=torch.stack([layer.A_log for layer in layers]),
+        dt_bias=torch.stack([layer.dt_bias for layer in layers]),
+        key_heads=first.num_k_heads,
+        value_heads=first.num_v_heads,
+        key_dim=first.head_k_dim,
+        value_dim=first.head_v_dim,
+    )

@@ -1,0 +1,265 @@
+"""Which worker serves a pair: ours, or SGLang's built-in one if ours cannot. What neither can serve
+is refused at start-up."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.utils.hf_transformers_utils import get_config
+
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.weights import dummy_model, load_model
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
+from sglang_dflash.facts.hub import draft_folder
+from sglang_dflash.facts.values import check_weights
+from sglang_dflash.seam.seam import verify
+from sglang_dflash.serving.gpu.backends import (
+    asked_attention,
+    check_attention,
+    check_kv_dtype,
+    kv_dtype,
+    unserved_attention,
+)
+from sglang_dflash.serving.gpu.graphs import check_graphs
+from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.start.draft_code import refuse_code
+from sglang_dflash.serving.start.refusal import ends_the_server
+from sglang_dflash.serving.step.width import check_width, make_policy
+
+logger = logging.getLogger(__name__)
+
+# Values of --kv-cache-dtype that pack two numbers into a byte and keep scales beside them.
+FOUR_BIT_KV = ("nvfp4", "fp4_mx_block16")
+# Values of --dtype; with auto, the models' configs decide.
+FLOATS = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+
+
+def check_pair(server_args: Any) -> None:
+    """Before SGLang resolves its speculative settings, in the launching process.
+
+    Raises:
+        ConfigError: the draft checkpoint, the pair or our settings cannot work; the message names
+            field and value.
+    """
+    settings = resolving_view(server_args)
+    flags.warn_unguarded(server_args, settings.tokenizer_worker_num)
+    if settings.speculative_algorithm is None and settings.speculative_draft_model_path:
+        logger.warning(
+            "--speculative-draft-model-path has no effect without --speculative-algorithm: the "
+            "server decodes plainly; add --speculative-algorithm DFLASH"
+        )
+    if not _dflash_requested(settings):
+        return
+    flags.warn_retired_env()
+    try:
+        _check(server_args, settings)
+    except ConfigError as error:
+        raise ConfigError(flags.in_typed_words(server_args, str(error))) from None
+
+
+def _check(server_args: Any, settings: Any) -> None:
+    """`check_pair`. Errors name the flags of `Options`."""
+    if flags.builtin_requested(server_args):
+        refuse_code(_folder(settings, weights=False), settings)
+        return
+    folder = _folder(settings)
+    refuse_code(folder, settings)
+    try:
+        config = DraftConfig.from_pretrained(folder)
+    except UnsupportedDraft:
+        return
+    _check_as_sglang_reads_it(folder, settings)
+    options = flags.options(server_args, settings)
+    resolved = options.resolve(config)
+    model = model_config_of(server_args)
+    check_width(server_args, settings, resolved.block_size)
+    options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
+    if mambaish_config(model) is not None:
+        _check_recurrent_target(options, settings)
+    target = model.hf_text_config
+    config.check_target(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_layers=target.num_hidden_layers,
+    )
+    if not dummy_weights(settings):
+        check_weights(config, folder)
+    if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
+        device = torch.device(settings.device or "cpu")
+        _check_device(server_args, settings, config, device)
+        check_graphs(flags.draft_graphs(server_args), device, settings.tp_size)
+        # The built-in worker may split the draft otherwise. Raises if heads do not divide.
+        with torch.device("meta"):
+            DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def _check_device(
+    server_args: Any, settings: Any, config: DraftConfig, device: torch.device
+) -> None:
+    """Raise ConfigError if draft attention or the dtype of draft K/V cannot be had there."""
+    if device.type != "cuda":
+        check_attention(server_args, config, device)
+        return
+    dtype = kv_dtype(
+        settings.kv_cache_dtype,
+        settings.speculative_draft_kv_cache_dtype,
+        asked_attention(server_args),
+        FLOATS.get(settings.dtype, torch.bfloat16),
+    )
+    check_kv_dtype(dtype, device)
+    check_attention(server_args, config, device, dtype)
+
+
+def _check_as_sglang_reads_it(folder: str, settings: Any) -> None:
+    """Raise ConfigError if SGLang, which reads the config.json too, cannot: Transformers must know
+    its model_type, and checks fields that we do not read."""
+    try:
+        get_config(folder, trust_remote_code=settings.trust_remote_code)
+    # Transformers raises errors of many types.
+    except Exception as error:
+        raise ConfigError(
+            f"draft checkpoint: the config.json in {shown(folder)} cannot be read by Transformers, "
+            f"which SGLang uses ({cut(str(error))})"
+        ) from error
+
+
+def _dflash_requested(settings: Any) -> bool:
+    algorithm = (settings.speculative_algorithm or "").upper()
+    return algorithm == "DFLASH" and settings.speculative_draft_model_path is not None
+
+
+def _check_recurrent_target(options: Options, settings: Any) -> None:
+    """Raise ConfigError for settings that a target with recurrent layers cannot serve."""
+    if options.recompute_tail:
+        raise ConfigError(
+            f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has "
+            "recurrent layers, whose state cannot be taken back to an earlier token; leave it at 0"
+        )
+    if settings.enable_streaming_session:
+        raise ConfigError(
+            "--enable-streaming-session: not supported for targets with recurrent layers: a turn "
+            "could start from a state that includes tokens that were not returned to the client. "
+            "Use sessions without streaming"
+        )
+
+
+def dummy_weights(settings: Any) -> bool:
+    """Whether --load-format, or that of the draft, asks for random weights: no file is read."""
+    return (settings.speculative_draft_load_format or settings.load_format) == "dummy"
+
+
+def _folder(settings: Any, weights: bool = True) -> str:
+    """The local folder of the draft checkpoint. Raises ConfigError."""
+    return draft_folder(
+        "--speculative-draft-model-path",
+        settings.speculative_draft_model_path,
+        revision=settings.speculative_draft_model_revision,
+        weights=weights and not dummy_weights(settings),
+    )
+
+
+def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
+    """Around SGLang's choice of the speculative worker's class, in the scheduler process."""
+    if not algorithm.is_dflash():
+        return original(algorithm, server_args)
+    if flags.builtin_requested(server_args):
+        flag = "--speculative-dflash-worker builtin"
+        logger.info("DFLASH: SGLang's built-in worker, as requested by %s", flag)
+        return _showing(flag, original(algorithm, server_args))
+    settings = resolving_view(server_args)
+    folder = _folder(settings)
+    builtin = functools.partial(original, algorithm, server_args)
+    reason = unserved_setting(settings, folder) or unserved_attention(server_args)
+    if reason is not None:
+        return _fall_back(reason, builtin)
+    load = dummy_model if dummy_weights(settings) else load_model
+    kind, widths = flags.width(server_args)
+    return functools.partial(
+        _build_worker,
+        builtin,
+        load_draft=functools.partial(load, folder),
+        options=flags.options(server_args, settings),
+        attention=asked_attention(server_args),
+        draft_graphs=flags.draft_graphs(server_args),
+        self_check=flags.self_check(server_args),
+        width_policy=functools.partial(make_policy, kind, widths),
+        extension_path=flags.extension_path(server_args),
+    )
+
+
+def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
+    """What SGLang calls as the worker's class. By now all plugins have run, and the target is
+    loaded and can be examined."""
+    from sglang_dflash.serving.seams import SEAMS
+    from sglang_dflash.serving.step.target_model import unserved_target
+    from sglang_dflash.serving.step.worker import DFlashWorker
+
+    # A row with `only_if_loaded` may be of the launcher, another process.
+    verify(row for row in SEAMS if not row.only_if_loaded)
+    reason = unserved_target(kwargs["target_worker"].model_runner.model)
+    if reason is not None:
+        # SGLang's own arguments.
+        theirs = ("server_args", "gpu_id", "nccl_port", "target_worker")
+        return _fall_back(reason, builtin)(**{name: kwargs[name] for name in theirs})
+    with ends_the_server(functools.partial(flags.in_typed_words, kwargs["server_args"])):
+        return DFlashWorker(**kwargs)
+
+
+def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
+    logger.warning(
+        "DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
+    )
+    return _showing(reason, builtin())
+
+
+def _showing(reason: str, worker: type) -> type:
+    """That class of SGLang's, which tells `metrics.add_report` why it serves."""
+    return type(worker.__name__, (worker,), {"builtin_reason": reason})
+
+
+def _has_4bit_draft_kv(settings: Any) -> bool:
+    """Whether draft K/V would take over a 4-bit dtype of the target's. SGLang gives a draft on FA4
+    the model's dtype."""
+    return (
+        settings.kv_cache_dtype in FOUR_BIT_KV
+        and settings.speculative_draft_kv_cache_dtype is None
+        and settings.speculative_draft_attention_backend != "fa4"
+    )
+
+
+def unserved_setting(settings: Any, folder: str) -> str | None:
+    """The first draft feature or server setting that our worker does not serve, or None."""
+    try:
+        DraftConfig.from_pretrained(folder)
+    except UnsupportedDraft as reason:
+        return str(reason)
+    unserved = {
+        f"--device {settings.device}": settings.device not in (None, "cpu", "cuda"),
+        "--attn-cp-size above 1": settings.attn_cp_size > 1,
+        "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
+        "--pp-size above 1": settings.pp_size > 1,
+        "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
+        "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
+        "--speculative-use-block-verification": settings.speculative_use_block_verification,
+        "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
+        "--enable-unified-memory": settings.enable_unified_memory,
+        "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
+            settings
+        ),
+    }
+    return next((name for name, present in unserved.items() if present), None)

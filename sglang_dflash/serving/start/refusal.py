@@ -1,0 +1,61 @@
+"""A server that cannot be started ends with one line: our errors are shown without a traceback."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from sglang_dflash.facts.errors import ConfigError
+
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+logger = logging.getLogger(__name__)
+
+
+class OneLine:
+    """A `sys.excepthook`: of a ConfigError only the message, of anything else what the hook before
+    it shows. Packages that SGLang imports set one, too."""
+
+    def __init__(self, before: ExceptHook) -> None:
+        self.before = before
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, ConfigError):
+            print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
+        else:
+            self.before(kind, error, trace)
+
+
+def use_one_line() -> None:
+    """Show ConfigErrors that end this process in one line. For processes that a command line
+    started; a script that makes an `Engine` keeps its tracebacks."""
+    if not isinstance(sys.excepthook, OneLine):
+        sys.excepthook = OneLine(sys.excepthook)
+
+
+@contextmanager
+def ends_the_server(reword: Callable[[str], str]) -> Iterator[None]:
+    """In a scheduler process, a ConfigError ends the server as any error there does, by SIGQUIT to
+    the parent (`sglang.srt.managers.scheduler.run_scheduler_process`), but logs one line.
+
+    Elsewhere the error is raised.
+
+    Args:
+        reword: message to message as the log shows it.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if multiprocessing.parent_process() is None:
+            raise
+        logger.error("sglang-dflash: %s", reword(str(error)))
+        os.kill(os.getppid(), signal.SIGQUIT)
+        raise SystemExit(1) from error

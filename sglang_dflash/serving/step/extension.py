@@ -1,0 +1,92 @@
+"""What an experiment or a test may add to the worker: its own drafter, and eyes on every step.
+
+    --speculative-dflash-extension PACKAGE.MODULE:FUNCTION
+
+FUNCTION(target_worker) is called in every scheduler process when the worker is built, and returns
+an `Extension`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.drafter import Drafter, DrafterFactory
+from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.facts.errors import ConfigError
+
+
+class Step(NamedTuple):
+    """One decode step's requests.
+
+    Attributes:
+        rows: int64 `[R]`, rows of SGLang's request-to-token table.
+        seq_lens: int64 `[R]`, committed tokens before the step.
+        positions: int64 `[R, width]`, of the tokens that the target computes.
+        slots: int64 `[R, width]`, their target KV slots.
+    """
+
+    rows: Tensor
+    seq_lens: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @property
+    def width(self) -> int:
+        """Tokens per request that the target computes: 1 to B."""
+        return self.positions.shape[1]
+
+
+class StepObserver:
+    """Watches decode steps. Does nothing; derive from it.
+
+    `batch` is SGLang's ScheduleBatch; `batch.reqs` are the requests in row order.
+    """
+
+    def before_step(self, batch: Any, step: Step) -> None:
+        """Before the block is proposed."""
+
+    def after_step(self, batch: Any, step: Step, accepted: Accepted, new_seq_lens: Tensor) -> None:
+        """After the step was committed; `new_seq_lens` int64 `[R]` counts its tokens in."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What is added to the worker.
+
+    Attributes:
+        make_drafter: makes the drafter; by default DFlash's.
+        observer: is shown every decode step.
+        width_policy: makes the policy that chooses verify widths, from the block size; None for the
+            one that the flags name.
+    """
+
+    make_drafter: DrafterFactory = Drafter
+    observer: StepObserver = field(default_factory=StepObserver)
+    width_policy: Callable[[int], WidthPolicy] | None = None
+
+
+def load_extension(path: str | None, target_worker: Any) -> Extension:
+    """Call the function that `path` names, `MODULE:FUNCTION`; None is the default extension.
+
+    Raises:
+        ConfigError: there is no such function, or it returns something else.
+    """
+    if path is None:
+        return Extension()
+    flag = f"--speculative-dflash-extension: {path!r}"
+    if path.count(":") != 1:
+        raise ConfigError(f"{flag}; give MODULE:FUNCTION")
+    try:
+        function = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{flag} cannot be imported ({error})") from error
+    made = function(target_worker)
+    if not isinstance(made, Extension):
+        raise ConfigError(f"{flag} returned a {type(made).__name__}, not an Extension")
+    return made

@@ -1,0 +1,192 @@
+"""Penalties at every position of a drafted block, as plain decoding would apply them there.
+
+A penalty depends on the output before a position. Of a drafted position that is the committed
+output and the drafts before it: if one of these is rejected, what the target says at the position
+is not used. So all positions of a block are penalized at once, and only the entries of drafted
+tokens differ between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.repairs.penalties import LENGTH, PENALIZERS
+from sglang_dflash.serving.step import sampling
+from sglang_dflash.serving.step.batch import ScheduleBatch, record_stream
+
+
+class _Sum(NamedTuple):
+    """One kind of penalty: of every token by now `[R, V]`, and of one output token `[R, 1]`."""
+
+    by_now: Tensor
+    of_token: Tensor
+
+
+class _Stops(NamedTuple):
+    """min_new_tokens: -inf for tokens that end a request `[R, V]`, 0 for others, and the output
+    tokens that are to come before one may end it, `[R, 1]`."""
+
+    penalties: Tensor
+    missing: Tensor
+
+
+class _Output(NamedTuple):
+    """Penalties after the output before a block; None for a kind that no request has."""
+
+    frequency: _Sum | None
+    presence: _Sum | None
+    repetition: _Sum | None
+    stops: _Stops | None
+
+    @classmethod
+    def of(cls, orchestrator: Any) -> _Output:
+        """By SGLang's penalizers."""
+        prepared = {
+            type(penalizer).__name__: penalizer
+            for penalizer in orchestrator.penalizers.values()
+            if penalizer.is_prepared()
+        }
+
+        def fields(of: Any, *names: str) -> tuple[Tensor, ...]:
+            tensors = tuple(getattr(of, name) for name in names)
+            for tensor in tensors:
+                # The scheduler may replace it before the device has read it.
+                record_stream(tensor)
+            return tensors
+
+        def kind(name: str) -> _Sum | None:
+            of, known = prepared.get(name), PENALIZERS[name]
+            return None if of is None else _Sum(*fields(of, known.counts, known.penalty))
+
+        stops = prepared.get("BatchedMinNewTokensPenalizer")
+        if stops is not None:
+            penalties, least, length = fields(
+                stops, "stop_token_penalties", "min_new_tokens", LENGTH
+            )
+            stops = _Stops(penalties, least - length)
+        return cls(
+            kind("BatchedFrequencyPenalizer"),
+            kind("BatchedPresencePenalizer"),
+            kind("BatchedRepetitionPenalizer"),
+            stops,
+        )
+
+
+class BlockPenalties:
+    """The penalties of a step, and what a step commits until the next one counts it."""
+
+    def __init__(self, rows: int, block_size: int, device: torch.device) -> None:
+        """
+        Args:
+            rows: of SGLang's request-to-token table.
+        """
+        self._tokens = torch.zeros(rows, block_size, dtype=torch.int64, device=device)
+        self._lengths = torch.ones(rows, dtype=torch.int64, device=device)
+        self._orchestrator: Any = None
+
+    def commit(self, batch: ScheduleBatch, tokens: Tensor, lengths: Tensor | None = None) -> None:
+        """Remember what a step commits, if a request of the batch has penalties.
+
+        Args:
+            tokens: int `[R, W]`, the committed ones first. SGLang's sampler gives int32.
+            lengths: int64 `[R]`, how many are committed, 1 to W. None for one each.
+        """
+        info = batch.sampling_info
+        if info is not None and sampling.has_penalties(info):
+            rows = batch.req_pool_indices.long()
+            self._tokens[rows, : tokens.shape[1]] = tokens.long()
+            if lengths is None:
+                self._lengths.index_fill_(0, rows, 1)
+            else:
+                self._lengths[rows] = lengths
+
+    def newest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last step of each request committed: tokens int64 `[R, B]`, and which of them,
+        bool `[R, B]`."""
+        tokens, lengths = self._tokens[rows], self._lengths[rows, None]
+        return tokens, torch.arange(tokens.shape[1], device=tokens.device) < lengths
+
+    def begin(self, orchestrator: Any) -> None:
+        """A decode step begins whose penalties SGLang's `orchestrator` has counted."""
+        self._orchestrator = orchestrator
+
+    def apply(self, logits: Tensor, block: Tensor) -> None:
+        """Penalize the positions after the first, in place.
+
+        Args:
+            logits: `[R, W, V]`, as the target computed them.
+            block: int64 `[R, W]`, the last step's bonus token, then the drafted tokens.
+
+        Raises:
+            RuntimeError: `begin` was not called in this step.
+        """
+        orchestrator, self._orchestrator = self._orchestrator, None
+        if orchestrator is None:
+            raise RuntimeError("a block's penalties were not counted before its forward")
+        output = _Output.of(orchestrator)
+        drafts = block[:, 1:]
+        after = logits[:, 1:]
+        index = drafts[:, None].expand(-1, drafts.shape[1], -1)
+        special = _of_drafts(output, after.gather(2, index).float(), drafts)
+        terms = _terms(output)
+        for position in range(drafts.shape[1]):
+            _penalize(output, after[:, position], terms, position + 1)
+        after.scatter_(2, index, special.to(logits.dtype))
+
+
+def _terms(output: _Output) -> Tensor | float:
+    """What the output before the block adds to logits, `[R, V]`, but for min_new_tokens."""
+    terms: Tensor | float = 0.0
+    for kind in (output.frequency, output.presence):
+        if kind is not None:
+            terms = terms - kind.by_now
+    return terms
+
+
+def _penalize(output: _Output, logits: Tensor, terms: Tensor | float, drafts: int) -> None:
+    """Penalize `[R, V]` logits behind so many drafts, but for the drafts themselves, in place."""
+    logits += terms
+    if output.stops is not None:
+        is_held = output.stops.missing > drafts
+        logits += torch.where(is_held, output.stops.penalties, 0.0)
+    if output.repetition is not None:
+        logits.copy_(_scaled(logits, output.repetition.by_now))
+
+
+def _of_drafts(output: _Output, logits: Tensor, drafts: Tensor) -> Tensor:
+    """Penalized logits `[R, D, D]`, behind each draft, of every drafted token of the block.
+
+    Args:
+        logits: `[R, D, D]`, as the target computed them.
+        drafts: int64 `[R, D]`.
+    """
+    # [R, position, token]: how often the token is among the drafts up to this one.
+    count = (drafts[:, :, None] == drafts[:, None]).long().cumsum(1)
+
+    def by_now(table: Tensor) -> Tensor:
+        return table.gather(1, drafts)[:, None]
+
+    if output.frequency is not None:
+        each = output.frequency.of_token[..., None]
+        logits = logits - (by_now(output.frequency.by_now) + count * each)
+    if output.presence is not None:
+        logits = logits - _if_drafted(count, output.presence, by_now)
+    if output.stops is not None:
+        position = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
+        is_held = output.stops.missing[..., None] > position[:, None]
+        logits = logits + torch.where(is_held, by_now(output.stops.penalties), 0.0)
+    if output.repetition is not None:
+        logits = _scaled(logits, _if_drafted(count, output.repetition, by_now))
+    return logits
+
+
+def _if_drafted(count: Tensor, kind: _Sum, by_now: Any) -> Tensor:
+    """A token's penalty, which does not grow with its count, `[R, D, D]`."""
+    return torch.where(count > 0, kind.of_token[..., None], by_now(kind.by_now))
+
+
+def _scaled(logits: Tensor, factors: Tensor) -> Tensor:
+    return torch.where(logits < 0, logits * factors, logits / factors)

@@ -1,0 +1,176 @@
+"""SGLang's per-request sampling state, applied to the logits of a drafted block."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    check_simulate_acc_token_mode,
+    sample_simulated_acc_len,
+)
+from torch import Tensor
+
+from sglang_dflash.drafting.acceptance import Accepted, simulate_acceptance
+
+__all__ = [
+    "LogitsProcessorOutput",
+    "accept_rule",
+    "adjusts_logits",
+    "apply_logit_adjustments",
+    "compute_spec_logprobs",
+    "grammar_mask",
+    "has_penalties",
+    "mask_output",
+    "repeated_sampling_info",
+    "simulated_acceptance_length",
+    "sync_across_ranks",
+    "warn_of_simulation",
+]
+
+logger = logging.getLogger(__name__)
+
+# The token id that SGLang commits in its simulation mode "fixed".
+_FILLER = 100
+
+
+def grammar_mask(
+    batch: ScheduleBatch, block: Tensor, device: torch.device, barrier: Callable[[], None] | None
+) -> Any:
+    """SGLang's vocabulary mask over every position of the block; None without grammars."""
+    if not batch.has_grammar:
+        return None
+    return build_grammar_vocab_mask(
+        reqs=batch.reqs,
+        tree=GrammarTree.from_linear_chain(block),
+        sampling_info=batch.sampling_info,
+        device=device,
+        barrier=barrier,
+    )
+
+
+def apply_logit_adjustments(logits: Tensor, info: SamplingBatchInfo) -> None:
+    """Adjust `[R, V]` logits in place as a plain decoding step does: penalties, bias, custom
+    processors."""
+    info.apply_logits_bias(logits)
+    if info.has_custom_logit_processor:
+        apply_custom_logit_processor(logits, info)
+
+
+def adjusts_logits(info: SamplingBatchInfo) -> bool:
+    """Whether `apply_logit_adjustments` has anything to do."""
+    return (
+        info.logit_bias is not None
+        or info.grammar_mask is not None
+        or info.has_custom_logit_processor
+        or has_penalties(info)
+    )
+
+
+def has_penalties(info: SamplingBatchInfo) -> bool:
+    """Whether any request has penalties. Overlap scheduling passes them already summed."""
+    live = info.penalizer_orchestrator
+    return (
+        info.acc_additive_penalties is not None
+        or info.acc_scaling_penalties is not None
+        or (live is not None and live.is_required)
+    )
+
+
+def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatchInfo:
+    """Each request's sampling parameters for `times` consecutive rows. Logit adjustments are left
+    out: they are already applied."""
+    seed = info.sampling_seed
+    return replace(
+        info,
+        temperatures=info.temperatures.repeat_interleave(times, 0),
+        top_ps=info.top_ps.repeat_interleave(times),
+        top_ks=info.top_ks.repeat_interleave(times),
+        min_ps=info.min_ps.repeat_interleave(times),
+        sampling_seed=None if seed is None else seed.repeat_interleave(times),
+        grammars=None,
+        grammar_mask=None,
+        penalizer_orchestrator=None,
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        has_custom_logit_processor=False,
+        custom_logit_processor=None,
+        logit_bias=None,
+        sampling_mask_batch_indices=None,
+    )
+
+
+def sync_across_ranks(tokens: Tensor, sampler: Any, info: SamplingBatchInfo) -> None:
+    """Take rank 0's tokens in the cases in which plain decoding does (grammars,
+    SYNC_TOKEN_IDS_ACROSS_TP)."""
+    sampler._sync_token_ids_across_tp(tokens, info)
+
+
+def mask_output(
+    info: SamplingBatchInfo | None, draft_input: Any, logits: Tensor, accepted: Accepted
+) -> Any:
+    """SGLang's answer to `return_sampling_mask`: the tokens that each committed one was drawn from;
+    None if no request asked for it.
+
+    Args:
+        info: the running requests' sampling state.
+        draft_input: what SGLang carried to this step, with the largest top-k.
+        logits: `[R * B, V]`, adjusted.
+        accepted: what the step commits.
+    """
+    rows, width = accepted.tokens.shape
+    capture = SpeculativeSamplingMaskCapture.from_logits(
+        info, next_token_logits=logits, draft_input=draft_input, draft_token_num=width, bs=rows
+    )
+    if capture is None:
+        return None
+    return capture.build_output(out_tokens=accepted.tokens, commit_lens=accepted.lengths.int())
+
+
+def simulated_acceptance_length() -> float | None:
+    """Tokens per step that SGLANG_SIMULATE_ACC_LEN asks to commit; None if it is not set."""
+    length = envs.SGLANG_SIMULATE_ACC_LEN.get()
+    return length if length > 0 else None
+
+
+def warn_of_simulation() -> None:
+    """Log that SGLang's variables ask for a simulation, if they do."""
+    if simulated_acceptance_length() is not None:
+        logger.warning(
+            "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
+            "right or wrong; the output has no meaning"
+        )
+
+
+AcceptRule = Callable[[Tensor, Tensor], Accepted]
+
+
+def accept_rule(block_size: int, rule: AcceptRule) -> AcceptRule:
+    """`rule`, or SGLang's simulation of an acceptance length if its variables ask for it.
+
+    Raises:
+        ValueError: the simulation mode is unknown.
+    """
+    mean, method = simulated_acceptance_length(), envs.SGLANG_SIMULATE_ACC_METHOD.get()
+    if mean is None:
+        return rule
+    check_simulate_acc_token_mode()
+    filler = _FILLER if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "fixed" else None
+
+    def simulate(block: Tensor, target_tokens: Tensor) -> Accepted:
+        length = min(sample_simulated_acc_len(mean, method, block_size), block.shape[1])
+        return simulate_acceptance(block, target_tokens, length, filler)
+
+    return simulate

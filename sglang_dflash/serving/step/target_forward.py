@@ -1,0 +1,163 @@
+"""The target's forward of a decode step, at the step's width."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.serving.step.batch import (
+    GenerationBatchResult,
+    ScheduleBatch,
+    decode_batch,
+    verify_batch,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TargetForward:
+    """One attention backend for all widths, which plans each forward anew: a CPU's, and any if
+    every step verifies a whole block. Width 1 is SGLang's plain decoding."""
+
+    def __init__(self, target_worker: Any) -> None:
+        self._worker = target_worker
+
+    def decodes(self, width: int) -> bool:
+        """Whether a step of that width is plain decoding, which moves recurrent states on."""
+        return width == 1
+
+    def at(self, width: int) -> AbstractContextManager[None]:
+        """Open while a step of that width is prepared, runs, and moves recurrent states on."""
+        return nullcontext()
+
+    def __call__(
+        self, batch: ScheduleBatch, block: Tensor, positions: Tensor, slots: Tensor
+    ) -> GenerationBatchResult:
+        """Run it: the bonus token and drafts of each request.
+
+        Args:
+            block, positions, slots: int64 `[R, width]`; the slots are KV slots to write.
+        """
+        if self.decodes(block.shape[1]):
+            bonus = decode_batch(batch, self._worker, block.flatten(), slots.flatten())
+            return self._worker.forward_batch_generation(
+                batch=None, forward_batch=bonus, is_verify=True
+            )
+        return self._worker.forward_batch_generation(
+            batch=None,
+            forward_batch=verify_batch(batch, self._worker, block, positions, slots),
+            is_verify=True,
+            skip_attn_backend_init=True,
+        )
+
+
+class _AtWidth(NamedTuple):
+    """What SGLang's runner of the target uses: `graphs` is None without CUDA graphs."""
+
+    attention: Any
+    graphs: Any
+
+
+class TargetForwardByWidth(TargetForward):
+    """An attention backend and captured graphs for each width.
+
+    A captured graph has one width, and so have FA3's plans. Width 1 verifies the bonus token, as
+    SGLang's own adaptive speculation does: a decode batch would replay the graph of a block.
+    """
+
+    def __init__(self, target_worker: Any, narrow: Sequence[int]) -> None:
+        """To be called after SGLang has captured the graphs of the whole block.
+
+        Args:
+            narrow: the other widths.
+        """
+        super().__init__(target_worker)
+        # Graphs share their memory: the largest come first.
+        self._runner, self._widths = target_worker.model_runner, sorted(narrow)[::-1]
+        self._make()
+
+    def _make(self) -> None:
+        # Not kept alive: SGLang frees them before it captures others.
+        self._block_graphs = _reference(self._runner.decode_cuda_graph_runner)
+        # The memory of those before is needed for these.
+        self._narrow: dict[int, _AtWidth] = {}
+        self._narrow = {width: _at_width(self._runner, width) for width in self._widths}
+
+    def decodes(self, width: int) -> bool:
+        return False
+
+    def at(self, width: int) -> AbstractContextManager[None]:
+        if self._runner.decode_cuda_graph_runner is not self._block_graphs():
+            # Captured again: the target has new weights, whose memory may be elsewhere.
+            self._make()
+        narrow = self._narrow.get(width)
+        return nullcontext() if narrow is None else self._using(narrow)
+
+    @contextmanager
+    def _using(self, narrow: _AtWidth) -> Iterator[None]:
+        runner = self._runner
+        block = _AtWidth(runner.attn_backend, runner.decode_cuda_graph_runner)
+        runner.attn_backend, runner.decode_cuda_graph_runner = narrow
+        try:
+            yield
+        finally:
+            runner.attn_backend, runner.decode_cuda_graph_runner = block
+
+
+def _reference(graphs: Any) -> Callable[[], Any]:
+    """What returns the graphs as long as something else keeps them; None if there are none."""
+    return (lambda: None) if graphs is None else weakref.ref(graphs)
+
+
+def target_forward(
+    target_worker: Any, widths: Sequence[int], device: torch.device
+) -> TargetForward:
+    """The one for these widths, of which the last is the block size."""
+    if device.type == "cpu" or len(widths) == 1:
+        return TargetForward(target_worker)
+    return TargetForwardByWidth(target_worker, widths[:-1])
+
+
+def _at_width(runner: Any, width: int) -> _AtWidth:
+    """Made as by SGLang for its own adaptive speculation (eagle_worker_v2.py)."""
+    from sglang.srt.runtime_context import get_spec
+
+    began, graphs = time.perf_counter(), runner.decode_cuda_graph_runner
+    block_size = get_spec().speculative_num_draft_tokens
+    # Backends and graphs read the width while they are made.
+    with get_spec().override(speculative_num_draft_tokens=width):
+        attention = runner._get_attention_backend()
+        attention.prefill_attention_backend_str = runner.prefill_attention_backend_str
+        attention.decode_attention_backend_str = runner.decode_attention_backend_str
+        runner.kv_index_translator.bind_and_verify_backends([attention])
+        _extend_index_buffers(attention, 2 * block_size)
+        if graphs is not None:
+            graphs = type(graphs)(
+                runner, attn_backend=attention, speculative_num_draft_tokens=width
+            )
+    logger.info(
+        "DFLASH: target at width %d: %s, %s, in %.1f s",
+        width,
+        type(attention).__name__,
+        "no CUDA graphs" if graphs is None else f"{len(graphs.capture_bs)} CUDA graphs",
+        time.perf_counter() - began,
+    )
+    return _AtWidth(attention, graphs)
+
+
+def _extend_index_buffers(attention: Any, tokens: int) -> None:
+    """Let the index buffers of captured graphs take requests that are up to so many tokens longer
+    than the context: a wide step may end beyond it, and a buffer of width 1 has no slack."""
+    inner = ("full_attn_backend", "prefill_backend", "decode_backend")
+    for name in inner:
+        if hasattr(attention, name):
+            _extend_index_buffers(getattr(attention, name), tokens)
+    if type(attention).__name__ in ("FlashInferAttnBackend", "TritonAttnBackend"):
+        attention.max_context_len += tokens

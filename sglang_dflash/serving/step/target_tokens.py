@@ -1,0 +1,107 @@
+"""The target's token at every position of a drafted block, by SGLang's own rules and sampler.
+
+Position 0 is an ordinary decoding step. So are the positions after it, with the penalties of the
+drafts before them; unless the request has a custom logit processor, which may depend on any token
+before: such a request commits one token per step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+from torch import Tensor
+
+from sglang_dflash.serving.step import sampling
+from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
+from sglang_dflash.serving.step.penalties import BlockPenalties
+
+logger = logging.getLogger(__name__)
+
+
+class TargetTokens:
+    """Picks the target's token at every block position."""
+
+    def __init__(self, sampler: Any, ranks: SpecTpSync, penalties: BlockPenalties) -> None:
+        self._sampler, self._ranks, self._penalties = sampler, ranks, penalties
+        self._warned = False
+
+    def __call__(
+        self,
+        batch: ScheduleBatch,
+        logits: Tensor,
+        block: Tensor,
+        positions: Tensor,
+        barrier: Callable[[], None] | None,
+    ) -> Tensor:
+        """Tokens int64 `[R, B]` of the target.
+
+        Args:
+            batch: the running requests.
+            logits: `[R * B, V]` after each token of the block; adjusted in place. A sampled batch
+                turns them to probabilities, unless log-probabilities or sampling masks need them.
+            block: int64 `[R, B]`.
+            positions: int64 `[R, B]`.
+            barrier: waits until the grammars have seen the last tokens.
+        """
+        rows, width = block.shape
+        mask = sampling.grammar_mask(batch, block, logits.device, barrier)
+        info = batch.sampling_info
+        if info is not None and sampling.adjusts_logits(info):
+            by_position = logits.view(rows, width, -1)
+            first = by_position[:, 0].clone()
+            sampling.apply_logit_adjustments(first, info)
+            if width > 1 and sampling.has_penalties(info):
+                self._penalties.apply(by_position, block)
+            if info.logit_bias is not None:
+                by_position += info.logit_bias[:, None]
+            by_position[:, 0] = first
+        if mask is not None:
+            mask.apply(logits)
+        if info is None or info.is_all_greedy:
+            site, tokens = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, logits.argmax(-1)
+        else:
+            site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+            tokens = self._sample(batch, logits, positions)
+        if self._ranks.enabled(site):
+            self._ranks.sync(site, tokens)
+        elif info is not None:
+            sampling.sync_across_ranks(tokens, self._sampler, info)
+        return tokens.view(rows, width)
+
+    def _sample(self, batch: ScheduleBatch, logits: Tensor, positions: Tensor) -> Tensor:
+        """Sample a token int64 `[R * B]` from each row of the logits `[R * B, V]`.
+
+        The sampler turns logits into probabilities in place. A copy of all of them, gigabytes for a
+        large batch, is made only if something else is still to be computed from them.
+        """
+        info = batch.sampling_info
+        if batch.return_logprob or info.sampling_mask_batch_indices is not None:
+            logits = logits.clone()
+        output = sampling.LogitsProcessorOutput(next_token_logits=logits)
+        repeated = sampling.repeated_sampling_info(info, positions.shape[1])
+        return self._sampler(output, repeated, False, [], [], positions.flatten()).long()
+
+    def single_token_mask(self, batch: ScheduleBatch) -> Tensor | None:
+        """Bool `[R]`: requests that take one token per step; None for none."""
+        info = batch.sampling_info
+        if info is None or not info.has_custom_logit_processor:
+            return None
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "DFLASH: requests with a custom logit processor commit one token per step: their "
+                "logits may depend on each token before."
+            )
+        mask = [takes_one_token(request) for request in batch.reqs]
+        # The target computes the block by now: the host must not wait for it.
+        return to_device(torch.tensor(mask), batch.seq_lens.device)
+
+
+def takes_one_token(request: Any) -> bool:
+    """Whether the request takes one token per step: its logits may depend on any token before, in a
+    way that only its own processor knows."""
+    return bool(request.custom_logit_processor)

@@ -1,0 +1,180 @@
+"""The draft as the published snippet uses it: `from_pretrained(...)`, then `spec_generate(...)`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.rope import Rotary
+from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.hub import draft_folder
+from sglang_dflash.transformers_loop.checks import device_named, stop_ids
+from sglang_dflash.transformers_loop.generation import sampler, spec_generate
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# How Accelerate spreads a model over devices. A draft is small and stays on one.
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+# Below it z-lab's code takes the argmax.
+_GREEDY_BELOW = 1e-5
+
+
+class DFlashDraftModel(DraftModel):
+    """A DFlash draft over Transformers, called as z-lab's model cards show.
+
+    Example::
+
+        draft = DFlashDraftModel.from_pretrained(
+            "z-lab/Qwen3-8B-DFlash-b16", dtype="auto", device_map="cuda:0"
+        ).eval()
+        output = draft.spec_generate(
+            input_ids=input_ids, max_new_tokens=2048, temperature=0.0, target=target,
+            stop_token_ids=[tokenizer.eos_token_id],
+        )
+    """
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str,
+        *,
+        dtype: str | torch.dtype | None = "auto",
+        device_map: str | int | torch.device | Mapping[str, Any] | None = None,
+        trust_remote_code: bool | None = None,
+        revision: str | None = None,
+    ) -> DFlashDraftModel:
+        """Load a draft, frozen for inference.
+
+        Args:
+            name: a folder or a hub name.
+            dtype: a torch dtype or its name; "auto" and None for the checkpoint's.
+            device_map: the device; None for the CPU, "auto" for the accelerator if there is one.
+            trust_remote_code: accepted for the published snippet. No code of the checkpoint runs.
+            revision: a branch, tag or commit of the hub.
+
+        Raises:
+            ConfigError: the draft cannot be loaded, or an argument is not one of these.
+        """
+        del trust_remote_code
+        device = _device(device_map)
+        wanted = _dtype("dtype", dtype)
+        folder = draft_folder("draft", str(name), revision=revision)
+        network = load_model(folder, dtype=wanted or _stored_dtype(folder), device=device)
+        with torch.device("meta"):
+            model = cls(network.config)
+        model.load_state_dict(network.state_dict(), assign=True)
+        return model._ready()
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    def spec_generate(
+        self,
+        target: Any,
+        input_ids: Any,
+        max_new_tokens: int,
+        stop_token_ids: Iterable[int] | None = None,
+        temperature: float = 0.0,
+        *,
+        options: Options | None = None,
+    ) -> Tensor:
+        """Generate after a prompt, with the arguments and the result of z-lab's `spec_generate`.
+
+        Args:
+            target: the causal language model of Transformers that this draft was trained for.
+            input_ids: int64 `[1, N]`, or what a tokenizer returns for one prompt.
+            max_new_tokens: generated tokens at most.
+            stop_token_ids: the text ends with the first of these that is generated; None for none.
+            temperature: 0 is greedy.
+            options: block size and context window.
+
+        Returns:
+            int64 `[1, N + generated]` on the target's device: the prompt, then what was generated,
+            a stop token included.
+
+        Raises:
+            ConfigError: see `transformers_loop.spec_generate`; the temperature is out of range.
+        """
+        if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
+            raise ConfigError(
+                f"temperature: {temperature!r}; 0 (greedy) or a positive number is required"
+            )
+        new = spec_generate(
+            self,
+            target,
+            input_ids,
+            max_new_tokens,
+            options=options,
+            stop_token_ids=stop_ids(stop_token_ids),
+            choose=sampler(0.0 if temperature < _GREEDY_BELOW else float(temperature)),
+        )
+        prompt = input_ids["input_ids"] if isinstance(input_ids, Mapping) else input_ids
+        prompt = prompt.to(device=self.device, dtype=torch.int64)
+        return torch.cat([prompt, torch.tensor([new.tokens], device=self.device)], dim=1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DFlashDraftModel:
+        """`to`, `cuda` and `float` end here: what is derived from the weights is made anew."""
+        super()._apply(fn, recurse)
+        return self._ready()
+
+    def _ready(self) -> DFlashDraftModel:
+        config = self.config
+        # It stays float32 for weights of any dtype.
+        rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+        self.rotary = rotary.to(self.device)
+        self._joined = None
+        self.freeze()
+        return self
+
+
+def _device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> torch.device:
+    named = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if len(named) != 1:
+        raise ConfigError(f"device_map: {device_map!r}; one device for the whole draft is required")
+    (name,) = named
+    if name is None:
+        name = "cpu"
+    if name in _SPREAD:
+        name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return device_named("device_map", name)
+
+
+def _dtype(field: str, value: str | torch.dtype | None) -> torch.dtype | None:
+    """The dtype of that name, None for the checkpoint's. Raises ConfigError, naming `field`."""
+    if value is None or value == "auto":
+        return None
+    dtype = DTYPES.get(str(value).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"{field}: {value!r}; choose one of auto, {', '.join(DTYPES)}")
+    return dtype
+
+
+def _stored_dtype(folder: str) -> torch.dtype:
+    """The dtype that a draft's config.json names; that of its weights in float32 if none."""
+    raw = read_json_object(Path(folder) / "config.json", "draft checkpoint")
+    for field in ("dtype", "torch_dtype"):
+        named = _dtype(f"{field} in the draft's config.json", raw.get(field))
+        if named is not None:
+            return named
+    return torch.float32

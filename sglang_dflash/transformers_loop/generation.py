@@ -1,0 +1,224 @@
+"""DFlash generation over a Hugging Face target: the same core as in serving, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.acceptance import accept, sample, target_probabilities
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options, ResolvedOptions
+from sglang_dflash.drafting.parallel import argmax_of_shards
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
+from sglang_dflash.transformers_loop.target_cache import TargetCache, captured_hidden
+
+# Logits [N, V] -> the target's tokens int64 [N].
+Choose = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Generation:
+    """A generated text.
+
+    Attributes:
+        tokens: generated token ids, without the prompt.
+        committed: tokens of the text that each verify step gave, the bonus token included.
+        accepted: the same with what the last step accepted beyond the end of the text.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """See `core.acceptance_length`; 0.0 without a verify step."""
+        return VerifySteps(len(self.committed), sum(self.committed)).acceptance_length or 0.0
+
+
+def sampler(
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Choose:
+    """How the target picks its tokens from logits `[N, V]`.
+
+    Args:
+        temperature: 0 is greedy, and the other arguments are ignored.
+        top_k: tokens that are kept; 0 keeps all.
+        top_p: probability mass that is kept.
+        min_p: least probability that is kept, relative to the largest.
+        generator: on the device of the logits; None for torch's default.
+    """
+    if temperature == 0:
+        return lambda logits: logits.argmax(-1)
+    return lambda logits: sample(
+        target_probabilities(logits, temperature, top_k, top_p, min_p), generator
+    )
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt after the target's forward.
+
+    Attributes:
+        kv: the target's Hugging Face cache of the prompt.
+        target_hidden: `[N, F * E]`, hidden states of the F layers that the draft reads.
+        logits: `[1, V]` after the last token.
+    """
+
+    kv: Any
+    target_hidden: Tensor
+    logits: Tensor
+
+
+@torch.inference_mode()
+def prefill(draft: DraftModel, target: Any, input_ids: Any) -> Prefill:
+    """Run the target over a prompt.
+
+    Any number of generations may start from the result, one after another.
+
+    Args:
+        target: a causal language model of Transformers.
+        input_ids: int64 `[1, N]`, or what a tokenizer returns for one prompt with
+            `return_tensors="pt"`.
+
+    Raises:
+        ConfigError: see `checks.check_pair` and `checks.prompt_ids`.
+    """
+    check_pair(draft, target)
+    input_ids = prompt_ids(input_ids, target)
+    with captured_hidden(target, draft.config.target_layer_ids) as hidden:
+        out = target(input_ids=input_ids, use_cache=True, logits_to_keep=1)
+        return Prefill(out.past_key_values, hidden(), out.logits[0])
+
+
+@torch.inference_mode()
+def spec_generate(
+    draft: DraftModel,
+    target: Any,
+    prompt: Any,
+    max_new_tokens: int,
+    *,
+    options: Options | None = None,
+    stop_token_ids: tuple[int, ...] = (),
+    choose: Choose | None = None,
+    on_tokens: Callable[[list[int]], None] | None = None,
+) -> Generation:
+    """Generate after a prompt.
+
+    Args:
+        draft: frozen, as `core.weights.load_model` or `DFlashDraftModel.from_pretrained` gives it.
+        target: the causal language model of Transformers that the draft was trained for.
+        prompt: int64 `[1, N]`, or what a tokenizer returns for one prompt, or a `prefill`.
+        max_new_tokens: generated tokens at most.
+        options: block size and context window; the other options have no effect here.
+        stop_token_ids: the generation ends after the first of these.
+        choose: how the target picks its tokens; None is greedy. See `sampler`.
+        on_tokens: called with the new tokens of every step.
+
+    Raises:
+        ConfigError: see `prefill` and `Options.resolve`; `max_new_tokens` is not positive.
+    """
+    check_new_tokens(max_new_tokens)
+    start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
+    resolved = (options or Options()).resolve(draft.config)
+    choose = choose or sampler(0.0)
+    prompt_length, device = len(start.target_hidden), start.target_hidden.device
+    # The last block may begin at the last token and is written whole.
+    total = prompt_length + max_new_tokens + resolved.block_size
+    positions = torch.arange(total, device=device)
+    target_cache = TargetCache(target, start.kv)
+    drafter = _drafter(draft, target, resolved, total, device)
+    # A token's slot is its position.
+    slots, row = positions[None].int(), positions[:1]
+    drafter.absorb(start.target_hidden, positions[:prompt_length], positions[:prompt_length])
+
+    result, bonus = Generation(), choose(start.logits)
+    length = torch.tensor([prompt_length], device=device)
+    done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
+    captured = captured_hidden(target, draft.config.target_layer_ids)
+    with captured as hidden, target_cache.recorded():
+        while not done:
+            block = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)))
+            out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
+            accepted = accept(block, choose(out.logits[0])[None])
+            count = int(accepted.lengths)
+            span = positions[int(length) : int(length) + count]
+            drafter.absorb(hidden()[:count], span, span)
+            length, bonus = length + count, accepted.bonus
+            target_cache.keep(count, resolved.block_size)
+            before, new = len(result.tokens), accepted.tokens[0, :count].tolist()
+            done = _extend(result, new, stop_token_ids, max_new_tokens, on_tokens)
+            result.committed.append(len(result.tokens) - before)
+            result.accepted.append(count)
+    target_cache.reset(prompt_length)
+    return result
+
+
+def _drafter(
+    draft: DraftModel, target: Any, options: ResolvedOptions, total: int, device: torch.device
+) -> Drafter:
+    """A drafter with the target's embedding and head, over `total` tokens of one request."""
+    embed, head = target.get_input_embeddings(), target.get_output_embeddings()
+    return Drafter(
+        draft,
+        TargetHead(embed, lambda h: argmax_of_shards(head(h), 0, draft.tp)),
+        DirectKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
+        options,
+        make_attention("torch", draft.config, Setting(options.block_size, device)),
+    )
+
+
+def chat_tokens(
+    tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None = None
+) -> list[int]:
+    """Token ids of a chat, up to the beginning of the assistant's answer.
+
+    Args:
+        tokenizer: of Transformers.
+        messages: with the keys `role` and `content`.
+        thinking: the template's `enable_thinking`; None for the template's default.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"chat template: the tokenizer of {tokenizer.name_or_path!r} has none; "
+            "send the prompt as plain text"
+        )
+    extra = {} if thinking is None else {"enable_thinking": thinking}
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **extra
+    )
+    # The text already holds the special tokens.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _extend(
+    result: Generation,
+    new: list[int],
+    stops: tuple[int, ...],
+    limit: int,
+    on_tokens: Callable[[list[int]], None] | None,
+) -> bool:
+    """Append `new` up to the first stop token or the limit; returns True if that ends the text."""
+    ends = [i for i, token in enumerate(new) if token in stops]
+    new = new[: min(ends[0] + 1 if ends else len(new), limit - len(result.tokens))]
+    result.tokens += new
+    if on_tokens is not None:
+        on_tokens(new)
+    return bool(ends) or len(result.tokens) >= limit

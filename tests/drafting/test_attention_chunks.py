@@ -1,0 +1,145 @@
+"""The reference backend in chunks of bounded size: the same result, and memory that does not grow
+with the context."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.attention.visibility import context_positions
+from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import ContextWindow, Options
+from sglang_dflash.facts.draft_config import LayerAttention
+from tests.conftest import random_model, raw_config
+
+LAYERS = (
+    LayerAttention(None, False),
+    LayerAttention(None, True),
+    LayerAttention(9, True),
+    LayerAttention(2, True),
+    LayerAttention(9, False),
+)
+BLOCK, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 8
+ENTRIES = 120
+
+
+def table(lengths: list[int], window: ContextWindow | None) -> ContextTable:
+    """A third of the entries dead."""
+    seq_lens = torch.tensor(lengths)
+    width = max(lengths) if window is None else min(max(lengths), window.size)
+    positions = context_positions(seq_lens, width, window)
+    entries = torch.randint(ENTRIES, positions.shape)
+    live = (positions < seq_lens[:, None]) & (torch.rand(positions.shape) < 0.67)
+    return ContextTable(entries.where(live, -1).int(), seq_lens, window)
+
+
+@pytest.mark.parametrize("window", [None, ContextWindow(7, 2)], ids=["whole", "window"])
+@pytest.mark.parametrize("chunk_bytes", [1, 1500, 4000, 9000, 40000])
+def test_chunks_give_what_one_copy_gives(chunk_bytes: int, window: ContextWindow | None) -> None:
+    """From a column at a time to some requests at a time."""
+    known = table([30, 0, 5, 17], window)
+    kv = torch.randn(ENTRIES + 1, len(LAYERS), 2, KV_HEADS, HEAD_DIM)
+    whole, cut = TorchAttention(LAYERS, BLOCK), TorchAttention(LAYERS, BLOCK, chunk_bytes)
+    for each in (whole, cut):
+        each.prepare(kv, known)
+    for layer in range(len(LAYERS)):
+        q = torch.randn(4, BLOCK, HEADS, HEAD_DIM)
+        k, v = torch.randn(2, 4, BLOCK, KV_HEADS, HEAD_DIM)
+        got, expected = cut.attend(layer, q, k, v), whole.attend(layer, q, k, v)
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_request_that_sees_nothing_live_sees_its_block() -> None:
+    dead = ContextTable(torch.full((1, 40), -1, dtype=torch.int32), torch.tensor([40]), None)
+    kv = torch.randn(ENTRIES + 1, 1, 2, KV_HEADS, HEAD_DIM)
+    q = torch.randn(1, BLOCK, HEADS, HEAD_DIM)
+    k, v = torch.randn(2, 1, BLOCK, KV_HEADS, HEAD_DIM)
+    results = []
+    for chunk_bytes, known in ((1, dead), (1 << 20, dead._replace(entries=dead.entries[:, :0]))):
+        attention = TorchAttention(LAYERS[:1], BLOCK, chunk_bytes)
+        attention.prepare(kv, known)
+        results.append(attention.attend(0, q, k, v))
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
+
+
+def peak_bytes(run: Any) -> int:
+    """Most bytes that torch's CPU allocator hands out beyond those at the start."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    assert most > 0
+    return most
+
+
+@pytest.mark.parametrize("window", [None, 4000], ids=["direct", "ring"])
+def test_memory_of_a_proposal_does_not_grow_with_the_context(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond 4 bytes for each entry of the table, and one chunk."""
+    monkeypatch.setattr("sglang_dflash.drafting.attention.table.PIECE", 1 << 10)
+    raw = raw_config(
+        num_key_value_heads=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=3000,
+    )
+    model = random_model(raw).freeze()
+    config, requests, chunk = model.config, 2, 1 << 18
+    options, embed = Options(window=window).resolve(config), torch.randn(64, 32)
+    peaks = {}
+    for context in (2000, 4000):
+        slots = torch.arange(requests * context, dtype=torch.int32).view(requests, context)
+        cache: DraftKVCache = DirectKVCache(slots.numel(), config.kv_shape, torch.float32, "cpu")
+        if window is not None:
+            cache = RingKVCache(slots.numel(), slots.numel(), config.kv_shape, torch.float32, "cpu")
+            cache.write(slots.flatten().long(), torch.randn(slots.numel(), *config.kv_shape))
+        drafter = Drafter(
+            model,
+            TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)),
+            cache,
+            options,
+            TorchAttention(config.layers, options.block_size, chunk),
+        )
+        lengths = torch.full((requests,), context)
+        known = RequestSlots(slots, torch.arange(requests), lengths, context)
+        with torch.inference_mode():
+            peaks[context] = peak_bytes(partial(drafter.propose, torch.tensor([1, 2]), known))
+    table_bytes = 4 * requests * 2000
+    assert peaks[4000] - peaks[2000] <= table_bytes + 4096
+    assert peaks[4000] <= 2 * table_bytes + 1.5 * chunk
+
+
+def test_the_default_is_one_copy_of_a_small_batch() -> None:
+    """Many small launches would cost more than they save."""
+    config = random_model(raw_config()).config
+    attention: Any = make_attention("torch", config, Setting(4, torch.device("cpu")))
+    kv = torch.randn(ENTRIES + 1, 3, 2, 2, 16)
+    attention.prepare(kv, table([30, 0, 5, 17], None))
+    copies = []
+    select = torch.index_select
+
+    class Counting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is select:
+                copies.append(func)
+            return func(*args, **(kwargs or {}))
+
+    q, own = torch.randn(4, 4, 4, 16), torch.randn(4, 4, 2, 16)
+    with Counting():
+        for layer in range(3):
+            attention.attend(layer, q, own, own)
+    assert len(copies) == 3

@@ -1,0 +1,143 @@
+"""The drafter against the dense reference: hidden states and drafted tokens, for every way of
+limiting what it sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
+from tests.conftest import random_model, raw_config
+from tests.drafting.reference import draft_block
+
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 6,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    sinks: int = 0
+    block: int | None = None
+
+
+CASES = [
+    Case("plain"),
+    Case("window", window=7),
+    Case("window-and-sinks", window=7, sinks=2),
+    Case("window-longer-than-everything", window=500, sinks=3),
+    Case("sliding-layers", SLIDING),
+    Case("sliding-layers-under-a-window", SLIDING, window=5),
+    Case("sliding-but-not-causal", {**SLIDING, "is_causal": False}),
+    Case("sliding-narrower-than-the-block", {**SLIDING, "sliding_window": 2}),
+    Case("causal-full-layers", {"is_causal": True}),
+    Case("attention-bias", {"attention_bias": True}),
+    Case("wider-block-than-trained", block=6),
+    Case("one-kv-head", {"num_key_value_heads": 1}),
+]
+LENGTHS = [1, 23, 9, 4, 14]
+
+
+class Requests:
+    """Ragged requests in scattered, interleaved slots of a target pool."""
+
+    def __init__(self, count: int, width: int, hidden: int) -> None:
+        self.lengths = LENGTHS[:count]
+        self.hidden = [torch.randn(n, hidden) for n in self.lengths]
+        pool = torch.randperm(count * width)
+        self.table = pool.view(count, width)
+        self.pool_size = count * width
+
+    def absorb_in_pieces(self, drafter: Drafter) -> None:
+        """Feed all tokens in interleaved small pieces, with rejected tokens between them."""
+        left = [0] * len(self.lengths)
+        while any(a < n for a, n in zip(left, self.lengths, strict=True)):
+            for r, n in enumerate(self.lengths):
+                take = min(int(torch.randint(1, 6, ())), n - left[r])
+                positions = torch.arange(left[r], left[r] + take + 2)
+                rejected = torch.randn(2, self.hidden[r].shape[1])
+                hidden = torch.cat([self.hidden[r][left[r] : left[r] + take], rejected])
+                keep = torch.arange(take + 2) < take
+                drafter.absorb(hidden, positions, self.table[r, positions], keep)
+                left[r] += take
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any) -> None:
+    raw = raw_config(**case.changes)
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    model, tensors, embed = (
+        load_model(tmp_path, dtype=torch.float32),
+        read_tensors(tmp_path),
+        torch.randn(64, 32),
+    )
+    options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(
+        model.config
+    )
+    requests = Requests(count, width=40, hidden=model.config.target_hidden_width)
+    if case.window is None:
+        cache: DraftKVCache = DirectKVCache(
+            requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
+        )
+        # Poison: an entry that was never written must never be read.
+        cache.kv.fill_(float("nan"))
+        cache.kv[-1] = 0
+    else:
+        cache = RingKVCache(
+            4 * requests.pool_size, requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
+        )
+    seen: list[torch.Tensor] = []
+
+    def argmax(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return (hidden @ embed.T).argmax(-1)
+
+    setting = Setting(options.block_size, torch.device("cpu"))
+    attention = make_attention("torch", model.config, setting)
+    head = TargetHead(lambda ids: embed[ids], argmax)
+    drafter = Drafter(model, head, cache, options, attention)
+    with torch.inference_mode():
+        requests.absorb_in_pieces(drafter)
+        lengths, bonus = torch.tensor(requests.lengths), torch.randint(0, 63, (count,))
+        rows, longest = torch.arange(count), max(requests.lengths)
+        block = drafter.propose(bonus, RequestSlots(requests.table.int(), rows, lengths, longest))
+    size = options.block_size
+    for r in range(count):
+        hidden, tokens = draft_block(
+            tensors,
+            raw,
+            requests.hidden[r],
+            int(bonus[r]),
+            embed,
+            size,
+            case.window,
+            case.sinks if case.window is not None else 0,
+        )
+        # float32 through three layers: the two differ by the order of sums only.
+        torch.testing.assert_close(
+            seen[0].view(count, size - 1, -1)[r], hidden[1:], atol=2e-5, rtol=2e-5
+        )
+        assert block[r].tolist() == tokens
+
+
+def test_joined_context_projection_is_the_layers_own() -> None:
+    raw = raw_config(attention_bias=True)
+    model = random_model(raw)
+    hidden, positions = torch.randn(5, model.config.target_hidden_width), torch.arange(3, 8)
+    before = model.context_kv(hidden, positions)
+    torch.testing.assert_close(model.freeze().context_kv(hidden, positions), before)

@@ -1,0 +1,197 @@
+"""Draft KV caches against a plain model: a list of entries, those in use, and the next to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.ops import TorchOps
+
+TARGET_SLOTS = 24
+SHAPE = (1, 2, 1, 1)
+
+
+def cache_of(num_entries: int) -> RingKVCache:
+    return RingKVCache(num_entries, TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+
+
+def stamped(values: list[int]) -> torch.Tensor:
+    """K/V entries that carry a number, to tell whose they are."""
+    return torch.tensor(values, dtype=torch.float32)[:, None, None, None, None].expand(-1, *SHAPE)
+
+
+def read_by_request(cache: DraftKVCache, targets: list[int]) -> list[int]:
+    """Entries of the target slots of one running request, -1 for lost ones."""
+    slots, one = torch.tensor([targets], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    request = RequestSlots(slots, one, one + len(targets), len(targets))
+    return TorchOps().slot_table(request, None, cache.tags)[0].tolist()
+
+
+class PlainRing:
+    """The rule in plain Python: from the cursor on, overwrite unused entries; if too few, any."""
+
+    def __init__(self, num_entries: int) -> None:
+        self.size = num_entries
+        self.clear()
+
+    def clear(self) -> None:
+        self.entries: list[tuple[int, int] | None] = [None] * self.size  # (target slot, number)
+        self.in_use: set[int] = set()
+        self.cursor = 0
+
+    def forget(self, targets: list[int]) -> None:
+        self.entries = [None if e is not None and e[0] in targets else e for e in self.entries]
+
+    def write(self, tokens: list[tuple[int, int]], quota: int | None) -> None:
+        order = [(self.cursor + i) % self.size for i in range(self.size)]
+        free = [slot for slot in order if slot not in self.in_use]
+        limit = self.size if quota is None else min(self.size, max(quota, len(free)))
+        written = tokens[max(0, len(tokens) - limit) :]
+        # If the unused entries do not hold a whole write, all entries are alike.
+        enough = len(free) >= (len(tokens) if quota is None else len(written))
+        for token, slot in zip(written, free if enough else order, strict=False):
+            self.entries[slot] = token
+            self.in_use.add(slot)
+            self.cursor = (slot + 1) % self.size
+
+    def read(self, targets: list[int]) -> dict[int, int]:
+        found = {
+            e[0]: (slot, e[1])
+            for slot, e in enumerate(self.entries)
+            if e is not None and e[0] in targets
+        }
+        self.in_use = {slot for slot, _ in found.values()}
+        return {target: number for target, (_, number) in found.items()}
+
+
+slots = st.lists(st.integers(0, TARGET_SLOTS - 1), min_size=1, max_size=12, unique=True)
+keeps, quotas = (
+    st.lists(st.booleans(), min_size=12, max_size=12),
+    st.one_of(st.none(), st.integers(0, 20)),
+)
+write = st.tuples(st.just("write"), slots, keeps, quotas)
+forget, read = (
+    st.tuples(st.just(kind), slots, st.none(), st.none()) for kind in ("forget", "read")
+)
+clear = st.tuples(st.just("clear"), st.none(), st.none(), st.none())
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    num_entries=st.integers(1, 16),
+    operations=st.lists(st.one_of(write, write, write, read, read, forget, clear), max_size=24),
+)
+def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operations: list) -> None:
+    """Recycled target slots, overwritten entries, rejected tokens, more tokens than entries."""
+    cache, plain, number = cache_of(num_entries), PlainRing(num_entries), 0
+    for kind, targets, keep, quota in [
+        *operations,
+        ("read", list(range(TARGET_SLOTS)), None, None),
+    ]:
+        if kind == "clear":
+            cache.clear()
+            plain.clear()
+        elif kind == "forget":
+            cache.forget(torch.tensor(targets))
+            plain.forget(targets)
+        elif kind == "write":
+            numbers = list(range(number, number + len(targets)))
+            number += len(targets)
+            kept = keep[: len(targets)]
+            cache.write(torch.tensor(targets), stamped(numbers), torch.tensor(kept), quota)
+            plain.forget(targets)
+            plain.write(
+                [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], quota
+            )
+        else:
+            found = dict(zip(targets, read_by_request(cache, targets), strict=True))
+            expected = plain.read(targets)
+            assert {target for target, entry in found.items() if entry >= 0} == set(expected)
+            for target, stamp in expected.items():
+                assert cache.kv[found[target]].flatten().tolist() == [stamp, stamp]
+        live_entries = sum(e is not None for e in plain.entries)
+        assert abs(cache.live_share() - live_entries / num_entries) < 1e-6
+
+
+def test_what_a_request_reads_outlives_any_number_of_others() -> None:
+    """A long request's entries stay while short requests pass through the rest of the ring."""
+    cache, mine = cache_of(8), [0, 1, 2, 3]
+    cache.write(torch.tensor(mine), stamped([1, 2, 3, 4]))
+    for i in range(20):
+        assert min(read_by_request(cache, mine)) >= 0
+        cache.write(torch.arange(4, 7) + 3 * (i % 5), stamped([9, 9, 9]))
+
+
+def test_a_prompt_yields_to_what_is_read() -> None:
+    """A prompt too large for the unused entries takes these, or its quota; its last tokens stay."""
+    for quota, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
+        cache, mine = cache_of(6), torch.arange(10, 14)
+        cache.write(mine, stamped([1, 2, 3, 4]))
+        read_by_request(cache, mine.tolist())
+        cache.write(torch.arange(7), stamped(list(range(7))), quota=quota)
+        assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
+        assert int(cache.find(mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
+
+
+def test_a_recycled_target_slot_is_never_read() -> None:
+    """A target slot freed by one request and reused for a token without draft K/V is dead."""
+    cache = cache_of(8)
+    cache.write(torch.tensor([3]), stamped([7]))
+    cache.forget(torch.tensor([3]))
+    assert not cache.find(torch.tensor([3]))[1].item()
+
+
+def test_of_one_write_larger_than_the_ring_the_last_tokens_stay() -> None:
+    cache = cache_of(4)
+    cache.write(torch.arange(10), stamped(list(range(10))))
+    assert cache.find(torch.arange(10))[1].tolist() == [False] * 6 + [True] * 4
+
+
+def test_fresh_entries_are_marked_in_use() -> None:
+    """What was written since the last read is not overwritten while unused entries are left."""
+    cache = cache_of(4)
+    cache.write(torch.tensor([0, 1]), stamped([1, 2]))
+    cache.cursor.zero_()
+    cache.write(torch.tensor([2, 3]), stamped([3, 4]))
+    assert cache.find(torch.arange(4))[1].all()
+
+
+def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
+    cache = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+    cache.kv.zero_()
+    cache.write(torch.tensor([4, 5, 6]), stamped([1, 2, 3]), torch.tensor([True, False, True]))
+    entries = read_by_request(cache, [4, 5, 6])
+    assert min(entries) >= 0 and cache.kv[entries][:, 0, 0, 0, 0].tolist() == [1, 0, 3]
+
+
+def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:
+    """Without marks a skipped token would leave the K/V of the slot's last owner in place."""
+    visible, age = torch.tensor([True, False, True, True]), torch.tensor([1, 9, 0, 3])
+    direct = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+    assert cache_of(4).prompt_tokens_to_write(visible, age).tolist() == [3, 0, 2]
+    assert torch.arange(4)[direct.prompt_tokens_to_write(visible, age)].tolist() == [0, 1, 2, 3]
+
+
+def test_bytes_are_those_of_the_entries() -> None:
+    cache = RingKVCache(100, TARGET_SLOTS, (3, 2, 4, 16), torch.bfloat16, "cpu")
+    assert cache.nbytes == 101 * 3 * 2 * 4 * 16 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("kind", ["ring", "direct"])
+def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
+    """A cast makes infinity of what float8_e5m2 does not hold. It would reach every reader."""
+    cache: RingKVCache | DirectKVCache = DirectKVCache(TARGET_SLOTS, SHAPE, dtype, "cpu")
+    if kind == "ring":
+        cache = RingKVCache(8, TARGET_SLOTS, SHAPE, dtype, "cpu")
+    kept, limit = torch.tensor([True, True, False, True]), torch.finfo(dtype).max
+    cache.write(torch.tensor([4, 5, 6, 7]), stamped([1, 10**6, 3, -(10**6)]), kept)
+    entries, live = cache.find(torch.tensor([4, 5, 7]))
+    assert live.all()
+    assert cache.kv.float()[entries][:, 0, 0, 0, 0].tolist() == [1, limit, -limit]

@@ -1,0 +1,135 @@
+"""A draft that computes NaN or Inf: its ids stay valid, other requests do not notice, and it is
+counted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
+from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from tests.conftest import random_model, raw_config
+
+VOCAB, BLOCK, TOKENS = 64, 4, 10
+
+
+def drafter(window: int | None = None, entries: int = 40) -> Drafter:
+    model = random_model(raw_config())
+    options = Options(block_size=BLOCK, window=window).resolve(model.config)
+    embed, kv_shape = torch.randn(VOCAB, model.config.hidden_size), model.config.kv_shape
+    cache: DraftKVCache = DirectKVCache(40, kv_shape, torch.float32, "cpu")
+    if window is not None:
+        cache = RingKVCache(entries, 40, kv_shape, torch.float32, "cpu")
+    head = TargetHead(
+        lambda ids: embed[ids], lambda h: argmax_of_shards(h @ embed.T, 0, TensorParallel())
+    )
+    setting = Setting(BLOCK, torch.device("cpu"), window=options.context_window)
+    attention = make_attention("torch", model.config, setting)
+    return Drafter(model, head, cache, options, attention)
+
+
+def propose(drafter: Drafter, requests: int = 2) -> torch.Tensor:
+    """Absorb `TOKENS` tokens of every request, then draft a block of each."""
+    slots = torch.arange(requests * TOKENS, dtype=torch.int32).view(requests, TOKENS)
+    hidden = torch.randn(
+        requests * TOKENS, drafter.model.config.target_hidden_width, generator=torch.Generator()
+    )
+    with torch.inference_mode():
+        positions = torch.arange(TOKENS).repeat(requests)
+        drafter.absorb(hidden, positions, slots.flatten().long())
+        rows, lengths = torch.arange(requests), torch.full((requests,), TOKENS)
+        return drafter.propose(rows, RequestSlots(slots, rows, lengths, TOKENS))
+
+
+def health(drafter: Drafter) -> DraftHealth:
+    drafter.counters.send()
+    return drafter.counters.read()
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 1e38])
+def test_drafted_ids_stay_valid_and_are_counted(scale: float) -> None:
+    """NaN and Inf in a norm's weight; and a finite weight with which the logits overflow."""
+    broken = drafter()
+    broken.model.norm.weight.data.fill_(scale)
+    block = propose(broken)
+    assert block[:, 0].tolist() == [0, 1]
+    assert (block[:, 1:] == broken.model.config.mask_token_id).all()
+    assert health(broken).nonfinite == 2 * (BLOCK - 1)
+
+
+def test_a_sound_draft_counts_nothing() -> None:
+    sound = drafter()
+    block = propose(sound)
+    assert (block >= 0).all() and (block < VOCAB).all()
+    assert health(sound) == DraftHealth()
+
+
+def test_one_broken_token_is_no_other_requests_problem() -> None:
+    """An entry of NaN would be masked for others, but a masked entry takes part in 0 * V."""
+    broken = drafter()
+    hidden = torch.full((1, broken.model.config.target_hidden_width), math.nan)
+    with torch.inference_mode():
+        broken.absorb(hidden, torch.tensor([9]), torch.tensor([39]))
+    assert broken.cache.kv.isfinite().all()
+    assert health(broken).nonfinite == 1
+
+
+def test_rejected_tokens_are_not_counted() -> None:
+    broken = drafter()
+    hidden = torch.full((3, broken.model.config.target_hidden_width), math.inf)
+    with torch.inference_mode():
+        broken.absorb(hidden, torch.arange(3), torch.arange(3), torch.tensor([True, False, False]))
+    assert health(broken).nonfinite == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_gives_no_id(ranks: int, value: float) -> None:
+    logits = torch.randn(3, VOCAB)
+    logits[1, 7] = value
+    logits[2, 7] = -math.inf  # A masked token: no harm.
+    half = VOCAB // ranks
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        """As if every rank had its own half."""
+        parts = [logits[:, i * half : (i + 1) * half].max(-1) for i in range(ranks)]
+        return torch.stack(
+            [torch.stack((p.values, (p.indices + i * half).float())) for i, p in enumerate(parts)]
+        )
+
+    tp = TensorParallel(0, ranks, all_gather=gather)
+    ids = argmax_of_shards(logits[:, :half], 0, tp)
+    assert ids.tolist() == [int(logits[0].argmax()), -1, int(logits[2].argmax())]
+
+
+def test_a_bounded_cache_counts_the_context_that_it_held() -> None:
+    whole, small = drafter(window=8), drafter(window=8, entries=12)
+    propose(whole)
+    assert health(whole) == DraftHealth(0, 16, 16)
+    propose(small)
+    found = health(small)
+    assert found.context_sought == 16 and found.context_found < 16
+    assert found.context_share == found.context_found / 16
+
+
+def test_a_cache_that_loses_nothing_is_not_counted() -> None:
+    whole = drafter()
+    propose(whole)
+    assert health(whole).context_share is None
+
+
+def test_the_host_sees_what_was_sent() -> None:
+    counters = DraftCounters("cpu")
+    counters.add_nonfinite(torch.tensor([True, True, False]))
+    assert counters.read() == DraftHealth()
+    counters.send()
+    assert counters.read() - DraftHealth(1) == DraftHealth(1)

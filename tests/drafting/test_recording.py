@@ -1,0 +1,232 @@
+"""Steps that are recorded once and replayed: the list of operations, and the drafter's graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.recording import OpRecorder, RecordingError
+from tests.conftest import random_model, raw_config
+
+RAW = raw_config()
+ROWS, COLUMNS, ENTRIES = 9, 64, 150
+BUCKETS = (1, 2, 4)
+
+
+# -- the recorder
+
+
+def test_a_replay_reads_and_writes_the_same_tensors() -> None:
+    x, y = torch.arange(6.0), torch.zeros(3)
+
+    def run() -> None:
+        first, second = x.view(2, 3).unbind(0)
+        y.copy_((first * second).cumsum(0) + torch.ones(3))
+
+    replay = OpRecorder().record(run)
+    for _ in range(3):
+        x.normal_()
+        expected = (x[:3] * x[3:]).cumsum(0) + 1
+        y.zero_()
+        replay()
+        assert torch.equal(y, expected)
+
+
+def test_what_python_computed_is_frozen() -> None:
+    x, y = torch.ones(4), torch.zeros(())
+    count = [2]
+    replay = OpRecorder().record(lambda: y.copy_(x[: count[0]].sum()))
+    count[0] = 4
+    replay()
+    assert y == 2
+
+
+def test_results_are_freed_when_they_were_last_read() -> None:
+    x = torch.ones(8)
+    replay: Any = OpRecorder().record(lambda: x.copy_((x + 1) * 2 - 3))
+    freed = [index for op in replay.ops for index in op.last]
+    made = [index for op in replay.ops for index in op.outputs]
+    assert sorted(freed) == sorted(made) and replay.ops[0].last == []
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda x: int(x.max()), "reads a value of the device on the host"),
+        (lambda x: x[x > 0], "depends on values"),
+        (lambda x: x.nonzero(), "depends on values"),
+        (lambda x: x.masked_select(x > 0), "depends on values"),
+        (lambda x: x.add_(torch.tensor([1.0, 2, 3, 4])), "copies a host value"),
+    ],
+)
+def test_what_needs_the_host_cannot_be_recorded(run: Callable[[Tensor], Any], reason: str) -> None:
+    x = torch.ones(4)
+    with pytest.raises(RecordingError, match=reason):
+        OpRecorder().record(lambda: run(x))
+
+
+# -- the drafter
+
+
+def drafter_of(window: int | None, sinks: int = 0, kind: type[Drafter] = Drafter) -> Drafter:
+    torch.manual_seed(1)
+    model = random_model(RAW).freeze()
+    options = Options(window=window, sinks=sinks).resolve(model.config)
+    embedding = torch.randn(RAW["vocab_size"], RAW["hidden_size"])
+    head = TargetHead(lambda ids: embedding[ids], lambda x: (x @ embedding.T).argmax(-1))
+    slots = ROWS * COLUMNS + 1
+    cache: Any = DirectKVCache(slots, model.kv_shape, torch.float32, "cpu")
+    if window is not None:
+        cache = RingKVCache(ENTRIES, slots, model.kv_shape, torch.float32, "cpu")
+    setting = Setting(options.block_size, torch.device("cpu"), window=options.context_window)
+    return kind(model, head, cache, options, make_attention("torch", model.config, setting))
+
+
+def table() -> Tensor:
+    """Slots in a random order; slot 0 is padding."""
+    order = torch.randperm(ROWS * COLUMNS, generator=torch.Generator().manual_seed(2)) + 1
+    return order.view(ROWS, COLUMNS).int()
+
+
+def graphed(drafter: Drafter, slots: Tensor, widths: tuple[int, ...] = ()) -> GraphedDrafter:
+    return GraphedDrafter(drafter, OpRecorder(), slots, BUCKETS, widths)
+
+
+class Requests:
+    """Requests that two drafters serve in the same way: ragged lengths, and a batch whose size
+    changes at every step."""
+
+    def __init__(self, slots: Tensor, *drafters: Any) -> None:
+        self.slots, self.drafters = slots, drafters
+        self.random = torch.Generator().manual_seed(3)
+        self.lengths = torch.randint(1, 20, (ROWS,), generator=self.random)
+        for row in range(ROWS):
+            self._absorb(torch.tensor([row]), torch.zeros(1).long(), int(self.lengths[row]), None)
+
+    def _absorb(self, rows: Tensor, starts: Tensor, count: int, kept: Tensor | None) -> None:
+        positions = (starts[:, None] + torch.arange(count)).flatten()
+        slots = self.slots[rows.repeat_interleave(count), positions].long()
+        width = len(RAW["dflash_config"]["target_layer_ids"]) * RAW["hidden_size"]
+        hidden = torch.randn(len(slots), width, generator=self.random)
+        for drafter in self.drafters:
+            drafter.absorb(hidden, positions, slots, keep=kept)
+
+    def step(self, count: int) -> list[Tensor]:
+        """A step of `count` requests. What each drafter proposed."""
+        rows = torch.randperm(ROWS, generator=self.random)[:count]
+        lengths, block = self.lengths[rows], RAW["block_size"]
+        bonus = torch.randint(0, 63, (count,), generator=self.random)
+        longest = int(lengths.max())
+        found = [
+            drafter.propose(bonus, RequestSlots(self.slots, rows, lengths, longest))
+            for drafter in self.drafters
+        ]
+        kept = torch.randint(1, block + 1, (count,), generator=self.random)
+        keep = (torch.arange(block) < kept[:, None]).flatten()
+        self._absorb(rows, lengths, block, keep)
+        self.lengths[rows] += kept
+        # A request near the end of its row ends, and another one takes its slots.
+        self.lengths[self.lengths > COLUMNS - 2 * block] = 1
+        return found
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (12, 0), (12, 3)])
+def test_replayed_steps_are_the_eager_ones(window: int | None, sinks: int) -> None:
+    """Batches smaller than, equal to and larger than the buckets; states bit for bit."""
+    slots = table()
+    plain, inner = drafter_of(window, sinks), drafter_of(window, sinks)
+    # Of the width of every eager step: another number of columns sums in another order.
+    recorded = graphed(inner, slots, widths=(COLUMNS,))
+    requests = Requests(slots, plain, recorded)
+    for step in range(36):
+        count = (1, 3, 4, 2, 6)[step % 5]
+        eager, replayed = requests.step(count)
+        assert torch.equal(eager, replayed), step
+        a, b = plain.cache, inner.cache
+        assert torch.equal(a.kv[: a.num_entries], b.kv[: b.num_entries])
+        for mine, theirs in zip(a.tags or (), b.tags or (), strict=True):
+            # The padding slot's own entry is never read.
+            mine, theirs = mine.clone(), theirs.clone()
+            if len(mine) == len(slots.flatten()) + 1:
+                mine[0] = theirs[0] = 0
+            assert torch.equal(mine, theirs)
+    assert recorded.eager == 7 and recorded.replays == {"propose": 29, "commit": 29}
+
+
+class BakedIn(Drafter):
+    """Reads a request's length in Python."""
+
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        lengths = [int(length) for length in requests.seq_lens]
+        fixed = torch.stack([torch.full((), n) for n in lengths])
+        return super().propose(bonus, requests._replace(seq_lens=fixed))
+
+
+class BakedInQuietly(Drafter):
+    """The same by `tolist`, which torch's dispatcher does not see on a CPU."""
+
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        fixed = [torch.full((), n) for n in requests.seq_lens.tolist()]
+        return super().propose(bonus, requests._replace(seq_lens=torch.stack(fixed)))
+
+
+def test_a_length_that_is_baked_in_is_caught() -> None:
+    slots = table()
+    with pytest.raises(RecordingError, match="reads a value of the device"):
+        graphed(drafter_of(12, kind=BakedIn), slots)
+    requests = Requests(slots, drafter_of(12), graphed(drafter_of(12, kind=BakedInQuietly), slots))
+    with pytest.raises(AssertionError):
+        for _ in range(8):
+            eager, replayed = requests.step(3)
+            assert torch.equal(eager, replayed)
+
+
+def test_padding_touches_the_padding_slot_only() -> None:
+    slots = table()
+    drafter = drafter_of(12)
+    recorded = graphed(drafter, slots)
+    requests = Requests(slots, recorded)
+    assert isinstance(drafter.cache, RingKVCache)
+    for _ in range(12):
+        before = drafter.cache.entry_of.clone()
+        rows_before = requests.lengths.clone()
+        requests.step(3)
+        changed = (drafter.cache.entry_of != before).nonzero().flatten().tolist()
+        active = (requests.lengths != rows_before).nonzero().flatten()
+        allowed = {0, *slots[active].flatten().tolist()}
+        assert set(changed) <= allowed
+
+
+def test_without_a_window_the_next_wider_table_is_replayed() -> None:
+    slots = table()
+    plain, recorded = drafter_of(None), graphed(drafter_of(None), slots, widths=(16, 32))
+    requests = Requests(slots, plain, recorded)
+    for _ in range(20):
+        eager, replayed = requests.step(4)
+        assert (eager == replayed).float().mean() > 0.9
+    assert recorded.eager > 0 < recorded.replays["propose"]
+
+
+def test_buckets() -> None:
+    assert batch_buckets(1) == (1,) and batch_buckets(6) == (1, 2, 4, 6)
+    assert batch_buckets(8) == (1, 2, 4, 8)
+    assert column_buckets(500) == (500,) and column_buckets(5000) == (1024, 4096, 5000)
+
+
+def test_another_table_is_refused() -> None:
+    slots = table()
+    recorded = graphed(drafter_of(12), slots)
+    requests = RequestSlots(slots.clone(), torch.zeros(1).long(), torch.ones(1).long(), 1)
+    with pytest.raises(ValueError, match="is not the table"):
+        recorded.propose(torch.zeros(1).long(), requests)

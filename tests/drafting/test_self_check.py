@@ -1,0 +1,157 @@
+"""The start-up check finds operations, attention and recordings that are wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.paged import PagedAttention
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.draft_counters import DraftHealth
+from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.recording import OpRecorder
+from sglang_dflash.drafting.self_check import (
+    SelfCheckFailed,
+    check_attention,
+    check_ops,
+    check_recording,
+)
+from tests.conftest import random_model, raw_config
+from tests.drafting.test_paged_attention import plain_kernel
+from tests.drafting.test_recording import drafter_of, table
+
+OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
+       "prepare_block", "accept"]  # fmt: skip
+BLOCK = 4
+
+
+class Other:
+    """Not torch's operations by type, but the same results, except for those of `wrong`."""
+
+    def __init__(self, wrong: str = "", change: float = 0.01) -> None:
+        self._ops, self._wrong, self._change = TorchOps(), wrong, change
+
+    def __getattr__(self, name: str) -> Any:
+        right = getattr(self._ops, name)
+        if name != self._wrong:
+            return right
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = right(*args, **kwargs)
+            if name == "write_context":
+                args[0][7] += self._change
+                return out
+            parts = [out] if isinstance(out, Tensor) else list(out)
+            parts[0] = parts[0] + (self._change if parts[0].is_floating_point() else 1)
+            return parts[0] if isinstance(out, Tensor) else tuple(parts)
+
+        return run
+
+
+def model_of(ops: Any) -> DraftModel:
+    model = random_model(raw_config())
+    model.ops = ops
+    return model
+
+
+def test_the_models_own_torch_operations_are_not_compared() -> None:
+    assert check_ops(model_of(TorchOps()), BLOCK) == []
+
+
+def test_equal_operations_pass() -> None:
+    assert check_ops(model_of(Other()), BLOCK) == OPS
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_operation_that_differs_is_named(name: str) -> None:
+    with pytest.raises(SelfCheckFailed, match=rf"self-check: {name} \[.*differs from torch by"):
+        check_ops(model_of(Other(wrong=name)), BLOCK)
+
+
+def test_nan_is_a_difference() -> None:
+    with pytest.raises(SelfCheckFailed, match="silu_mul"):
+        check_ops(model_of(Other(wrong="silu_mul", change=float("nan"))), BLOCK)
+
+
+class Blind(TorchAttention):
+    """Sees no context in the second layer."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer == 1:
+            return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+        return super().attend(layer, q, k, v)
+
+
+def test_attention_is_compared_layer_by_layer() -> None:
+    model = random_model(raw_config(layer_types=["sliding_attention"] * 2 + ["full_attention"],
+                                    sliding_window=8))  # fmt: skip
+    check_attention(model, BLOCK, TorchAttention(model.config.layers, BLOCK, chunk_bytes=4096))
+    with pytest.raises(SelfCheckFailed, match=r"attention of layer 1 \(Blind\)"):
+        check_attention(model, BLOCK, Blind(model.config.layers, BLOCK))
+
+
+def far(q: Tensor, k: Tensor, v: Tensor, pages: Any, block: int, layer: Any) -> Tensor:
+    """A kernel that takes no notice of a sliding window."""
+    return plain_kernel(q, k, v, pages, block, replace(layer, sliding_window=None))
+
+
+def test_attention_through_pages_is_compared_on_the_cache() -> None:
+    """It keeps the block's K/V at the end of the cache, and leaves dead entries out."""
+    model = random_model(raw_config(layer_types=["sliding_attention"] * 2 + ["full_attention"],
+                                    sliding_window=8))  # fmt: skip
+    cache = DirectKVCache(60, model.kv_shape, torch.float32, "cpu", scratch=3 * BLOCK)
+    for kernel in (plain_kernel, far):
+        paged = PagedAttention(model.config.layers, BLOCK, cache.num_entries + 1, kernel)
+        if kernel is plain_kernel:
+            check_attention(model, BLOCK, paged, cache.kv, compacts=True)
+        else:
+            with pytest.raises(SelfCheckFailed, match=r"attention of layer 0 \(PagedAttention\)"):
+                check_attention(model, BLOCK, paged, cache.kv, compacts=True)
+        assert not cache.kv.any()
+
+
+@pytest.mark.parametrize("entries", [1, 3, 41])
+def test_attention_is_compared_on_a_small_cache(entries: int) -> None:
+    model = random_model(raw_config())
+    cache = RingKVCache(entries, 60, model.kv_shape, torch.float32, "cpu")
+    check_attention(model, BLOCK, TorchAttention(model.config.layers, BLOCK), cache.kv)
+    with pytest.raises(SelfCheckFailed, match="attention of layer 1"):
+        check_attention(model, BLOCK, Blind(model.config.layers, BLOCK), cache.kv)
+
+
+def test_what_is_compared_has_a_recording() -> None:
+    """Although the batches that are recorded are small."""
+    slots, drafter = table(), drafter_of(None)
+    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (1, 2), (64,))
+    check_recording(drafter, recorded, slots, most=2)
+    assert (recorded.replays["propose"], recorded.eager) == (1, 0)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -> None:
+    slots, drafter = table(), drafter_of(window)
+    before = slots.clone()
+    before[1:4] = 0
+    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (4,), (64,))
+    slots.copy_(before)
+    check_recording(drafter, recorded, slots)
+    assert torch.equal(slots, before) and drafter.cache.live_share() in (0, 1)
+    drafter.counters.send()
+    assert drafter.counters.read() == DraftHealth()
+
+    class Stale:
+        """Repeats its first answer."""
+
+        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
+            return recorded.propose(bonus, requests) + 1
+
+    with pytest.raises(SelfCheckFailed, match="recorded proposal"):
+        check_recording(drafter, Stale(), slots)

@@ -1,0 +1,222 @@
+"""Checkpoints: round trip, sharding, and every kind of damage."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_dflash.drafting.attention.reference import torch_block_attention
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.drafting.weights import (
+    dummy_model,
+    load_model,
+    load_state,
+    read_tensors,
+    save_model,
+)
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.tensors import check_shapes, expected_tensors, tensor_shapes
+from tests.conftest import random_model, raw_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    raw = raw_config()
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def test_published_names_and_round_trip(folder: Path) -> None:
+    names = set(read_tensors(folder))
+    assert {
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        "layers.2.self_attn.k_proj.weight",
+        "layers.0.mlp.gate_proj.weight",
+    } <= names
+    loaded = load_model(folder, dtype=torch.float32).state_dict()
+    first = load_state(DraftConfig.from_pretrained(folder), read_tensors(folder), TensorParallel())
+    assert set(loaded) == set(first)
+    assert all(torch.equal(loaded[n], first[n]) for n in loaded)
+
+
+def test_a_prefix_and_copies_of_the_targets_tensors_are_accepted(folder: Path) -> None:
+    def change(tensors: dict) -> None:
+        for name in list(tensors):
+            tensors["model." + name] = tensors.pop(name)
+        tensors["model.embed_tokens.weight"] = torch.zeros(64, 32)
+
+    rewrite(folder, change)
+    load_model(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_expected_tensors_are_those_of_the_network(bias: bool, tmp_path: Path) -> None:
+    raw = raw_config(attention_bias=bias)
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    written = {name: tuple(tensor.shape) for name, tensor in read_tensors(tmp_path).items()}
+    assert expected_tensors(DraftConfig.from_dict(raw)) == written
+
+
+def test_every_tensor_is_checked_by_itself(folder: Path) -> None:
+    """q and k of each other's size have as many rows together as the right ones."""
+
+    def swap(tensors: dict) -> None:
+        q, k = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+        tensors[q], tensors[k] = tensors[k], tensors[q]
+
+    rewrite(folder, swap)
+    with pytest.raises(ConfigError, match=r"q_proj\.weight \[32, 32\]; the config asks for \[64"):
+        load_model(folder, dtype=torch.float32)
+
+
+def test_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda t: t.pop("layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ConfigError, match=r"'layers\.1\.self_attn\.k_proj\.weight' is missing"):
+        load_model(folder, dtype=torch.float32)
+
+
+def test_unexpected_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda t: t.update({"selector.weight": torch.zeros(2)}))
+    with pytest.raises(
+        ConfigError, match=r"1 tensors that no DFlash v1 draft has, the first is 'selector\.weight'"
+    ):
+        load_model(folder, dtype=torch.float32)
+
+
+def test_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
+    rewrite(folder, lambda t: t.update({"fc.weight": torch.zeros(32, 32)}))
+    with pytest.raises(ConfigError, match=r"fc\.weight \[32, 32\]; the config asks for \[32, 64\]"):
+        check_shapes(DraftConfig.from_pretrained(folder), tensor_shapes(folder))
+
+
+def test_truncated_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model\.safetensors' is truncated or damaged"):
+        tensor_shapes(folder)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json in"):
+        DraftConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"no \.safetensors file in"):
+        read_tensors(tmp_path)
+
+
+def test_a_trained_mask_embedding_is_refused_by_name(folder: Path) -> None:
+    """Without it acceptance would be low. It is a pickle, and never read."""
+    (folder / "mask_embedding.pt").write_bytes(b"no pickle")
+    for read in (tensor_shapes, read_tensors):
+        with pytest.raises(ConfigError, match=r"'mask_embedding\.pt' in .*: a trained mask"):
+            read(folder)
+    tensor_shapes(folder, "served")
+
+
+class Ranks:
+    """Tensor parallelism in threads: `run` calls `function(tp)` on every rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.tensors = [torch.empty(0)] * size
+
+    def all_gather(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        self.tensors[rank] = x
+        self.barrier.wait()
+        gathered = torch.stack(self.tensors)
+        self.barrier.wait()
+        return gathered
+
+    def run(self, function: Callable[[TensorParallel], Any]) -> list[Any]:
+        def on_rank(rank: int) -> Any:
+            tp = TensorParallel(
+                rank,
+                self.size,
+                all_reduce=lambda x: self.all_gather(rank, x).sum(0),
+                all_gather=lambda x: self.all_gather(rank, x),
+            )
+            return function(tp)
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(on_rank, range(self.size)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_shards_together_are_the_whole_model(tmp_path: Path, bias: bool, size: int) -> None:
+    """Four query heads, two kv heads: on four ranks, two neighbors hold replicas of one kv head."""
+    raw = raw_config(attention_bias=bias)
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    x, target_hidden = torch.randn(1, 4, 32), torch.randn(1, 6, 64)
+    positions = torch.arange(6)[None]
+
+    def attend(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch_block_attention(q, k, v, torch.ones(1, 1, 4, dtype=torch.bool))
+
+    def both(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+        model = load_model(tmp_path, dtype=torch.float32, tp=tp)
+        kv = model.context_kv(target_hidden, positions)
+        assert kv.shape[2:] == model.kv_shape
+        return model(x, positions[:, :4], attend), kv
+
+    hidden, kv = both(TensorParallel())
+    for rank, (part_hidden, part_kv) in enumerate(Ranks(size).run(both)):
+        torch.testing.assert_close(part_hidden, hidden, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            part_kv[..., 0, :], kv[..., rank * 2 // size, :], atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_argmax_of_a_split_vocabulary(dtype: torch.dtype) -> None:
+    """Ids as large as in real vocabularies. bfloat16 has ties, and the first of them is taken."""
+    logits = torch.randn(50, 248320, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cuts = [0, 82776, 165552, 248320]
+
+    def best(tp: TensorParallel) -> torch.Tensor:
+        first, end = cuts[tp.rank : tp.rank + 2]
+        return argmax_of_shards(logits[:, first:end], first, tp)
+
+    for ids in Ranks(3).run(best):
+        torch.testing.assert_close(ids, logits.max(-1).indices)
+    assert argmax_of_shards(logits, 0, TensorParallel()).tolist() == logits.argmax(-1).tolist()
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"
+    ):
+        DraftModel(DraftConfig.from_dict(raw_config()), TensorParallel(0, 3))
+
+
+def test_dummy_weights_need_only_the_config(folder: Path) -> None:
+    whole = load_model(folder, dtype=torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    dummy = dummy_model(folder, dtype=torch.bfloat16)
+    assert {n: (t.shape, t.dtype) for n, t in dummy.state_dict().items()} == {
+        n: (t.shape, t.dtype) for n, t in whole.state_dict().items()
+    }
+    hidden = dummy(
+        torch.randn(1, 4, 32).bfloat16(), torch.arange(4)[None], lambda _layer, q, _k, _v: q
+    )
+    assert hidden.isfinite().all() and hidden.std() > 0
+    half = dummy_model(folder, dtype=torch.bfloat16, tp=TensorParallel(1, 2))
+    assert half.kv_shape == (3, 2, 1, 16)

@@ -1,0 +1,105 @@
+"""The reader of config.json fields: merging, types and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.fields import Fields, read_json_object
+
+RAW = {
+    "hidden_size": 8,
+    "block_size": 4,
+    "text_config": {"hidden_size": 16, "head_dim": None},
+    "dflash_config": {"block_size": 6},
+}
+
+
+def test_sections_override_the_top_level_in_order() -> None:
+    text = Fields.of(RAW, "draft")
+    assert (text.positive_int("hidden_size"), text.positive_int("block_size")) == (16, 4)
+    either = Fields.of(RAW, "draft", sections=("text_config", "dflash_config"))
+    assert (either.positive_int("hidden_size"), either.positive_int("block_size")) == (16, 6)
+    assert Fields.of({"text_config": None, "depth": 2}, "draft").positive_int("depth") == 2
+
+
+def test_null_counts_as_missing() -> None:
+    fields = Fields.of(RAW, "draft")
+    assert "head_dim" not in fields and "hidden_size" in fields
+    assert fields.positive_int("head_dim", default=5) == 5
+
+
+READERS: dict[str, tuple[Callable[[Fields], Any], Any, list[Any], str]] = {
+    "positive_int": (lambda f: f.positive_int("x"), 1, [0, -1, True, 1.0, "1"], "positive integer"),
+    "positive_number": (
+        lambda f: f.positive_number("x"),
+        0.5,
+        [0, -0.5, True, float("nan"), float("inf"), "0.5"],
+        "positive number",
+    ),
+    "token_id": (lambda f: f.token_id("x"), 0, [-1, False, 0.0, "0"], "token id"),
+    "flag": (lambda f: f.flag("x", default=False), True, [0, 1, "yes"], "true or false"),
+    "layer_ids": (
+        lambda f: f.layer_ids("x", 4),
+        (0, 3),
+        [[], 3, [True], [1.0], "12"],
+        "non-empty list of layer ids",
+    ),
+    "block": (lambda f: f.block("x").values, {"y": 1}, [[], 0, "y"], "an object"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_value_of_another_type_is_refused(reader: str) -> None:
+    read, valid, invalid, required = READERS[reader]
+    assert read(Fields.of({"x": valid}, "draft")) == valid
+    for value in invalid:
+        with pytest.raises(ConfigError) as caught:
+            read(Fields.of({"x": value}, "draft"))
+        message = f"x: {value!r} in the draft's config.json; "
+        assert str(caught.value).startswith(message), value
+        assert str(caught.value).endswith(f"{required} is required") or required == "token id"
+
+
+@pytest.mark.parametrize("types", ["full_attention", 0, [], [1, 2], ["full_attention"]], ids=repr)
+def test_layer_types_are_one_name_per_layer(types: Any) -> None:
+    assert Fields.of({}, "draft").layer_types(2) is None
+    with pytest.raises(ConfigError, match="layer_types: "):
+        Fields.of({"layer_types": types}, "draft").layer_types(2)
+
+
+def test_messages_give_the_path_and_the_file() -> None:
+    nested = Fields.of({"text_config": {"rope": {"theta": 0}, "depth": 0}}, "target")
+    with pytest.raises(
+        ConfigError, match=r"^text_config\.depth: 0 in the target's config\.json; a positive"
+    ):
+        nested.positive_int("depth")
+    with pytest.raises(ConfigError, match=r"^text_config\.rope\.theta: 0 in the target's"):
+        nested.block("rope").positive_number("theta")
+    with pytest.raises(ConfigError, match=r"^width: missing from the target's config\.json; a"):
+        nested.positive_int("width")
+    with pytest.raises(ConfigError, match=r"^text_config: 3 in the target's config\.json; an obj"):
+        Fields.of({"text_config": 3}, "target")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"^draft: no config\.json in"),
+        (b"{", r"^draft: .*config\.json' is not valid JSON"),
+        (b'{"\xff": 1}', r"^draft: .*config\.json' is not valid JSON"),
+        (b"[]", r"^draft: .*config\.json' holds no JSON object"),
+    ],
+)
+def test_a_file_without_an_object_is_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_json_object(path, "draft")

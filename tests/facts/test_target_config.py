@@ -1,0 +1,67 @@
+"""What is read from a target's config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.target_config import TargetGeometry
+from tests.facts.target_fields import GDN, TARGET
+
+
+def test_only_attention_layers_keep_kv() -> None:
+    dense = TargetGeometry.from_dict(TARGET)
+    assert (dense.attention_layers, dense.recurrent_layers) == (6, 0)
+    assert dense.recurrent_state_bytes == 0
+    assert dense.kv_bytes_per_token(2) == 6 * 2 * 2 * 16 * 2
+    by_interval = TargetGeometry.from_dict(
+        {"text_config": {**TARGET, "full_attention_interval": 4, **GDN}}
+    )
+    types = ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 2
+    assert by_interval == TargetGeometry.from_dict({**TARGET, "layer_types": types, **GDN})
+    assert (by_interval.attention_layers, by_interval.recurrent_layers) == (1, 5)
+    assert by_interval.recurrent_state_bytes == 5 * (3 * 7 * 5 * 4 + (2 * 2 * 5 + 3 * 7) * 3 * 2)
+
+
+def test_a_recurrent_state_of_unknown_shape_is_none() -> None:
+    geometry = TargetGeometry.from_dict({**TARGET, "full_attention_interval": 2})
+    assert geometry.recurrent_layers == 3 and geometry.recurrent_state_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers: missing from the target's config.json"),
+        ({"hidden_size": "32"}, "hidden_size: '32' in the target's config.json; a positive"),
+        ({"layer_types": ["full_attention"]}, "layer_types: 1 entries for 6 layers"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim: missing from the target's config.json"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank: '512' in the target's config.json"),
+    ],
+)
+def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TargetGeometry.from_dict({**TARGET, **change})
+    with pytest.raises(ConfigError, match=message):
+        TargetGeometry.from_dict({"text_config": {**TARGET, **change}})
+
+
+def test_latent_attention_keeps_one_vector_per_token_and_layer() -> None:
+    geometry = TargetGeometry.from_dict({**TARGET, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    assert geometry.kv_bytes_per_token(2) == 6 * (512 + 64) * 2
+
+
+def test_a_target_is_read_from_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"target checkpoint: no config\.json in"):
+        TargetGeometry.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    assert TargetGeometry.from_pretrained(tmp_path) == TargetGeometry.from_dict(TARGET)
+
+
+@pytest.mark.parametrize(("kind", "is_hybrid"), [("dense", False), ("hybrid", True)])
+def test_an_embedded_pair_tells_whether_it_is_hybrid(kind: str, is_hybrid: bool) -> None:
+    assert demo_pair(kind).is_hybrid == is_hybrid

@@ -1,0 +1,94 @@
+"""docs/models.md is up to date with the facts, and its claims are those of the configs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.errors import UnsupportedDraft
+from sglang_dflash.facts.published import Pair, collection, shipped
+from sglang_dflash.facts.target_config import TargetGeometry
+from tools.models_page import COLUMNS, page
+
+DOCS = Path(__file__).parents[2] / "docs"
+ROWS = [
+    dict(zip(COLUMNS, [cell.strip() for cell in line.strip("|").split("|")], strict=True))
+    for line in (DOCS / "models.md").read_text().splitlines()
+    if line.startswith("| ") and "---" not in line and not line.startswith("| target")
+]
+PUBLISHED = [
+    "Kimi-K2.5",
+    "Qwen3.5-4B",
+    "Qwen3.5-9B",
+    "Qwen3.5-27B",
+    "Qwen3.5-35B-A3B",
+    "Qwen3.5-122B-A10B",
+    "Qwen3.6-27B",
+    "Qwen3.6-35B-A3B",
+    "Qwen3-Coder-Next",
+    "Qwen3-Coder-30B-A3B",
+    "gpt-oss-20b",
+    "gpt-oss-120b",
+]
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (DOCS / "models.md").read_text() == page(), (
+        "run: python tools/models_page.py > docs/models.md"
+    )
+
+
+def test_every_published_draft_is_a_row() -> None:
+    drafts = {row["draft"].split("@")[0] for row in ROWS}
+    named = {f"z-lab/{name}-DFlash" for name in PUBLISHED} | {
+        f"z-lab/Qwen3-{size}-DFlash-b16" for size in ("4B", "8B")
+    }
+    assert drafts == named | {"z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"}
+    assert len(ROWS) == sum(len(pair.drafts) for pair in collection().pairs)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["draft"])
+def test_a_row_shows_what_its_facts_file_decides(row: dict[str, str]) -> None:
+    facts = shipped("draft")[row["draft"]]
+    assert row["facts"] == f"[source](../sglang_dflash/facts/published/{facts.file})"
+    assert facts.config is not None
+    raw = facts.config
+    own = raw["dflash_config"]
+    assert int(row["block"]) == own.get("block_size", raw.get("block_size"))
+    assert row["mask token"] == str(own.get("mask_token_id", "not seen"))
+    counts = sum(int(run.split()[0]) for run in re.split(r", (?=\d)", row["draft layers"]))
+    assert counts == raw["num_hidden_layers"]
+    is_sliding = "sliding_attention" in raw.get("layer_types", ())
+    assert ("sliding" in row["draft layers"]) == is_sliding
+    if facts.unknown:
+        assert row["served by"].startswith("unknown: ")
+        assert all(name in row["served by"] for name in facts.unknown)
+        return
+    try:
+        DraftConfig.from_dict(raw)
+        assert row["served by"] == "sglang-dflash"
+    except UnsupportedDraft as reason:
+        assert row["served by"] == f"SGLang's built-in worker: {reason}"
+
+
+@pytest.mark.parametrize("pair", collection().pairs, ids=lambda pair: pair.target)
+def test_hybrid_agrees_with_transformers_and_the_geometry(pair: Pair) -> None:
+    from transformers import CONFIG_MAPPING
+
+    if pair.model_type in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[pair.model_type]()
+        types = getattr(config.get_text_config(), "layer_types", None) or ()
+        assert pair.hybrid == ("linear_attention" in types)
+    else:
+        assert pair.model_type == "kimi_k25"
+    known = shipped("target").get(pair.target)
+    if known is not None and known.config is not None:
+        assert pair.hybrid == bool(TargetGeometry.from_dict(known.config).recurrent_layers)
+
+
+def test_the_page_links_to_what_exists() -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", (DOCS / "models.md").read_text()):
+        assert (DOCS / link).exists(), link

@@ -1,0 +1,176 @@
+"""The shipped facts: their sources, the sizes that follow from them, and published pairs in
+numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.published import FOLDER, Pair, collection, look_up, shipped
+from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.inspect.memory import GIB, draft_weight_bytes
+from tests.inspect.pairs import PUBLISHED_PAIRS, inspected
+
+# GiB of the published checkpoints, as listed publicly.
+PUBLISHED_GIB = {
+    "Kimi-K2.5-DFlash": 6.48,
+    "Qwen3.5-4B-DFlash": 1.18,
+    "Qwen3.5-9B-DFlash": 2.41,
+    "Qwen3.5-27B-DFlash": 3.96,
+    "Qwen3.5-35B-A3B-DFlash": 0.72,
+    "Qwen3.5-122B-A10B-DFlash": 1.44,
+    "Qwen3.6-27B-DFlash": 3.22,
+    "Qwen3.6-35B-A3B-DFlash": 0.72,
+    "gpt-oss-20b-DFlash": 1.46,
+    "gpt-oss-120b-DFlash": 1.46,
+    "Qwen3-Coder-Next-DFlash": 0.88,
+    "Qwen3-Coder-30B-A3B-DFlash": 0.88,
+    "Qwen3-4B-DFlash-b16": 1.00,
+    "Qwen3-8B-DFlash-b16": 1.95,
+    "LLaMA3.1-8B-Instruct-DFlash-UltraChat": 1.95,
+    "Qwen3.5-27B-DFlash@5-layers": 3.22,
+    "Qwen3.5-35B-A3B-DFlash@8-layers": 0.884,
+}
+
+
+@pytest.mark.parametrize(("target", "draft"), PUBLISHED_PAIRS)
+def test_shipped_pairs_fit(target: str, draft: str) -> None:
+    raw = look_up("target", target, offline=True).config
+    facts = look_up("draft", draft, offline=True)
+    assert raw is not None and facts.config is not None
+    geometry, config = TargetGeometry.from_dict(raw), DraftConfig.from_dict(facts.config)
+    config.check_target(
+        hidden_size=geometry.hidden_size,
+        vocab_size=geometry.vocab_size,
+        num_layers=geometry.num_hidden_layers,
+    )
+    assert facts.weight_bytes == draft_weight_bytes(config)
+
+
+def test_every_facts_file_gives_its_source() -> None:
+    files = {path.name for path in FOLDER.glob("*.json")}
+    known = [*shipped("target").values(), *shipped("draft").values()]
+    assert files == {facts.file for facts in known} | {"collection.json"}
+    for facts in known:
+        assert facts.source.startswith("Read: ")
+        no_config = facts.config is None
+        assert no_config == (facts.weight_bytes is None)
+        assert no_config == (facts.kv_bytes_per_token is not None)
+        # The source lists the unknown fields, and the config does not hold them.
+        own = (facts.config or {}).get("dflash_config", {})
+        fields = {*(facts.config or {}), *(f"dflash_config.{name}" for name in own)}
+        assert not fields & set(facts.unknown)
+        assert bool(facts.unknown) == ("Not seen: " in facts.source)
+    assert collection().source.startswith("Read: ")
+
+
+@pytest.mark.parametrize("name", PUBLISHED_GIB)
+def test_published_sizes(name: str) -> None:
+    """Weights computed from the geometry have the checkpoint's size. A wrong layer or width does
+    not."""
+    facts = shipped("draft")[f"z-lab/{name}"]
+    assert facts.config is not None and facts.weight_bytes is not None
+    own = {"mask_token_id": 0, **facts.config["dflash_config"]}
+    config = DraftConfig.from_dict({**facts.config, "dflash_config": own})
+    assert facts.weight_bytes == draft_weight_bytes(config)
+    assert facts.weight_bytes / GIB == pytest.approx(PUBLISHED_GIB[name], abs=0.0051)
+
+
+def test_every_published_draft_has_a_size() -> None:
+    assert {f"z-lab/{name}" for name in PUBLISHED_GIB} == {
+        draft for pair in collection().pairs for draft in pair.drafts
+    }
+
+
+def test_parameters_as_others_count_them() -> None:
+    assert shipped("draft")["z-lab/Qwen3.5-4B-DFlash"].weight_bytes == 2 * 634_425_856
+    assert shipped("draft")["z-lab/Qwen3.6-35B-A3B-DFlash"].weight_bytes == 2 * 385_906_176
+
+
+def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the earlier revision of its draft, which had no sliding layers."""
+    report = inspected(
+        capsys, "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers", "--window", "4096"
+    )
+    assert report["target_kv_bytes_per_token"] == 64 * 1024
+    assert report["draft_kv_bytes_per_token"] == 20 * 1024
+    assert report["target_tokens_gain_ceiling"] == 0.3125
+    assert report["recurrent_layers"] == 48
+    assert report["recurrent_state_bytes"] == 48 * (48 * 128 * 128 * 4 + 10240 * 3 * 2)
+    weights = report["target_weight_bytes"] + report["draft_weight_bytes"]
+    states = 48 * (report["recurrent_state_bytes"] + report["recurrent_replay_bytes"])
+    step = report["draft_step_bytes"]
+    assert report["kv_memory_bytes"] == 72 * GIB - weights - states - step
+    # Most of it are logits: 15 drafts of 48 requests over 248,320 tokens.
+    assert 48 * 15 * 248_320 * 2 < step < 0.6 * GIB
+    assert report["draft_kv_entries"] == min(
+        int(DRAFT_KV_HEADROOM * 48 * (4096 + 16)), report["target_tokens_unbounded"]
+    )
+    # Replay against snapshots at block 16, per request: 19.8 MiB and 2.27 GiB.
+    assert report["recurrent_replay_bytes"] < report["recurrent_snapshot_bytes"] / 100
+    assert 0 <= report["target_tokens_gain"] < 0.3125 and report["worker"] == "sglang-dflash"
+
+
+# Billions of parameters as publishers or others count them: model cards, ollama, a public test.
+PUBLISHED_PARAMETERS = {
+    "Qwen/Qwen3.5-4B": 4.2058 + 0.3335,
+    "Qwen/Qwen3.5-9B": 9.6531 - 0.2433,  # without the MTP layer
+    "Qwen/Qwen3-Coder-Next": 79.67,
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": 30.53,
+    "meta-llama/Llama-3.1-8B-Instruct": 8.03,
+    "Qwen/Qwen3.5-122B-A10B": 122.56,
+}
+QUANTIZED_GIB = {"openai/gpt-oss-20b": 12.8, "openai/gpt-oss-120b": 60.8}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_target_weights_as_others_count_them(name: str) -> None:
+    weights = shipped("target")[name].weight_bytes
+    assert weights is not None
+    assert weights / 2e9 == pytest.approx(PUBLISHED_PARAMETERS[name], abs=0.005)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_GIB)
+def test_quantized_targets_have_the_size_of_their_checkpoints(name: str) -> None:
+    weights = shipped("target")[name].weight_bytes
+    assert weights is not None and weights / GIB == pytest.approx(QUANTIZED_GIB[name], abs=0.05)
+
+
+@pytest.mark.parametrize("pair", collection().pairs, ids=lambda pair: pair.target)
+def test_facts_of_every_target_of_the_collection_are_shipped(
+    capsys: pytest.CaptureFixture[str], pair: Pair
+) -> None:
+    for draft in pair.drafts:
+        found = inspected(capsys, pair.target, draft, "--window", "512", "--memory-gib", "1000")
+        seen = not shipped("draft")[draft].unknown
+        assert found["worker"] == ("sglang-dflash" if seen else "unknown")
+        assert found["target_tokens_gain"] > 0
+
+
+def test_a_latent_target_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash"]
+    report = inspected(capsys, *pair, "--memory-gib", "1000")
+    assert report["target_kv_bytes_per_token"] == 61 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(("target", "draft"), PUBLISHED_PAIRS[:2])
+def test_a_plain_name_is_the_revision_that_it_downloads(
+    capsys: pytest.CaptureFixture[str], target: str, draft: str
+) -> None:
+    report = inspected(capsys, target, draft, "--window", "4096")
+    assert report["draft_layers"] == "5 sliding (window 4096, causal), 1 full"
+    assert report["mask_token_id"] == 248077
+    assert report["draft_kv_bytes_per_token"] == 6 * 2 * 8 * 128 * 2
+    assert report["worker"] == "sglang-dflash"
+    assert len(report["target_layer_ids"]) == 8
+
+
+def test_the_peers_measured_geometry(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["sglang-40665/target", "sglang-40665/draft"]
+    flags = ["--window", "2048", "--max-running-requests", "8", "--block-size", "16"]
+    report = inspected(capsys, *pair, *flags, "--kv-memory-gib", "36.1")
+    memory, slots = int(36.1 * GIB), int(DRAFT_KV_HEADROOM * 8 * (2048 + 16))
+    assert report["target_tokens"] == (memory - slots * 20480) // 61030
+    assert report["target_tokens_unbounded"] == memory // (61030 + 20480)
+    assert report["target_tokens_gain"] >= 0.30 and report["worker"] == "unknown"

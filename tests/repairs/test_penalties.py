@@ -1,0 +1,234 @@
+"""Penalty counts: equal to SGLang's own of a request by itself, without overlap, token by token."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash.repairs import penalties
+
+VOCAB = 32
+NEUTRAL = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "stop_token_ids": {5},
+}
+WAYS: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.9},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.4},
+    {"min_new_tokens": 6},
+    {},
+    {"frequency_penalty": 0.3, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+]
+KINDS = {
+    penaltylib.BatchedFrequencyPenalizer,
+    penaltylib.BatchedMinNewTokensPenalizer,
+    penaltylib.BatchedPresencePenalizer,
+    penaltylib.BatchedRepetitionPenalizer,
+}
+
+
+def request(output: list[int] = [], **params: Any) -> Any:  # noqa: B006
+    return SimpleNamespace(
+        sampling_params=SimpleNamespace(**{**NEUTRAL, **params}),
+        output_ids=list(output),
+        origin_input_ids=[1, 2, 3],
+        eos_token_ids={0},
+        tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=0),
+    )
+
+
+class Batch(SimpleNamespace):
+    """The fields of a ScheduleBatch that penalties read. Can be weakly referenced."""
+
+
+def batch(*requests: Any, mode: ForwardMode = ForwardMode.EXTEND, **more: Any) -> Batch:
+    return Batch(
+        reqs=list(requests),
+        device="cpu",
+        forward_mode=mode,
+        enable_overlap=True,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        decoding_reqs=None,
+        **more,
+    )
+
+
+@pytest.fixture
+def sglangs_init(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's own constructor, whether or not the plugins were loaded before."""
+    own = inspect.unwrap(BatchedPenalizerOrchestrator.__init__)
+    monkeypatch.setattr(BatchedPenalizerOrchestrator, "__init__", own)
+    return own
+
+
+def orchestrator(of: Batch, sglangs_init: Any) -> BatchedPenalizerOrchestrator:
+    del sglangs_init
+    made = BatchedPenalizerOrchestrator(VOCAB, of, KINDS)
+    of.sampling_info = SimpleNamespace(penalizer_orchestrator=made)
+    return made
+
+
+def applied(made: BatchedPenalizerOrchestrator, logits: torch.Tensor | None = None) -> torch.Tensor:
+    """Every row's logits after its penalties."""
+    if logits is None:
+        logits = torch.linspace(-2, 2, VOCAB).repeat(len(made.reqs()), 1)
+    logits = logits.clone()
+    made.accumulate_additive_penalties(logits)
+    factors = made.accumulate_scaling_penalties()
+    return (
+        logits if factors is None else torch.where(logits < 0, logits * factors, logits / factors)
+    )
+
+
+def expected(params: dict[str, Any], output: list[int], sglangs_init: Any) -> torch.Tensor:
+    """By SGLang's own counting, one request by itself."""
+    alone = batch(request(**params))
+    made = orchestrator(alone, sglangs_init)
+    for token in output:
+        made.cumulate_output_tokens(torch.tensor([token]))
+    return applied(made)[0]
+
+
+class Scheduler(SimpleNamespace):
+    """Its two streams; notes whether one waits for the other."""
+
+    def __init__(self) -> None:
+        stream = SimpleNamespace(wait_stream=lambda other: self.waited.append(other))
+        super().__init__(
+            schedule_stream=stream, forward_stream="forward", draft_worker=None, waited=[]
+        )
+
+
+def outputs(count: int) -> list[list[int]]:
+    """Repeated tokens, and outputs of different lengths."""
+    pick = random.Random(0)
+    return [[pick.randrange(8) for _ in range(3 + 4 * i)] for i in range(count)]
+
+
+def test_every_decode_step_counts_its_newest_tokens(sglangs_init: Any) -> None:
+    requests = [request(**way) for way in WAYS]
+    decoding = batch(*requests)
+    made = orchestrator(decoding, sglangs_init)
+    decoding.forward_mode = ForwardMode.DECODE
+    written, scheduler = outputs(len(WAYS)), Scheduler()
+    for step in range(3):
+        decoding.input_ids = torch.tensor([output[step] for output in written])
+        penalties.count_newest(scheduler, decoding, overlap=True)
+    for row, way in enumerate(WAYS):
+        torch.testing.assert_close(
+            applied(made)[row], expected(way, written[row][:3], sglangs_init)
+        )
+    assert scheduler.waited == ["forward"] * 3
+
+
+def test_of_a_mixed_step_only_the_decoding_requests_count(sglangs_init: Any) -> None:
+    """--enable-mixed-chunk: a prompt of four tokens, then one token of each decoding request."""
+    first, *others = (request(**way) for way in WAYS)
+    mixed = batch(first, *others, mode=ForwardMode.MIXED)
+    made = orchestrator(mixed, sglangs_init)
+    mixed.decoding_reqs = others
+    mixed.input_ids = torch.tensor([7, 7, 7, 7, *range(len(others))])
+    penalties.count_newest(Scheduler(), mixed, overlap=True)
+    torch.testing.assert_close(applied(made)[0], expected(WAYS[0], [], sglangs_init))
+    for row, way in enumerate(WAYS[1:]):
+        torch.testing.assert_close(applied(made)[row + 1], expected(way, [row], sglangs_init))
+
+
+def test_another_worker_counts_itself(sglangs_init: Any) -> None:
+    """It may commit several tokens per step. Ours: test_block_penalties.py."""
+    decoding = batch(request(frequency_penalty=0.5), spec_info=None)
+    made = orchestrator(decoding, sglangs_init)
+    decoding.forward_mode, decoding.input_ids = ForwardMode.DECODE, torch.tensor([4])
+    decoding.spec_algorithm = SpeculativeAlgorithm.DFLASH
+    penalties.count_newest(Scheduler(), decoding, overlap=True)
+    torch.testing.assert_close(applied(made)[0], expected({}, [], sglangs_init))
+
+
+@pytest.mark.parametrize("what", ["prefill", "no overlap", "no penalties", "no sampling"])
+def test_other_steps_count_nothing(what: str, sglangs_init: Any) -> None:
+    params = {} if what == "no penalties" else WAYS[0]
+    given = batch(request(**params), input_ids=torch.tensor([1, 2, 3]))
+    made = orchestrator(given, sglangs_init)
+    if what == "no sampling":
+        given.sampling_info = None
+    if what != "prefill":
+        given.forward_mode = ForwardMode.DECODE
+    scheduler = Scheduler()
+    penalties.count_newest(scheduler, given, overlap=what != "no overlap")
+    torch.testing.assert_close(applied(made)[0], expected(params, [], sglangs_init))
+    assert scheduler.waited == []
+
+
+@pytest.mark.parametrize(
+    ("overlap", "algorithm", "calls"),
+    [
+        (True, SpeculativeAlgorithm.NONE, 0),
+        (False, SpeculativeAlgorithm.NONE, 1),
+        (True, SpeculativeAlgorithm.EAGLE, 1),
+    ],
+)
+def test_sglang_counts_where_it_is_right(
+    overlap: bool, algorithm: SpeculativeAlgorithm, calls: int
+) -> None:
+    called: list[Any] = []
+    given = batch()
+    given.enable_overlap, given.spec_algorithm = overlap, algorithm
+    penalties.count_while_scheduling(called.append, given)
+    assert len(called) == calls
+
+
+def test_retraction_forgets_the_output_without_the_row(sglangs_init: Any) -> None:
+    written = outputs(len(WAYS))
+    back = batch(*(request(output, **way) for output, way in zip(written, WAYS, strict=True)))
+    made = orchestrator(back, sglangs_init)
+    for row, way in enumerate(WAYS):
+        torch.testing.assert_close(applied(made)[row], expected(way, [], sglangs_init))
+    penalties.count_from_the_start(None, made)
+    for row, way in enumerate(WAYS):
+        torch.testing.assert_close(applied(made)[row], expected(way, written[row], sglangs_init))
+
+
+def test_a_request_that_another_server_has_begun_is_left_to_sglang(sglangs_init: Any) -> None:
+    """Its one output token is counted by its first decode step (disaggregation)."""
+    begun = batch(request([4], frequency_penalty=0.5), mode=ForwardMode.PREBUILT)
+    made = orchestrator(begun, sglangs_init)
+    penalties.count_from_the_start(None, made)
+    torch.testing.assert_close(
+        applied(made)[0], expected({"frequency_penalty": 0.5}, [], sglangs_init)
+    )
+
+
+def test_factors_are_applied_after_terms(sglangs_init: Any) -> None:
+    given = batch(request(**WAYS[-1]))
+    made = orchestrator(given, sglangs_init)
+    penalties.count_from_the_start(None, made)
+    kinds = [penalizer.is_multiplicative for penalizer in made.penalizers.values()]
+    assert kinds == sorted(kinds) and set(made.penalizers) == KINDS
+
+
+def test_counts_survive_a_merge_and_a_filter(sglangs_init: Any) -> None:
+    """A request with a penalty joins one without, which then finishes."""
+    running, joining = batch(request()), batch(request(**WAYS[0]))
+    made, theirs = orchestrator(running, sglangs_init), orchestrator(joining, sglangs_init)
+    made.merge(theirs)
+    running.reqs += joining.reqs
+    running.forward_mode, running.input_ids = ForwardMode.DECODE, torch.tensor([3, 9])
+    penalties.count_newest(Scheduler(), running, overlap=True)
+    running.reqs = running.reqs[1:]
+    made.filter(torch.tensor([1]))
+    running.input_ids = torch.tensor([9])
+    penalties.count_newest(Scheduler(), running, overlap=True)
+    torch.testing.assert_close(applied(made)[0], expected(WAYS[0], [9, 9], sglangs_init))

@@ -1,0 +1,86 @@
+"""Which folders `/update_weights_from_disk` takes, without a server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.repairs.weight_update import check_folder
+
+PAIR = demo_pair("dense")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the served target."""
+    copy = tmp_path / "target"
+    shutil.copytree(PAIR.target, copy)
+    return copy
+
+
+def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
+    file = next(folder.glob("*.safetensors"))
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def transpose_a_projection(tensors: Tensors) -> None:
+    name = next(n for n in tensors if n.endswith("layers.0.mlp.up_proj.weight"))
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def drop_a_norm(tensors: Tensors) -> None:
+    tensors.pop(next(n for n in tensors if n.endswith("layers.1.input_layernorm.weight")))
+
+
+BAD: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "shape": (transpose_a_projection, r"layers\.0\.mlp\.up_proj\.weight is \[192, \d+\], the serv"),
+    "missing": (drop_a_norm, r"tensor 'layers\.1\.input_layernorm\.weight' of the served model is"),
+    "more": (lambda t: t.update(extra=torch.zeros(1)), r"tensor 'extra' is none of the served"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_other_tensors_are_refused(what: str, folder: Path) -> None:
+    change, message = BAD[what]
+    edit(folder, change)
+    with pytest.raises(ConfigError, match=message):
+        check_folder(str(folder), str(PAIR.target))
+
+
+def test_the_draft_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds \['DFlash\w*'\]; the served model is \['Qwen3"):
+        check_folder(str(PAIR.draft), str(PAIR.target))
+
+
+def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "else.json")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        check_folder(str(folder), str(PAIR.target))
+    (folder / "else.json").rename(folder / "config.json")
+    next(folder.glob("*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match=r"no \.safetensors file"):
+        check_folder(str(folder), str(PAIR.target))
+
+
+@pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "", "/no/such/folder"])
+def test_what_is_no_folder_is_left_to_sglang(name: str) -> None:
+    check_folder(name, str(PAIR.target))
+
+
+def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 1}))
+    edit(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
+    check_folder(str(folder), str(PAIR.target))
+    check_folder("some/name", str(PAIR.target))

@@ -1,0 +1,374 @@
+"""Rows of a seams table: what is refused, what composes, and what a second install does."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+from sglang_dflash.seam.seam import (
+    Entry,
+    Kind,
+    Lazy,
+    Seam,
+    SeamError,
+    check,
+    describe,
+    install,
+    install_late,
+    state,
+    verify,
+)
+
+# The package that is patched, and a plugin that patches it without SGLang's registry.
+HOME = """
+import contextlib, functools, torch
+from home.other import borrowed
+
+def plain(x): return x + 1
+def spare(x): return -x
+
+@torch.no_grad()
+def no_grad(x): return x
+
+@contextlib.contextmanager
+def context(x): yield x
+
+@functools.lru_cache
+def cached(x): return x
+
+partial = functools.partial(plain, 1)
+names = ["one"]
+nothing = None
+
+class Base:
+    def inherited(self): return 1
+
+class Worker(Base):
+    def method(self, x): return x + 1
+    @classmethod
+    def of_class(cls, x): return x + 1
+    @staticmethod
+    def static(x): return x + 1
+    kind = Base
+
+Worker.assigned = borrowed
+"""
+FOREIGN = """
+import functools
+from home.mod import plain
+
+def bare(*args): return 0
+
+@functools.wraps(plain)
+def wrapping(*args): return plain(*args)
+
+partial = functools.partial(bare, 0)
+
+class Callable:
+    def __call__(self, *args): return 0
+
+instance = Callable()
+"""
+TARGET, METHOD = "home.mod.plain", "home.mod.Worker.method"
+OTHER = HookSource("rival", "rival-dist")
+
+
+def module(name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    made = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, made)
+    exec(source, made.__dict__)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def mod(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package to patch, and a registry without the hooks of other tests."""
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+    package = module("home", "__path__ = []", monkeypatch)
+    package.__dict__["other"] = module("home.other", "def borrowed(x): return x", monkeypatch)
+    package.__dict__["mod"] = module("home.mod", HOME, monkeypatch)
+    return package.mod
+
+
+@pytest.fixture
+def foreign(mod: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return module("rival_plugin", FOREIGN, monkeypatch)
+
+
+def seam(target: str, kind: Kind, ours: Any, **more: Any) -> Seam:
+    return Seam(target, kind, ours, "it would do something else.", "tests/x.py::y", **more)
+
+
+def doubled(original: Callable[[int], int], x: int) -> int:
+    return 2 * original(x)
+
+
+def tenfold(x: int) -> int:
+    return 10 * x
+
+
+def refused(row: Seam) -> str:
+    """The message with which the row is refused; nothing is registered or assigned."""
+    with pytest.raises(SeamError) as error:
+        install([seam("home.mod.spare", Kind.REPLACE, tenfold), row])
+    assert "home.mod.spare" not in HookRegistry._hooks
+    assert isinstance(error.value, SystemExit) and not isinstance(error.value, Exception)
+    message = error.value.code
+    assert isinstance(message, str) and str(error.value) == message
+    assert row.target in message and row.reason in message
+    assert "docs/upgrading-sglang.md" in message
+    return message
+
+
+@pytest.mark.parametrize("kind", list(Kind), ids=lambda kind: kind.value)
+@pytest.mark.parametrize("target", [
+    "home.mod.missing", "home.mod.Worker.missing", "home.missing.plain", "missing.plain", "plain",
+])  # fmt: skip
+def test_a_missing_target_is_refused(target: str, kind: Kind) -> None:
+    assert "cannot resolve it" in refused(seam(target, kind, doubled))
+
+
+def test_a_module_that_cannot_be_imported_is_refused(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_a_device.py").write_text("raise RuntimeError('no device')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "no device" in refused(seam("needs_a_device.run", Kind.REPLACE, tenfold))
+
+
+@pytest.mark.parametrize("kind", [Kind.BEFORE, Kind.AFTER, Kind.AROUND, Kind.REPLACE])
+def test_what_cannot_be_hooked_is_refused(kind: Kind) -> None:
+    assert "expected a function, found a list" in refused(seam("home.mod.names", kind, doubled))
+    if kind is not Kind.REPLACE:
+        assert "a class" in refused(seam("home.mod.Worker", kind, doubled))
+
+
+@pytest.mark.parametrize("theirs", [HookType.AROUND, HookType.REPLACE], ids=lambda t: t.value)
+@pytest.mark.parametrize("ours", [Kind.AROUND, Kind.REPLACE], ids=lambda kind: kind.value)
+def test_two_that_decide_about_a_call_are_refused(ours: Kind, theirs: HookType) -> None:
+    def rival(*args: Any) -> int:
+        return 0
+
+    HookRegistry.register(TARGET, rival, theirs, source=OTHER)
+    message = refused(seam(TARGET, ours, doubled))
+    assert "rival" in message and "plugin=rival, dist=rival-dist" in message
+
+
+def test_before_and_after_hooks_of_others_compose(mod: ModuleType) -> None:
+    def before(x: int) -> tuple[tuple[int], dict[str, int]]:
+        return (x + 100,), {}
+
+    def after(result: int, worker: Any, x: int) -> int:
+        return result + 1000
+
+    HookRegistry.register(TARGET, before, HookType.BEFORE, source=OTHER)
+    HookRegistry.register(METHOD, after, HookType.AFTER, source=OTHER)
+    install([seam(TARGET, Kind.REPLACE, tenfold), seam(METHOD, Kind.AROUND, around_method)])
+    HookRegistry.apply_hooks()
+    assert mod.plain(1) == 1010
+    # The one that is registered first is the inner one.
+    assert mod.Worker().method(1) == 2 * (2 + 1000)
+
+
+def around_method(original: Any, self: Any, x: int) -> int:
+    return 2 * original(self, x)
+
+
+@pytest.mark.parametrize("theirs", [HookType.AROUND, HookType.REPLACE], ids=lambda t: t.value)
+def test_ours_before_and_after_compose(theirs: HookType, mod: ModuleType) -> None:
+    rival = doubled if theirs is HookType.AROUND else tenfold
+    HookRegistry.register(TARGET, rival, theirs, source=OTHER)
+    install([seam(TARGET, Kind.AFTER, lambda result, x: result + 1)])
+    HookRegistry.apply_hooks()
+    assert mod.plain(1) == (5 if theirs is HookType.AROUND else 11)
+
+
+@pytest.mark.parametrize("name", ["bare", "wrapping", "partial", "instance", "Callable"])
+@pytest.mark.parametrize("kind", [Kind.AFTER, Kind.AROUND, Kind.REPLACE, Kind.ASSIGN])
+@pytest.mark.parametrize("target", ["plain", "Worker.method", "Worker.of_class", "Worker.static"])
+def test_a_direct_assignment_by_another_is_refused(
+    target: str, kind: Kind, name: str, mod: ModuleType, foreign: ModuleType
+) -> None:
+    theirs = getattr(foreign, name)
+    if target == "Worker.of_class":
+        theirs = classmethod(theirs)
+    if target == "Worker.static":
+        theirs = staticmethod(theirs)
+    holder, _, attribute = f"mod.{target}".rpartition(".")
+    setattr(mod.Worker if "Worker" in holder else mod, attribute, theirs)
+    message = refused(seam(f"home.mod.{target}", kind, doubled))
+    assert "already changed by" in message or "a class" in message
+    if "already changed by" in message:
+        assert "defined in rival_plugin" in message
+
+
+@pytest.mark.parametrize("target", [
+    TARGET, METHOD, "home.mod.no_grad", "home.mod.context", "home.mod.cached", "home.mod.partial",
+    "home.mod.borrowed", "home.mod.Worker.assigned", "home.mod.Worker.inherited",
+    "home.mod.Worker.of_class", "home.mod.Worker.static", "torch.Tensor.add", "torch.Tensor.split",
+    "torch.nn.functional.linear", "torch.optim.SGD.step",
+])  # fmt: skip
+def test_what_its_own_package_defines_is_accepted(target: str) -> None:
+    for kind in (Kind.BEFORE, Kind.AFTER, Kind.AROUND, Kind.REPLACE, Kind.ASSIGN):
+        check(seam(target, kind, doubled))
+
+
+@pytest.mark.parametrize("target", ["home.mod.nothing", "home.mod.names", "home.mod.Worker.kind"])
+def test_values_are_assigned(target: str, mod: ModuleType) -> None:
+    holder = mod.Worker if "Worker" in target else mod
+    ours = staticmethod(tenfold)
+    install([seam(target, Kind.ASSIGN, ours)])
+    assert vars(holder)[target.rpartition(".")[2]] is ours
+
+
+@pytest.mark.parametrize("kind", [Kind.BEFORE, Kind.AFTER, Kind.AROUND, Kind.REPLACE])
+def test_a_target_whose_hooks_are_applied_is_refused(kind: Kind) -> None:
+    """SGLang's registry applies the hooks of a target once, and drops later ones silently."""
+    HookRegistry.register(TARGET, lambda x: None, HookType.BEFORE, source=OTHER)
+    HookRegistry.apply_hooks()
+    message = refused(seam(TARGET, kind, doubled))
+    assert "plugin=rival" in message and "only once" in message
+
+
+def test_a_hook_that_is_no_longer_registered_is_found(mod: ModuleType) -> None:
+    HookRegistry.register(TARGET, tenfold, HookType.REPLACE, source=OTHER)
+    HookRegistry.apply_hooks()
+    HookRegistry.reset()
+    assert "hook_registry" in refused(seam(TARGET, Kind.REPLACE, doubled))
+    assert "hook_registry" in refused(seam(TARGET, Kind.ASSIGN, doubled))
+
+
+def test_lists_are_extended(mod: ModuleType) -> None:
+    install([seam("home.mod.names", Kind.EXTEND, "ours")])
+    assert mod.names == ["one", "ours"]
+    assert "in the list already" in refused(seam("home.mod.names", Kind.EXTEND, "one"))
+    assert "expected a list" in refused(seam("home.mod.nothing", Kind.EXTEND, "ours"))
+    assert "expected a list" in refused(seam(TARGET, Kind.EXTEND, "ours"))
+
+
+def table(mod: ModuleType) -> tuple[Seam, ...]:
+    return (
+        seam(TARGET, Kind.REPLACE, tenfold),
+        seam(METHOD, Kind.AROUND, around_method),
+        seam("home.mod.Worker.of_class", Kind.AFTER, "operator:add"),
+        seam("home.mod.spare", Kind.BEFORE, "operator:neg"),
+        seam("home.mod.no_grad", Kind.ASSIGN, tenfold),
+        seam("home.mod.Worker.static", Kind.ASSIGN, staticmethod(tenfold)),
+        seam("home.mod.names", Kind.EXTEND, "ours"),
+    )
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["registered", "applied"])
+def test_a_second_install_changes_nothing(applied: bool, mod: ModuleType) -> None:
+    rows = table(mod)
+    install(rows)
+    if applied:
+        HookRegistry.apply_hooks()
+    before = {name: getattr(mod, name) for name in ("plain", "no_grad", "names")}
+    install(rows)
+    # A table that is built anew has other objects for the same `MODULE:NAME` and entries.
+    install([row for row in table(mod) if isinstance(row.ours, str)])
+    HookRegistry.apply_hooks()
+    assert all(len(hooks) == 1 for hooks in HookRegistry._hooks.values())
+    assert len(HookRegistry._hooks) == 4
+    assert mod.names == ["one", "ours"] and sum(isinstance(x, Entry) for x in mod.names) == 1
+    if applied:
+        assert before == {name: getattr(mod, name) for name in before}
+    assert mod.plain(2) == 20 and mod.Worker().method(1) == 4
+    verify(rows)
+
+
+def test_rows_of_a_module_that_is_not_loaded_are_skipped(mod: ModuleType) -> None:
+    install([seam("home.missing.name", Kind.REPLACE, tenfold, only_if_loaded="home.missing")])
+    install([seam(TARGET, Kind.REPLACE, tenfold, only_if_loaded="home.mod")])
+    HookRegistry.apply_hooks()
+    assert mod.plain(2) == 20
+
+
+def test_a_late_install_is_applied_at_once(mod: ModuleType) -> None:
+    HookRegistry.register(METHOD, lambda result, self, x: None, HookType.AFTER, source=OTHER)
+    HookRegistry.apply_hooks()
+    rows = table(mod)[:1]
+    install_late(rows)
+    assert mod.plain(2) == 20
+    install_late(rows)
+    with pytest.raises(SeamError, match="plugin=rival"):
+        install_late([seam(METHOD, Kind.AFTER, around_method)])
+
+
+def test_a_hook_that_the_registry_fails_to_apply_is_found(mod: ModuleType) -> None:
+    """The registry only logs it."""
+
+    class Frozen(type):
+        def __setattr__(cls, name: str, value: object) -> None:
+            raise TypeError("frozen")
+
+    source = "class Sealed(metaclass=metaclass):\n    def method(self): return 1"
+    exec(source, mod.__dict__ | {"metaclass": Frozen}, mod.__dict__)
+    with pytest.raises(SeamError, match=r"Sealed\.method.*SGLang did not apply the hook"):
+        install_late([seam("home.mod.Sealed.method", Kind.REPLACE, tenfold)])
+    with pytest.raises(SeamError, match=r"Sealed\.method.*frozen"):
+        install([seam("home.mod.Sealed.method", Kind.ASSIGN, tenfold)])
+
+
+def test_changes_after_ours_are_found(mod: ModuleType, foreign: ModuleType) -> None:
+    rows = table(mod)
+    install(rows)
+    with pytest.raises(SeamError, match="did not apply"):
+        verify(rows)
+    HookRegistry.register(TARGET, foreign.bare, HookType.REPLACE, source=OTHER)
+    HookRegistry.apply_hooks()
+    with pytest.raises(SeamError, match=r"home\.mod\.plain.*rival_plugin:bare.*plugin=rival"):
+        verify(rows)
+    mod.__dict__["no_grad"] = foreign.bare
+    with pytest.raises(SeamError, match=r"home\.mod\.no_grad.*overwritten"):
+        verify(rows[4:])
+    verify([seam("home.missing.name", Kind.REPLACE, tenfold, only_if_loaded="home.missing")])
+
+
+def test_a_lazy_function_is_imported_when_it_is_called() -> None:
+    late = Lazy("rival_plugin:bare")
+    assert late == Lazy("rival_plugin:bare") != Lazy("rival_plugin:wrapping")
+    with pytest.raises(ModuleNotFoundError):
+        late()
+    assert Lazy("operator:add")(1, 2) == 3
+
+
+def test_rows_are_described(mod: ModuleType) -> None:
+    described = describe([*table(mod), seam("home.mod.nothing", Kind.ASSIGN, torch.add)])
+    assert described[0] == {
+        "target": TARGET,
+        "kind": "replace",
+        "ours": f"{__name__}:tenfold",
+        "reason": "it would do something else.",
+        "proof": "tests/x.py::y",
+    }
+    assert [row["ours"] for row in described[2:7]] == [
+        "operator:add", "operator:neg", f"{__name__}:tenfold", f"{__name__}:tenfold", "ours",
+    ]  # fmt: skip
+
+
+def test_rows_tell_their_state(mod: ModuleType, foreign: ModuleType) -> None:
+    row = seam(TARGET, Kind.AROUND, doubled)
+    assert state(row) == ("not applied", "")
+    install_late([row])
+    assert state(row) == ("applied", "")
+    absent = seam(TARGET, Kind.AROUND, doubled, only_if_loaded="nonesuch")
+    assert state(absent) == ("not here", "nonesuch is not loaded in this process")
+    found, detail = state(seam("home.mod.gone", Kind.AROUND, doubled))
+    assert found == "missing" and "cannot resolve it" in detail
+    mod.__dict__["spare"] = foreign.bare
+    found, detail = state(seam("home.mod.spare", Kind.AROUND, doubled))
+    assert found == "missing" and "already changed by" in detail
+    registered = seam("home.mod.no_grad", Kind.AROUND, doubled)
+    install([registered])
+    found, detail = state(registered)
+    assert found == "missing" and "did not apply the hook" in detail

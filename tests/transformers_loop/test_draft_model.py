@@ -1,0 +1,218 @@
+"""The published Transformers snippet: `DFlashDraftModel.from_pretrained` and `spec_generate`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sglang_dflash import DFlashDraftModel
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.weights import save_model
+from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from tests.conftest import random_model, raw_config
+from tests.transformers_loop.test_generation import NEW_TOKENS, SHAPE, greedy, randomized
+
+# From z-lab/dflash's README, "Transformers". What differs: the import of the draft's class and its
+# name, the paths, the device, and the prompt. `device_map` for the target needs accelerate, which
+# SGLang does not install; without a GPU it would change nothing.
+PUBLISHED = """
+from sglang_dflash import DFlashDraftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+draft = DFlashDraftModel.from_pretrained({draft!r}, trust_remote_code=True, dtype="auto", device_map="cpu").eval()
+target = AutoModelForCausalLM.from_pretrained({target!r}, dtype="auto").eval()
+tokenizer = AutoTokenizer.from_pretrained({target!r})
+
+messages = [{{"role": "user", "content": {prompt!r}}}]
+input_ids = tokenizer.apply_chat_template(messages, return_tensors="pt", add_generation_prompt=True, enable_thinking=False).to(draft.device)
+
+output = draft.spec_generate(input_ids=input_ids, max_new_tokens=24, temperature=0.0, target=target, stop_token_ids=[tokenizer.eos_token_id])
+print(tokenizer.decode(output[0], skip_special_tokens=False))
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_the_published_snippet(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = demo_pair(kind)
+    names: dict[str, Any] = {}
+    exec(  # The snippet is the program under test.
+        PUBLISHED.format(draft=str(pair.draft), target=str(pair.target), prompt=pair.prompts[0]),
+        names,
+    )
+    target, tokenizer, prompt = names["target"], names["tokenizer"], names["input_ids"]["input_ids"]
+    assert target.dtype == names["draft"].dtype == torch.bfloat16
+    expected = by_transformers(target, prompt, 24, tokenizer.eos_token_id)
+    assert names["output"].tolist() == expected
+    assert capsys.readouterr().out == tokenizer.decode(expected[0]) + "\n"
+
+
+def by_transformers(target: Any, ids: torch.Tensor, count: int, stop: int | None) -> list:
+    """Prompt and greedy answer `[1, N + generated]` by Transformers' own generation."""
+    out = target.generate(
+        ids, max_new_tokens=count, do_sample=False, eos_token_id=stop, pad_token_id=0
+    )
+    return out.tolist()
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_embedded_pairs_in_float32(kind: str) -> None:
+    pair = demo_pair(kind)
+    draft = DFlashDraftModel.from_pretrained(str(pair.draft), dtype="float32").eval()
+    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    for prompt in pair.prompts[:3]:
+        ids = tokenizer(prompt, return_tensors="pt")
+        out = draft.spec_generate(target, ids, 24, None, 0.0)
+        assert out.tolist() == by_transformers(target, ids["input_ids"], 24, None)
+
+
+def save_random_draft(folder: Path, **changes: Any) -> Path:
+    raw = raw_config(**changes)
+    save_model(random_model(raw), raw, folder, torch.float32)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_random_draft(tmp_path / "draft")
+
+
+@pytest.fixture
+def draft(folder: Path) -> DFlashDraftModel:
+    return DFlashDraftModel.from_pretrained(str(folder))
+
+
+@pytest.fixture
+def target() -> Any:
+    torch.manual_seed(5)
+    return randomized(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)))
+
+
+def test_qwen3_and_llama_targets(draft: DFlashDraftModel, target: Any) -> None:
+    torch.manual_seed(6)
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=rope)
+    for model in (target, randomized(LlamaForCausalLM(config))):
+        for length in (1, 30):
+            ids = torch.randint(0, 64, (1, length))
+            out = draft.spec_generate(
+                target=model, input_ids=ids, max_new_tokens=NEW_TOKENS, stop_token_ids=None,
+                temperature=0.0,
+            )  # fmt: skip
+            assert out.dtype == torch.int64 and out.shape == (1, length + NEW_TOKENS)
+            assert out[0].tolist() == ids[0].tolist() + greedy(model, ids)
+
+
+def test_the_result_ends_with_the_first_stop_token(draft: DFlashDraftModel, target: Any) -> None:
+    """As z-lab's: the stop token is part of it, and one in the prompt does not count."""
+    ids = torch.randint(0, 64, (1, 6))
+    whole = greedy(target, ids)
+    stop = whole[15]
+    ids = torch.cat([torch.tensor([[stop]]), ids], 1)
+    whole = greedy(target, ids)
+    stops = [stop, whole[15]]
+    out = draft.spec_generate(target, ids, NEW_TOKENS, stops, 0.0)[0, 7:].tolist()
+    end = next(i for i, token in enumerate(whole) if token in stops)
+    assert out == whole[: end + 1]
+
+
+def test_a_temperature_samples_and_options_are_taken(draft: DFlashDraftModel, target: Any) -> None:
+    ids = torch.randint(0, 64, (1, 6))
+    plain = greedy(target, ids)
+
+    def sampled(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        return draft.spec_generate(target, ids, NEW_TOKENS, [], 30.0)[0, 6:].tolist()
+
+    assert sampled(1) == sampled(1) != plain and sampled(1) != sampled(2)
+    # Below 1e-5, z-lab's code takes the argmax.
+    assert draft.spec_generate(target, ids, NEW_TOKENS, [], 1e-6)[0, 6:].tolist() == plain
+    out = draft.spec_generate(target, ids, NEW_TOKENS, options=Options(block_size=2, window=4))
+    assert out[0, 6:].tolist() == plain
+    for wrong in (-1.0, float("nan"), float("inf"), None):
+        with pytest.raises(ConfigError, match="temperature: "):
+            draft.spec_generate(target, ids, NEW_TOKENS, [], wrong)
+
+
+def test_dtype_as_transformers_takes_it(folder: Path) -> None:
+    def dtype(value: Any) -> torch.dtype:
+        return DFlashDraftModel.from_pretrained(str(folder), dtype=value).dtype
+
+    assert dtype("bfloat16") == dtype(torch.bfloat16) == dtype("torch.bfloat16") == torch.bfloat16
+    assert dtype("auto") == dtype(None) == torch.float32
+    for field in ("torch_dtype", "dtype"):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {field: "float16"}))
+        assert dtype("auto") == torch.float16
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="dtype: 'int8'; choose one of auto, float32"):
+        dtype("int8")
+
+
+@pytest.mark.parametrize(
+    "device_map", [None, "cpu", torch.device("cpu"), {"": "cpu"}, "auto"], ids=str
+)
+def test_device_map_as_transformers_takes_it(folder: Path, device_map: Any) -> None:
+    draft = DFlashDraftModel.from_pretrained(str(folder), device_map=device_map)
+    expected = "cpu"
+    if device_map == "auto" and torch.accelerator.is_available():
+        expected = torch.accelerator.current_accelerator().type
+    assert draft.device.type == expected
+
+
+def test_devices_that_are_absent_or_several_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="device_map: 'abacus' cannot be used here"):
+        DFlashDraftModel.from_pretrained(str(folder), device_map="abacus")
+    spread = {"layers.0": "cpu", "layers.1": "meta"}
+    with pytest.raises(ConfigError, match="one device for the whole draft"):
+        DFlashDraftModel.from_pretrained(str(folder), device_map=spread)
+
+
+def test_to_converts_all_of_the_draft(draft: DFlashDraftModel, target: Any) -> None:
+    """The joined projections follow the weights; the rotary table stays float32."""
+    ids = torch.randint(0, 64, (1, 9))
+    converted = draft.to(torch.float64)
+    assert converted.rotary.frequencies.dtype == torch.float32
+    hidden = torch.randn(1, draft.config.target_hidden_width)
+    assert draft.context_kv(hidden, torch.tensor([0])).dtype == torch.float64
+    out = converted.spec_generate(target.double(), ids, NEW_TOKENS)
+    assert out[0, 9:].tolist() == greedy(target, ids)
+    with torch.no_grad():
+        converted.float()
+    assert draft.context_kv(hidden, torch.tensor([0])).dtype == torch.float32
+
+
+def test_the_package_stays_light() -> None:
+    code = "import sys, sglang_dflash; assert 'torch' not in sys.modules; sglang_dflash.nonesuch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].startswith("AttributeError: module 'sglang_dflash'")
+
+
+def test_a_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    pair: DemoPair = demo_pair("dense")
+    with pytest.raises(ConfigError, match="draft: "):
+        DFlashDraftModel.from_pretrained(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError):
+        DFlashDraftModel.from_pretrained(str(pair.target))

@@ -1,0 +1,206 @@
+"""`sglang-dflash generate` prints what the target generates without a draft."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash import cli
+from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.transformers_loop import chat_tokens
+from sglang_dflash.transformers_loop.text_stream import TextStream
+
+NEW_TOKENS = 40
+
+
+def by_generate(pair: DemoPair, prompt: str | list[int]) -> tuple[Any, list[int]]:
+    """The tokenizer, and the tokens of Transformers' own greedy generation (its own stop rules)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+    ids = torch.tensor([tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt])
+    with torch.inference_mode():
+        out = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokenizer, out[0, ids.shape[1] :].tolist()
+
+
+def command(pair: DemoPair, *more: str) -> list[str]:
+    names = ["--target", str(pair.target), "--draft", str(pair.draft)]
+    return ["generate", *names, "--max-new-tokens", str(NEW_TOKENS), *more]
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_output_is_that_of_transformers_generate(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = demo_pair(kind)
+    for prompt in pair.prompts[:2]:
+        tokenizer, expected = by_generate(pair, prompt)
+        assert cli.main(command(pair, "--prompt", prompt)) == 0
+        shown = capsys.readouterr()
+        assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+        assert f"{NEW_TOKENS} tokens in " in shown.err.splitlines()[-1]
+        assert "acceptance length" in shown.err
+        assert cli.main(command(pair, "--prompt", prompt, "--json")) == 0
+        done = json.loads(capsys.readouterr().out)
+        assert done["tokens"] == expected and done["finish_reason"] == "length"
+        assert done["acceptance_length"] > 2
+
+
+def test_a_block_beyond_the_trained_size_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(command(demo_pair("dense"), "--prompt", "x", "--block-size", "9")) == 0
+    (warning,) = [r.message for r in caplog.records if r.name.startswith("sglang_dflash")]
+    assert "9 is more than the 8 of a block that the draft was trained with" in warning
+
+
+def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The generation config gets a token of the answer as a stop token."""
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    pair = demo_pair("dense")
+    target = shutil.copytree(pair.target, tmp_path / "target")
+    chat = chat_tokens(
+        AutoTokenizer.from_pretrained(target), [{"role": "user", "content": pair.prompts[0]}]
+    )
+    _, whole = by_generate(pair, chat)
+    file = target / "generation_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "eos_token_id": [1022, whole[30]]}))
+    stopping = replace(pair, target=target)
+    _, expected = by_generate(stopping, chat)
+    assert 0 < len(expected) <= 31
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(pair.prompts[0])
+    assert cli.main(command(stopping, "--prompt-file", str(prompt), "--chat", "--json")) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["tokens"] == expected and done["finish_reason"] == "stop"
+    assert done["prompt_tokens"] == len(chat)
+
+
+def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--prompt", "def ", "--max-new-tokens", "16", "--temperature", "1.5", "--json"]
+
+    def sampled(*more: str) -> dict[str, Any]:
+        assert cli.main(command(demo_pair("dense"), *few, *more)) == 0
+        return json.loads(capsys.readouterr().out)
+
+    once = sampled("--seed", "7")
+    assert sampled("--seed", "7")["tokens"] == once["tokens"]
+    assert sampled("--seed", "8")["tokens"] != once["tokens"]
+    free = sampled()
+    assert sampled("--seed", str(free["seed"]))["tokens"] == free["tokens"] != once["tokens"]
+    # Only one token is kept: greedy at any temperature.
+    greedy = sampled("--temperature", "0")["tokens"]
+    assert sampled("--top-k", "1")["tokens"] == sampled("--top-p", "1e-9")["tokens"] == greedy
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--prompt", ""], "--prompt: empty"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: 0"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature: -1.0"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature: nan"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p: 0.0"),
+        (["--prompt", "a", "--top-k", "-2"], "--top-k: -2"),
+        (["--prompt", "a", "--seed", "-1"], "--seed: -1"),
+        (["--prompt", "a", "--dtype", "int8"], "--dtype: 'int8'; choose one of float32"),
+        (["--prompt", "a", "--block-size", "1"], "--block-size: 1 is too small"),
+        (["--prompt", "a", "--window", "3"], "--window: 3 is smaller than the block size 8"),
+        (["--prompt", "a", "--device", "abacus"], "--device: 'abacus' cannot be used here"),
+        (["--prompt", "a", "--target", "{nowhere}"], "--target: "),
+        (["--prompt", "a", "--draft", "{nowhere}"], "--draft: "),
+        (["--prompt-file", "{nowhere}"], "--prompt-file: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_refused_by_name(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [str(tmp_path / "nowhere") if part == "{nowhere}" else part for part in more]
+    assert cli.main(command(demo_pair("dense"), *more)) == 1
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.splitlines()[-1].startswith(f"sglang-dflash: {message}")
+
+
+def test_half_a_pair_and_an_unfit_pair_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dense, hybrid = demo_pair("dense"), demo_pair("hybrid")
+    assert cli.main(["generate", "--prompt", "a", "--target", str(dense.target)]) == 1
+    assert "--target and --draft: one without the other" in capsys.readouterr().err
+    mixed = replace(dense, draft=hybrid.draft)
+    assert cli.main(command(mixed, "--prompt", "a")) == 1
+    message = "num_target_layers: the draft was trained on 8 target layers, this target has 6"
+    assert message in capsys.readouterr().err
+
+
+def test_a_chat_needs_a_template() -> None:
+    class Plain:
+        chat_template, name_or_path = None, "plain"
+
+    with pytest.raises(ConfigError, match="chat template: the tokenizer of 'plain' has none"):
+        chat_tokens(Plain(), [{"role": "user", "content": "a"}])
+
+
+def test_streamed_text_is_the_whole_text() -> None:
+    """Characters of several tokens are written whole; written text does not change."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair("dense").target)
+    text = "naïve, 東京 🎌 end"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) > len(text), "some characters must take several tokens"
+    for step in (1, 2, 5):
+        pieces: list[str] = []
+        stream = TextStream(tokenizer, pieces.append)
+        for i in range(0, len(ids), step):
+            stream.add(ids[i : i + step])
+        stream.end()
+        assert "".join(pieces) == text
+        assert len(pieces) > 3 and not any("\ufffd" in piece for piece in pieces)
+    # A text that ends within a character is written, too.
+    cut: list[str] = []
+    stream = TextStream(tokenizer, cut.append)
+    stream.add(tokenizer("🎌")["input_ids"][:-1])
+    stream.end()
+    assert "".join(cut) == tokenizer.decode(tokenizer("🎌")["input_ids"][:-1])
+
+
+def test_text_of_a_tokenizer_without_a_backend_is_written_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Slow:
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join(chr(i) for i in ids if i or not skip_special_tokens)
+
+    pieces: list[str] = []
+    stream = TextStream(Slow(), pieces.append)
+    stream.add([97, 0, 98])
+    assert not pieces and "Slow has no backend of the tokenizers library" in caplog.text
+    stream.end()
+    assert pieces == ["ab"]
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["bench"]], ids=" ".join)
+def test_help_imports_no_torch(command: list[str]) -> None:
+    code = (
+        "import sys; from sglang_dflash import cli\n"
+        f"try: cli.main({[*command, '--help']!r})\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'sglang', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "usage: sglang-dflash" in done.stdout
