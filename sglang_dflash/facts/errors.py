@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+# Of an error about something that is missing as a whole.
+_NO_VALUE = object()
 # A longer value is cut in messages.
 _LONGEST = 160
 
 
 class ConfigError(ValueError):
-    """No worker can serve this value. The message gives the field, its value and what is valid."""
+    """No worker can serve this value.
+
+    Attributes:
+        field: the setting, or the field of a file, as the code calls it.
+        value: what it holds; `None` is a value too.
+        required: what is wrong, and what would be right. Other settings stand in it in braces.
+    """
+
+    def __init__(self, field: str, value: object = _NO_VALUE, required: str = "") -> None:
+        self.field, self.value, self.required = field, value, required
+        super().__init__(self.in_words({}))
+
+    def in_words(self, names: Mapping[str, str]) -> str:
+        """The message, in one line, with what the user typed for each setting.
+
+        Args:
+            names: setting -> the flag or argument that set it.
+        """
+        value = "" if self.value is _NO_VALUE else f" {shown(self.value)}"
+        field = names.get(self.field, self.field)
+        if not self.required:
+            return f"{field}{value}"
+        required = re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[1]), self.required)
+        return f"{field}:{value and value + ';'} {required}"
 
 
 class UnsupportedDraft(ConfigError):

@@ -13,7 +13,7 @@ from sglang_dflash.drafting import plain_context
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.start.flags import ATTRIBUTE
+from sglang_dflash.repairs.flag import ATTRIBUTE
 from sglang_dflash.serving.step import batch as serving_batch
 from sglang_dflash.serving.step import clock as step_clock
 from sglang_dflash.serving.step.batch import DFlashVerifyInput, ForwardBatch
