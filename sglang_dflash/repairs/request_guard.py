@@ -26,7 +26,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_dflash.repairs.flag import guard_off
-from sglang_dflash.repairs.request_grammar import check_grammar
 
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -103,7 +102,6 @@ def check_and_create(
         for name in POSITIONS:
             _check_positions(name, getattr(obj, name), len(input_ids or obj.input_embeds or ()))
         _check_sampling(obj.sampling_params)
-        check_grammar(obj.sampling_params, manager.config_value("grammar_backend"))
     tokenized = original(manager, obj, input_text, input_ids, *others, **named)
     if isinstance(tokenized, io_struct.TokenizedGenerateReqInput):
         _check_encoding(tokenized)

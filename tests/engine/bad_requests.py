@@ -16,7 +16,6 @@ INT32 = "2147483647"
 TOKENS = ("input_ids", "0 to 1023")
 EMPTY = ("no tokens", "at least 1")
 TOP = ("top_logprobs_num", "0 to 1024")
-RECURSIVE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
 
 
 def native(words: tuple[str, ...], **body: Any) -> Row:
@@ -103,8 +102,6 @@ ENDS_PLAIN: dict[str, Row] = {
 FAILS: dict[str, Row] = {
     "stop_regex": sampling(("stop_regex", "'('", "unterminated"), stop_regex="("),
     "stop_regex of several": sampling(("stop_regex", "'*'"), stop_regex=["a", "*"]),
-    "schema": sampling(("json_schema", "$ref", "no text"), json_schema='{"$ref":"#"}'),
-    "grammar": sampling(("ebnf", "root ::= root", "no text"), ebnf="root ::= root"),
     "n null": sampling(("sampling_params.n", "None", "1 to 4096"), n=None),
     "session": native(("session_params.foo", "unknown"), session_params={"foo": 1}),
     "parameters, a list": native(("sampling_params", "one value"), sampling_params=[{}]),
@@ -127,18 +124,9 @@ FAILS: dict[str, Row] = {
     "no embeddings": native(("input_embeds", "[]", "at least 1"), input_embeds=[]),
     "an empty embedding": native(("input_embeds", "[[]]", "at least 1"), input_embeds=[[]]),
     "completion, stop_regex": completion(("stop_regex", "'('"), stop_regex="("),
-    "completion, schema": completion(("json_schema", "no text"), response_format=RECURSIVE),
     "chat, stop_regex": chat(("stop_regex", "'('"), stop_regex="("),
-    "chat, schema": chat(("response_format", "no text"), response_format=RECURSIVE),
-    "chat, grammar": chat(("ebnf", "no text"), ebnf="root ::= root"),
 }
 SILENT: dict[str, Row] = {
-    "schema of a property": sampling(
-        ("json_schema", "no text"),
-        json_schema='{"type":"object","properties":{"a":{"$ref":"#/properties/a"}},'
-        '"required":["a"]}',
-    ),
-    "grammar of two rules": sampling(("ebnf", "no text"), ebnf='root ::= "a" b\nb ::= root'),
     "n 0": sampling(("sampling_params.n", "0", "1 to 4096"), n=0),
     "n -1": sampling(("sampling_params.n", "-1", "1 to 4096"), n=-1),
     "n 100000": sampling(("sampling_params.n", "100000", "1 to 4096"), n=100000),

@@ -13,7 +13,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs import flag, request_guard
-from sglang_dflash.repairs.request_grammar import MAX_DEPTH, satisfiable
 from sglang_dflash.serving.start import flags
 
 VOCAB = 1024
@@ -27,7 +26,6 @@ def manager(**flags: Any) -> Any:
         server_args=server_args,
         model_config=SimpleNamespace(vocab_size=VOCAB),
         mm_processor=None,
-        config_value=lambda name: {"grammar_backend": "xgrammar"}[name],
     )
 
 
@@ -198,33 +196,3 @@ def test_shapes_raise_other_errors_without_the_row(name: str) -> None:
         for i in range(1 if obj.is_single else obj.batch_size):
             single = obj if obj.is_single else obj[i]
             single.sampling_params.get("max_new_tokens")
-
-
-GRAMMARS = {
-    ("ebnf", "root ::= root"): False,
-    ("ebnf", "root ::= a\na ::= root"): False,
-    ("ebnf", 'root ::= "x" root'): False,
-    ("ebnf", 'root ::= "x" root | "y"'): True,
-    ("ebnf", 'root ::= a{0,2}\na ::= a "x"'): True,
-    ("ebnf", 'root ::= a{1,2}\na ::= a "x"'): False,
-    ("ebnf", 'root ::= ""'): True,
-    ("ebnf", "root ::="): True,
-    ("regex", "(a|b)*c"): True,
-    ("json_schema", '{"$ref":"#"}'): False,
-    ("json_schema", '{"type":"object","properties":{"a":{"$ref":"#"}}}'): True,
-    ("json_schema", '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]}'): False,
-    ("json_schema", "{"): True,
-    ("json_schema", "$$ANY$$"): True,
-}
-
-
-@pytest.mark.parametrize(("field", "text"), GRAMMARS)
-def test_grammars_that_no_text_satisfies_are_found(field: str, text: str) -> None:
-    """A grammar that cannot be parsed counts as satisfiable: SGLang answers it with HTTP 400."""
-    assert satisfiable(field, text) is GRAMMARS[field, text]
-
-
-def test_a_grammar_that_takes_seconds_to_parse_is_not_examined() -> None:
-    deep = '{"type":"array","items":' * 500 + "{}" + "}" * 500
-    assert MAX_DEPTH < 500
-    assert satisfiable("json_schema", deep)
