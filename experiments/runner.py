@@ -31,7 +31,7 @@ from sglang_dflash.facts.errors import ConfigError
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
 
-HOME = Path(__file__).parent / "experiments"
+HOME = Path(__file__).parent
 # A server that starts slowly must not end a run of an hour.
 START_TIMEOUT_S = 1800
 
@@ -54,7 +54,7 @@ class Experiment(Generic[OptionsT, T]):
     """What is compared, on what, and what is reported.
 
     Attributes:
-        name: its module under `experiments/experiments`.
+        name: its module in this folder.
         description: the module's docstring.
         workload: runs it on the arms, in one of the ways below, and returns what it measured.
         report: the result's own keys, from what was measured.
@@ -140,9 +140,9 @@ def experiments() -> dict[str, str]:
     """All experiments: name -> the first line of the description. Imports none of them."""
     found = {}
     for path in sorted(HOME.glob("*.py")):
-        if path.stem != "__init__":
-            description = ast.get_docstring(ast.parse(path.read_text())) or ""
-            found[path.stem] = description.partition("\n")[0]
+        source = path.read_text()
+        if "\nEXPERIMENT = " in source:
+            found[path.stem] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
     return found
 
 
@@ -168,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
         near = difflib.get_close_matches(args.experiment, known)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         parser.error(f"no experiment {args.experiment!r}; {meant}--list shows all")
-    module = importlib.import_module(f"experiments.experiments.{args.experiment}")
+    module = importlib.import_module(f"experiments.{args.experiment}")
     try:
         with sigterm_as_exit():
             return run(module.EXPERIMENT, argv[1:])

@@ -1,10 +1,197 @@
-"""`python -m experiments.traffic`: the experiment `traffic` by another spelling."""
+"""Bytes that the draft side of a step moves on a GPU, against the fewest possible.
+
+Drafts of published shapes in bfloat16, on one rank of a GPU with 132 multiprocessors, with Triton's
+operations and attention. Computed on fake tensors, so it runs anywhere: of torch's operations what
+they read and write is counted, of ours what the formula beside each kernel says. `absorb` projects
+the hidden states of all block positions; `commit` accepts, and finds entries for their tokens.
+
+The exit status is 1 if a row of `propose` or `absorb` is above its goal.
+"""
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from experiments.runner import main
+import torch
+from dflash_kernels.draft_attention import TritonAttention
+from dflash_kernels.draft_ops import TritonOps
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-if __name__ == "__main__":
-    sys.exit(main(["traffic", *sys.argv[1:]]))
+from experiments.floor import absorb_floor, commit_floor, propose_floor
+from experiments.launches import Launches, Scene, counted
+from experiments.runner import Arms, Experiment, NoOptions, Progress, case_by_case
+from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter, TargetHead, finite
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import Options, ResolvedOptions
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.published import shipped
+
+SHAPES = (
+    "z-lab/Qwen3-8B-DFlash-b16",
+    "z-lab/Qwen3.5-27B-DFlash",
+    "z-lab/Qwen3.5-35B-A3B-DFlash",
+)
+# Requests, committed tokens of each, window.
+LOADS = (
+    (1, 1024, None),
+    (8, 4096, None),
+    (32, 4096, None),
+    (32, 32768, 4096),
+    (32, 131072, 4096),
+    (48, 32768, None),
+)
+PROCESSORS = 132
+GOALS = {"propose": 1.08, "absorb": 1.2}
+
+
+class Row(NamedTuple):
+    """A draft under a load."""
+
+    shape: str
+    requests: int
+    context: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Launches of a step's parts."""
+
+    propose: Launches
+    absorb: Launches
+    commit: Launches
+
+
+def config_of(shape: str) -> DraftConfig:
+    """The config of a shipped draft."""
+    facts = shipped("draft")[shape]
+    if facts.config is None:
+        raise ValueError(f"{shape}: its config is not shipped")
+    return DraftConfig.from_dict(facts.config)
+
+
+def measure(row: Row) -> Step:
+    """The launches of one step, on fake CUDA tensors."""
+    config, device = config_of(row.shape), torch.device("cuda")
+    options = Options(window=row.window).resolve(config)
+    scene = Scene(
+        [row.context] * row.requests, options.context_window, row.requests * options.block_size
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        # In inference mode, torch would not show the operations that others are made of.
+        with FakeTensorMode(), torch.no_grad(), device:
+            return _step(row, config, options, scene)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene) -> Step:
+    device, block, requests = torch.device("cuda"), options.block_size, row.requests
+    model = DraftModel(config, ops=TritonOps()).freeze()
+    setting = Setting(block, device, options.context_window, requests=requests, columns=row.context)
+    vocabulary = torch.empty(config.vocab_size, config.hidden_size)
+    drafter = Drafter(
+        model,
+        TargetHead(lambda ids: vocabulary[ids], lambda hidden: (hidden @ vocabulary.T).argmax(-1)),
+        _cache(row, config, options),
+        options,
+        TritonAttention(config, setting, PROCESSORS),
+    )
+    lengths = torch.empty(requests, dtype=torch.int64)
+    slots = torch.empty(requests, row.context + block, dtype=torch.int32)
+    known = RequestSlots(slots, torch.empty_like(lengths), lengths, row.context)
+    with counted(scene) as propose:
+        ids = drafter.propose(torch.empty_like(lengths), known)
+    tokens = ids.numel()
+    hidden = torch.empty(tokens, config.target_hidden_width)
+    targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)
+    with counted(scene) as commit:
+        accepted = model.ops.accept(ids, targets)
+        keep = torch.arange(block) < accepted.lengths[:, None]
+        entries = drafter.cache.place(flat, keep.flatten())
+    with counted(scene) as absorb:
+        kv = model.project_context(finite(model.context_features(hidden))[0])
+        model.write_context(kv, flat, drafter.cache.kv, entries)
+    return Step(propose, absorb, commit)
+
+
+def _cache(row: Row, config: DraftConfig, options: ResolvedOptions) -> DraftKVCache:
+    slots, device = row.requests * (row.context + options.block_size), "cuda"
+    entries = options.draft_kv_entries(row.requests)
+    if entries is None:
+        return DirectKVCache(slots, config.kv_shape, torch.bfloat16, device)
+    return RingKVCache(entries, slots, config.kv_shape, torch.bfloat16, device)
+
+
+def figures(row: Row, step: Step) -> dict[str, Any]:
+    """A row of the result."""
+    config = config_of(row.shape)
+    tokens = row.requests * config.block_size
+    floors = {
+        "propose": propose_floor(config, [row.context] * row.requests, row.window),
+        "absorb": absorb_floor(config, tokens),
+        "commit": commit_floor(row.requests, config.block_size),
+    }
+    result: dict[str, Any] = row._asdict()
+    for part, floor in floors.items():
+        launches: Launches = getattr(step, part)
+        result[f"{part}_bytes"], result[f"{part}_floor"] = launches.bytes, floor
+        result[f"{part}_ratio"] = round(launches.bytes / floor, 3)
+        result[f"{part}_launches"] = len(launches)
+    return result
+
+
+def workload(_: Arms, __: NoOptions, progress: Progress) -> list[dict[str, Any]]:
+    rows = {
+        f"{shape}, {requests} x {context}, window {window}": Row(shape, requests, context, window)
+        for shape in SHAPES
+        for requests, context, window in LOADS
+    }
+    found = case_by_case(rows, lambda _, row: figures(row, measure(row)), progress)
+    return list(found.values())
+
+
+def report(rows: list[dict[str, Any]], _: NoOptions) -> dict[str, Any]:
+    return {"dtype": "bfloat16", "processors": PROCESSORS, "goals": GOALS, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    names = f"{'draft':30}{'requests x context, window':>28}"
+    lines = [f"{names}  propose: GiB / floor, ratio, launches; ratio of absorb, of commit"]
+    for row in result["rows"]:
+        load = f"{row['requests']} x {row['context']}, {row['window'] or 'none'}"
+        moved, floor = (row[f"propose_{of}"] / 2**30 for of in ("bytes", "floor"))
+        lines.append(
+            f"{row['shape'].removeprefix('z-lab/'):30}{load:>28}  {moved:8.2f} / {floor:6.2f}"
+            f"{row['propose_ratio']:8.3f}{row['propose_launches']:6d}      "
+            f"{row['absorb_ratio']:6.3f}{row['commit_ratio']:8.1f}"
+        )
+    return lines
+
+
+def failure(result: dict[str, Any]) -> str | None:
+    above = [
+        f"{part} of {row['shape']} at {row['requests']} x {row['context']}: {row[part + '_ratio']}"
+        for row in result["rows"]
+        for part, goal in GOALS.items()
+        if row[f"{part}_ratio"] > goal
+    ]
+    return f"above the goal: {'; '.join(above)}" if above else None
+
+
+EXPERIMENT = Experiment(
+    name="traffic",
+    description=__doc__,
+    workload=workload,
+    report=report,
+    table=table,
+    failure=failure,
+)

@@ -76,15 +76,14 @@ def its_tests_exist(command: Printed) -> None:
 
 
 def experiment_takes_the_options(command: Printed) -> None:
-    # `python -m experiments NAME` or `python -m experiments.NAME`.
-    name, *options = [*command.words[2].split(".")[1:], *command.words[3:]]
+    name, *options = command.words[3:]
     if name == "NAME":
         return
     if name == "--list":
         assert runner.main(["--list"]) == 0
         return
     assert name in runner.experiments()
-    module = importlib.import_module(f"experiments.experiments.{name}")
+    module = importlib.import_module(f"experiments.{name}")
     runner._parser(module.EXPERIMENT).parse_args(options)
 
 
@@ -123,7 +122,7 @@ def drafts_well(command: Printed) -> None:
 # The first that matches.
 CHECKS: dict[str, Callable[[Printed], None]] = {
     r"python -m sglang\.launch_server": parsed_by_sglang,
-    r"python -m benchmarks[ .]": experiment_takes_the_options,
+    r"python -m experiments ": experiment_takes_the_options,
     r"python -m sglang_dflash\.benchmark": benchmark_takes_the_options,
     r"bash ": script_is_valid,
     r"(python -m )?pytest ": its_tests_exist,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.experiments import penalties
-from experiments.experiments.penalties import OURS, PLAIN, Options
+from experiments import penalties
+from experiments.penalties import OURS, PLAIN, Options
 from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 

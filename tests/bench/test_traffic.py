@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.experiments import traffic
-from experiments.experiments.traffic import GOALS, LOADS, SHAPES, Row
+from experiments import runner, traffic
 from experiments.floor import absorb_floor, propose_floor, visible
 from experiments.launches import Scene, counted
+from experiments.traffic import GOALS, LOADS, SHAPES, Row
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from tests.conftest import raw_config
 
@@ -83,16 +81,12 @@ def test_what_torch_moves() -> None:
     assert moved == (4 * (12 + 20 + 15), 56 + 2 * 112, 48, 32, 48 + 48, 56 + 112 + 112)
 
 
-@pytest.mark.parametrize("spelling", ["experiments", "experiments.traffic"])
 def test_the_command_prints_one_object(
-    spelling: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(traffic, "SHAPES", SHAPES[2:])
     monkeypatch.setattr(traffic, "LOADS", LOADS[:1])
-    words = ["traffic"] if spelling == "experiments" else []
-    monkeypatch.setattr(sys, "argv", [spelling, *words, "--json"])
-    with pytest.raises(SystemExit, match="0"):
-        runpy.run_module(spelling, run_name="__main__", alter_sys=True)
+    assert runner.main(["traffic", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     parts = [f"{part}_{of}" for part in ("propose", "absorb", "commit")
              for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip

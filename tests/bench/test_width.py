@@ -8,7 +8,7 @@ import statistics
 import pytest
 from scipy import stats
 
-from experiments.experiments import width
+from experiments import width
 from experiments.undrafted import NeverDrafts
 from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.bench.prompt import Prompt

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.experiments import width_published as published
-from experiments.experiments.width_published import CONCURRENCY, FITTED, Task
+from experiments import width_published as published
+from experiments.width_published import CONCURRENCY, FITTED, Task
 
 RESULT = Path(__file__).parents[2] / "experiments/results/width_published.json"
 

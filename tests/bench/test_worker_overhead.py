@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from experiments.experiments import worker_overhead
-from experiments.experiments.worker_overhead import Options, Pass, arms, compare, draft_side
+from experiments import worker_overhead
+from experiments.worker_overhead import Options, Pass, arms, compare, draft_side
 from sglang_dflash.bench.measure import Run
 from sglang_dflash.facts.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""`python -m experiments.gpu` with servers, on the CPU platform."""
+"""`python -m experiments gpu` with servers, on the CPU platform."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_three_servers_are_compared(tmp_path: Path) -> None:
     """The other parts are in tests/bench/test_gpu.py."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "experiments.gpu", "--device", "cpu", "--size", "tiny"),
+            *(sys.executable, "-m", "experiments", "gpu", "--device", "cpu", "--size", "tiny"),
             *("--target", str(PAIR.target), "--draft", str(PAIR.draft)),
             *("--levels", "2x40", "--new-tokens", "64", "--state", str(tmp_path / "state.json")),
             *("--flags", "--dtype float32 --max-total-tokens 16384 --sleep-on-idle"),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from experiments.drafters import random_head, random_model
-from experiments.experiments.gpu import configs
+from experiments.gpu import configs
 from experiments.launches import Scene, counted
 from sglang_dflash.drafting.attention.backend import Backend, Capabilities
 from sglang_dflash.drafting.attention.paged import PagedAttention

@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from experiments.experiments import width
+from experiments import width
 from experiments.runner import Arms, Experiment, Progress, all_at_once, option
 from experiments.width_replay import BEFORE, NOW, OUTCOMES, Recorded, Replay, is_full
 from sglang_dflash.facts.errors import ConfigError

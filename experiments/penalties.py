@@ -10,8 +10,8 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.experiments.width import answer_ids, asking
 from experiments.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
+from experiments.width import answer_ids, asking
 from sglang_dflash.bench.load import Pass, Sampling, SGLang, run
 from sglang_dflash.bench.server_config import demo_config
 from sglang_dflash.facts.embedded import demo_pair

@@ -37,7 +37,7 @@ AGAINST: dict[str, dict[str, FlagValue]] = {
     "itself": {},
     "revision": {},
 }
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 class Pass(NamedTuple):

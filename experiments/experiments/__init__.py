@@ -1,1 +1,0 @@
-"""One module per experiment. Its docstring describes it, and `EXPERIMENT` is what runs."""
