@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from sglang_dflash.benchmark.arguments import SERVERS, Settings, parse, without_effect
 from sglang_dflash.facts.errors import ConfigError
 
-# Errors of other packages name their own commands' flags.
+# Setting that an error names -> the flag for it.
 OWN_FLAGS = {
-    "--target": "--model",
-    "--draft:": "--draft-model:",
-    "--speculative-num-draft-tokens": "--block-size",
-    "--speculative-draft-window-size": "--draft-sliding-window-size",
+    "block_size": "--block-size",
+    "window": "--draft-sliding-window-size",
+    "worker": "--speculative-dflash-worker",
 }
+# Errors of other packages name their own commands' flags.
+OTHER_FLAGS = {"--target": "--model", "--draft:": "--draft-model:"}
 
 
 class Failed(Exception):
@@ -59,8 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _with_own_flags(error: Exception) -> str:
-    message = str(error)
-    for theirs, ours in OWN_FLAGS.items() if isinstance(error, ConfigError) else ():
+    if not isinstance(error, ConfigError):
+        return str(error)
+    message = error.in_words(OWN_FLAGS)
+    for theirs, ours in OTHER_FLAGS.items():
         message = message.replace(theirs, ours)
     return message
 

@@ -10,12 +10,13 @@ import sys
 from sglang_dflash.cli.command import Command, Failed
 from sglang_dflash.facts.errors import ConfigError
 
-# Errors of `Options` name the server's flags; these commands have shorter ones.
+# Setting that an error names -> the flag for it.
 OWN_FLAGS = {
-    "--speculative-num-draft-tokens": "--block-size",
-    "--speculative-draft-window-size": "--window",
-    "--speculative-draft-sink-size": "--sinks",
-    "--speculative-dflash-draft-kv-tokens": "--draft-kv-tokens",
+    "block_size": "--block-size",
+    "window": "--window",
+    "sinks": "--sinks",
+    "draft_kv_tokens": "--draft-kv-tokens",
+    "worker": "--speculative-dflash-worker",
 }
 
 _CLI = "sglang_dflash.cli."
@@ -75,7 +76,8 @@ def main(argv: list[str] | None = None) -> int:
         # `head`, say, has read enough. Python would print an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ConfigError, Failed) as error:
-        print(f"sglang-dflash: {_with_own_flags(error)}", file=sys.stderr)
+        text = error.in_words(OWN_FLAGS) if isinstance(error, ConfigError) else error
+        print(f"sglang-dflash: {text}", file=sys.stderr)
         return 1
     return 0
 
@@ -92,10 +94,3 @@ def _parser(asked: str | None) -> argparse.ArgumentParser:
         if name == asked:
             command.arguments(of_command)
     return parser
-
-
-def _with_own_flags(error: Exception) -> str:
-    message = str(error)
-    for theirs, ours in OWN_FLAGS.items() if isinstance(error, ConfigError) else ():
-        message = message.replace(theirs, ours)
-    return message

@@ -3,22 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, shown
+from sglang_dflash.facts.errors import ConfigError
 
 # Entries of a bounded draft KV cache over what the running requests can see. The cache overwrites
 # the oldest entries that no running request reads, so requests that come and go need spare ones.
 # 2.0 by measurement: experiments/results/draft_kv_headroom.json.
 DRAFT_KV_HEADROOM = 2
-
-# Flags of the server. Commands of ours have shorter names for them.
-BLOCK_FLAG = "--speculative-num-draft-tokens"
-WINDOW_FLAG = "--speculative-draft-window-size"
-SINK_FLAG = "--speculative-draft-sink-size"
-_ENTRIES_FLAG = "--speculative-dflash-draft-kv-tokens"
-_TAIL_FLAG = "--speculative-dflash-recompute-tail"
 
 # Positions and cache entries are 32-bit.
 _MOST_TOKENS = 2**31 - 1
@@ -72,27 +66,28 @@ class ResolvedOptions:
         visible = max_running_requests * (self.context_window.size + self.block_size)
         return int(DRAFT_KV_HEADROOM * visible)
 
-    def warnings(self, config: DraftConfig, context: int | None) -> list[str]:
+    def warnings(
+        self, config: DraftConfig, context: int | None, names: Mapping[str, str]
+    ) -> list[str]:
         """Sizes that are served and hardly meant, a line each.
 
         Args:
             context: tokens of a request, at most; None if unknown.
+            names: setting -> what the user types for it.
         """
         found, window = [], self.context_window
         if self.block_size > config.block_size:
             found.append(
-                f"{BLOCK_FLAG}: {self.block_size} is more than the {config.block_size} of a block "
-                "that the draft was trained with: outputs stay exact, and the tokens beyond are "
-                "hardly ever accepted"
+                f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
+                f"{config.block_size} of a block that the draft was trained with: outputs stay "
+                "exact, and the tokens beyond are hardly ever accepted"
             )
-        for flag, tokens in (
-            (WINDOW_FLAG, window.tokens if window else 0),
-            (SINK_FLAG, window.sinks if window else 0),
-        ):
+        sizes = {"window": window.tokens, "sinks": window.sinks} if window else {}
+        for name, tokens in sizes.items():
             if context is not None and tokens >= context:
                 found.append(
-                    f"{flag}: {tokens} is the whole of a context of {context} tokens: drafts read "
-                    "everything, as without a window"
+                    f"{names.get(name, name)}: {tokens} is the whole of a context of {context} "
+                    "tokens: drafts read everything, as without a window"
                 )
         trained = config.max_position_embeddings
         if context is not None and context > trained:
@@ -105,7 +100,7 @@ class ResolvedOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for. Errors name the server's flags.
+    """What was asked for.
 
     Attributes:
         block_size: tokens verified per step, the bonus token included; None for the checkpoint's.
@@ -129,40 +124,29 @@ class Options:
     recurrent_rollback: str = "auto"
 
     def __post_init__(self) -> None:
-        for flag, value, least, wrong in (
-            (BLOCK_FLAG, self.block_size, 2, " is too small; a block has at least 2 tokens"),
-            (SINK_FLAG, self.sinks, 0, " is negative; give 0 or more tokens"),
-            (WINDOW_FLAG, self.window, 1, " sees nothing; give at least the block size"),
-            (_ENTRIES_FLAG, self.draft_kv_tokens, 1, "; a positive number of tokens is required"),
-            (_TAIL_FLAG, self.recompute_tail, 0, " is negative; give 0 or more tokens"),
-        ):
+        of_a_window = ("sinks", "draft_kv_tokens", "recompute_tail")
+        bounds = {"block_size": 2, "window": 1, "draft_kv_tokens": 1}
+        for name in ("block_size", "window", *of_a_window):
+            value, least = getattr(self, name), bounds.get(name, 0)
             if value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ConfigError(f"{flag}: {shown(value)}; a number of tokens is required")
-            if value < least:
-                raise ConfigError(f"{flag}: {value}{wrong}")
-        of_a_window = (
-            (SINK_FLAG, self.sinks),
-            (_ENTRIES_FLAG, self.draft_kv_tokens),
-            (_TAIL_FLAG, self.recompute_tail),
-        )
-        for flag, value in ((WINDOW_FLAG, self.window), *of_a_window):
-            if value is not None and value > _MOST_TOKENS:
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or not least <= value <= _MOST_TOKENS:
                 raise ConfigError(
-                    f"{flag}: {shown(value)} is too large; give at most {_MOST_TOKENS} tokens"
+                    name, value, f"a number of tokens from {least} to {_MOST_TOKENS} is required"
                 )
-        if self.window is None:
-            for flag, value in of_a_window:
-                if value:
-                    raise ConfigError(
-                        f"{flag}: {value} has no effect without a window; give {WINDOW_FLAG} too, "
-                        "or leave it out"
-                    )
+        for name in of_a_window:
+            if self.window is None and getattr(self, name):
+                raise ConfigError(
+                    name,
+                    getattr(self, name),
+                    "this has no effect without a window; give {window} too, or leave it out",
+                )
         if self.recurrent_rollback not in RECURRENT_ROLLBACKS:
             raise ConfigError(
-                f"--speculative-dflash-recurrent-rollback: {shown(self.recurrent_rollback)}; "
-                f"choose one of {', '.join(RECURRENT_ROLLBACKS)}"
+                "recurrent_rollback",
+                self.recurrent_rollback,
+                f"choose one of {', '.join(RECURRENT_ROLLBACKS)}",
             )
 
     def resolve(self, config: DraftConfig) -> ResolvedOptions:
@@ -179,8 +163,10 @@ class Options:
         most = _MOST_TRAINED_BLOCKS * trained
         if block_size > most:
             raise ConfigError(
-                f"{BLOCK_FLAG}: {block_size} is more than {_MOST_TRAINED_BLOCKS} times the block "
-                f"size that the draft was trained with ({trained}); give at most {most}"
+                "block_size",
+                block_size,
+                f"more than {_MOST_TRAINED_BLOCKS} times the block size that the draft was trained "
+                f"with ({trained}); give at most {most}",
             )
         return self.with_block_size(block_size)
 
@@ -200,18 +186,21 @@ class Options:
         Raises:
             ConfigError: the block is too large.
         """
-        name = "block_size" if self.block_size is None else BLOCK_FLAG
-        if context is not None and 2 * resolved.block_size > context:
+        name = "block_size" if self.block_size is not None else "block_size of the draft"
+        block = resolved.block_size
+        if context is not None and 2 * block > context:
             raise ConfigError(
-                f"{name}: {resolved.block_size} is more than half of the target's context of "
-                f"{context} tokens; {_at_most(context // 2)} a context of at least "
-                f"{2 * resolved.block_size} tokens"
+                name,
+                block,
+                f"more than half of the target's context of {context} tokens; "
+                f"{_at_most(context // 2)} a context of at least {2 * block} tokens",
             )
-        if kv_tokens is not None and 4 * resolved.block_size > kv_tokens:
+        if kv_tokens is not None and 4 * block > kv_tokens:
             raise ConfigError(
-                f"{name}: {resolved.block_size} is too large for a KV pool of {kv_tokens} tokens, "
-                f"in which every request reserves two blocks; {_at_most(kv_tokens // 4)} a pool "
-                f"of at least {4 * resolved.block_size} tokens"
+                name,
+                block,
+                f"too large for a KV pool of {kv_tokens} tokens, in which every request reserves "
+                f"two blocks; {_at_most(kv_tokens // 4)} a pool of at least {4 * block} tokens",
             )
 
     def with_block_size(self, block_size: int) -> ResolvedOptions:
@@ -220,8 +209,9 @@ class Options:
         if self.window is not None:
             if self.window < block_size:
                 raise ConfigError(
-                    f"{WINDOW_FLAG}: {self.window} is smaller than the block "
-                    f"size {block_size}; give at least {block_size}"
+                    "window",
+                    self.window,
+                    f"smaller than the block size; give at least {block_size}",
                 )
             window = ContextWindow(self.window, self.sinks)
         return ResolvedOptions(

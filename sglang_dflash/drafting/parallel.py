@@ -44,7 +44,7 @@ class TensorParallel:
         """Heads or columns per rank, of `total`. Raises ConfigError if it does not divide."""
         if total % self.size:
             raise ConfigError(
-                f"--tp-size: {self.size} does not divide the draft's {name} ({total})"
+                "tp_size", self.size, f"it does not divide the draft's {name} ({total})"
             )
         return total // self.size
 

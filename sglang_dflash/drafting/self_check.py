@@ -23,10 +23,6 @@ from sglang_dflash.facts.errors import ConfigError
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
-WAY_OUT = (
-    "serve with --speculative-dflash-worker builtin, and report it; "
-    "--speculative-dflash-self-check off starts anyway"
-)
 
 
 class SelfCheckFailed(ConfigError):
@@ -215,6 +211,7 @@ def _compare(name: str, got: Any, expected: Tensor) -> None:
         return
     raise SelfCheckFailed(
         f"self-check: {name} {list(expected.shape)} {str(expected.dtype).removeprefix('torch.')} "
-        f"on {expected.device.type}: differs from torch by {difference:.3g} of {scale:.3g} "
-        f"({allowed:g} of it is allowed); {WAY_OUT}"
+        f"on {expected.device.type}",
+        required=f"it differs from torch by {difference:.3g} of {scale:.3g} ({allowed:g} of it is "
+        "allowed); serve with {worker} builtin, and report it; {self_check} off starts anyway",
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Self
 
-# Of an error about something that is missing as a whole.
-_NO_VALUE = object()
+# Of an error about something that is missing as a whole. Processes send errors to each other.
+_NO_VALUE = ...
 # A longer value is cut in messages.
 _LONGEST = 160
 
@@ -22,25 +23,32 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, value: object = _NO_VALUE, required: str = "") -> None:
         self.field, self.value, self.required = field, value, required
-        super().__init__(self.in_words({}))
+        text = "" if value is _NO_VALUE else f" {shown(value)}"
+        if required:
+            text = f":{text and text + ';'} {_filled(required, {})}"
+        super().__init__(f"{field}{text}")
 
-    def in_words(self, names: Mapping[str, str]) -> str:
-        """The message, in one line, with what the user typed for each setting.
+    def named(self, names: Mapping[str, str]) -> Self:
+        """The same error with what the user typed for each setting.
 
         Args:
-            names: setting -> the flag or argument that set it.
+            names: setting -> the flag or argument that sets it.
         """
-        value = "" if self.value is _NO_VALUE else f" {shown(self.value)}"
         field = names.get(self.field, self.field)
-        if not self.required:
-            return f"{field}{value}"
-        required = re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[1]), self.required)
-        return f"{field}:{value and value + ';'} {required}"
+        return type(self)(field, self.value, _filled(self.required, names))
+
+    def in_words(self, names: Mapping[str, str]) -> str:
+        """The message of `named`, in one line."""
+        return str(self.named(names))
 
 
 class UnsupportedDraft(ConfigError):
     """A valid draft or server setting that is not implemented here. SGLang's built-in worker may
     serve it."""
+
+
+def _filled(text: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[1]), text)
 
 
 def shown(value: object) -> str:

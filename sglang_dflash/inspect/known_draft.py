@@ -123,5 +123,5 @@ class KnownDraft:
         if self.block_size is not None:
             return options.for_trained_block(self.block_size)
         if options.block_size is None:
-            raise ConfigError("--block-size: required, because the draft's is not known")
+            raise ConfigError("block_size", None, "required, because the draft's is not known")
         return options.with_block_size(options.block_size)

@@ -233,7 +233,7 @@ def _warnings(
     of_target = other_target(target.name, draft.name)
     found = [] if of_target is None else [of_target]
     if known.config is not None:
-        found += resolved.warnings(known.config, _context(target))
+        found += resolved.warnings(known.config, _context(target), {})
     return found
 
 

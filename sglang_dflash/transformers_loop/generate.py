@@ -70,7 +70,7 @@ def load(args: GenerateArgs) -> Loaded:
         )
         context = getattr(text, "max_position_embeddings", None)
         args.options.check_room(resolved, context=context, kv_tokens=None)
-        for warning in resolved.warnings(config, context):
+        for warning in resolved.warnings(config, context, {}):
             logger.warning("%s", warning)
         draft = load_model(folder, dtype=getattr(torch, dtype), device=device)
         tokenizer = AutoTokenizer.from_pretrained(args.target)

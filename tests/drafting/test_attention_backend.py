@@ -36,7 +36,7 @@ def only(**limits: Any) -> dict[str, Backend]:
 
 
 def test_an_unknown_name_is_refused_with_the_list() -> None:
-    with pytest.raises(ConfigError, match=r"'fa9' is unknown; choose one of \['torch'\]"):
+    with pytest.raises(ConfigError, match=r"'fa9'; unknown; choose one of \['torch'\]"):
         make_attention("fa9", config(), CPU)
 
 
@@ -52,7 +52,7 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
 def test_what_a_backend_cannot_serve_is_refused(
     limits: dict[str, object], changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"'narrow' {message}.*choose one of \['torch'\]"):
+    with pytest.raises(ConfigError, match=rf"'narrow'; {message}.*choose one of \['torch'\]"):
         make_attention("narrow", config(**changes), CPU, only(**limits))
 
 

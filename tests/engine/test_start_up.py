@@ -130,18 +130,21 @@ def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
 
 
 BAD_FLAGS = {
-    r"--speculative-num-draft-tokens: 1 is too small": ["--speculative-num-draft-tokens", "1"],
-    r"--speculative-dflash-draft-window-size: 7 is smaller than the block size 8": [
+    r"--speculative-num-draft-tokens: 1; a number of tokens from 2": [
+        "--speculative-num-draft-tokens",
+        "1",
+    ],
+    r"--speculative-dflash-draft-window-size: 7; smaller than the block size": [
         "--speculative-dflash-draft-window-size",
         "7",
     ],
-    r"--speculative-draft-sink-size: -2 is negative": [
+    r"--speculative-draft-sink-size: -2; a number of tokens": [
         "--speculative-draft-window-size",
         "64",
         "--speculative-draft-sink-size",
         "-2",
     ],
-    r"--speculative-dflash-draft-kv-tokens: 0; a positive": [
+    r"--speculative-dflash-draft-kv-tokens: 0; a number": [
         "--speculative-draft-window-size",
         "64",
         "--speculative-dflash-draft-kv-tokens",

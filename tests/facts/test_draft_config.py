@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +127,26 @@ def test_a_pair_that_does_not_fit_is_refused(target: dict, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "required"),
     [
-        ({"block_size": 1}, "--speculative-num-draft-tokens: 1 is too small"),
-        ({"sinks": -1}, "--speculative-draft-sink-size: -1 is negative"),
-        ({"window": 0}, "--speculative-draft-window-size: 0 sees nothing"),
-        ({"draft_kv_tokens": 0}, "--speculative-dflash-draft-kv-tokens: 0; a positive"),
-        ({"sinks": 4}, "--speculative-draft-sink-size: 4 has no effect without a window"),
-        ({"window": 2**31}, "--speculative-draft-window-size: 2147483648 is too large"),
-        ({"block_size": 65}, "num-draft-tokens: 65 is more than 16 times .* give at most 64"),
-        (
-            {"window": 3},
-            "--speculative-draft-window-size: 3 is smaller than the block size 4; give at least 4",
-        ),
+        ({"block_size": 1}, "a number of tokens from 2 to 2147483647 is required"),
+        ({"sinks": -1}, "from 0 to"),
+        ({"window": 0}, "from 1 to"),
+        ({"draft_kv_tokens": 0}, "from 1 to"),
+        ({"sinks": 4}, "no effect without a window; give {window} too"),
+        ({"recompute_tail": 4}, "no effect without a window"),
+        ({"window": 2**31}, "to 2147483647"),
+        ({"block_size": 65}, "more than 16 times .* give at most 64"),
+        ({"window": 3}, "smaller than the block size; give at least 4"),
+        ({"recurrent_rollback": "undo"}, "auto, replay, snapshot"),
     ],
 )
-def test_options_are_checked(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_options_are_checked(options: dict, required: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         Options(**options).resolve(DraftConfig.from_dict(raw_config()))
+    ((field, value),) = options.items()
+    assert (refused.value.field, refused.value.value) == (field, value)
+    assert re.search(required, refused.value.required)
 
 
 def test_options_take_the_checkpoints_block_size_and_size_the_cache() -> None:

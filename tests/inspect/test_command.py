@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str], tmp_pa
 
 def test_errors_name_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     shown = refusal(capsys, *PUBLISHED_PAIRS[2], "--window", "3")
-    assert "sglang-dflash: --window: 3 is smaller than the block size 16" in shown
+    assert "sglang-dflash: --window: 3; smaller than the block size; give at least 16" in shown
 
 
 def test_the_table_begins_with_the_verdict_and_hides_empty_rows(

@@ -123,7 +123,7 @@ def test_what_is_not_known_is_asked_for() -> None:
     ):
         inspect(facts(TARGET, None), facts(raw_config()), Options(), Serving())
     measured = facts(None, None, kv=100)
-    with pytest.raises(ConfigError, match="--block-size: required"):
+    with pytest.raises(ConfigError, match="block_size: None; required"):
         inspect(measured, measured, Options(), Serving(kv_memory_gib=1))
     as_float32 = Serving(kv_memory_gib=1, kv_dtype="float32")
     with pytest.raises(ConfigError, match="--kv-dtype: 'float32', but of a model only"):

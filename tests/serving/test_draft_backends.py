@@ -51,13 +51,13 @@ def test_unset_takes_the_best_that_can_serve(
 
 @pytest.mark.parametrize("name", ["triton", "fa3", "fa4", "flashinfer"])
 def test_an_impossible_choice_names_what_can_run(name: str) -> None:
-    message = rf"^{FLAG}: '{name}' runs on cuda, not on cpu; choose one of \['torch'\]$"
+    message = rf"^attention: '{name}'; runs on cuda, not on cpu; choose one of \['torch'\]$"
     with pytest.raises(ConfigError, match=message):
         check_attention(asking(name), config(), CPU)
 
 
 def test_an_unknown_name_is_refused() -> None:
-    message = rf"^{FLAG}: 'flash' is unknown; choose one of {ALL}$"
+    message = rf"^attention: 'flash'; unknown; choose one of {ALL}$"
     with pytest.raises(ConfigError, match=message):
         check_attention(asking("flash"), config(head_dim=128), CUDA)
     assert unserved_attention(asking("flash")) is None
@@ -84,7 +84,7 @@ def test_kernels_of_one_dtype_refuse_others_of_draft_kv(name: str, dtype: torch.
     wide = config(head_dim=128)
     check_attention(asking(name), wide, CUDA, torch.bfloat16)
     message = (
-        rf"^{FLAG}: '{name}' serves draft K/V in bfloat16, float16, not in "
+        rf"^attention: '{name}'; serves draft K/V in bfloat16, float16, not in "
         rf"{str(dtype)[6:]}; choose one of \['triton', 'torch'\]$"
     )
     with pytest.raises(ConfigError, match=message):
@@ -111,10 +111,7 @@ def test_8_bit_draft_kv_by_gpu(
         check_kv_dtype(dtype, CUDA)
         return
     shown = ".".join(map(str, capability))
-    message = (
-        "^--speculative-draft-kv-cache-dtype: draft K/V in fp8_e4m3 needs a GPU of capability 8.9 "
-        rf"or later, this one's is {shown}; give --speculative-draft-kv-cache-dtype bf16, "
-    )
+    message = rf"^--speculative-draft-kv-cache-dtype: .* 8.9 or later, this one's is {shown}; "
     with pytest.raises(ConfigError, match=message):
         check_kv_dtype(dtype, CUDA)
 

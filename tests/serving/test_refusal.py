@@ -37,13 +37,13 @@ def test_a_command_line_uses_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and done.stdout == ""
-    assert line.startswith("sglang-dflash: --speculative-dflash-draft-window-size: 128, but ")
+    assert line.startswith("sglang-dflash: --speculative-dflash-draft-window-size: 128; but ")
 
 
 def _scheduler() -> None:
     logging.basicConfig(format="%(message)s", force=True)
-    with ends_the_server(lambda message: message.replace("flag", "typed")):
-        raise ConfigError("flag: 1; 2 is required")
+    with ends_the_server({"flag": "typed"}):
+        raise ConfigError("flag", 1, "2 is required")
 
 
 def test_a_scheduler_process_ends_its_parent_as_sglang_does(
@@ -66,5 +66,5 @@ def test_a_scheduler_process_ends_its_parent_as_sglang_does(
 
 
 def test_elsewhere_the_error_is_raised() -> None:
-    with pytest.raises(ConfigError, match="of an engine"), ends_the_server(str):
+    with pytest.raises(ConfigError, match="of an engine"), ends_the_server({}):
         raise ConfigError("of an engine")

@@ -16,8 +16,6 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 
-FLAG = "--speculative-draft-attention-backend"
-
 
 class DraftAttention(Protocol):
     """Attention of the drafted blocks of R requests: `prepare` once per step, then `attend` for
@@ -166,9 +164,9 @@ def choose_attention(
     able = [key for key, obstacle in obstacles.items() if obstacle is None]
     if name is None:
         return able[0]
-    obstacle = obstacles.get(name, "is unknown")
+    obstacle = obstacles.get(name, "unknown")
     if obstacle is not None:
-        raise ConfigError(f"{FLAG}: {name!r} {obstacle}; choose one of {able}")
+        raise ConfigError("attention", name, f"{obstacle}; choose one of {able}")
     return name
 
 

@@ -9,7 +9,6 @@ import torch
 
 from sglang_dflash.drafting.attention.backend import (
     BACKENDS,
-    FLAG,
     Backend,
     Capabilities,
     DraftAttention,
@@ -22,7 +21,6 @@ from sglang_dflash.facts.errors import ConfigError
 
 # SGLang's name for its torch backend on a plain CPU.
 SAME = {"torch_native": "torch"}
-KV_FLAG = "--speculative-draft-kv-cache-dtype"
 # The first GPUs that Triton converts e4m3 for.
 FP8_CAPABILITY = (8, 9)
 
@@ -166,10 +164,11 @@ def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         raise ConfigError(
-            f"{KV_FLAG}: draft K/V in fp8_e4m3 needs a GPU of capability "
-            f"{'.'.join(map(str, FP8_CAPABILITY))} or later, this one's is "
-            f"{'.'.join(map(str, capability))}; give {KV_FLAG} bf16, which leaves the target's as "
-            "it is"
+            "--speculative-draft-kv-cache-dtype",
+            "fp8_e4m3",
+            f"this needs a GPU of capability {'.'.join(map(str, FP8_CAPABILITY))} or later, this "
+            f"one's is {'.'.join(map(str, capability))}; give bf16, which leaves the target's K/V "
+            "as it is",
         )
 
 
@@ -181,4 +180,4 @@ def unserved_attention(server_args: Any) -> str | None:
     asked = asked_attention(server_args)
     if asked in ATTENTION or asked not in DRAFT_ATTENTION_BACKEND_CHOICES:
         return None
-    return f"{FLAG} {asked}"
+    return f"--speculative-draft-attention-backend {asked}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import FLAG, Setting
+from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
@@ -23,7 +23,7 @@ def fa4(config: DraftConfig, setting: Setting) -> PagedAttention:
     """FA4. Raises ConfigError if this GPU has no kernel, or the package is missing."""
     major = _major(setting.device)
     if major not in FA4_SPLITS:
-        raise ConfigError(_other_gpu("fa4", sorted(FA4_SPLITS), major))
+        raise _other_gpu("fa4", sorted(FA4_SPLITS), major)
     kernel = fa4_kernel(FA4_SPLITS[major])
     return PagedAttention(config.layers, setting.block_size, setting.scratch, kernel)
 
@@ -32,14 +32,16 @@ def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
     """FA3. Raises ConfigError if this GPU has no kernel."""
     major = _major(setting.device)
     if major not in FA3_MAJORS:
-        raise ConfigError(_other_gpu("fa3", FA3_MAJORS, major))
+        raise _other_gpu("fa3", FA3_MAJORS, major)
     return PagedAttention(config.layers, setting.block_size, setting.scratch, fa3_kernel())
 
 
-def _other_gpu(name: str, majors: Sequence[int], found: int) -> str:
-    return (
-        f"{FLAG}: {name!r} has kernels for GPUs of capability {' and '.join(map(str, majors))}, "
-        f"this one's is {found}; choose one of ['triton', 'torch']"
+def _other_gpu(name: str, majors: Sequence[int], found: int) -> ConfigError:
+    return ConfigError(
+        "attention",
+        name,
+        f"it has kernels for GPUs of capability {' and '.join(map(str, majors))}, this one's is "
+        f"{found}; choose one of ['triton', 'torch']",
     )
 
 
@@ -52,7 +54,7 @@ def fa4_kernel(splits: int) -> Any:
     from sglang.kernels.ops.attention import flash_attention_v4
 
     if not flash_attention_v4.is_flash_attention_v4_available():
-        raise ConfigError(f"{FLAG}: 'fa4': the package flash-attn-4 cannot be imported")
+        raise ConfigError("attention", "fa4", "the package flash-attn-4 cannot be imported")
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, pages: Pages, block: int, layer: LayerAttention

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import FLAG, Setting
+from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
@@ -111,14 +111,18 @@ def flashinfer(config: DraftConfig, setting: Setting) -> PagedAttention:
     major = torch.cuda.get_device_capability(setting.device)[0]
     if major < LEAST_MAJOR:
         raise ConfigError(
-            f"{FLAG}: 'flashinfer' has kernels for GPUs from capability {LEAST_MAJOR} on, this "
-            f"one's is {major}; choose one of ['triton', 'torch']"
+            "attention",
+            "flashinfer",
+            f"it has kernels for GPUs from capability {LEAST_MAJOR} on, this one's is {major}; "
+            "choose one of ['triton', 'torch']",
         )
     try:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     except ImportError as error:
         raise ConfigError(
-            f"{FLAG}: 'flashinfer': the package flashinfer-python cannot be imported ({error})"
+            "attention",
+            "flashinfer",
+            f"the package flashinfer-python cannot be imported ({error})",
         ) from error
     logger.warning(
         "DFLASH: draft attention on FlashInfer: every step waits for the device, because "

@@ -69,11 +69,11 @@ def check_pair(server_args: Any) -> None:
     try:
         _check(server_args, settings)
     except ConfigError as error:
-        raise ConfigError(flags.in_typed_words(server_args, str(error))) from None
+        raise error.named(flags.names(server_args)) from None
 
 
 def _check(server_args: Any, settings: Any) -> None:
-    """`check_pair`. Errors name the flags of `Options`."""
+    """`check_pair`. Errors name settings."""
     if flags.builtin_requested(server_args):
         refuse_code(_folder(settings, weights=False), settings)
         return
@@ -216,7 +216,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
         # SGLang's own arguments.
         theirs = ("server_args", "gpu_id", "nccl_port", "target_worker")
         return _fall_back(reason, builtin)(**{name: kwargs[name] for name in theirs})
-    with ends_the_server(functools.partial(flags.in_typed_words, kwargs["server_args"])):
+    with ends_the_server(flags.names(kwargs["server_args"])):
         return DFlashWorker(**kwargs)
 
 

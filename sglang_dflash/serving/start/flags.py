@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.drafting.options import BLOCK_FLAG, RECURRENT_ROLLBACKS, Options
+from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options
 from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.repairs import flag as guard
 from sglang_dflash.serving.start.refusal import use_one_line
@@ -23,6 +23,7 @@ ALIASES = {
 # The published commands export these; SGLang 0.5.23 knows neither. It still reads the two others
 # that they export: SGLANG_ENABLE_OVERLAP_PLAN_STREAM, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.
 RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
+BLOCK_FLAG = "--speculative-num-draft-tokens"
 BLOCK_ALIAS = "--speculative-dflash-block-size"  # SGLang's own, of another field.
 WORKERS = ("auto", "builtin")
 SELF_CHECK = ("on", "off")
@@ -73,7 +74,9 @@ class AliasAction(argparse.Action):
             getattr(namespace, self.alias, None),
         )
         if is_typed and before != values:
-            raise argparse.ArgumentError(self, _conflict(self.alias, values, before))
+            raise argparse.ArgumentError(
+                self, f"{shown(values)}, but {_conflict(self.alias, before)}"
+            )
         setattr(namespace, self.dest, values)
         setattr(namespace, self.alias, values)
 
@@ -82,11 +85,8 @@ def _flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _conflict(alias: str, value: Any, other: Any) -> str:
-    return (
-        f"{shown(value)}, but {_flag(ALIASES[alias])}, of which it is an alias, is {shown(other)}; "
-        "give one of them"
-    )
+def _conflict(alias: str, other: Any) -> str:
+    return f"{_flag(ALIASES[alias])}, of which it is an alias, is {shown(other)}; give one of them"
 
 
 def _add_widths(add: Callable[..., None]) -> None:
@@ -196,7 +196,7 @@ def _check_choice(alias: str, value: Any, server_args_class: Any) -> None:
     server_args_class.add_cli_args(parser)
     choices = _choices(parser, ALIASES[alias])
     if choices is not None and value not in choices:
-        raise ConfigError(f"{_flag(alias)}: {shown(value)}; choose one of {', '.join(choices)}")
+        raise ConfigError(_flag(alias), value, f"choose one of {', '.join(choices)}")
 
 
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
@@ -227,11 +227,11 @@ def _attach(server_args: Any, given: dict[str, Any]) -> Any:
     for name, choices in CHOICES.items():
         value = given.get(name, DEFAULTS[name])
         if value not in choices:
-            raise ConfigError(f"{name}: {shown(value)}; choose one of {choices}")
+            raise ConfigError(name, value, f"choose one of {', '.join(choices)}")
     for alias, field in ALIASES.items():
         value = getattr(server_args, field)
         if alias in given and given[alias] != value:
-            raise ConfigError(f"{_flag(alias)}: {_conflict(alias, given[alias], value)}")
+            raise ConfigError(_flag(alias), given[alias], f"but {_conflict(alias, value)}")
     setattr(server_args, guard.ATTRIBUTE, given)
     return server_args
 
@@ -285,8 +285,9 @@ def width(server_args: Any) -> tuple[str, tuple[int, ...] | None]:
         return kind, tuple(int(number) for number in listed.split(","))
     except (AttributeError, ValueError):
         raise ConfigError(
-            f"{_flag('speculative_dflash_widths')}: {shown(listed)}; numbers separated by commas "
-            "are required, such as 1,4,8,16"
+            _flag("speculative_dflash_widths"),
+            listed,
+            "numbers separated by commas are required, such as 1,4,8,16",
         ) from None
 
 
@@ -301,7 +302,7 @@ def options(server_args: Any, resolved: Any) -> Options:
     block, alias = resolved.speculative_num_draft_tokens, resolved.speculative_dflash_block_size
     if alias is not None and block not in (None, alias):
         raise ConfigError(
-            f"{BLOCK_ALIAS}: {shown(alias)}, but {BLOCK_FLAG} is {shown(block)}; give one of them"
+            BLOCK_ALIAS, alias, f"but {BLOCK_FLAG} is {shown(block)}; give one of them"
         )
     return Options(
         block_size=alias if block is None else block,
@@ -313,16 +314,22 @@ def options(server_args: Any, resolved: Any) -> Options:
     )
 
 
-def in_typed_words(server_args: Any, message: str) -> str:
-    """A message with the flags that the user typed in place of those that `Options` names."""
-    given, names = _given(server_args), {}
-    if server_args.speculative_num_draft_tokens is None:
-        is_alias = server_args.speculative_dflash_block_size is not None
-        names[BLOCK_FLAG] = BLOCK_ALIAS if is_alias else "block_size"
-    names |= {_flag(field): _flag(alias) for alias, field in ALIASES.items() if alias in given}
-    for name, typed in names.items():
-        message = message.replace(name, typed)
-    return message
+def names(server_args: Any) -> dict[str, str]:
+    """What the user typed, or would type, for each setting that errors of the drafter name."""
+    window, block = "speculative_dflash_draft_window_size", server_args.speculative_num_draft_tokens
+    is_alias = block is None and server_args.speculative_dflash_block_size is not None
+    return {
+        "block_size": BLOCK_ALIAS if is_alias else BLOCK_FLAG,
+        "window": _flag(window if window in _given(server_args) else ALIASES[window]),
+        "sinks": "--speculative-draft-sink-size",
+        "draft_kv_tokens": "--speculative-dflash-draft-kv-tokens",
+        "recompute_tail": "--speculative-dflash-recompute-tail",
+        "recurrent_rollback": "--speculative-dflash-recurrent-rollback",
+        "attention": "--speculative-draft-attention-backend",
+        "tp_size": "--tp-size",
+        "worker": "--speculative-dflash-worker",
+        "self_check": "--speculative-dflash-self-check",
+    }
 
 
 def _given(server_args: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
     left = budget_bytes - plan.reserved_bytes
     if left > 0:
         return left
-    with ends_the_server(str):
+    with ends_the_server({}):
         raise ConfigError(
             f"the drafter needs {plan.reserved_bytes / 2**20:.0f} MiB beside weights and K/V, and "
             f"{budget_bytes / 2**20:.0f} MiB are left for all pools; raise --mem-fraction-static, "

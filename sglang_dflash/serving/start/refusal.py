@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -42,20 +42,20 @@ def use_one_line() -> None:
 
 
 @contextmanager
-def ends_the_server(reword: Callable[[str], str]) -> Iterator[None]:
+def ends_the_server(names: Mapping[str, str]) -> Iterator[None]:
     """In a scheduler process, a ConfigError ends the server as any error there does, by SIGQUIT to
     the parent (`sglang.srt.managers.scheduler.run_scheduler_process`), but logs one line.
 
     Elsewhere the error is raised.
 
     Args:
-        reword: message to message as the log shows it.
+        names: setting -> what the user typed for it.
     """
     try:
         yield
     except ConfigError as error:
         if multiprocessing.parent_process() is None:
             raise
-        logger.error("sglang-dflash: %s", reword(str(error)))
+        logger.error("sglang-dflash: %s", error.in_words(names))
         os.kill(os.getppid(), signal.SIGQUIT)
         raise SystemExit(1) from error

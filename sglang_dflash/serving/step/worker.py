@@ -6,7 +6,6 @@ the target's KV slots.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -95,7 +94,7 @@ class DFlashWorker(BaseSpecWorker):
         self._load_seconds = time.perf_counter() - began
         self.config, self.options = self._model.config, options.resolve(self._model.config)
         self._asked = options
-        self._in_typed_words = functools.partial(flags.in_typed_words, server_args)
+        self._names = flags.names(server_args)
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
         self.plain_context = PlainContext(lambda: self.drafter)
@@ -113,8 +112,9 @@ class DFlashWorker(BaseSpecWorker):
         self.counts.on_outcome = self._learn_width
         self.rollback = make_rollback(self.options.recurrent_rollback, runner)
         self._setup, self._memory = self._reserve(runner, draft_graphs)
-        for warning in self.options.warnings(self.config, runner.model_config.context_len):
-            logger.warning("DFLASH: %s", self._in_typed_words(warning))
+        context = runner.model_config.context_len
+        for warning in self.options.warnings(self.config, context, self._names):
+            logger.warning("DFLASH: %s", warning)
 
     def _step_widths(self, make_policy: Callable[[int], WidthPolicy]) -> StepWidths:
         policy, clock = make_policy(self.block_size), clock_of(self.device)
@@ -157,7 +157,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> None:
         allocator = token_to_kv_pool_allocator
         super().alloc_memory_pool(memory_pool_config, req_to_token_pool, allocator)
-        with ends_the_server(self._in_typed_words):
+        with ends_the_server(self._names):
             self._asked.check_room(self.options, context=None, kv_tokens=allocator.size)
         runner = self.target_worker.model_runner
         rows, positions = self.req_to_token_pool.size, self.req_to_token_pool.req_to_token.shape[1]
@@ -166,7 +166,7 @@ class DFlashWorker(BaseSpecWorker):
         cache = setup.cache(target_slots, rows, memory.is_bounded(runner))
         attention = setup.attention(cache, rows, positions)
         if self._self_check:
-            with ends_the_server(self._in_typed_words):
+            with ends_the_server(self._names):
                 setup.check(attention, cache)
         head = target_model.target_head(runner.model, self._tp)
         self.drafter = self.extension.make_drafter(
@@ -192,7 +192,7 @@ class DFlashWorker(BaseSpecWorker):
         """After the target's."""
         widths = self.widths.policy.widths
         self.target = target_forward(self.target_worker, widths, self.device)
-        with ends_the_server(self._in_typed_words):
+        with ends_the_server(self._names):
             self.drafter = graphed(
                 self.drafter,
                 self._draft_graphs,
