@@ -29,16 +29,13 @@ ELSEWHERE = {
     "sglang-dflash env": "tests/engine/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
-    "python tools/figures.py": "tests/test_figures.py",
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
-    "python tools/models_page.py": "tests/inspect/test_models_page.py",
-    "python tools/seams_page.py": "tests/test_docs.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
     "sglang-dflash doctor": "needs a server: tests/doctor/test_command.py",
     "python launch/train_": "hours; tests/launch/test_code_pair.py tests the code pair's stages",
     "python launch/measure_code_pair.py": "an hour; needs the training's texts",
     "pipx run pip-audit": "asks the network for known defects",
-    "uv pip compile": "a maintainer's command, and needs the network",
+    "uv pip": "a mention, and a maintainer's command; both need the network",
     "pre-commit install": "changes the checkout's git hooks",
     "source .venv/bin/activate": "launch/setup.sh made it",
     "git clone": "needs a repository's address",
@@ -87,6 +84,11 @@ def experiment_takes_the_options(command: Printed) -> None:
     runner._parser(module.EXPERIMENT).parse_args(options)
 
 
+def its_commit_is_named(command: Printed) -> None:
+    """Of an experiment that is gone."""
+    assert f"`{command.text}` at commit " in (ROOT / command.page).read_text()
+
+
 def bench_takes_the_options(command: Printed) -> None:
     parser = argparse.ArgumentParser()
     cli.COMMANDS["bench"].arguments(parser)
@@ -123,6 +125,7 @@ def drafts_well(command: Printed) -> None:
 CHECKS: dict[str, Callable[[Printed], None]] = {
     r"python -m sglang\.launch_server": parsed_by_sglang,
     r"python -m experiments ": experiment_takes_the_options,
+    r"python -m benchmarks ": its_commit_is_named,
     r"python -m sglang_dflash\.benchmark": benchmark_takes_the_options,
     r"bash ": script_is_valid,
     r"(python -m )?pytest ": its_tests_exist,

@@ -1,4 +1,4 @@
-"""The architecture page and the seams page describe the code as it is."""
+"""Paths and links in the docs lead somewhere."""
 
 from __future__ import annotations
 
@@ -9,27 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = (
-    "checkpoint",
-    "core",
-    "plugin",
-    "serving",
-    "platform_cpu",
-    "hf",
-    "inspect_pair",
-    "doctor",
-)
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_the_architecture_page_names_every_module(package: str) -> None:
-    page = (DOCS / "architecture.md").read_text().split("## Modules")[1].split("\n## ")[0]
-    (text,) = re.findall(rf"^\*\*{package}\*\*: (.*?)(?=\n\n|\Z)", page, re.M | re.S)
-    folder = ROOT / "sglang_dflash" / package
-    stems = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    stems |= {path.name for path in folder.iterdir() if (path / "__init__.py").exists()}
-    named = set(re.findall(r"`(\w+)`", text))
-    assert stems <= named, f"not on the page: {sorted(stems - named)}"
 
 
 @pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md"], ids=str)
@@ -42,9 +21,3 @@ def test_paths_in_the_docs_exist(page: Path) -> None:
         assert any((home / name).exists() for home in homes) or planned or "NAME" in name, name
     for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
         assert (page.parent / link).exists(), link
-
-
-def test_the_seams_page_is_current() -> None:
-    from tools.seams_page import PAGE, page
-
-    assert PAGE.read_text() == page(PAGE.read_text()), "run python tools/seams_page.py"

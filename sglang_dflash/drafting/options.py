@@ -11,7 +11,7 @@ from sglang_dflash.facts.errors import ConfigError
 
 # Entries of a bounded draft KV cache over what the running requests can see. The cache overwrites
 # the oldest entries that no running request reads, so requests that come and go need spare ones.
-# 2.0 by measurement: experiments/results/draft_kv_headroom.json.
+# By simulation: docs/draft-kv.md.
 DRAFT_KV_HEADROOM = 2
 
 # Positions and cache entries are 32-bit.
