@@ -23,7 +23,7 @@ ENGINE = "tests/engine/test_as_installed.py::"
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
 ELSEWHERE = {
     "torchrun ": "tests/benchmark/test_ranks.py",
-    "pip install sglang-router": "an optional package: tests/engine/test_router.py needs it",
+    "pip install sglang-router": "what it does is tested by tests/engine/test_router.py",
     "python -m sglang_router": "tests/engine/test_router.py",
     "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/engine/test_env.py",

@@ -1,6 +1,6 @@
 """Two DFLASH servers behind SGLang's own router, one of them killed under load: no request is lost.
 
-pip install sglang-router && python -m pytest tests/engine/test_router.py -m long -s
+python -m pytest tests/engine/test_router.py -m long -s
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from tests.engine.client import until
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH
 from tests.engine.session import ServerSession
-
-pytest.importorskip("sglang_router", reason="needs the package sglang-router")
 
 BOUND = 120
 CLIENTS, EACH = 4, 6

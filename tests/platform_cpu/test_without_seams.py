@@ -5,7 +5,6 @@ A test that fails here means that a row of `platform_cpu/seams.py` has lost its 
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND, torch_ops
 from sglang_dflash.platform_cpu.seams import SEAMS
-from sglang_dflash.seam.seam import REGISTRY, Entry, Seam
+from sglang_dflash.seam.seam import Entry, Seam
 from tests.platform_cpu.pools import configurator_of, published_by_sglang
+from tests.seam.originals import original
 
 pytestmark = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="the platform serves machines without an accelerator"
@@ -25,14 +25,6 @@ pytestmark = pytest.mark.skipif(
 
 HEADS, VALUE_HEADS, DIM, TOKENS, WIDTH = 2, 4, 16, 4, 4
 CHANNELS = 2 * HEADS * DIM + VALUE_HEADS * DIM
-
-
-def original(target: str) -> Any:
-    """SGLang's function, also if another test of this process has loaded the plugins."""
-    function = pkgutil.resolve_name(target)
-    while getattr(function, "__globals__", {}).get("__name__") == REGISTRY:
-        function = function.__wrapped__
-    return function
 
 
 def triton_rows() -> list[Seam]:

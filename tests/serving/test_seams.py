@@ -1,12 +1,8 @@
-"""Every row of serving's seams: its target is there, and the defect appears without it."""
+"""What SGLang does without the rows of serving's seams."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
-import pkgutil
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,31 +13,10 @@ from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
 from sglang_dflash.serving.show import metrics
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import request_fixes
+from tests.seam.originals import original
 
-ROOT = Path(__file__).parents[2]
 ROWS = [*SEAMS, *REPLAY_SEAMS]
 OURS = ["--speculative-dflash-worker", "builtin"]
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
-def test_the_target_exists(row: Seam) -> None:
-    import sglang.srt.entrypoints.engine  # noqa: F401
-
-    holder = pkgutil.resolve_name(row.parent)
-    assert hasattr(holder, row.attribute)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
-def test_the_proof_is_a_test(row: Seam) -> None:
-    file, _, name = row.proof.partition("::")
-    tree = ast.parse((ROOT / file).read_text())
-    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-
-
-def original(target: str) -> Any:
-    """The function as SGLang defines it, whether or not the plugins were loaded before."""
-    # Other plugins may hook the same function.
-    return inspect.unwrap(pkgutil.resolve_name(target))
 
 
 def row_of(name: str) -> Seam:

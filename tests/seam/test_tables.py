@@ -1,0 +1,93 @@
+"""Every row of every seams table: its target exists, ours takes its arguments, its proof is there.
+
+What SGLang does without a row is shown by the test that the row names as its proof.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash.platform_cpu import seams as platform_cpu
+from sglang_dflash.repairs import seams as repairs
+from sglang_dflash.seam.seam import Kind, Seam, describe
+from sglang_dflash.serving import seams as serving
+from tests.seam.originals import original
+
+ROOT = Path(__file__).parents[2]
+TABLES = {
+    "serving": serving.SEAMS,
+    "replay": serving.REPLAY_SEAMS,
+    "repairs": repairs.SEAMS,
+    "platform_cpu": platform_cpu.SEAMS,
+}
+ROWS = [
+    pytest.param(row, id=f"{table}-{row.target}") for table, rows in TABLES.items() for row in rows
+]
+every_row = pytest.mark.parametrize("row", ROWS)
+# torch does not publish the arguments of these.
+ASSIGNED = {
+    "torch.Tensor.record_stream": lambda self, stream: None,
+    "torch.Tensor.pin_memory": lambda self, device=None: None,
+}
+# What a hook is given before the arguments of its target.
+GIVEN_FIRST = {Kind.AFTER: 1, Kind.AROUND: 1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _engine_is_loaded() -> None:
+    """The module that a row changes only if it is loaded."""
+    importlib.import_module("sglang.srt.entrypoints.engine")
+
+
+@every_row
+def test_the_target_exists(row: Seam) -> None:
+    assert hasattr(pkgutil.resolve_name(row.parent), row.attribute)
+
+
+def takes_all(row: Seam, ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    """Bind every argument of `theirs` to `ours` by position, and if ours stands in, by name."""
+    parameters = list(inspect.signature(theirs).parameters.values())
+    named = dict.fromkeys(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    either = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    first = [object()] * GIVEN_FIRST.get(row.kind, 0)
+    mine = inspect.signature(ours)
+    mine.bind(*first, *either, **named)
+    if row.kind is Kind.REPLACE:
+        this = either[: either[:1] == ["self"]]
+        mine.bind(*first, *this, **dict.fromkeys(either[len(this) :]), **named)
+
+
+@pytest.mark.parametrize("row", [p for p in ROWS if callable(p.values[0].value())])
+def test_ours_takes_the_arguments_of_the_target(row: Seam) -> None:
+    ours = pkgutil.resolve_name(row.ours) if isinstance(row.ours, str) else row.ours
+    theirs = ASSIGNED.get(row.target) or original(row.target)
+    takes_all(row, ours, getattr(theirs, "__func__", theirs))
+
+
+@pytest.mark.parametrize("row", platform_cpu.GDN_SEAMS, ids=lambda row: row.target)
+def test_names_and_defaults_are_those_of_the_target(row: Seam) -> None:
+    theirs, ours = (inspect.signature(f).parameters for f in (original(row.target), row.ours))
+    assert list(theirs) == list(ours)
+    assert [p.default for p in theirs.values()] == [p.default for p in ours.values()]
+
+
+@every_row
+def test_the_proof_exists(row: Seam) -> None:
+    path, _, name = row.proof.partition("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    assert name in [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_every_target_has_one_row_and_a_reason(table: str) -> None:
+    described = describe(TABLES[table])
+    assert len({row["target"] for row in described}) == len(described)
+    assert all(row["reason"].endswith(".") for row in described)
