@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_dflash.doctor.reading import Reading
-from sglang_dflash.drafting.alarm import CAUSES, LOW, LOW_CONTEXT_SHARE, WINDOW
+from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, LOW_CONTEXT_SHARE
 
 # An acceptance length below this may be slower than plain decoding.
 USEFUL = 2.0
@@ -96,7 +96,7 @@ def low_acceptance(reading: Reading) -> Finding | None:
     if reading.any("acceptance_alarm") and recent is not None:
         return Finding(
             "acceptance-alarm",
-            f"acceptance length {recent:.2f} over the last {WINDOW} verify steps: next to no draft "
+            f"acceptance length {recent:.2f} over the last {JUDGED_STEPS} verify steps: next to no draft "
             "is accepted",
             _causes(_until_found(reading)),
         )

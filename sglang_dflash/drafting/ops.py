@@ -18,8 +18,7 @@ from torch import Tensor
 from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
-from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.kv.storage import store_
+from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.options import ContextWindow
 from sglang_dflash.drafting.rope import Rotary, rotate
 

@@ -14,8 +14,7 @@ from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
-from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.kv.storage import store_
+from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import DraftOps, TorchOps
 from sglang_dflash.facts.errors import ConfigError

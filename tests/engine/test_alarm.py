@@ -13,7 +13,7 @@ from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
 from sglang_dflash.doctor.findings import examine
 from sglang_dflash.doctor.reading import Reading, read
-from sglang_dflash.drafting.alarm import WINDOW
+from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
 from tests.doctor.test_findings import HEALTHY
 from tests.engine import workload
 from tests.engine.client import together
@@ -36,7 +36,7 @@ SOUND = DFLASH.named("sound")
 def asked(server: Server) -> list[dict[str, Any]]:
     """More verify steps than the alarm judges at once, if no draft is accepted."""
     texts = workload.prompts()["demo"][:8]
-    send = {"temperature": 0, "max_new_tokens": 2 * WINDOW // len(texts), "ignore_eos": True}
+    send = {"temperature": 0, "max_new_tokens": 2 * JUDGED_STEPS // len(texts), "ignore_eos": True}
     return together(lambda text=text: server.generate(text, **send) for text in texts)
 
 
@@ -79,7 +79,7 @@ def test_metrics_show_the_alarm(server: Server) -> None:
     shown = read(server.url, 30)
     assert shown.metric("sglang_dflash_acceptance_alarm") == 1
     counted = shown.metric("sglang_dflash_nonfinite_outputs_total")
-    assert counted is not None and counted > 7 * WINDOW
+    assert counted is not None and counted > 7 * JUDGED_STEPS
 
 
 @pytest.mark.server(SOUND)

@@ -28,7 +28,6 @@ from dflash_kernels import (
     block_attention,
     prepare_block,
     qk_norm_rope,
-    record_inputs,
     silu_mul,
     slot_table,
 )
@@ -186,11 +185,6 @@ def cases() -> dict[str, Case]:
         for ring in (False, True)
     ]
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
-    # Qwen3.5-27B's recurrent layers.
-    layer = {"B": 16, "HV": 48, "W": 4, "BLOCK": record_inputs.BLOCK}
-    found.append(
-        Case("record_inputs", record_inputs.record_inputs_kernel, layer, {"p_slots": "*i32"})
-    )
     drafts = published()
     # No published draft has head dim 256. It is served all the same.
     wide = next(x for x in drafts if x.head_dim == 128 and x.block_size == 16)

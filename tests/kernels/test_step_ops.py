@@ -1,10 +1,10 @@
-"""Block preparation, acceptance and recurrent recording against their twins, bit for bit."""
+"""Block preparation and acceptance against their twins, bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from dflash_kernels import accept, prepare_block, record_inputs
+from dflash_kernels import accept, prepare_block
 from torch import Tensor
 
 from sglang_dflash.drafting.ops import TorchOps
@@ -65,54 +65,3 @@ def test_traffic_of_accept() -> None:
     with counted_bytes() as count:
         accept.accept(lengths, bonus, ids(3, 7), ids(3, 7))
     assert count.traffic == accept.traffic(3, 7)
-
-
-# block, value heads, channels, width
-LAYERS = {
-    "small": (3, 2, 10, 4),
-    "two-programs": (16, 3, 500, 4),
-    "gates-are-more": (16, 70, 12, 2),
-}
-
-
-def recorded(
-    requests: int, layer: tuple[int, int, int, int]
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Buffers with 2 more rows than requests; inputs. Windows strided as SGLang's pool has them."""
-    block, heads, channels, width = layer
-    rows = requests + 2
-    kept = torch.full((2, rows, block, heads), 9.0), torch.full((rows, channels, width - 1), 9.0)
-    mixed = torch.randn(requests * block, 2 * heads + 1)
-    conv = torch.randn(2 * rows, width - 1, channels).transpose(1, 2)
-    slots = torch.randperm(2 * rows)[:rows]
-    inputs = (mixed[:, :heads], mixed[:, heads : 2 * heads], conv, slots)
-    floats = [x.to(DEVICE, torch.bfloat16) for x in (*kept, *inputs[:3])]
-    return (floats[0], floats[1]), (floats[2], floats[3], floats[4], slots.to(DEVICE))
-
-
-@pytest.mark.parametrize("requests", [0, 1, 4])
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_record_inputs(layer: tuple[int, int, int, int], requests: int) -> None:
-    kept, (a, b, conv, slots) = recorded(requests, layer)
-    if requests > 1:
-        slots[1] = -1  # a padding row of a graph
-    canaries = Canaries()
-    got = canaries.around(kept[0]), canaries.around(kept[1])
-    expected = kept[0].clone(), kept[1].clone()
-    record_inputs.record_inputs(*got, a, b, conv, slots)
-    record_inputs.torch_record_inputs(*expected, a, b, conv, slots)
-    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
-    assert canaries.are_alive()
-    assert (got[0][:, requests:] == 9).all() and (got[1][requests:] == 9).all()
-    if requests:
-        assert torch.equal(got[0][1, 0].flatten(), b[: layer[0]].flatten())
-        assert torch.equal(got[1][0], conv[slots[0]])
-
-
-@needs_interpreter
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_traffic_of_record_inputs(layer: tuple[int, int, int, int]) -> None:
-    kept, inputs = recorded(3, layer)
-    with counted_bytes() as count:
-        record_inputs.record_inputs(*kept, *inputs)
-    assert count.traffic == record_inputs.traffic(3, *layer, 2)

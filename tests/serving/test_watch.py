@@ -9,8 +9,7 @@ import prometheus_client
 import pytest
 import torch
 
-from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.drafting.alarm import WINDOW
+from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.serving.show.metrics import AcceptanceCounts, RequestStep
 from sglang_dflash.serving.show.watch import DraftWatch
@@ -39,7 +38,7 @@ class Fed:
 def test_a_useful_draft_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     fed = Fed(caplog)
     for _ in range(8):
-        fed.step(WINDOW // 2, 3.0)
+        fed.step(JUDGED_STEPS // 2, 3.0)
     assert fed.logged == []
     assert fed.watch.report() == {
         "acceptance_alarm": False,
@@ -52,7 +51,7 @@ def test_a_useful_draft_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> No
 def test_drafts_of_no_use_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     fed = Fed(caplog)
     for _ in range(8):
-        fed.step(WINDOW // 2, 1.0)
+        fed.step(JUDGED_STEPS // 2, 1.0)
     (warning,) = fed.logged
     assert "acceptance length 1.00" in warning and "sglang-dflash doctor" in warning
     assert fed.watch.report()["acceptance_alarm"] is True
@@ -70,7 +69,7 @@ def test_a_draft_that_is_not_finite_is_warned_of_once(caplog: pytest.LogCaptureF
 def test_a_cache_that_is_too_small_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     fed = Fed(caplog)
     for _ in range(8):
-        fed.step(WINDOW // 2, 3.0, found=0.5)
+        fed.step(JUDGED_STEPS // 2, 3.0, found=0.5)
     (warning,) = fed.logged
     assert "held 50% of the context" in warning
     assert "--speculative-dflash-draft-kv-tokens (now 416)" in warning
@@ -80,13 +79,13 @@ def test_a_cache_that_is_too_small_is_warned_of_once(caplog: pytest.LogCaptureFi
 def test_a_few_steps_are_no_reason(caplog: pytest.LogCaptureFixture) -> None:
     """A prefix that another request has left is not complete at first."""
     fed = Fed(caplog)
-    fed.step(WINDOW - 1, 1.0, found=0.0)
+    fed.step(JUDGED_STEPS - 1, 1.0, found=0.0)
     assert fed.logged == []
 
 
 def test_other_ranks_do_not_log(caplog: pytest.LogCaptureFixture) -> None:
     fed = Fed(caplog, speaks=False)
-    fed.step(WINDOW, 1.0, nonfinite=1, found=0.0)
+    fed.step(JUDGED_STEPS, 1.0, nonfinite=1, found=0.0)
     assert fed.logged == [] and fed.watch.alarm.raised
 
 
@@ -112,17 +111,17 @@ def test_the_series_follow(
         return alarm, nonfinite
 
     assert values() == (0, 0)
-    fed.step(WINDOW, 1.0, nonfinite=3)
+    fed.step(JUDGED_STEPS, 1.0, nonfinite=3)
     fed.step(1, 1.0, nonfinite=2)
     assert values() == (1, 5)
-    fed.step(WINDOW, 4.0)
+    fed.step(JUDGED_STEPS, 4.0)
     assert values() == (0, 5)
 
 
 def test_only_steps_with_drafts_reach_it(caplog: pytest.LogCaptureFixture) -> None:
     fed = Fed(caplog)
     counts = AcceptanceCounts(8, watch=fed.watch)
-    counts.add([RequestStep(0, 0, 1)] * (2 * WINDOW))
+    counts.add([RequestStep(0, 0, 1)] * (2 * JUDGED_STEPS))
     assert fed.watch.alarm.recent is None
-    counts.add([RequestStep(7, 0, 1), RequestStep(7, 2, 3)] * WINDOW)
+    counts.add([RequestStep(7, 0, 1), RequestStep(7, 2, 3)] * JUDGED_STEPS)
     assert fed.watch.alarm.recent == 2.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -53,8 +54,8 @@ class DraftKVCache(Protocol):
 
     @property
     def tags(self) -> RingTags | None:
-        """For the table of a step (`core.attention.table`), which marks what it finds as in use;
-        None if a token's entry is its target slot, and none is ever lost."""
+        """For the table of a step, which marks what it finds as in use; None if a token's entry
+        is its target slot, and none is ever lost."""
 
     def place(
         self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
@@ -104,3 +105,23 @@ class DraftKVCache(Protocol):
 
     def clear(self) -> None:
         """Forget everything."""
+
+
+def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:
+    """Write K/V into entries of a cache, in its dtype.
+
+    8-bit floats saturate: a cast may make NaN or infinity of what is out of their range, which
+    would reach every request that reads the entry.
+
+    Args:
+        cache: `[S, L, 2, G, D]`.
+        entries: int64 `[N]`.
+        kv: `[N, L, 2, G, D]`, any float dtype.
+    """
+    if cache.dtype.itemsize > 1:
+        cache[entries] = kv.to(cache.dtype)
+        return
+    limit = torch.finfo(cache.dtype).max
+    stored = kv.clamp(-limit, limit).to(cache.dtype)
+    # Not every device can index 8-bit floats.
+    cache.view(torch.uint8)[entries] = stored.view(torch.uint8)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.kv.storage import store_
+from sglang_dflash.drafting.kv import RingTags, store_
 
 
 class RingKVCache:

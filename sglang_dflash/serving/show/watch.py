@@ -6,8 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.drafting.alarm import LOW_CONTEXT_SHARE, WINDOW, AcceptanceAlarm
+from sglang_dflash.drafting.acceptance_length import (
+    JUDGED_STEPS,
+    LOW_CONTEXT_SHARE,
+    AcceptanceAlarm,
+    VerifySteps,
+)
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
 
 logger = logging.getLogger(__name__)
@@ -79,7 +83,7 @@ class DraftWatch:
             self._prometheus.show(self.alarm.raised, (counts - self._seen).nonfinite)
         self._seen = counts
         self._steps += steps.steps
-        if self._steps >= WINDOW:
+        if self._steps >= JUDGED_STEPS:
             self._judge_context(counts - self._window_start)
             self._steps, self._window_start = 0, counts
 
