@@ -96,8 +96,8 @@ def low_acceptance(reading: Reading) -> Finding | None:
     if reading.any("acceptance_alarm") and recent is not None:
         return Finding(
             "acceptance-alarm",
-            f"acceptance length {recent:.2f} over the last {JUDGED_STEPS} verify steps: next to no draft "
-            "is accepted",
+            f"acceptance length {recent:.2f} over the last {JUDGED_STEPS} verify steps: next to no "
+            "draft is accepted",
             _causes(_until_found(reading)),
         )
     steps, tokens = reading.total("verify_steps"), reading.total("committed_tokens")
