@@ -139,7 +139,7 @@ class Loaded:
     def graphed(self, recorder: Recorder, columns: int | None = None) -> GraphedDrafter:
         """The drafter with recorded steps, for a batch of this load; `columns`: of the recorded
         table, by default those that the load reads."""
-        columns = columns or self.known.columns(self.drafter.context_window)
+        columns = columns or self.known.columns(self.drafter.reach)
         table, requests = self.known.req_to_token, (self.load.requests,)
         return GraphedDrafter(self.drafter, recorder, table, requests, (columns,))
 
@@ -180,9 +180,9 @@ def loaded(
     rows = 1 + torch.arange(requests, device=device)
     lengths = torch.full_like(rows, load.context)
     known = RequestSlots(table, rows, lengths, load.context)
-    _fill(cache, known, options.context_window is not None, known.columns(options.context_window))
+    _fill(cache, known, options.reach.is_bounded, known.columns(options.reach))
     drafter = Drafter(model, head, cache, options, setup.attention(cache, requests, width))
-    check_live(model.ops.slot_table(known, options.context_window, cache.tags))
+    check_live(model.ops.slot_table(known, options.reach, cache.tags))
     positions = lengths[:, None] + torch.arange(block, device=device)
     tokens = requests * block
     return Loaded(

@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
-from sglang_dflash.drafting.options import ContextWindow
-from sglang_dflash.facts.draft_config import LayerAttention
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, LayerAttention, Reach
 
 
 class Launch(NamedTuple):
@@ -44,12 +43,12 @@ class Scene:
 
     Attributes:
         lengths: committed tokens of the requests.
-        window: what the drafts read.
+        reach: what the drafts read.
         kept: tokens whose context K/V is stored.
     """
 
     lengths: Sequence[int]
-    window: ContextWindow | None = None
+    reach: Reach = WHOLE_CONTEXT
     kept: int = 0
 
 
@@ -92,7 +91,7 @@ def _of_kernel(kernel: Any, scene: Scene, args: tuple[Any, ...], kwargs: dict[st
 
 def _slot_table(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     columns = args[0].shape[1]
-    return slot_table.traffic(columns, scene.lengths, scene.window, kwargs["RING"])
+    return slot_table.traffic(columns, scene.lengths, scene.reach, kwargs["RING"])
 
 
 def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
@@ -101,8 +100,8 @@ def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     kv_heads = old.shape[1]
     return block_attention.traffic(
         tuple(q.shape), kv_heads, entries.shape[1], scene.lengths,
-        LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"]),
-        scene.window, kwargs["SPLITS"], q.element_size(), old.element_size(),
+        LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"], scene.reach),
+        kwargs["SPLITS"], q.element_size(), old.element_size(),
     )  # fmt: skip
 
 

@@ -80,9 +80,7 @@ def measure(row: Row) -> Step:
     """The launches of one step, on fake CUDA tensors."""
     config, device = config_of(row.shape), torch.device("cuda")
     options = Options(window=row.window).resolve(config)
-    scene = Scene(
-        [row.context] * row.requests, options.context_window, row.requests * options.block_size
-    )
+    scene = Scene([row.context] * row.requests, options.reach, row.requests * options.block_size)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -96,7 +94,7 @@ def measure(row: Row) -> Step:
 def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene) -> Step:
     device, block, requests = torch.device("cuda"), options.block_size, row.requests
     model = DraftModel(config, ops=TritonOps()).freeze()
-    setting = Setting(block, device, options.context_window, requests=requests, columns=row.context)
+    setting = Setting(block, device, options.reach, requests=requests, columns=row.context)
     vocabulary = torch.empty(config.vocab_size, config.hidden_size)
     drafter = Drafter(
         model,

@@ -20,7 +20,6 @@ from dflash_kernels.slot_table import limit_and_sinks
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.drafting.attention.reference import torch_block_attention
 from sglang_dflash.drafting.attention.visibility import context_positions, visibility
-from sglang_dflash.drafting.options import ContextWindow
 from sglang_dflash.facts.draft_config import LayerAttention
 
 HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
@@ -239,7 +238,6 @@ def block_attention(
     entries: Tensor,
     seq_lens: Tensor,
     layer: LayerAttention,
-    window: ContextWindow | None,
     workspace: Workspace | None,
 ) -> None:
     """softmax(q k^T / sqrt(D)) v over the live context and the block: one launch, and one more to
@@ -254,8 +252,7 @@ def block_attention(
         entries: int32 `[R, C]`, from `slot_table`. Columns past a request's are not read.
         seq_lens: int `[R]`, committed tokens: the position of the block's first token. 0 leaves
             the block only.
-        layer: how the layer attends.
-        window: what the drafts read, as for `slot_table`.
+        layer: what the layer sees; its reach is that of `slot_table`.
         workspace: for P splits; None for one.
 
     Raises:
@@ -264,7 +261,7 @@ def block_attention(
     requests, block, heads, head_dim = q.shape
     _check(out, q, k, v, old, entries)
     groups, splits = heads // k.shape[2], 1 if workspace is None else workspace.lse.shape[2]
-    limit, sinks = limit_and_sinks(entries.shape[1], window)
+    limit, sinks = limit_and_sinks(entries.shape[1], layer.reach)
     partial, lse = workspace or (out, out)
     if not requests:
         return
@@ -313,12 +310,11 @@ def torch_attention(
     entries: Tensor,
     seq_lens: Tensor,
     layer: LayerAttention,
-    window: ContextWindow | None,
     workspace: Workspace | None = None,
 ) -> None:
     """The twin of `block_attention`. It copies the context's K/V."""
     del workspace
-    positions = context_positions(seq_lens.long(), entries.shape[1], window)
+    positions = context_positions(seq_lens.long(), entries.shape[1], layer.reach)
     live = (positions < seq_lens[:, None]) & (entries >= 0)
     context = old[torch.where(live, entries, 0).long()].to(q.dtype)
     context = context.masked_fill(~live[..., None, None, None], 0.0)
@@ -334,7 +330,6 @@ def traffic(
     columns: int,
     seq_lens: Sequence[int],
     layer: LayerAttention,
-    window: ContextWindow | None,
     splits: int,
     itemsize: int,
     cache_itemsize: int,
@@ -354,7 +349,7 @@ def traffic(
     groups, rows = heads // kv_heads, block * heads
     tile = tiles(block, groups, head_dim, itemsize, cache_itemsize)
     row_tiles = triton.cdiv(block * groups, tile.rows)
-    limit, sinks = limit_and_sinks(columns, window)
+    limit, sinks = limit_and_sinks(columns, layer.reach)
     in_sight = programs = 0
     for length in seq_lens:
         used, first = min(length, limit), 0

@@ -18,12 +18,13 @@ class TritonAttention:
 
     def __init__(self, config: DraftConfig, setting: Setting, processors: int) -> None:
         """`processors`: multiprocessors of the GPU."""
-        self._layers, self._processors, device = config.layers, processors, setting.device
+        self._layers, self._processors = config.layers_within(setting.reach), processors
         programs, *self._shape = workspace_shape(config, setting, processors)
+        device = setting.device
         self._partial = torch.empty(programs, *self._shape, dtype=torch.float32, device=device)
         self._lse = torch.empty(programs, self._shape[0], dtype=torch.float32, device=device)
         none = torch.empty(0, 0, device=device)
-        self._kv, self._table = none, ContextTable(none, none, None)
+        self._kv, self._table = none, ContextTable(none, none)
 
     @property
     def workspace_bytes(self) -> int:
@@ -35,12 +36,12 @@ class TritonAttention:
         self._kv, self._table = kv, table
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        entries, seq_lens, window = self._table
+        entries, seq_lens = self._table
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         splits = _splits(len(q), k.shape[2], entries.shape[1], self._processors)
         space = self._workspace(len(q), k.shape[2], splits)
         block_attention(
-            out, q, k, v, self._kv[:, layer], entries, seq_lens, self._layers[layer], window, space
+            out, q, k, v, self._kv[:, layer], entries, seq_lens, self._layers[layer], space
         )
         return out
 

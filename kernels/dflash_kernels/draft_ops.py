@@ -16,8 +16,8 @@ from dflash_kernels.slot_table import slot_table
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.options import ContextWindow
 from sglang_dflash.drafting.rope import Rotary
+from sglang_dflash.facts.draft_config import Reach
 
 
 class Rotation(NamedTuple):
@@ -30,13 +30,11 @@ class Rotation(NamedTuple):
 class TritonOps:
     """`DraftOps` in one launch each, for inference. Inputs are overwritten."""
 
-    def slot_table(
-        self, requests: RequestSlots, window: ContextWindow | None, tags: RingTags | None
-    ) -> Tensor:
+    def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
         req_to_token, rows, seq_lens, _ = requests
-        shape = len(rows), requests.columns(window)
+        shape = len(rows), requests.columns(reach)
         entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        slot_table(entries, req_to_token, rows, seq_lens, window, tags)
+        slot_table(entries, req_to_token, rows, seq_lens, reach, tags)
         return entries
 
     def prepare_block(

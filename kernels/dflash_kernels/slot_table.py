@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import Reach
 
 BLOCK = 256
 
@@ -44,13 +44,13 @@ def slot_table_kernel(
     tl.store(p_entries + i_r * s_entries_r + o_c * s_entries_c, b_entry.to(tl.int32), mask=o_c < C)
 
 
-def limit_and_sinks(columns: int, window: ContextWindow | None) -> tuple[int, int]:
+def limit_and_sinks(columns: int, reach: Reach) -> tuple[int, int]:
     """Most columns that a request uses of a table `columns` wide, and how many of them are sinks.
 
     Column c of a request with n tokens and u = min(n, limit) used columns stands for position c if
     c < sinks, and c + n - u otherwise, as in `context_positions`.
     """
-    return (columns, 0) if window is None else (min(columns, window.size), window.sinks)
+    return reach.of(columns), reach.sinks
 
 
 def slot_table(
@@ -58,21 +58,20 @@ def slot_table(
     req_to_token: Tensor,
     rows: Tensor,
     seq_lens: Tensor,
-    window: ContextWindow | None,
+    reach: Reach,
     ring: RingTags | None,
 ) -> None:
     """Fill `entries`, and mark what it names as the entries in use of a ring. Its twin is
-    `core.attention.table.fill_table`.
+    `drafting.attention.table.fill_table`.
 
     Args:
         entries: int32 `[R, C]`, written: the entry of each column's token; -1 if there is no such
-            token or its K/V is dead. C is at least the smaller of the longest request's length and
-            the window's size.
+            token or its K/V is dead. C is at least `reach.of` the longest request.
         req_to_token: int32 `[rows, positions]`, the target slots of each request's positions. What
             it holds past a request's tokens is not read.
         rows: int `[R]`, the requests' rows of it; not read for a request of length 0.
         seq_lens: int `[R]`, committed tokens.
-        window: what the drafts read; None for all committed tokens.
+        reach: what the drafts read.
         ring: the tags of a ring; None for a cache with an entry per target slot. The flag of the
             padding entry is left False.
 
@@ -90,13 +89,13 @@ def slot_table(
     slot_table_kernel[(requests, triton.cdiv(columns, BLOCK))](
         entries, req_to_token, rows, seq_lens, entry_of, owner, in_use,
         *entries.stride(), req_to_token.stride(0),
-        columns, *limit_and_sinks(columns, window), req_to_token.shape[1],
+        columns, *limit_and_sinks(columns, reach), req_to_token.shape[1],
         RING=ring is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 def traffic(
-    columns: int, seq_lens: Sequence[int], window: ContextWindow | None, ring: bool, dead: int = 0
+    columns: int, seq_lens: Sequence[int], reach: Reach, ring: bool, dead: int = 0
 ) -> Traffic:
     """Bytes of one launch, with int64 `rows` and `seq_lens`. Clearing `in_use` is not counted.
 
@@ -106,7 +105,7 @@ def traffic(
         ring: whether the cache is a ring.
         dead: tokens in sight whose K/V is dead, over all requests.
     """
-    limit, _ = limit_and_sinks(columns, window)
+    limit, _ = limit_and_sinks(columns, reach)
     programs = len(seq_lens) * triton.cdiv(columns, BLOCK)
     seen = sum(min(n, limit) for n in seq_lens)
     per_column = 12 if ring else 4

@@ -92,7 +92,7 @@ class Drafter:
     ) -> None:
         self.model, self.head, self.cache, self.attention = model, head, cache, attention
         self.counters = DraftCounters(cache.kv.device)
-        self.block_size, self.context_window = options.block_size, options.context_window
+        self.block_size, self.reach = options.block_size, options.reach
 
     def absorb(
         self,
@@ -111,11 +111,12 @@ class Drafter:
         self.model.write_context(kv, positions, self.cache.kv, entries)
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
-        ops, block, window = self.model.ops, self.block_size, self.context_window
-        entries = ops.slot_table(requests, window, self.cache.tags)
+        ops, block = self.model.ops, self.block_size
+        # One table for all layers: they read the same entries.
+        entries = ops.slot_table(requests, self.reach, self.cache.tags)
         if self.cache.is_bounded:
             self.counters.add_context(requests.seq_lens, entries)
-        self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens, window))
+        self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens))
         mask_id = self.model.config.mask_token_id
         ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
         embedded = self.head.embed(ids.flatten()).unflatten(0, ids.shape)

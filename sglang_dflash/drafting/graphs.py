@@ -82,9 +82,9 @@ class GraphedDrafter:
         self.cache: DraftKVCache = drafter.cache
         self.counters = drafter.counters
         self._buckets = tuple(sorted(set(buckets)))
-        positions, window = req_to_token.shape[1], drafter.context_window
-        if window is not None:
-            widths = (min(window.size, positions),)
+        positions = req_to_token.shape[1]
+        if drafter.reach.is_bounded:
+            widths = (drafter.reach.of(positions),)
         self._widths = tuple(sorted(set(widths or column_buckets(positions))))
         self.replays = {"propose": 0, "commit": 0}
         self.eager = 0
@@ -122,7 +122,7 @@ class GraphedDrafter:
     def _propose(self, key: Key) -> None:
         s, n = self._static, key.requests
         # A window reads no more columns than it has, however long the request.
-        longest = self._table.shape[1] if self._drafter.context_window else key.columns
+        longest = self._table.shape[1] if self._drafter.reach.is_bounded else key.columns
         requests = RequestSlots(self._table, s.rows[:n], s.seq_lens[:n], longest)
         s.ids[:n].copy_(self._drafter.propose(s.bonus[:n], requests))
 
@@ -181,7 +181,7 @@ class GraphedDrafter:
         if of.req_to_token.data_ptr() != self._table.data_ptr():
             raise ValueError("req_to_token is not the table that the recordings read")
         size = _next(self._buckets, requests)
-        columns = _next(self._widths, of.columns(self._drafter.context_window))
+        columns = _next(self._widths, of.columns(self._drafter.reach))
         if size is None or columns is None:
             return None
         return Key(size, columns, self._drafter.block_size)

@@ -19,8 +19,8 @@ from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv import RingTags, store_
-from sglang_dflash.drafting.options import ContextWindow
 from sglang_dflash.drafting.rope import Rotary, rotate
+from sglang_dflash.facts.draft_config import Reach
 
 
 class DraftOps(Protocol):
@@ -29,9 +29,7 @@ class DraftOps(Protocol):
     Inputs of floats may be overwritten unless stated otherwise.
     """
 
-    def slot_table(
-        self, requests: RequestSlots, window: ContextWindow | None, tags: RingTags | None
-    ) -> Tensor:
+    def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
         """Entries int32 `[R, C]` of a step's `ContextTable`, and marks them as in use in `tags`."""
 
     def prepare_block(
@@ -97,19 +95,17 @@ class DraftOps(Protocol):
         """
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
-        """`core.acceptance.accept`."""
+        """`acceptance.accept`."""
 
 
 class TorchOps:
     """`DraftOps` in torch: any device, with gradients."""
 
-    def slot_table(
-        self, requests: RequestSlots, window: ContextWindow | None, tags: RingTags | None
-    ) -> Tensor:
+    def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
         req_to_token, rows, seq_lens, _ = requests
-        shape = len(rows), requests.columns(window)
+        shape = len(rows), requests.columns(reach)
         entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        fill_table(entries, req_to_token, rows, seq_lens, window, tags)
+        fill_table(entries, req_to_token, rows, seq_lens, reach, tags)
         return entries
 
     def prepare_block(

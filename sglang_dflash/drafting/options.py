@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
 
 # Entries of a bounded draft KV cache over what the running requests can see. The cache overwrites
@@ -24,32 +24,19 @@ RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 
 
 @dataclass(frozen=True)
-class ContextWindow:
-    """The committed tokens that a request's drafts read: the first `sinks`, the last `tokens`."""
-
-    tokens: int
-    sinks: int
-
-    @property
-    def size(self) -> int:
-        """Tokens that a long request sees."""
-        return self.tokens + self.sinks
-
-
-@dataclass(frozen=True)
 class ResolvedOptions:
     """Options for one draft checkpoint, all decided.
 
     Attributes:
         block_size: tokens verified per step, the bonus token included.
-        context_window: what the drafts read; None for every committed token.
+        reach: what the drafts read of a request.
         draft_kv_tokens: entries of a bounded draft KV cache; None for the default.
         recompute_tail: see `Options`.
         recurrent_rollback: see `Options`.
     """
 
     block_size: int
-    context_window: ContextWindow | None
+    reach: Reach
     draft_kv_tokens: int | None
     recompute_tail: int
     recurrent_rollback: str
@@ -59,12 +46,12 @@ class ResolvedOptions:
 
         By default `DRAFT_KV_HEADROOM` times what the requests can see or are about to commit.
         """
-        if self.context_window is None:
+        if self.reach.tokens is None:
             return None
         if self.draft_kv_tokens is not None:
             return self.draft_kv_tokens
-        visible = max_running_requests * (self.context_window.size + self.block_size)
-        return int(DRAFT_KV_HEADROOM * visible)
+        visible = self.reach.tokens + self.reach.sinks + self.block_size
+        return DRAFT_KV_HEADROOM * max_running_requests * visible
 
     def warnings(
         self, config: DraftConfig, context: int | None, names: Mapping[str, str]
@@ -75,16 +62,15 @@ class ResolvedOptions:
             context: tokens of a request, at most; None if unknown.
             names: setting -> what the user types for it.
         """
-        found, window = [], self.context_window
+        found = []
         if self.block_size > config.block_size:
             found.append(
                 f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
                 f"{config.block_size} of a block that the draft was trained with: outputs stay "
                 "exact, and the tokens beyond are hardly ever accepted"
             )
-        sizes = {"window": window.tokens, "sinks": window.sinks} if window else {}
-        for name, tokens in sizes.items():
-            if context is not None and tokens >= context:
+        for name, tokens in (("window", self.reach.tokens), ("sinks", self.reach.sinks)):
+            if context is not None and tokens is not None and tokens >= context:
                 found.append(
                     f"{names.get(name, name)}: {tokens} is the whole of a context of {context} "
                     "tokens: drafts read everything, as without a window"
@@ -205,18 +191,13 @@ class Options:
 
     def with_block_size(self, block_size: int) -> ResolvedOptions:
         """Fill in the block size. Raises ConfigError if the window is smaller than a block."""
-        window = None
-        if self.window is not None:
-            if self.window < block_size:
-                raise ConfigError(
-                    "window",
-                    self.window,
-                    f"smaller than the block size; give at least {block_size}",
-                )
-            window = ContextWindow(self.window, self.sinks)
+        if self.window is not None and self.window < block_size:
+            raise ConfigError(
+                "window", self.window, f"smaller than the block size; give at least {block_size}"
+            )
         return ResolvedOptions(
             block_size=block_size,
-            context_window=window,
+            reach=Reach(self.window, self.sinks),
             draft_kv_tokens=self.draft_kv_tokens,
             recompute_tail=self.recompute_tail,
             recurrent_rollback=self.recurrent_rollback,

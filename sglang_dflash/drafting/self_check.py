@@ -17,6 +17,7 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import DraftOps, TorchOps
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, Reach
 from sglang_dflash.facts.errors import ConfigError
 
 # Largest difference, as a share of the largest value of the torch result.
@@ -61,6 +62,7 @@ def check_attention(
     attention: DraftAttention,
     kv: Tensor | None = None,
     compacts: bool = False,
+    reach: Reach = WHOLE_CONTEXT,
 ) -> None:
     """Compare draft attention with torch's, for every layer, with dead entries.
 
@@ -69,6 +71,7 @@ def check_attention(
             their end; zero again afterwards. None for entries made for this.
         compacts: whether the attention leaves dead entries out instead of masking them. Inside of
             a sliding window it then sees farther, so only the oldest ones are dead here.
+        reach: of the attention's layers.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
@@ -80,13 +83,13 @@ def check_attention(
     everything = torch.arange(context, device=draw.device)
     store_(kv, everything, draw.floats(context, *model.kv_shape))
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
-    columns = everything.expand(REQUESTS, -1)
+    columns = everything[: reach.of(context)].expand(REQUESTS, -1)
     live = (columns < seq_lens[:, None]) & ((columns > 3) if compacts else (columns % 7 != 3))
-    table = ContextTable(columns.where(live, -1).int(), seq_lens, None)
+    table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
     k, v = (draw.floats(REQUESTS, block_size, layer.kv_heads, layer.head_dim) for _ in range(2))
-    expected = TorchAttention(model.config.layers, block_size)
+    expected = TorchAttention(model.config.layers_within(reach), block_size)
     try:
         for one in (attention, expected):
             one.prepare(kv, table)
@@ -182,7 +185,8 @@ def _cases(model: DraftModel, block: int) -> Iterator[Case]:
         entry_of = draw.ints(0, CONTEXT, 2 * CONTEXT).int()
         in_use = torch.zeros(CONTEXT + 1, dtype=torch.bool, device=draw.device)
         tags = RingTags(entry_of, owner, in_use)
-        return ops.slot_table(RequestSlots(table, rows, seq_lens, CONTEXT), None, tags), in_use
+        requests = RequestSlots(table, rows, seq_lens, CONTEXT)
+        return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
 
     def prepare_block(ops: DraftOps) -> tuple[Tensor, ...]:
         draw = _Random(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,38 @@ _UNSUPPORTED = ("has_embed_tokens", "use_gemma_norm", "quantization_config")
 
 
 @dataclass(frozen=True)
+class Reach:
+    """The committed tokens that a request's drafts read: the first `sinks`, and the last `tokens`,
+    or all."""
+
+    tokens: int | None = None
+    sinks: int = 0
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.tokens is not None
+
+    def of(self, length: int) -> int:
+        """How many of a request's `length` tokens are read."""
+        return length if self.tokens is None else min(length, self.tokens + self.sinks)
+
+
+WHOLE_CONTEXT = Reach()
+
+
+@dataclass(frozen=True)
 class LayerAttention:
-    """How one draft layer attends.
+    """What one draft layer sees.
 
     Attributes:
-        sliding_window: tokens back from the query that it sees, the query included; None for the
-            whole context.
+        sliding_window: tokens back from the query, the query included; None for no limit.
         causal: whether a block position sees only the block positions up to itself.
+        reach: of the context, what the server lets drafts read.
     """
 
     sliding_window: int | None
     causal: bool
+    reach: Reach = WHOLE_CONTEXT
 
 
 @dataclass(frozen=True)
@@ -115,6 +136,10 @@ class DraftConfig:
     def target_hidden_width(self) -> int:
         """Width of one token's target hidden states: those of `target_layer_ids`, side by side."""
         return len(self.target_layer_ids) * self.hidden_size
+
+    def layers_within(self, reach: Reach) -> tuple[LayerAttention, ...]:
+        """What each layer sees on a server that lets drafts read `reach`."""
+        return tuple(replace(layer, reach=reach) for layer in self.layers)
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:

@@ -151,8 +151,8 @@ def drafter_bytes(
     Args:
         context: tokens of a request, at most; 0 if unknown.
     """
-    window, requests = options.context_window, serving.max_running_requests
-    columns = context if window is None else min(window.size, context or window.size)
+    reach, requests = options.reach, serving.max_running_requests
+    columns = reach.of(context or (reach.tokens or 0) + reach.sinks)
     entries = options.draft_kv_entries(requests)
     step = StepShape(config, options.block_size, requests, columns, entries, _WEIGHT_BYTES)
     return step.slot_tables + step.logits + step.activations + step.graph_buffers(requests)

@@ -131,7 +131,7 @@ def inspect(
     )
     known = _checked(draft, serving, geometry)
     resolved = known.resolve(options)
-    window, block_size = resolved.context_window, resolved.block_size
+    reach, block_size = resolved.reach, resolved.block_size
     replay = recurrent.replay_bytes(block_size) if recurrent else None
     states = recurrent.state_bytes + (replay or 0) if recurrent else 0
     weights = {"target": target.weight_bytes, "draft": known.weight_bytes}
@@ -142,9 +142,9 @@ def inspect(
     entries = resolved.draft_kv_entries(serving.max_running_requests)
     kv = split_kv(memory, target_bytes, known.kv_bytes_per_token, entries)
     options.check_room(resolved, context=_context(target), kv_tokens=kv.target_tokens)
-    tokens, requests = window.tokens if window else None, serving.max_running_requests
+    requests = serving.max_running_requests
     return Inspection(
-        verdict=verdict(worker, reason, kv, window=tokens, requests=requests),
+        verdict=verdict(worker, reason, kv, window=reach.tokens, requests=requests),
         assumptions=assumptions(serving),
         warnings=_warnings(target, draft, known, resolved),
         target=target.name,
@@ -154,8 +154,8 @@ def inspect(
         target_description=describe_target(target.config, geometry),
         draft_description=describe_draft(draft.config, known.config),
         block_size=block_size,
-        window=tokens,
-        sinks=window.sinks if window else 0,
+        window=reach.tokens,
+        sinks=reach.sinks,
         max_running_requests=requests,
         target_kv_bytes_per_token=target_bytes,
         draft_kv_bytes_per_token=known.kv_bytes_per_token,

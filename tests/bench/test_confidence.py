@@ -11,6 +11,7 @@ import torch
 from experiments import confidence
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.drafter import TargetHead
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 
 VOCABULARY = 10
 
@@ -31,7 +32,7 @@ def test_what_is_recorded_of_a_step() -> None:
     extension = confidence.record(target_worker(weight))
     head = TargetHead(embed=torch.nn.Identity(), argmax=lambda _: pytest.fail("the recorder's own"))
     cache = SimpleNamespace(kv=torch.empty(0))
-    options: Any = SimpleNamespace(block_size=3, context_window=None)
+    options: Any = SimpleNamespace(block_size=3, reach=WHOLE_CONTEXT)
     drafter: Any = extension.make_drafter(Any, head, cache, options, Any)
 
     # Two requests with two drafts each.

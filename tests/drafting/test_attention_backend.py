@@ -45,9 +45,8 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
     [
         ({"devices": frozenset({"cuda"})}, {}, "runs on cuda, not on cpu"),
         ({"head_dims": frozenset({64, 128})}, {}, "serves head dim 64, 128, the draft's is 16"),
-        ({"sliding_layers": False}, SLIDING, "does not serve sliding-window layers"),
     ],
-    ids=["device", "head-dim", "sliding"],
+    ids=["device", "head-dim"],
 )
 def test_what_a_backend_cannot_serve_is_refused(
     limits: dict[str, object], changes: dict[str, object], message: str
@@ -57,7 +56,7 @@ def test_what_a_backend_cannot_serve_is_refused(
 
 
 def test_within_its_limits_a_backend_serves() -> None:
-    limits = {"devices": frozenset({"cpu"}), "head_dims": frozenset({16}), "sliding_layers": False}
+    limits = {"devices": frozenset({"cpu"}), "head_dims": frozenset({16})}
     assert make_attention("narrow", config(), CPU, only(**limits)) is not None
 
 
@@ -67,7 +66,7 @@ def test_the_reference_leaves_the_cache_as_it_is() -> None:
     attention, kv = TorchAttention(layers, block), torch.randn(9, 3, 2, 2, 16)
     before = kv.clone()
     entries = torch.tensor([[5, 6], [0, -1]], dtype=torch.int32)
-    attention.prepare(kv, ContextTable(entries, torch.tensor([2, 1]), None))
+    attention.prepare(kv, ContextTable(entries, torch.tensor([2, 1])))
     q, own = torch.randn(2, block, 4, 16), torch.randn(2, block, 2, 16)
     for layer in range(3):
         assert attention.attend(layer, q, own, own).shape == q.shape

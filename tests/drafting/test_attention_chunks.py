@@ -3,6 +3,7 @@ with the context."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,8 @@ from sglang_dflash.drafting.drafter import Drafter, TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.options import ContextWindow, Options
-from sglang_dflash.facts.draft_config import LayerAttention
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.facts.draft_config import LayerAttention, Reach
 from tests.conftest import random_model, raw_config
 
 LAYERS = (
@@ -32,23 +33,23 @@ BLOCK, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 8
 ENTRIES = 120
 
 
-def table(lengths: list[int], window: ContextWindow | None) -> ContextTable:
+def table(lengths: list[int], reach: Reach) -> ContextTable:
     """A third of the entries dead."""
     seq_lens = torch.tensor(lengths)
-    width = max(lengths) if window is None else min(max(lengths), window.size)
-    positions = context_positions(seq_lens, width, window)
+    positions = context_positions(seq_lens, reach.of(max(lengths)), reach)
     entries = torch.randint(ENTRIES, positions.shape)
     live = (positions < seq_lens[:, None]) & (torch.rand(positions.shape) < 0.67)
-    return ContextTable(entries.where(live, -1).int(), seq_lens, window)
+    return ContextTable(entries.where(live, -1).int(), seq_lens)
 
 
-@pytest.mark.parametrize("window", [None, ContextWindow(7, 2)], ids=["whole", "window"])
+@pytest.mark.parametrize("reach", [Reach(), Reach(7, 2)], ids=["whole", "window"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1500, 4000, 9000, 40000])
-def test_chunks_give_what_one_copy_gives(chunk_bytes: int, window: ContextWindow | None) -> None:
+def test_chunks_give_what_one_copy_gives(chunk_bytes: int, reach: Reach) -> None:
     """From a column at a time to some requests at a time."""
-    known = table([30, 0, 5, 17], window)
+    known = table([30, 0, 5, 17], reach)
     kv = torch.randn(ENTRIES + 1, len(LAYERS), 2, KV_HEADS, HEAD_DIM)
-    whole, cut = TorchAttention(LAYERS, BLOCK), TorchAttention(LAYERS, BLOCK, chunk_bytes)
+    layers = [replace(layer, reach=reach) for layer in LAYERS]
+    whole, cut = TorchAttention(layers, BLOCK), TorchAttention(layers, BLOCK, chunk_bytes)
     for each in (whole, cut):
         each.prepare(kv, known)
     for layer in range(len(LAYERS)):
@@ -59,7 +60,7 @@ def test_chunks_give_what_one_copy_gives(chunk_bytes: int, window: ContextWindow
 
 
 def test_a_request_that_sees_nothing_live_sees_its_block() -> None:
-    dead = ContextTable(torch.full((1, 40), -1, dtype=torch.int32), torch.tensor([40]), None)
+    dead = ContextTable(torch.full((1, 40), -1, dtype=torch.int32), torch.tensor([40]))
     kv = torch.randn(ENTRIES + 1, 1, 2, KV_HEADS, HEAD_DIM)
     q = torch.randn(1, BLOCK, HEADS, HEAD_DIM)
     k, v = torch.randn(2, 1, BLOCK, KV_HEADS, HEAD_DIM)
@@ -112,7 +113,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
             TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)),
             cache,
             options,
-            TorchAttention(config.layers, options.block_size, chunk),
+            TorchAttention(config.layers_within(options.reach), options.block_size, chunk),
         )
         lengths = torch.full((requests,), context)
         known = RequestSlots(slots, torch.arange(requests), lengths, context)
@@ -128,7 +129,7 @@ def test_the_default_is_one_copy_of_a_small_batch() -> None:
     config = random_model(raw_config()).config
     attention: Any = make_attention("torch", config, Setting(4, torch.device("cpu")))
     kv = torch.randn(ENTRIES + 1, 3, 2, 2, 16)
-    attention.prepare(kv, table([30, 0, 5, 17], None))
+    attention.prepare(kv, table([30, 0, 5, 17], Reach()))
     copies = []
     select = torch.index_select
 

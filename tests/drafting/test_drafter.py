@@ -107,7 +107,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         seen.append(hidden)
         return (hidden @ embed.T).argmax(-1)
 
-    setting = Setting(options.block_size, torch.device("cpu"))
+    setting = Setting(options.block_size, torch.device("cpu"), options.reach)
     attention = make_attention("torch", model.config, setting)
     head = TargetHead(lambda ids: embed[ids], argmax)
     drafter = Drafter(model, head, cache, options, attention)

@@ -12,6 +12,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 
 TARGET_SLOTS = 24
 SHAPE = (1, 2, 1, 1)
@@ -30,7 +31,7 @@ def read_by_request(cache: DraftKVCache, targets: list[int]) -> list[int]:
     """Entries of the target slots of one running request, -1 for lost ones."""
     slots, one = torch.tensor([targets], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     request = RequestSlots(slots, one, one + len(targets), len(targets))
-    return TorchOps().slot_table(request, None, cache.tags)[0].tolist()
+    return TorchOps().slot_table(request, WHOLE_CONTEXT, cache.tags)[0].tolist()
 
 
 class PlainRing:

@@ -32,7 +32,7 @@ def drafter(window: int | None = None, entries: int = 40) -> Drafter:
     head = TargetHead(
         lambda ids: embed[ids], lambda h: argmax_of_shards(h @ embed.T, 0, TensorParallel())
     )
-    setting = Setting(BLOCK, torch.device("cpu"), window=options.context_window)
+    setting = Setting(BLOCK, torch.device("cpu"), reach=options.reach)
     attention = make_attention("torch", model.config, setting)
     return Drafter(model, head, cache, options, attention)
 

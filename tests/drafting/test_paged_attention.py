@@ -55,7 +55,6 @@ def compare(
     table = ContextTable(
         torch.tensor(entries, dtype=torch.int32).view(requests, len(entries[0]) if entries else 2),
         torch.tensor(lengths),
-        None,
     )
     ours = PagedAttention(layers, BLOCK, SCRATCH, plain_kernel)
     reference = TorchAttention(layers, BLOCK)

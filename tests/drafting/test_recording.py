@@ -89,7 +89,7 @@ def drafter_of(window: int | None, sinks: int = 0, kind: type[Drafter] = Drafter
     cache: Any = DirectKVCache(slots, model.kv_shape, torch.float32, "cpu")
     if window is not None:
         cache = RingKVCache(ENTRIES, slots, model.kv_shape, torch.float32, "cpu")
-    setting = Setting(options.block_size, torch.device("cpu"), window=options.context_window)
+    setting = Setting(options.block_size, torch.device("cpu"), reach=options.reach)
     return kind(model, head, cache, options, make_attention("torch", model.config, setting))
 
 

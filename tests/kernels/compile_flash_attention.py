@@ -50,7 +50,7 @@ def compile_for(capability: int, config: DraftConfig, layer: LayerAttention) -> 
         attention = PagedAttention([layer], block, 1000, kernel)
         entries = torch.empty(REQUESTS, COLUMNS, dtype=torch.int32)
         lengths = torch.empty(REQUESTS, dtype=torch.int64)
-        attention.prepare(kv, ContextTable(entries, lengths, None))
+        attention.prepare(kv, ContextTable(entries, lengths))
         q = torch.empty(REQUESTS, block, heads, config.head_dim, dtype=torch.bfloat16)
         k, v = q.new_empty(2, REQUESTS, block, kv_heads, config.head_dim)
         out = attention.attend(0, q, k, v)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dflash_kernels import block_attention
 from torch import Tensor
 
-from sglang_dflash.drafting.options import ContextWindow
-from sglang_dflash.facts.draft_config import LayerAttention
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, LayerAttention, Reach
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, needs_interpreter
 
 FULL, CAUSAL = LayerAttention(None, False), LayerAttention(None, True)
@@ -33,7 +34,7 @@ def inputs(
     columns: int = 300,
     dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype | None = None,
-    window: ContextWindow | None = None,
+    reach: Reach = WHOLE_CONTEXT,
 ) -> Given:
     """q, k, v as views of one projection, layer 1 of a cache, its table, and lengths.
 
@@ -46,7 +47,7 @@ def inputs(
     cache[::3] = float("nan")
     entries = torch.full((count, columns), GARBAGE, dtype=torch.int32, device=DEVICE)
     for row, length in enumerate(lengths):
-        used = min(length, columns if window is None else window.size)
+        used = min(columns, reach.of(length))
         numbers = torch.randperm(size, device=DEVICE)[:used]
         entries[row, :used] = numbers.where(numbers % 3 > 0, -1).int()
     seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
@@ -66,13 +67,13 @@ def workspace(q: Tensor, kv_heads: int, splits: int) -> block_attention.Workspac
     return made
 
 
-def check(given: Given, layer: LayerAttention, window: ContextWindow | None, splits: int) -> None:
+def check(given: Given, layer: LayerAttention, reach: Reach, splits: int) -> None:
     q, k = given[:2]
     canaries = Canaries()
     got, expected = canaries.around(torch.full_like(q, 9.0).contiguous()), torch.empty_like(q)
     space = workspace(q, k.shape[2], splits)
-    block_attention.block_attention(got, *given, layer, window, space)
-    block_attention.torch_attention(expected, *given, layer, window)
+    block_attention.block_attention(got, *given, replace(layer, reach=reach), space)
+    block_attention.torch_attention(expected, *given, replace(layer, reach=reach))
     tolerance = TOLERANCE[q.dtype]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
     assert canaries.are_alive()
@@ -81,30 +82,26 @@ def check(given: Given, layer: LayerAttention, window: ContextWindow | None, spl
 
 
 @pytest.mark.parametrize(
-    ("window", "splits"),
-    [(None, 1), (None, 3), (ContextWindow(24, 0), 1), (ContextWindow(170, 3), 3)],
+    ("reach", "splits"),
+    [(Reach(), 1), (Reach(), 3), (Reach(24, 0), 1), (Reach(170, 3), 3)],
     ids=["whole-1", "whole-3", "window-1", "sinks-3"],
 )
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_the_kernel_is_its_twin(
-    layer: LayerAttention, window: ContextWindow | None, splits: int
-) -> None:
-    check(inputs(RAGGED, window=window), layer, window, splits)
+def test_the_kernel_is_its_twin(layer: LayerAttention, reach: Reach, splits: int) -> None:
+    check(inputs(RAGGED, reach=reach), layer, reach, splits)
 
 
-EDGES = [(LayerAttention(8, True), None), (LayerAttention(8, True), ContextWindow(4, 2))]
+EDGES = [(LayerAttention(8, True), Reach()), (LayerAttention(8, True), Reach(4, 2))]
 
 
-@pytest.mark.parametrize(("layer", "window"), EDGES, ids=["whole", "sinks"])
+@pytest.mark.parametrize(("layer", "reach"), EDGES, ids=["whole", "sinks"])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_the_edge_of_a_window(
-    layer: LayerAttention, window: ContextWindow | None, splits: int
-) -> None:
+def test_the_edge_of_a_window(layer: LayerAttention, reach: Reach, splits: int) -> None:
     """With nothing dead, a column more or less in sight shows. A sink's distance counts the tokens
     between it and the window."""
-    q, k, v, old, entries, seq_lens = inputs([6, 7, 8, 9, 20], heads=1, kv_heads=1, window=window)
+    q, k, v, old, entries, seq_lens = inputs([6, 7, 8, 9, 20], heads=1, kv_heads=1, reach=reach)
     entries[:, :20] = (3 * torch.arange(20, device=DEVICE) + 1).int()
-    check((q, k, v, old, entries, seq_lens), layer, window, splits)
+    check((q, k, v, old, entries, seq_lens), layer, reach, splits)
 
 
 # heads, kv heads, head dim, block
@@ -123,7 +120,7 @@ SHAPES = {
 def test_published_and_odd_shapes(shape: tuple[int, ...]) -> None:
     heads, kv_heads, head_dim, block = shape
     given = inputs([70, 3], heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
-    check(given, SLIDING, None, 1)
+    check(given, SLIDING, WHOLE_CONTEXT, 1)
 
 
 DTYPES = {
@@ -137,25 +134,25 @@ DTYPES = {
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES.values(), ids=DTYPES)
 def test_dtypes(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     given = inputs([270, 5], dtype=dtype, cache_dtype=cache_dtype)
-    check(given, CAUSAL, None, 2)
+    check(given, CAUSAL, WHOLE_CONTEXT, 2)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_request_with_only_dead_entries_sees_its_block(splits: int) -> None:
     q, k, v, old, entries, seq_lens = inputs([260])
     entries[:, :260] = -1
-    check((q, k, v, old, entries, seq_lens), FULL, None, splits)
+    check((q, k, v, old, entries, seq_lens), FULL, WHOLE_CONTEXT, splits)
 
 
 def test_no_requests_and_no_columns() -> None:
-    check(inputs([]), FULL, None, 2)
-    check(inputs([0, 0], columns=0), FULL, None, 1)
+    check(inputs([]), FULL, WHOLE_CONTEXT, 2)
+    check(inputs([0, 0], columns=0), FULL, WHOLE_CONTEXT, 1)
 
 
 def test_scores_of_any_size() -> None:
     """The running maximum is subtracted before the exponential."""
     q, k, v, old, entries, seq_lens = inputs([200])
-    check((q * 300, k, v, old, entries, seq_lens), FULL, None, 2)
+    check((q * 300, k, v, old, entries, seq_lens), FULL, WHOLE_CONTEXT, 2)
 
 
 @pytest.mark.parametrize(
@@ -170,14 +167,14 @@ def test_scores_of_any_size() -> None:
 def test_what_is_not_served_is_refused(change, message: str) -> None:
     given: Given = change(inputs([3]))
     with pytest.raises(ValueError, match=message):
-        block_attention.block_attention(torch.empty(given[0].shape), *given, FULL, None, None)
+        block_attention.block_attention(torch.empty(given[0].shape), *given, FULL, None)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("window", [None, ContextWindow(24, 3)], ids=["whole", "sinks"])
+@pytest.mark.parametrize("reach", [Reach(), Reach(24, 3)], ids=["whole", "sinks"])
 @pytest.mark.parametrize("layer", [FULL, SLIDING], ids=["full", "sliding"])
-def test_traffic(layer: LayerAttention, window: ContextWindow | None, splits: int) -> None:
+def test_traffic(layer: LayerAttention, reach: Reach, splits: int) -> None:
     lengths = [1, 0, 15, 650]
     given = inputs(
         lengths,
@@ -187,33 +184,34 @@ def test_traffic(layer: LayerAttention, window: ContextWindow | None, splits: in
         columns=700,
         dtype=torch.bfloat16,
         cache_dtype=torch.float8_e4m3fn,
-        window=window,
+        reach=reach,
     )
     q, entries = given[0], given[4]
     out, space = torch.empty(q.shape, dtype=q.dtype), workspace(q, 1, splits)
     with counted_bytes() as count:
-        block_attention.block_attention(out, *given, layer, window, space)
+        block_attention.block_attention(out, *given, replace(layer, reach=reach), space)
     dead = 0
     for row, length in enumerate(lengths):
-        used = min(length, 700 if window is None else window.size)
+        used = min(700, reach.of(length))
         first = 0
         # Of these lengths, 650 is past the layer's window, with all sinks out of sight.
         if layer.sliding_window is not None and length == 650:
-            first = max(used - layer.sliding_window + 1, 0 if window is None else window.sinks)
+            first = max(used - layer.sliding_window + 1, reach.sinks)
         dead += int((entries[row, first:used] < 0).sum())
     assert count.traffic == block_attention.traffic(
-        tuple(q.shape), 1, 700, lengths, layer, window, splits, 2, 1, dead
+        tuple(q.shape), 1, 700, lengths, replace(layer, reach=reach), splits, 2, 1, dead
     )
 
 
 @needs_interpreter
 def test_bytes_grow_with_the_window_not_with_the_context() -> None:
-    window = ContextWindow(24, 3)
+    reach = Reach(24, 3)
 
     def bytes_at(length: int) -> int:
-        given = inputs([length], window=window, columns=27)
+        given = inputs([length], reach=reach, columns=27)
         with counted_bytes() as count:
-            block_attention.block_attention(torch.empty(given[0].shape), *given, FULL, window, None)
+            out, layer = torch.empty(given[0].shape), replace(FULL, reach=reach)
+            block_attention.block_attention(out, *given, layer, None)
         return count.read - int((given[4] >= 0).sum()) * 2 * 2 * 16 * 4
 
     assert bytes_at(100) == bytes_at(100000)

@@ -10,8 +10,7 @@ from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.attention.visibility import context_positions
-from sglang_dflash.drafting.options import ContextWindow
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from tests.conftest import raw_config
 from tests.kernels.support import DEVICE
 
@@ -23,24 +22,24 @@ LAYERS = {
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 3
 
 
-@pytest.mark.parametrize("window", [None, ContextWindow(12, 2)], ids=["whole", "window"])
-def test_it_is_the_reference(window: ContextWindow | None) -> None:
+@pytest.mark.parametrize("reach", [Reach(), Reach(12, 2)], ids=["whole", "window"])
+def test_it_is_the_reference(reach: Reach) -> None:
     """Over steps of different batches and tables, with one workspace."""
     config = DraftConfig.from_dict(raw_config(**LAYERS))
-    setting = Setting(BLOCK, torch.device(DEVICE), window, requests=4, columns=600)
+    setting = Setting(BLOCK, torch.device(DEVICE), reach, requests=4, columns=600)
     rows = BLOCK * HEADS // KV_HEADS
     ours = TritonAttention(config, setting, processors=8)
-    reference = TorchAttention(config.layers, BLOCK)
+    reference = TorchAttention(config.layers_within(reach), BLOCK)
     # At most, 3 requests of 2 kv heads with 2 splits each.
     assert ours.workspace_bytes == 12 * rows * (HEAD_DIM + 1) * 4
     kv = torch.randn(700, 2, 2, KV_HEADS, HEAD_DIM, device=DEVICE)
     for lengths in ([590], [5, 0], [300, 1, 20, 7], []):
         seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)
-        width = max([*lengths, 1]) if window is None else window.size
-        positions = context_positions(seq_lens, width, window)
+        width = 14 if reach.is_bounded else max([*lengths, 1])
+        positions = context_positions(seq_lens, width, reach)
         entries = torch.randint(700, (len(lengths), width), device=DEVICE)
         live = (torch.rand(entries.shape, device=DEVICE) < 0.7) & (positions < seq_lens[:, None])
-        table = ContextTable(entries.where(live, -1).int(), seq_lens, window)
+        table = ContextTable(entries.where(live, -1).int(), seq_lens)
         qkv = torch.randn(len(lengths), BLOCK, HEADS + 2 * KV_HEADS, HEAD_DIM, device=DEVICE)
         q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
         ours.prepare(kv, table)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.visibility import keys_around
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu import flash_attention
@@ -57,7 +58,7 @@ with torch.device("meta"):
     attention = PagedAttention(layers, 4, 100, fa3_kernel())
     entries = torch.empty(2, 30, dtype=torch.int32)
     kv = torch.empty(108, 3, 2, 2, 64, dtype=torch.bfloat16)
-    attention.prepare(kv, ContextTable(entries, torch.empty(2, dtype=torch.int64), None))
+    attention.prepare(kv, ContextTable(entries, torch.empty(2, dtype=torch.int64)))
     q = torch.empty(2, 4, 8, 64, dtype=torch.bfloat16)
     for layer in range(3):
         try:
@@ -104,7 +105,7 @@ def test_fa3_takes_our_call(tmp_path: Path) -> None:
     ids=str,
 )
 def test_windows(layer: LayerAttention, expected: tuple[int | None, int | None]) -> None:
-    assert flash_attention.window(layer) == expected
+    assert keys_around(layer) == expected
 
 
 @pytest.mark.parametrize(("name", "majors"), [("fa3", "8 and 9"), ("fa4", "9 and 10")])

@@ -9,11 +9,11 @@ from dflash_kernels import slot_table
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import Reach
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes, needs_interpreter
 
 SLOTS = 64
-WINDOWS = {"whole": None, "window": ContextWindow(5, 0), "sinks": ContextWindow(5, 2)}
+REACHES = {"whole": Reach(), "window": Reach(5, 0), "sinks": Reach(5, 2)}
 BATCHES = {"ragged": [7, 0, 12, 1], "single": [9], "no-context": [0, 0], "empty": []}
 
 
@@ -39,12 +39,10 @@ def batch(lengths: list[int], width: int = 14) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("kind", ["ring", "direct"])
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("spare", [0, 3], ids=["exact", "wider"])
-def test_the_kernel_is_its_twin(
-    lengths: list[int], window: ContextWindow | None, kind: str, spare: int
-) -> None:
+def test_the_kernel_is_its_twin(lengths: list[int], reach: Reach, kind: str, spare: int) -> None:
     table, rows, seq_lens = batch(lengths)
     columns = max([*lengths, 1]) + spare
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE)) if kind == "ring" else None
@@ -54,7 +52,7 @@ def test_the_kernel_is_its_twin(
         used = None
         if ring is not None:
             used = ring.tags._replace(in_use=canaries.around(torch.ones_like(ring.in_use)))
-        run(entries, table, rows, seq_lens, window, used)
+        run(entries, table, rows, seq_lens, reach, used)
         outputs.append((entries, used))
     (entries, used), (expected, expected_used) = outputs
     assert torch.equal(entries, expected)
@@ -63,15 +61,15 @@ def test_the_kernel_is_its_twin(
     assert canaries.are_alive()
 
 
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-def test_it_finds_what_the_cache_finds(window: ContextWindow | None) -> None:
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+def test_it_finds_what_the_cache_finds(reach: Reach) -> None:
     """Column by column, through `context_positions` and `cache.find`."""
     table, rows, seq_lens = batch([7, 0, 12, 1])
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE))
-    width = 12 if window is None else window.size
+    width = 7 if reach.is_bounded else 12
     entries = empty_table(len(rows), width)
-    slot_table.slot_table(entries, table, rows, seq_lens, window, ring.tags)
-    positions = context_positions(seq_lens, width, window)
+    slot_table.slot_table(entries, table, rows, seq_lens, reach, ring.tags)
+    positions = context_positions(seq_lens, width, reach)
     visible = positions < seq_lens[:, None]
     slots = table[rows[:, None], positions.clamp(max=13)].long().where(visible, 0)
     found, live = ring.find(slots)
@@ -84,9 +82,9 @@ def test_it_finds_what_the_cache_finds(window: ContextWindow | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ring", "direct"])
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 def test_torch_fills_it_piece_by_piece(
-    window: ContextWindow | None, kind: str, monkeypatch: pytest.MonkeyPatch
+    reach: Reach, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, rows, seq_lens = batch([7, 0, 12, 1])
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE)) if kind == "ring" else None
@@ -94,7 +92,7 @@ def test_torch_fills_it_piece_by_piece(
     for piece in (1 << 16, 12, 1):
         monkeypatch.setattr("sglang_dflash.drafting.attention.table.PIECE", piece)
         entries = empty_table(4, 12)
-        fill_table(entries, table, rows, seq_lens, window, ring and ring.tags)
+        fill_table(entries, table, rows, seq_lens, reach, ring and ring.tags)
         outputs.append((entries, ring and ring.in_use.clone()))
     for entries, in_use in outputs[1:]:
         assert torch.equal(entries, outputs[0][0])
@@ -106,8 +104,8 @@ def test_columns_of_a_table() -> None:
     fix 3: near the context limit, a bound on lengths may exceed it)."""
     table, rows, seq_lens = batch([7, 4])
     slots = RequestSlots(table, rows, seq_lens, longest=9)
-    assert slots.columns(None) == 9 and slots._replace(longest=99).columns(None) == 14
-    assert slots.columns(ContextWindow(5, 2)) == 7 and slots.columns(ContextWindow(50, 2)) == 9
+    assert slots.columns(Reach()) == 9 and slots._replace(longest=99).columns(Reach()) == 14
+    assert slots.columns(Reach(5, 2)) == 7 and slots.columns(Reach(50, 2)) == 9
 
 
 def test_lengths_past_the_table_of_requests_stay_inside_it() -> None:
@@ -116,7 +114,7 @@ def test_lengths_past_the_table_of_requests_stay_inside_it() -> None:
     table[:] = torch.arange(14, device=DEVICE)
     for run in (slot_table.slot_table, fill_table):
         entries = empty_table(1, 17)
-        run(entries, table, rows, torch.tensor([17], device=DEVICE), None, None)
+        run(entries, table, rows, torch.tensor([17], device=DEVICE), Reach(), None)
         assert entries.tolist() == [[*range(14), -1, -1, -1]]
 
 
@@ -124,19 +122,19 @@ def test_a_strided_table_of_requests_is_refused() -> None:
     table, rows, seq_lens = batch([3])
     entries = empty_table(1, 3)
     with pytest.raises(ValueError, match=r"req_to_token: strides \(1, 3\)"):
-        slot_table.slot_table(entries, table.t().contiguous().t(), rows, seq_lens, None, None)
+        slot_table.slot_table(entries, table.t().contiguous().t(), rows, seq_lens, Reach(), None)
 
 
 @needs_interpreter
 @pytest.mark.parametrize("kind", ["ring", "direct"])
-@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
-def test_traffic(window: ContextWindow | None, kind: str) -> None:
+@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
+def test_traffic(reach: Reach, kind: str) -> None:
     lengths, columns = [7, 0, 12, 1], 300  # two programs per request
     table, rows, seq_lens = batch(lengths)
     ring = ring_with(torch.arange(0, SLOTS, 2)) if kind == "ring" else None
     entries = empty_table(4, columns)
     with counted_bytes() as count:
-        slot_table.slot_table(entries, table, rows, seq_lens, window, ring and ring.tags)
-    seen = sum(min(n, columns if window is None else window.size) for n in lengths)
+        slot_table.slot_table(entries, table, rows, seq_lens, reach, ring and ring.tags)
+    seen = sum(reach.of(n) for n in lengths)
     dead = seen - int((entries >= 0).sum())
-    assert count.traffic == slot_table.traffic(columns, lengths, window, ring is not None, dead)
+    assert count.traffic == slot_table.traffic(columns, lengths, reach, ring is not None, dead)

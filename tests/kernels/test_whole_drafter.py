@@ -53,12 +53,13 @@ class Side:
         self.model.load_state_dict(state)
         self.model.freeze()
         config, options = self.model.config, of.resolve(self.model.config)
-        self.cache = cache_of(self.model, options.context_window is not None)
+        self.cache = cache_of(self.model, options.reach.is_bounded)
         setting = Setting(
-            options.block_size, torch.device(DEVICE), options.context_window, requests=ROWS,
+            options.block_size, torch.device(DEVICE), options.reach, requests=ROWS,
             columns=WIDTH,
         )  # fmt: skip
-        attention: DraftAttention = TorchAttention(config.layers, options.block_size)
+        layers = config.layers_within(options.reach)
+        attention: DraftAttention = TorchAttention(layers, options.block_size)
         if triton:
             attention = TritonAttention(config, setting, processors=64)
         embed = torch.randn(64, 32, generator=torch.Generator().manual_seed(5)).to(DEVICE)

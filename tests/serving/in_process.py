@@ -72,7 +72,7 @@ class Target:
 def drafter_of(model: DraftModel, cache: DraftKVCache, options: Any, device: str) -> Drafter:
     embedding = torch.randn(VOCAB, HIDDEN, device=device)
     head = TargetHead(lambda ids: embedding[ids], lambda x: (x @ embedding.T).argmax(-1))
-    setting = Setting(options.block_size, torch.device(device), window=options.context_window)
+    setting = Setting(options.block_size, torch.device(device), reach=options.reach)
     attention = make_attention("torch", model.config, setting)
     return Drafter(model, head, cache, options, attention)
 

@@ -181,7 +181,7 @@ def test_a_step_takes_no_more_than_was_reserved(
         tokens = torch.arange(RUNNING * block, device=CUDA)
         hidden = setup.model.fc.weight.new_empty(len(tokens), config.target_hidden_width)
         alive = Alive()
-        with counted(Scene([POSITIONS] * RUNNING, setup.options.context_window)), alive:
+        with counted(Scene([POSITIONS] * RUNNING, setup.options.reach)), alive:
             drafter.propose(rows, known)
             proposal, alive.most = alive.most, 0
             drafter.absorb(hidden, tokens, tokens, keep=tokens > 3)
@@ -204,7 +204,7 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
         hidden = setup.model.fc.weight.new_empty(RUNNING, config.target_hidden_width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()
-        with counted(Scene([POSITIONS] * RUNNING, setup.options.context_window)), alive:
+        with counted(Scene([POSITIONS] * RUNNING, setup.options.reach)), alive:
             for _ in range(MOST_STEPS - 1):
                 waiting.add(range(RUNNING), hidden, rows, rows)
             kept = alive.most

@@ -94,7 +94,7 @@ def kernel(layers: tuple[LayerAttention, ...] = LAYERS) -> FlashInferKernel:
 def compare(attention: PagedAttention, entries: Tensor, lengths: list[int]) -> None:
     requests = len(lengths)
     kv = torch.randn(ENTRIES + 1 + 4 * BLOCK, len(LAYERS), 2, KV_HEADS, HEAD_DIM)
-    table = ContextTable(entries, torch.tensor(lengths), None)
+    table = ContextTable(entries, torch.tensor(lengths))
     reference = TorchAttention(LAYERS, BLOCK)
     for one in (attention, reference):
         one.prepare(kv, table)
@@ -130,7 +130,7 @@ def test_a_plan_serves_all_layers_of_its_kind(modules: list[Compiled]) -> None:
     kv = torch.randn(ENTRIES + 1 + BLOCK, len(layers), 2, KV_HEADS, HEAD_DIM)
     q, k = torch.randn(1, BLOCK, HEADS, HEAD_DIM), torch.randn(1, BLOCK, KV_HEADS, HEAD_DIM)
     for steps in (1, 2):
-        attention.prepare(kv, ContextTable(ragged([9]), torch.tensor([9]), None))
+        attention.prepare(kv, ContextTable(ragged([9]), torch.tensor([9])))
         for layer in range(len(layers)):
             attention.attend(layer, q, k, k)
         assert sum(module.plans for module in modules) == 2 * steps

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.reference import CHUNK_BYTES, TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.drafting.options import ContextWindow
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
 
 
@@ -55,7 +54,6 @@ class Capabilities:
     Attributes:
         devices: torch device types.
         head_dims: head dims.
-        sliding_layers: whether it serves layers with a sliding window.
         capturable: whether `prepare` and `attend` can be captured in a CUDA graph.
         scratch: whether it needs an entry of the cache for every block position.
         kv_dtypes: of the draft KV cache.
@@ -63,7 +61,6 @@ class Capabilities:
 
     devices: frozenset[str] | None = None
     head_dims: frozenset[int] | None = None
-    sliding_layers: bool = True
     capturable: bool = False
     scratch: bool = False
     kv_dtypes: frozenset[torch.dtype] | None = None
@@ -81,8 +78,6 @@ class Capabilities:
         if self.head_dims is not None and config.head_dim not in self.head_dims:
             served = ", ".join(map(str, sorted(self.head_dims)))
             return f"serves head dim {served}, the draft's is {config.head_dim}"
-        if not self.sliding_layers and any(x.sliding_window is not None for x in config.layers):
-            return "does not serve sliding-window layers, which this draft has"
         if kv_dtype is not None and self.kv_dtypes is not None and kv_dtype not in self.kv_dtypes:
             served = ", ".join(sorted(_name(dtype) for dtype in self.kv_dtypes))
             return f"serves draft K/V in {served}, not in {_name(kv_dtype)}"
@@ -100,7 +95,7 @@ class Setting:
     Attributes:
         block_size: B.
         device: where the cache is.
-        window: that of the tables.
+        reach: of every layer's context.
         tp: the rank, which holds a part of the heads.
         requests: most requests of a batch.
         columns: columns of the widest table.
@@ -109,7 +104,7 @@ class Setting:
 
     block_size: int
     device: torch.device
-    window: ContextWindow | None = None
+    reach: Reach = WHOLE_CONTEXT
     tp: TensorParallel = field(default_factory=TensorParallel)
     requests: int = 1
     columns: int = 1
@@ -131,7 +126,7 @@ class Backend:
 
 
 def _torch(config: DraftConfig, setting: Setting) -> TorchAttention:
-    return TorchAttention(config.layers, setting.block_size)
+    return TorchAttention(config.layers_within(setting.reach), setting.block_size)
 
 
 def _torch_workspace(config: DraftConfig, setting: Setting) -> int:

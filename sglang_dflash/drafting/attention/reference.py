@@ -33,7 +33,7 @@ class TorchAttention:
     ) -> None:
         self._layers, self._block, self._chunk_bytes = tuple(layers), block_size, chunk_bytes
         self._kv = torch.empty(0)  # [S * L, 2, G, D]
-        self._table = ContextTable(torch.empty(0, 0, dtype=torch.int32), torch.empty(0), None)
+        self._table = ContextTable(torch.empty(0, 0, dtype=torch.int32), torch.empty(0))
         self._depth = 0
         self._whole: _Whole | None = None
 
@@ -67,24 +67,23 @@ class TorchAttention:
         return values * (self._kv.element_size() + 4) + 8 * rows + 24
 
     def _requests(self, first: int, count: int) -> _Whole:
-        entries, seq_lens, window = self._table
+        entries, seq_lens = self._table
         some = slice(first, first + count)
-        part = ContextTable(entries[some], seq_lens[some], window)
+        part = ContextTable(entries[some], seq_lens[some])
         return _Whole(part, self._block, self._depth, self._kv)
 
     def _one_request(
         self, layer: int, at: int, q: Tensor, k: Tensor, v: Tensor, width: int
     ) -> Tensor:
         """`[1, B, H, D]` for the request `at`, its context in pieces of `width` columns."""
-        entries, seq_lens, window = self._table
-        entries, seq_lens = entries[at : at + 1], seq_lens[at : at + 1]
+        entries, seq_lens = (part[at : at + 1] for part in self._table)
         kind, none = self._layers[layer], entries[:, :0]
         softmax = RunningSoftmax(q[0], groups=q.shape[2] // k.shape[2])
         # The block first: each of its positions sees itself, so no maximum stays at -inf.
         softmax.add(k[0], v[0], visibility(kind, none, seq_lens, none >= 0, self._block)[0])
         for first, count in pieces(entries.shape[1], width):
             part = entries[0, first : first + count]
-            positions = context_positions(seq_lens, count, window, first)
+            positions = context_positions(seq_lens, count, kind.reach, first)
             seen = visibility(kind, positions, seq_lens, part[None] >= 0, self._block)
             old = self._kv[layer:].index_select(0, _rows(part, self._depth, len(self._kv)))
             softmax.add(old[:, 0], old[:, 1], seen[0, :, :count])
@@ -115,10 +114,10 @@ class _Whole:
         return torch_block_attention(q, both[:, :, 0], both[:, :, 1], self._masks[kind])
 
     def _mask(self, kind: LayerAttention) -> Tensor:
-        entries, seq_lens, window = self._table
+        entries, seq_lens = self._table
         positions = entries
         if kind.sliding_window is not None:  # others do not look at them
-            positions = context_positions(seq_lens, entries.shape[1], window)
+            positions = context_positions(seq_lens, entries.shape[1], kind.reach)
         return visibility(kind, positions, seq_lens, entries >= 0, self._block)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import Reach
 
 # Columns times requests that `fill_table` works on at once. It needs some 60 bytes for each.
 PIECE = 1 << 16
@@ -31,10 +31,9 @@ class RequestSlots(NamedTuple):
     seq_lens: Tensor
     longest: int
 
-    def columns(self, window: ContextWindow | None) -> int:
+    def columns(self, reach: Reach) -> int:
         """Columns of the requests' table: what the longest request reads."""
-        longest = min(self.longest, self.req_to_token.shape[1])
-        return longest if window is None else min(longest, window.size)
+        return reach.of(min(self.longest, self.req_to_token.shape[1]))
 
 
 class ContextTable(NamedTuple):
@@ -44,12 +43,10 @@ class ContextTable(NamedTuple):
     Attributes:
         entries: int32 `[R, C]`, entry numbers; -1 if there is no such token or its K/V is dead.
         seq_lens: int64 `[R]`, committed tokens.
-        window: what the drafts read; None for all committed tokens.
     """
 
     entries: Tensor
     seq_lens: Tensor
-    window: ContextWindow | None
 
 
 def fill_table(
@@ -57,18 +54,18 @@ def fill_table(
     req_to_token: Tensor,
     rows: Tensor,
     seq_lens: Tensor,
-    window: ContextWindow | None,
+    reach: Reach,
     tags: RingTags | None,
 ) -> None:
     """Fill `entries`, and mark what it names as the entries in use of a ring. In torch.
 
     Args:
-        entries: int32 `[R, C]`, written (see `ContextTable`). C is at least the smaller of the
-            longest request's length and the window's size.
+        entries: int32 `[R, C]`, written (see `ContextTable`). C is at least `reach.of` the longest
+            request.
         req_to_token: int `[rows, positions]`, see `RequestSlots`.
         rows: int `[R]`.
         seq_lens: int `[R]`.
-        window: what the drafts read.
+        reach: what the drafts read.
         tags: of a ring; None for a cache with an entry per target slot. The flag of the padding
             entry is left False.
     """
@@ -77,7 +74,7 @@ def fill_table(
     if tags is not None:
         tags.in_use.zero_()
     for first, width in pieces(entries.shape[1], PIECE // max(1, len(entries))):
-        positions = context_positions(seq_lens.long(), width, window, first)
+        positions = context_positions(seq_lens.long(), width, reach, first)
         visible = positions < ends
         found = req_to_token[rows[:, None], positions.clamp(max=last)].where(visible, 0)
         if tags is not None:

@@ -1,33 +1,53 @@
-"""What the positions of a block may see: of the context, and of the block itself."""
+"""How a window is applied: what the positions of a block see, of the context and of the block.
+`dflash_kernels.slot_table` and `dflash_kernels.block_attention` do the same inside of kernels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.options import ContextWindow
-from sglang_dflash.facts.draft_config import LayerAttention
+from sglang_dflash.facts.draft_config import LayerAttention, Reach
 
 
-def context_positions(
-    seq_lens: Tensor, width: int, window: ContextWindow | None, first: int = 0
-) -> Tensor:
+def context_positions(seq_lens: Tensor, width: int, reach: Reach, first: int = 0) -> Tensor:
     """Which committed positions the block of each request reads.
 
     Args:
         seq_lens: int64 `[R]`, committed tokens.
-        width: columns to fill. All columns are `window.size`, or enough for the longest request.
-        window: None for all committed tokens.
+        width: columns to fill. All columns are `reach.of` the longest request, or more.
         first: the first of these columns.
 
     Returns:
         int64 `[R, width]`; a column past the request's own tokens holds a position >= its seq_len.
     """
     column = torch.arange(first, first + width, device=seq_lens.device)
-    if window is None:
+    if reach.tokens is None:
         return column.expand(len(seq_lens), -1)
-    tail = (seq_lens - window.tokens).clamp(min=window.sinks)[:, None]
-    return torch.where(column < window.sinks, column, tail + column - window.sinks)
+    tail = (seq_lens - reach.tokens).clamp(min=reach.sinks)[:, None]
+    return torch.where(column < reach.sinks, column, tail + column - reach.sinks)
+
+
+def ever_visible(positions: Tensor, lengths: Tensor, reach: Reach) -> Tensor:
+    """Whether any block of a request can see a token of its prompt.
+
+    Args:
+        positions: int64 `[N]`.
+        lengths: int64 `[N]`, tokens of the token's request before its first draft.
+
+    Returns:
+        bool `[N]`.
+    """
+    if reach.tokens is None:
+        return torch.ones_like(positions, dtype=torch.bool)
+    return (positions >= lengths - reach.tokens) | (positions < reach.sinks)
+
+
+def keys_around(layer: LayerAttention) -> tuple[int | None, int | None]:
+    """Keys before and after a query that it sees, None for all: the `window_size` of
+    FlashAttention. `causal` without a sliding window is a flag of its own there."""
+    if layer.sliding_window is None:
+        return None, None
+    return layer.sliding_window - 1, 0 if layer.causal else None
 
 
 def visibility(

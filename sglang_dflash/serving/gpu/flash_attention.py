@@ -1,4 +1,4 @@
-"""FlashAttention 3 and 4, as SGLang ships them, for `core.attention.paged`."""
+"""FlashAttention 3 and 4, as SGLang ships them, for `drafting.attention.paged`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.backend import Setting
-from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
+from sglang_dflash.drafting.attention.paged import PagedAttention, PagedKernel, Pages
+from sglang_dflash.drafting.attention.visibility import keys_around
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 
@@ -25,7 +26,7 @@ def fa4(config: DraftConfig, setting: Setting) -> PagedAttention:
     if major not in FA4_SPLITS:
         raise _other_gpu("fa4", sorted(FA4_SPLITS), major)
     kernel = fa4_kernel(FA4_SPLITS[major])
-    return PagedAttention(config.layers, setting.block_size, setting.scratch, kernel)
+    return _paged(config, setting, kernel)
 
 
 def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
@@ -33,7 +34,12 @@ def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
     major = _major(setting.device)
     if major not in FA3_MAJORS:
         raise _other_gpu("fa3", FA3_MAJORS, major)
-    return PagedAttention(config.layers, setting.block_size, setting.scratch, fa3_kernel())
+    return _paged(config, setting, fa3_kernel())
+
+
+def _paged(config: DraftConfig, setting: Setting, kernel: PagedKernel) -> PagedAttention:
+    layers = config.layers_within(setting.reach)
+    return PagedAttention(layers, setting.block_size, setting.scratch, kernel)
 
 
 def _other_gpu(name: str, majors: Sequence[int], found: int) -> ConfigError:
@@ -68,7 +74,7 @@ def fa4_kernel(splits: int) -> Any:
             seqused_k=pages.lengths,
             page_table=pages.table,
             causal=layer.causal and layer.sliding_window is None,
-            window_size=window(layer),
+            window_size=keys_around(layer),
             num_splits=splits,
         )
 
@@ -82,7 +88,7 @@ def fa3_kernel() -> Any:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, pages: Pages, block: int, layer: LayerAttention
     ) -> Tensor:
-        left, right = window(layer)
+        left, right = keys_around(layer)
         return flash_attn_with_kvcache(
             q,
             k,
@@ -97,11 +103,3 @@ def fa3_kernel() -> Any:
         )
 
     return attend
-
-
-def window(layer: LayerAttention) -> tuple[int | None, int | None]:
-    """Keys before and after a query that it sees, None for all: the `window_size` of
-    FlashAttention."""
-    if layer.sliding_window is None:
-        return None, None
-    return layer.sliding_window - 1, 0 if layer.causal else None

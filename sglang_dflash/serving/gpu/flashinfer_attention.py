@@ -1,10 +1,10 @@
-"""FlashInfer's attention over pages, for `core.attention.paged`.
+"""FlashInfer's attention over pages, for `drafting.attention.paged`.
 
 FlashInfer divides the work of a step on the host (its `plan`), from lengths that only the device
 knows here: dead entries are left out. So every step waits for the device once, and cannot be
 captured in a CUDA graph. That is why it is never chosen unasked.
 
-Letters in shapes as in `core.attention.paged`.
+Letters in shapes as in `drafting.attention.paged`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
+from sglang_dflash.drafting.attention.visibility import keys_around
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.gpu.flash_attention import window
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class FlashInferKernel:
     def _plan(
         self, wrapper: Any, q: Tensor, k: Tensor, layer: LayerAttention, lists: PageLists
     ) -> None:
-        left, _ = window(layer)
+        left, _ = keys_around(layer)
         wrapper.plan(
             *lists,
             num_qo_heads=q.shape[1],
@@ -129,7 +129,8 @@ def flashinfer(config: DraftConfig, setting: Setting) -> PagedAttention:
         "FlashInfer plans on the host, and draft steps run without CUDA graphs; triton does neither"
     )
     space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=setting.device)
+    layers = config.layers_within(setting.reach)
     kernel = FlashInferKernel(
-        config.layers, lambda: BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=KERNELS)
+        layers, lambda: BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=KERNELS)
     )
-    return PagedAttention(config.layers, setting.block_size, setting.scratch, kernel)
+    return PagedAttention(layers, setting.block_size, setting.scratch, kernel)

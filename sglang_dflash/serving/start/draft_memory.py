@@ -85,12 +85,10 @@ def draft_memory(
         narrow: whether there are steps that draft nothing.
     """
     options, config, requests = setup.options, setup.model.config, setup.running
-    block, window = options.block_size, options.context_window
-    columns = positions if window is None else min(window.size, positions)
+    block, reach = options.block_size, options.reach
+    columns = reach.of(positions)
     sorts = setup.backend.capabilities.scratch
-    setting = Setting(
-        block, setup.device, window=window, tp=setup.tp, requests=requests, columns=columns
-    )
+    setting = Setting(block, setup.device, reach, tp=setup.tp, requests=requests, columns=columns)
     per_token = math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize
     step = StepShape(
         config, block, requests, columns, options.draft_kv_entries(requests),

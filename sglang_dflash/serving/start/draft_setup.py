@@ -56,14 +56,14 @@ class DraftSetup:
 
     def attention(self, cache: DraftKVCache, rows: int, positions: int) -> DraftAttention:
         """Draft attention over `cache`; `rows` and `positions`: of the request-to-token table."""
-        window = self.options.context_window
+        reach = self.options.reach
         setting = Setting(
             self.options.block_size,
             self.device,
-            window=window,
+            reach,
             tp=self.tp,
             requests=rows,
-            columns=positions if window is None else window.size,
+            columns=reach.of(positions),
             scratch=cache.num_entries + 1,
         )
         return self.backend.make(self.model.config, setting)
@@ -82,7 +82,8 @@ class DraftSetup:
             checked = check_ops(self.model, self.options.block_size)
             if not isinstance(attention, TorchAttention):
                 compacts = self.backend.capabilities.scratch
-                check_attention(self.model, self.options.block_size, attention, cache.kv, compacts)
+                block, reach = self.options.block_size, self.options.reach
+                check_attention(self.model, block, attention, cache.kv, compacts, reach)
                 checked.append(type(attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)

@@ -60,9 +60,8 @@ class Prefill:
             # must have seen their last ones.
             barrier()
         self.ignored_seeds.warn_once(batch)
-        window = self._options.context_window
         recomputed = self._lost_of_prefix(batch, drafter.cache)
-        writes = place_prompt(batch, recomputed, self._table, drafter.cache, window)
+        writes = place_prompt(batch, recomputed, self._table, drafter.cache, self._options.reach)
         with recompute_cached_tail(batch, recomputed):
             result = self._target_worker.forward_batch_generation(
                 batch,
@@ -82,7 +81,7 @@ class Prefill:
         most = self._options.recompute_tail
         if not most or not can_recompute_cached_tail(batch):
             return [0] * len(batch.prefix_lens)
-        return missing_tails(batch, self._table, cache, self._options.context_window, most)
+        return missing_tails(batch, self._table, cache, self._options.reach, most)
 
     def _absorb(self, drafter: Proposer, writes: PromptWrites, requests: int, output: Any) -> None:
         """Pass the hidden states of prompt tokens of that many requests to the drafter."""

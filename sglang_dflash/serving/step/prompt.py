@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.options import ContextWindow
+from sglang_dflash.facts.draft_config import Reach
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 
 
@@ -35,7 +36,7 @@ class PromptTokens:
         starts: Sequence[int],
         ends: Sequence[int],
         lengths: Sequence[int],
-        window: ContextWindow | None,
+        reach: Reach,
     ) -> PromptTokens:
         """Positions `starts ... ends - 1` of requests with `lengths` tokens before their first
         draft."""
@@ -44,10 +45,8 @@ class PromptTokens:
         positions = torch.cat(
             [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         )
-        if window is None:
-            return cls(rows, positions, torch.ones_like(positions, dtype=torch.bool))
-        first = torch.tensor(lengths) - window.tokens
-        return cls(rows, positions, (positions >= first[rows]) | (positions < window.sinks))
+        visible = ever_visible(positions, torch.tensor(lengths)[rows], reach)
+        return cls(rows, positions, visible)
 
     @property
     def age(self) -> Tensor:
@@ -89,7 +88,7 @@ def place_prompt(
     recomputed: Sequence[int],
     req_to_token: Tensor,
     cache: DraftKVCache,
-    window: ContextWindow | None,
+    reach: Reach,
 ) -> PromptWrites:
     """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
 
@@ -101,11 +100,11 @@ def place_prompt(
         recomputed: cached tokens per request that the forward computes again.
         req_to_token: int `[rows, positions]`, the request-to-token table.
         cache: the draft KV cache.
-        window: what drafts see.
+        reach: what drafts see.
     """
     starts = [prefix - n for prefix, n in zip(batch.prefix_lens, recomputed, strict=True)]
     ends = [prefix + n for prefix, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-    tokens = PromptTokens.of(starts, ends, lengths_before_drafting(batch), window)
+    tokens = PromptTokens.of(starts, ends, lengths_before_drafting(batch), reach)
     rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
     slots = req_to_token[batch.req_pool_indices.long()[rows], positions].long()
     # What these slots held before must not be read, whether or not their tokens are written.
@@ -120,7 +119,7 @@ def missing_tails(
     batch: ScheduleBatch,
     req_to_token: Tensor,
     cache: DraftKVCache,
-    window: ContextWindow | None,
+    reach: Reach,
     limit: int,
 ) -> list[int]:
     """Cached prefix tokens per request, counted back from the prefix's end, that the target should
@@ -133,12 +132,12 @@ def missing_tails(
         batch: the prefill.
         req_to_token: int `[rows, positions]`, the request-to-token table.
         cache: the draft KV cache.
-        window: what drafts see.
+        reach: what drafts see.
         limit: tokens at most.
     """
     starts = [max(0, prefix - limit) for prefix in batch.prefix_lens]
     lengths = lengths_before_drafting(batch)
-    tokens = PromptTokens.of(starts, batch.prefix_lens, lengths, window)
+    tokens = PromptTokens.of(starts, batch.prefix_lens, lengths, reach)
     if not len(tokens.positions):
         return [0] * len(starts)
     rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)

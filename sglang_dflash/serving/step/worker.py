@@ -208,13 +208,13 @@ class DFlashWorker(BaseSpecWorker):
 
     def describe(self) -> dict[str, Any]:
         """The set-up, as the log and /server_info show it."""
-        cache, rollback, window = self.drafter.cache, self.rollback, self.options.context_window
+        cache, rollback, reach = self.drafter.cache, self.rollback, self.options.reach
         return {
             "worker": f"{type(self).__module__}.{type(self).__qualname__}",
             "tensor_parallel": self._tp.size,
             "block_size": self.block_size,
-            "window": None if window is None else window.tokens,
-            "sinks": 0 if window is None else window.sinks,
+            "window": reach.tokens,
+            "sinks": reach.sinks,
             "draft_kv_entries": cache.num_entries,
             "draft_kv_is_bounded": cache.is_bounded,
             "recompute_tail": self.options.recompute_tail,
