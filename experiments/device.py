@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from sglang_dflash.drafting.recording import OpRecorder, Recorder
-
+REPEATS = 30
 # Bytes of a copy that measures bandwidth; two of these must fit.
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 
@@ -35,21 +34,16 @@ class CudaGraphs:
         return graph.replay
 
 
-def recorder_for(device: torch.device) -> Recorder:
-    """CUDA graphs, or lists of torch operations on a CPU."""
-    return CudaGraphs() if device.type == "cuda" else OpRecorder()
-
-
-def milliseconds(device: torch.device, run: Callable[[], object], repeats: int) -> float:
-    """Median time of a run, in milliseconds; the first three are not counted.
+def milliseconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Median time of `REPEATS` runs; the first three are not counted.
 
     On CUDA by events, so what the host does meanwhile counts only if the device waits for it.
     """
     for _ in range(3):
         run()
     if device.type != "cuda":
-        return statistics.median(_on_the_host(run) for _ in range(repeats))
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        return statistics.median(_on_the_host(run) for _ in range(REPEATS))
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
     torch.cuda.synchronize()
     for began, ended in pairs:
         began.record()
@@ -65,14 +59,6 @@ def _on_the_host(run: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - began)
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes."""
-    size = COPY_BYTES[device.type]
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / (milliseconds(device, lambda: target.copy_(source), 20) / 1000)
-
-
 def waits_for_the_device(run: Callable[[], object]) -> str | None:
     """What makes the host wait in a run on CUDA, or None."""
     torch.cuda.synchronize()
@@ -85,3 +71,11 @@ def waits_for_the_device(run: Callable[[], object]) -> str | None:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
     return None
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes."""
+    size = COPY_BYTES[device.type]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (milliseconds(device, lambda: target.copy_(source)) / 1000)

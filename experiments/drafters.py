@@ -76,27 +76,12 @@ def random_head(model: DraftModel) -> TargetHead:
     )
 
 
-def bytes_needed(config: DraftConfig, load: Load, itemsize: int) -> int:
-    """Memory of the K/V of a load and of the weights, in bytes."""
-    per_token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
-    options = Options(window=load.window).resolve(config)
-    entries = options.draft_kv_entries(load.requests)
-    if entries is None:
-        entries = load.requests * (load.context + 2 * config.block_size)
-    wide, inner = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    layer = wide * (3 * inner + (heads + config.num_attention_heads) * config.head_dim)
-    weights = config.num_hidden_layers * layer + config.target_hidden_width * wide
-    return itemsize * (entries * per_token + weights + config.vocab_size * wide)
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A drafter under a load: all requests have `load.context` committed tokens, whose draft K/V
     is live.
 
     Attributes:
-        setup: as a server makes it.
         known: where the requests' tokens lie.
         bonus: int64 `[R]`.
         targets: int64 `[R, B]`, the target's tokens.
@@ -105,7 +90,6 @@ class Loaded:
     """
 
     load: Load
-    setup: DraftSetup
     drafter: Drafter
     known: RequestSlots
     bonus: Tensor
@@ -187,7 +171,6 @@ def loaded(
     tokens = requests * block
     return Loaded(
         load=load,
-        setup=setup,
         drafter=drafter,
         known=known,
         bonus=torch.randint(config.vocab_size, (requests,), device=device),

@@ -1,41 +1,45 @@
-"""What to run first on a GPU: checks, times of the draft side against their floor, servers.
+"""What to run first on a GPU: checks of every kernel, times of the draft side against their floor.
 
     python -m experiments gpu --dry-run
-    python -m experiments gpu --target Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16
+    python -m experiments gpu --out gpu.json
 
-Parts, one after the other: the start-up check at published shapes; bandwidth of a copy; propose,
-commit and absorb, eager and from CUDA graphs, against the fewest bytes that they must move; the
-Transformers loops; servers with plain decoding, our worker and SGLang's built-in one, with a
-simulated acceptance length. Weights are random, but for the demo pair and the servers'. Without
-SGLang or a checkpoint the servers are skipped. Finished parts are kept in --state, and a second run
-goes on after them. Nothing is fetched but what --target and --draft name. The exit status is 1 if a
-part failed; the other parts' figures are reported.
+Parts, one after the other: bandwidth of a copy; the start-up check at published shapes; replay of
+recurrent layers against torch; propose, commit and absorb, eager and from CUDA graphs, against the
+fewest bytes that they must move; the demo pair over Transformers against `generate`. Weights are
+random, but for the demo pair's. SGLang is not needed, and nothing is fetched. Finished parts are
+kept in --state, and a second run goes on after them. The exit status is 1 if a part failed; the
+other parts are reported.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from experiments import gpu_checks, gpu_loops, gpu_phases, gpu_servers
-from experiments.device import copy_bandwidth
-from experiments.drafters import TINY, Load
-from experiments.gpu_state import State
+from experiments.device import CudaGraphs, copy_bandwidth, milliseconds, waits_for_the_device
+from experiments.drafters import TINY, Load, Loaded, loaded, random_head, random_model
+from experiments.floor import absorb_floor, commit_floor, propose_floor
 from experiments.runner import Arms, Experiment, Progress, option
+from experiments.traffic import SHAPES, config_of
+from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
+from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
+from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
+from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
+from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.published import shipped
+from sglang_dflash.serving.gpu.backends import ATTENTION
 
-SHAPES = (
-    "z-lab/Qwen3-8B-DFlash-b16",
-    "z-lab/Qwen3.5-27B-DFlash",
-    "z-lab/Qwen3.5-35B-A3B-DFlash",
-)
 LOADS = (
     Load(1, 4096, None),
     Load(1, 4096, 4096),
@@ -46,177 +50,294 @@ LOADS = (
     Load(32, 131072, 4096),
 )
 TINY_LOADS = (Load(1, 96, None), Load(3, 200, 64))
-# For --dry-run: about what an H200 copies with, in bytes per second.
-ASSUMED_BANDWIDTH = 4e12
-PHASE_S, CHECK_S, LOOP_S, SERVER_S = 12, 40, 60, 240
+# Requests in which recorded steps are compared; the check itself takes shorter ones.
+CHECKED = Load(requests=4, context=256, window=None)
+PHASES = ("propose", "commit", "absorb", "step")
 
 
 @dataclass(frozen=True)
 class Options:
-    dry_run: bool = option(False, "print the plan and the floors, and measure nothing")
-    device: str = option("cuda", "where to measure; cpu is for trying the command", ("cuda", "cpu"))
-    size: str = option("published", "shapes of the drafts", ("published", "tiny"))
+    dry_run: bool = option(False, "print the parts and the fewest bytes of each, measure nothing")
+    tiny: bool = option(False, "try the command: a tiny draft on the CPU")
     state: str = option("gpu-state.json", "file with the finished parts")
-    minutes: float = option(28.0, "no part is begun that is likely to end later")
-    target: str = option("", "checkpoint of the servers' target")
-    draft: str = option("", "its draft")
-    load_format: str = option("auto", "the servers' --load-format; dummy reads the configs only")
-    accept: float = option(4.0, "tokens that every verify step of a server commits")
-    levels: str = option("1x1024,32x32768", "requests at a time x tokens of their prompts")
-    new_tokens: int = option(512, "tokens of an answer")
-    flags: str = option("", "flags of all servers")
-    draft_flags: str = option("", "flags of the servers that draft")
-
-    def pair(self) -> gpu_servers.Pair:
-        """What the servers serve. Raises ConfigError."""
-        return gpu_servers.Pair(
-            target=self.target,
-            draft=self.draft,
-            load_format=self.load_format,
-            accept=self.accept,
-            levels=gpu_servers.levels_of(self.levels),
-            new_tokens=self.new_tokens,
-            flags=gpu_servers.words(self.flags),
-            draft_flags=gpu_servers.words(self.draft_flags),
-        )
+    minutes: float = option(9.0, "no part is begun that is likely to end later")
 
 
 class Part(NamedTuple):
-    """One part: its name, about how long it takes, what it computes of the parts before it, and the
-    fewest bytes of its phases if it has any."""
+    """About how long a part takes, what it measures, and the fewest bytes of its phases if it has
+    any."""
 
-    name: str
     seconds: float
-    run: Callable[[dict[str, dict[str, Any]]], dict[str, Any]]
+    run: Callable[[], dict[str, Any]]
     floors: dict[str, int] | None = None
 
 
-def configs(size: str) -> dict[str, DraftConfig]:
-    """The drafts, by name."""
-    if size == "tiny":
-        return {"tiny": DraftConfig.from_dict(TINY)}
-    found, facts = {}, shipped("draft")
-    for name in SHAPES:
-        raw = facts[name].config
-        if raw is None:
-            raise ValueError(f"{name}: its config is not shipped")
-        found[name.removeprefix("z-lab/")] = DraftConfig.from_dict(raw)
-    return found
+# ---- the parts
 
 
-def plan(options: Options) -> list[Part]:
-    """All parts, in order. Raises ConfigError."""
-    device, tiny = torch.device(options.device), options.size == "tiny"
+def plan(tiny: bool) -> dict[str, Part]:
+    """All parts by name, in order."""
+    device = torch.device("cpu" if tiny else "cuda")
     dtype = torch.float32 if tiny else torch.bfloat16
-    return [
-        Part("bandwidth", 5, lambda _: {"bytes_per_s": copy_bandwidth(device)}),
-        *_checks(configs(options.size), device, dtype, tiny),
-        *_phases(configs(options.size), device, dtype, TINY_LOADS if tiny else LOADS),
-        *_loops(device, tiny),
-        *_servers(options.pair()),
-    ]
-
-
-def _checks(
-    drafts: dict[str, DraftConfig], device: torch.device, dtype: torch.dtype, tiny: bool
-) -> Iterator[Part]:
+    drafts = {"tiny": DraftConfig.from_dict(TINY)} if tiny else {
+        name.removeprefix("z-lab/"): config_of(name) for name in SHAPES
+    }  # fmt: skip
+    parts = {"bandwidth": Part(5, lambda: {"bytes_per_s": copy_bandwidth(device)})}
     for name, config in drafts.items():
-        yield Part(
-            f"check/{name}",
-            CHECK_S,
-            lambda _, config=config: gpu_checks.self_check(config, device, dtype),
-        )
-    yield Part("demo_draft_against_cpu", 5, lambda _: gpu_checks.against_cpu(device))
+        parts[f"check/{name}"] = Part(40, partial(self_check, config, device, dtype))
     shape = (2, 4, 2, 1, 16) if tiny else (8, 16, 48, 16, 128)
-    yield Part("fold", 15, lambda _: gpu_checks.fold(device, *shape))
-
-
-def _phases(
-    drafts: dict[str, DraftConfig],
-    device: torch.device,
-    dtype: torch.dtype,
-    loads: tuple[Load, ...],
-) -> Iterator[Part]:
+    parts["fold"] = Part(15, partial(fold, device, *shape))
     for name, config in drafts.items():
-        for load in loads:
-
-            def run(
-                done: dict[str, dict[str, Any]],
-                config: DraftConfig = config,
-                load: Load = load,
-            ) -> dict[str, Any]:
-                bandwidth = done["bandwidth"]["bytes_per_s"]
-                return gpu_phases.time_load(config, load, device, dtype, bandwidth)
-
-            floors = gpu_phases.floors(config, load, dtype.itemsize)
-            yield Part(f"phases/{name}/{load.name}", PHASE_S, run, floors)
+        for load in TINY_LOADS if tiny else LOADS:
+            run = partial(phases, config, load, device, dtype)
+            least = floors(config, load, dtype.itemsize)
+            parts[f"phases/{name}/{load.name}"] = Part(12, run, least)
+    parts["loop"] = Part(60, partial(demo_loop, device, *((2, 8) if tiny else (8, 128))))
+    return parts
 
 
-def _loops(device: torch.device, tiny: bool) -> Iterator[Part]:
-    prompts, tokens = (2, 8) if tiny else (8, 128)
-    yield Part("loop", LOOP_S, lambda _: gpu_loops.demo_loop(device, prompts, tokens))
-    shapes = gpu_loops.TINY_PAIR if tiny else gpu_loops.LARGE_PAIR
-    yield Part(
-        "large_pair_loop", LOOP_S, lambda _: gpu_loops.large_pair_loop(device, *shapes, tokens // 2)
+def self_check(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The start-up check of a server, for every attention backend.
+
+    Returns:
+        `ops`: the operations that were compared; `attention`: by backend "as torch", or why it does
+        not run here; `failed` if one runs and differs, or breaks.
+    """
+    model = random_model(config, device, dtype)
+    head, found, failed = random_head(model), {}, []
+    ops = check_ops(model, config.block_size)
+    for name in ATTENTION:
+        try:
+            choose_attention(name, config, device, ATTENTION)
+            one = loaded(model, head, CHECKED, name, device)
+        # A package may be missing, or be for another GPU.
+        except (ConfigError, ImportError) as error:
+            found[name] = str(error)
+            continue
+        try:
+            found[name] = _compare(one, ATTENTION[name].capabilities, device)
+        # One backend that breaks must not hide what the others do.
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            failed.append(f"{name}: {found[name]}")
+    result: dict[str, Any] = {"ops": ops, "attention": found}
+    return result | {"failed": "; ".join(failed)} if failed else result
+
+
+def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
+    """Attention against torch's, and on a GPU a recorded step against an eager one. Raises
+    SelfCheckFailed."""
+    drafter, table = one.drafter, one.known.req_to_token
+    drafter.cache.clear()
+    check_attention(
+        drafter.model, drafter.block_size, drafter.attention, drafter.cache.kv, can.scratch
     )
+    if device.type != "cuda" or not can.capturable:
+        return "as torch, not recorded"
+    graphed = one.graphed(CudaGraphs(), table.shape[1])
+    check_recording(drafter, graphed, table)
+    if graphed.eager or not graphed.replays["propose"]:
+        raise RuntimeError("the proposal that was to be compared had no recording")
+    return "as torch, recorded as eager"
 
 
-def _servers(pair: gpu_servers.Pair) -> Iterator[Part]:
-    obstacle = pair.obstacle()
-    for arm in gpu_servers.ARMS:
-        if obstacle is None:
-            yield Part(f"server/{arm}", SERVER_S, lambda _, arm=arm: gpu_servers.serve(pair, arm))
-        else:
-            yield Part(f"server/{arm}", 0, lambda _: {"skipped": obstacle})
+def fold(
+    device: torch.device, requests: int, block: int, depth: int, heads: int, dim: int
+) -> dict[str, Any]:
+    """Replay of recurrent layers (Gated DeltaNet): the kernel's error against torch, and its time
+    beside a copy of snapshots.
+
+    Args:
+        depth: layers.
+        heads: key heads; there are three times as many value heads.
+        dim: of a head.
+    """
+    if device.type == "cuda":
+        from dflash_kernels.gated_delta_fold import fold_
+    else:
+        fold_ = torch_fold_
+    value_heads, width = 3 * heads, 4
+    channels = 2 * heads * dim + value_heads * dim
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(depth, *size, device=device)
+
+    layers = RecurrentLayers(
+        normal(channels, width), None, "silu", normal(value_heads), normal(value_heads),
+        heads, value_heads, dim, dim,
+    )  # fmt: skip
+    gates = normal(2, requests, block, value_heads).transpose(0, 1)
+    kept = VerifyInputs(
+        normal(requests, channels, width - 1), normal(requests, block, channels), *gates
+    )
+    states = normal(requests, value_heads, dim, dim)
+    rows = torch.arange(requests, device=device)
+    given = kept, rows, rows, rows, torch.full((requests,), block // 2, device=device)
+    ours, twins = states.clone(), states.clone()
+    fold_(layers, ours, *given)
+    torch_fold_(layers, twins, *given)
+    error = (ours - twins).abs().max().item()
+    snapshots = states[:, :, None].expand(-1, -1, block, -1, -1, -1).contiguous()
+    kernel_ms = milliseconds(device, lambda: fold_(layers, ours, *given))
+    copy_ms = milliseconds(device, lambda: states.copy_(snapshots[:, rows, given[-1] - 1]))
+    return {
+        "largest_error": round(error, 6),
+        "kernel_ms": round(kernel_ms, 4),
+        "snapshot_copy_ms": round(copy_ms, 4),
+    }
 
 
-def setup_of(options: Options) -> dict[str, Any]:
-    """What the figures depend on."""
-    ignored = ("state", "minutes", "dry_run")
-    chosen = {name: value for name, value in vars(options).items() if name not in ignored}
-    accelerator = torch.cuda.get_device_name() if options.device == "cuda" else None
-    return {**chosen, "accelerator": accelerator, "torch": torch.__version__}
+def floors(config: DraftConfig, load: Load, itemsize: int = 2) -> dict[str, int]:
+    """The fewest bytes of each phase, and of the step that they make up."""
+    tokens = load.requests * config.block_size
+    found = {
+        "propose": propose_floor(config, [load.context] * load.requests, load.window, itemsize),
+        "commit": commit_floor(load.requests, config.block_size),
+        "absorb": absorb_floor(config, tokens, itemsize),
+    }
+    return found | {"step": sum(found.values())}
+
+
+def phases(
+    config: DraftConfig, load: Load, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Times of the phases and of a whole step under one load, as a server without a flag for
+    attention runs it.
+
+    Returns:
+        By phase `floor_bytes`, `eager_ms` and, on a GPU, `graph_ms`; that of a `step` includes the
+        copies into static buffers. `host_waits`: what makes the host wait for the GPU in an eager
+        step, or None.
+    """
+    name = choose_attention(None, config, device, ATTENTION)
+    model = random_model(config, device, dtype)
+    one = loaded(model, random_head(model), load, name, device)
+    runs: dict[str, Callable[[], None]] = {**one.phases(), "step": one.step(one.drafter)}
+    # The first step compiles and allocates.
+    runs["step"]()
+    result: dict[str, Any] = {"attention": name, "host_waits": None}
+    if device.type == "cuda":
+        result["host_waits"] = waits_for_the_device(runs["step"])
+    recorded = device.type == "cuda" and ATTENTION[name].capabilities.capturable
+    for phase, floor in floors(config, load, dtype.itemsize).items():
+        result[phase] = {
+            "floor_bytes": floor,
+            "eager_ms": round(milliseconds(device, runs[phase]), 5),
+        }
+        if recorded:
+            replay = _recorded_step(one) if phase == "step" else CudaGraphs().record(runs[phase])
+            result[phase]["graph_ms"] = round(milliseconds(device, replay), 5)
+    return result
+
+
+def _recorded_step(one: Loaded) -> Callable[[], None]:
+    graphed = one.graphed(CudaGraphs())
+    step = one.step(graphed)
+    step()
+    if graphed.eager:
+        raise RuntimeError(f"{one.load.name}: the proposal had no recording")
+    return step
+
+
+def demo_loop(device: torch.device, prompts: int, new_tokens: int) -> dict[str, Any]:
+    """The demo pair over Transformers in float32, against `generate`: identical outputs, acceptance
+    length and tokens per second, over the first `prompts` of its texts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sglang_dflash.transformers_loop.generation import spec_generate
+
+    pair = demo_pair("dense")
+    target: Any = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+    target.to(device)
+    draft = load_model(str(pair.draft), dtype=torch.float32, device=device)
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    same, committed, seconds = 0, [], {"plain": 0.0, "dflash": 0.0}
+    for prompt in pair.prompts[:prompts]:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+        began = time.perf_counter()
+        whole = target.generate(
+            ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
+        )
+        plain = whole[0, ids.shape[1] :].tolist()
+        seconds["plain"] += time.perf_counter() - began
+        began = time.perf_counter()
+        ours = spec_generate(draft, target, ids, new_tokens)
+        seconds["dflash"] += time.perf_counter() - began
+        same += plain == ours.tokens
+        committed += ours.committed
+    rates = {
+        f"{name}_tok_s": round(prompts * new_tokens / value, 1) for name, value in seconds.items()
+    }
+    length = round(sum(committed) / len(committed), 3)
+    return {"identical": same, "of": prompts, "acceptance_length": length, **rates}
+
+
+# ---- running the parts
+
+
+def kept_parts(path: Path, setup: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Finished parts of an earlier run. Raises ConfigError: the file is none of ours, or of another
+    machine or size."""
+    if not path.exists():
+        return {}
+    try:
+        state = json.loads(path.read_text())
+        theirs, parts = state["setup"], dict(state["parts"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError("--state", str(path), "no state of this experiment") from error
+    if theirs != setup:
+        raise ConfigError(
+            "--state", str(path), f"of {theirs}, this is {setup}; remove it, or name another file"
+        )
+    return parts
+
+
+def keep(path: Path, setup: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
+    """The file is whole at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps({"setup": setup, "parts": parts}, indent=1) + "\n")
+    os.replace(beside, path)
 
 
 def workload(_: Arms, options: Options, progress: Progress) -> dict[str, dict[str, Any]]:
-    """By part. Raises ConfigError: there is no such device, or the state is of another run."""
-    parts = plan(options)
+    """By part. Raises ConfigError: there is no GPU, or the state is of another run."""
+    parts = plan(options.tiny)
     if options.dry_run:
-        return {part.name: _planned(part) for part in parts}
-    if options.device == "cuda" and not torch.cuda.is_available():
+        return {
+            name: {"about_s": part.seconds, "floor_bytes": part.floors or {}}
+            for name, part in parts.items()
+        }
+    if not options.tiny and not torch.cuda.is_available():
         raise ConfigError(
-            "--device: cuda, but torch finds no GPU; --dry-run prints the plan anywhere, and "
-            "--device cpu --size tiny tries the command"
-        )
+            "--tiny", False, "torch finds no GPU; --tiny tries the command on a CPU, and --dry-run "
+            "prints the parts",
+        )  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = False
-    state, began = State(Path(options.state), setup_of(options)), time.monotonic()
-    done: dict[str, dict[str, Any]] = {}
-    for i, part in enumerate(parts):
-        progress(part.name, i, len(parts))
+    accelerator = "cpu" if options.tiny else torch.cuda.get_device_name()
+    setup = {"accelerator": accelerator, "torch": torch.__version__}
+    path, began = Path(options.state), time.monotonic()
+    kept, done = kept_parts(path, setup), {}
+    for i, (name, part) in enumerate(parts.items()):
+        progress(name, i, len(parts))
         left = 60 * options.minutes - (time.monotonic() - began)
-        if part.name in state.parts:
-            done[part.name] = state.parts[part.name]
+        if name in kept:
+            done[name] = kept[name]
         elif part.seconds > left:
-            done[part.name] = {"skipped": f"about {part.seconds:g} s, {left:.0f} s are left"}
+            done[name] = {"skipped": f"about {part.seconds:g} s, {left:.0f} s are left"}
         else:
-            done[part.name] = _run(part, done)
-            if not {"failed", "skipped"} & set(done[part.name]):
-                state.keep(part.name, done[part.name])
+            done[name] = _run(part)
+            if "failed" not in done[name]:
+                kept[name] = done[name]
+                keep(path, setup, kept)
     return done
 
 
-def _planned(part: Part) -> dict[str, Any]:
-    if part.floors is None:
-        return {"about_s": part.seconds}
-    assumed = {name: round(1000 * n / ASSUMED_BANDWIDTH, 4) for name, n in part.floors.items()}
-    return {"about_s": part.seconds, "floor_bytes": part.floors, "floor_ms": assumed}
-
-
-def _run(part: Part, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _run(part: Part) -> dict[str, Any]:
     try:
         with torch.no_grad():
-            result = part.run(done)
-    # GPUs are lent for minutes: one failed part must not cost the others' figures.
+            result = part.run()
+    # GPUs are lent for minutes: one failed part must not cost the others.
     except Exception as error:
         result = {"failed": f"{type(error).__name__}: {error}"}
     if torch.cuda.is_available():
@@ -225,69 +346,32 @@ def _run(part: Part, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(done: dict[str, dict[str, Any]], options: Options) -> dict[str, Any]:
-    if options.dry_run:
-        return {"assumed_bytes_per_s": ASSUMED_BANDWIDTH, "plan": done}
-    timed = {
-        name.removeprefix("phases/"): found
-        for name, found in done.items()
-        if name.startswith("phases/")
-    }
-    served = {name.removeprefix("server/"): found for name, found in done.items()
-              if name.startswith("server/") and "skipped" not in found
-              and "failed" not in found}  # fmt: skip
-    return {
-        "parts": done,
-        "goals": gpu_phases.goals(timed) | {"servers": gpu_servers.ratios(served)},
-        "skipped": {name: found["skipped"] for name, found in done.items() if "skipped" in found},
-        "failed": {name: found["failed"] for name, found in done.items() if "failed" in found},
-    }
+    """With `graph_over_floor`: the time of a graph over that of the fewest bytes at the bandwidth
+    of a copy."""
+    bandwidth = done["bandwidth"].get("bytes_per_s")
+    for found in done.values():
+        for phase in (found[name] for name in PHASES if name in found):
+            if bandwidth and "graph_ms" in phase:
+                floor_ms = 1000 * phase["floor_bytes"] / bandwidth
+                phase["graph_over_floor"] = round(phase["graph_ms"] / floor_ms, 3)
+    failed = {name: found["failed"] for name, found in done.items() if "failed" in found}
+    return {"parts": done, "failed": failed}
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    planned = result.get("plan")
-    if planned is not None:
-        yield from _plan_table(planned)
-        return
-    heads = f"{'floor':>10}{'graph':>10}{'eager':>10}{'x floor':>9}"
-    yield f"{'phases, milliseconds':44}{'part':>9}{heads}"
+    columns = ("floor_bytes", "eager_ms", "graph_ms", "graph_over_floor")
+    yield f"{'':50}" + "".join(f"{column:>18}" for column in columns)
     for name, found in result["parts"].items():
-        for part in (*gpu_phases.PHASES, "step") if name.startswith("phases/") else ():
-            if part in found:
-                figures = found[part]
-                graph = figures.get("graph_ms", float("nan"))
-                ratio = figures.get("graph_over_floor", float("nan"))
-                yield (
-                    f"{name.removeprefix('phases/'):44}{part:>9}{figures['floor_ms']:10.4f}"
-                    f"{graph:10.4f}{figures['eager_ms']:10.4f}{ratio:9.2f}"
-                )
-    for name, found in result["parts"].items():
-        if not name.startswith("phases/") and not {"skipped", "failed"} & set(found):
-            yield f"{name}: {found}"
-    for kind in ("goals", "skipped", "failed"):
-        for name, value in result[kind].items():
-            yield f"{kind}: {name}: {value}"
-
-
-def _plan_table(planned: dict[str, Any]) -> Iterator[str]:
-    yield (
-        f"{'part':44}{'about s':>9}  floor, GiB (ms at {ASSUMED_BANDWIDTH / 1e12:g} TB/s): "
-        "propose, commit, absorb"
-    )
-    for name, found in planned.items():
-        floors, times = found.get("floor_bytes", {}), found.get("floor_ms", {})
-        shown = ", ".join(
-            f"{floors[part] / 2**30:.3f} ({times[part]:.3f})"
-            for part in gpu_phases.PHASES
-            if part in floors
-        )
-        yield f"{name:44}{found['about_s']:9.0f}  {shown}"
-    total = sum(found["about_s"] for found in planned.values())
-    yield f"{'all':44}{total:9.0f}"
+        shown = {phase: found[phase] for phase in PHASES if phase in found}
+        for phase, of in shown.items():
+            cells = "".join(f"{of.get(column, ''):>18}" for column in columns)
+            yield f"{name.removeprefix('phases/') + ' ' + phase:50}{cells}"
+        others = {key: value for key, value in found.items() if key not in shown}
+        yield f"{name}: {others}"
 
 
 def failure(result: dict[str, Any]) -> str | None:
-    failed = result.get("failed")
-    return f"failed: {', '.join(failed)}" if failed else None
+    return f"failed: {', '.join(result['failed'])}" if result["failed"] else None
 
 
 EXPERIMENT = Experiment(

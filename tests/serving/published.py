@@ -15,7 +15,6 @@ from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config
 from tests.engine.hybrid import SHAPE
 
-LAUNCH = Path(__file__).parents[2] / "launch"
 LINE = """python -m sglang.launch_server --model-path Qwen/Qwen3.5-27B \\
     --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash \\
     --speculative-num-draft-tokens 16 --tp-size 1 --attention-backend fa3 \\
@@ -31,7 +30,7 @@ PUBLISHED = {
 }
 # Not published: the first command without what is for recurrent layers.
 QWEN3 = LINE.replace("Qwen3.5-27B-DFlash", "Qwen3-8B-DFlash-b16").replace("Qwen3.5-27B", "Qwen3-8B")
-SCRIPTS = {**PUBLISHED, "qwen3-8b": QWEN3.replace("--mamba-scheduler-strategy extra_buffer ", "")}
+COMMANDS = {**PUBLISHED, "qwen3-8b": QWEN3.replace("--mamba-scheduler-strategy extra_buffer ", "")}
 WINDOW = ["--speculative-dflash-draft-window-size", "4096"]
 MODELS = ("--model-path", "--speculative-draft-model-path")
 BACKENDS = ("--attention-backend", "--speculative-draft-attention-backend")

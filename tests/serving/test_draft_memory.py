@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from experiments.drafters import random_head, random_model
-from experiments.gpu import configs
 from experiments.launches import Scene, counted
+from experiments.traffic import config_of
 from sglang_dflash.drafting.attention.backend import Backend, Capabilities
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -168,7 +168,7 @@ def test_a_step_takes_no_more_than_was_reserved(
             ),
         )  # fmt: skip
     with FakeTensorMode(), torch.no_grad():
-        setup = setup_of(backend, window, configs("published")[shape], CUDA)
+        setup = setup_of(backend, window, config_of(f"z-lab/{shape}"), CUDA)
         needed = draft_memory(setup, POSITIONS, recorded=0)
         block, config = setup.options.block_size, setup.model.config
         cache = setup.cache(RUNNING * POSITIONS, RUNNING, bounded=True)
@@ -195,7 +195,7 @@ def test_a_step_takes_no_more_than_was_reserved(
 def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> None:
     """Of plain steps, until they are absorbed together."""
     with FakeTensorMode(), torch.no_grad():
-        setup = setup_of("triton", 1024, configs("published")[shape], CUDA)
+        setup = setup_of("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
         needed = draft_memory(setup, POSITIONS, recorded=0, narrow=True)
         config, cache = setup.model.config, setup.cache(RUNNING * POSITIONS, RUNNING, bounded=True)
         attention = setup.attention(cache, RUNNING, POSITIONS)

@@ -17,10 +17,10 @@ from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.serving.published import (
     ASKED,
     BACKENDS,
+    COMMANDS,
     LINE,
     MODELS,
     PUBLISHED,
-    SCRIPTS,
     WINDOW,
     flags,
     local,
@@ -30,11 +30,11 @@ from tests.serving.published import (
 )
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_parses_as_printed(name: str, resolve: Any) -> None:
     from sglang.srt.server_args import prepare_server_args
 
-    argv = flags(SCRIPTS[name])
+    argv = flags(COMMANDS[name])
     given = prepare_server_args([*argv, *WINDOW])
     for flag, value in itertools.pairwise(argv):
         if flag in (*MODELS, *BACKENDS):
