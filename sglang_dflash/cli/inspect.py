@@ -7,12 +7,13 @@ import json
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.published import look_up
-from sglang_dflash.inspect.memory import DTYPE_BYTES, Serving
+from sglang_dflash.facts.sizes import KV_DTYPES
+from sglang_dflash.inspect.memory import Serving
 from sglang_dflash.inspect.report import as_table, inspect
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    default, dtypes = Serving(), list(DTYPE_BYTES)
+    default, dtypes = Serving(), list(KV_DTYPES)
     add = parser.add_argument
     add("target", help="a folder with config.json, or a hub name")
     add("draft", help="a folder with config.json, or a hub name")

@@ -20,44 +20,25 @@ _RECURRENT_FIELDS = (
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """A target's Gated DeltaNet layers.
+    """A rank's part of a target's Gated DeltaNet layers.
 
-    Byte counts are of one request over all of these layers: recurrent states in float32,
-    convolution inputs and gate inputs in bfloat16.
+    Attributes:
+        channels: C, of the convolution.
+        window: W - 1, inputs that the convolution keeps of each channel.
+        value_heads, value_dim, key_dim: HV, V and K of a state.
     """
 
     layers: int
-    key_heads: int
+    channels: int
+    window: int
     value_heads: int
-    key_dim: int
     value_dim: int
-    conv_kernel: int
+    key_dim: int
 
     @property
-    def _channels(self) -> int:
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def _matrix_bytes(self) -> int:
-        return self.value_heads * self.value_dim * self.key_dim * 4
-
-    @property
-    def state_bytes(self) -> int:
-        """The recurrent state and the convolution window."""
-        return self.layers * (self._matrix_bytes + self._channels * (self.conv_kernel - 1) * 2)
-
-    def snapshot_bytes(self, block_size: int) -> int:
-        """Scratch of rollback by snapshots: a state per block position, and convolution inputs."""
-        conv_inputs = self._channels * (block_size + self.conv_kernel - 2)
-        return self.layers * (block_size * self._matrix_bytes + 2 * conv_inputs)
-
-    def replay_bytes(self, block_size: int) -> int:
-        """Scratch of rollback by replay: the block's convolution inputs with the window before
-        them, and its gate inputs."""
-        window = self.conv_kernel - 1
-        conv_inputs = self._channels * (block_size + window - 1 + window)
-        gate_inputs = 2 * block_size * self.value_heads
-        return self.layers * 2 * (conv_inputs + gate_inputs)
+    def state(self) -> int:
+        """Numbers of a layer's state."""
+        return self.value_heads * self.value_dim * self.key_dim
 
 
 @dataclass(frozen=True)
@@ -84,13 +65,6 @@ class TargetGeometry:
     head_dim: int
     recurrent: RecurrentShape | None
     latent_width: int | None = None
-
-    @property
-    def recurrent_state_bytes(self) -> int | None:
-        """Bytes of one request; None if the config does not give the shape."""
-        if not self.recurrent_layers:
-            return 0
-        return None if self.recurrent is None else self.recurrent.state_bytes
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> TargetGeometry:
@@ -127,11 +101,6 @@ class TargetGeometry:
             latent_width=_latent_width(text),
         )
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of one token's K and V, or of its latent, over all attention layers."""
-        elements = self.latent_width or 2 * self.num_key_value_heads * self.head_dim
-        return self.attention_layers * elements * dtype_bytes
-
 
 def _latent_width(text: Fields) -> int | None:
     """The compressed K/V and the rotary key of MLA, as SGLang's `MLATokenToKVPool` keeps them."""
@@ -152,4 +121,6 @@ def _recurrent_layers(text: Fields, depth: int) -> int:
 def _recurrent_shape(text: Fields, layers: int) -> RecurrentShape | None:
     if not layers or any(name not in text for name in _RECURRENT_FIELDS):
         return None
-    return RecurrentShape(layers, *(text.positive_int(name) for name in _RECURRENT_FIELDS))
+    key_heads, value_heads, key_dim, value_dim, kernel = map(text.positive_int, _RECURRENT_FIELDS)
+    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    return RecurrentShape(layers, channels, kernel - 1, value_heads, value_dim, key_dim)

@@ -12,12 +12,12 @@ from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.published import ModelFacts
+from sglang_dflash.facts.sizes import draft_weight_bytes
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import StoredTensor, check_tensors
 from sglang_dflash.facts.values import check_values
 from sglang_dflash.inspect.memory import (
     Serving,
-    draft_weight_bytes,
     drafter_bytes,
     stated_kv_bytes,
 )

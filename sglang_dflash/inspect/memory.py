@@ -7,21 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.drafting.step_memory import StepShape
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts
-from sglang_dflash.facts.tensors import expected_tensors
+from sglang_dflash.facts.sizes import KV_DTYPES, draft_memory
 
 GIB = 2**30
-DTYPE_BYTES: Mapping[str, int] = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
-_WEIGHT_BYTES = 2  # bfloat16
 
 
 @dataclass(frozen=True)
@@ -65,18 +56,18 @@ class Serving:
             ("--kv-dtype", self.kv_dtype),
             ("--draft-kv-dtype", self.draft_kv_dtype),
         ):
-            if dtype is not None and dtype not in DTYPE_BYTES:
-                raise ConfigError(f"{flag}: {dtype!r}; there is {', '.join(DTYPE_BYTES)}")
+            if dtype is not None and dtype not in KV_DTYPES:
+                raise ConfigError(f"{flag}: {dtype!r}; there is {', '.join(KV_DTYPES)}")
 
     @property
     def kv_dtype_bytes(self) -> int:
         """Bytes of one element of the target's KV."""
-        return DTYPE_BYTES[self.kv_dtype or "bfloat16"]
+        return KV_DTYPES[self.kv_dtype or "bfloat16"]
 
     @property
     def draft_kv_dtype_bytes(self) -> int:
         """Bytes of one element of the draft's KV."""
-        return DTYPE_BYTES[self.draft_kv_dtype or self.kv_dtype or "bfloat16"]
+        return KV_DTYPES[self.draft_kv_dtype or self.kv_dtype or "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -153,9 +144,14 @@ def drafter_bytes(
     """
     reach, requests = options.reach, serving.max_running_requests
     columns = reach.of(context or (reach.tokens or 0) + reach.sinks)
-    entries = options.draft_kv_entries(requests)
-    step = StepShape(config, options.block_size, requests, columns, entries, _WEIGHT_BYTES)
-    return step.slot_tables + step.logits + step.activations + step.graph_buffers(requests)
+    return draft_memory(
+        config,
+        block_size=options.block_size,
+        requests=requests,
+        columns=columns,
+        entries=options.draft_kv_entries(requests),
+        recorded=requests,
+    ).total
 
 
 def kv_memory_bytes(
@@ -193,11 +189,6 @@ def kv_memory_bytes(
             f"{drafter / GIB:.2f} GiB of draft steps)"
         )
     return left
-
-
-def draft_weight_bytes(config: DraftConfig) -> int:
-    """Bytes of a DFlash v1 draft in bfloat16. Embedding and lm_head are the target's."""
-    return _WEIGHT_BYTES * sum(map(math.prod, expected_tensors(config).values()))
 
 
 def stated_kv_bytes(facts: ModelFacts, flag: str, dtype: str | None) -> int:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang_dflash.drafting.options import Options, ResolvedOptions
+from sglang_dflash.facts import sizes
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.target_config import TargetGeometry
@@ -125,15 +126,16 @@ def inspect(
     geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
     recurrent = geometry.recurrent if geometry else None
     target_bytes = (
-        geometry.kv_bytes_per_token(serving.kv_dtype_bytes)
+        sizes.target_kv_bytes(geometry, serving.kv_dtype_bytes)
         if geometry
         else stated_kv_bytes(target, "--kv-dtype", serving.kv_dtype)
     )
     known = _checked(draft, serving, geometry)
     resolved = known.resolve(options)
     reach, block_size = resolved.reach, resolved.block_size
-    replay = recurrent.replay_bytes(block_size) if recurrent else None
-    states = recurrent.state_bytes + (replay or 0) if recurrent else 0
+    replay = sizes.replay_bytes(recurrent, block_size) if recurrent else None
+    state = sizes.state_bytes(recurrent) if recurrent else 0
+    states = state + (replay or 0)
     weights = {"target": target.weight_bytes, "draft": known.weight_bytes}
     worker, reason = _worker(target, geometry, known)
     ours = worker == "sglang-dflash"
@@ -168,8 +170,8 @@ def inspect(
         draft_values=known.checked_values,
         recurrent_layers=geometry.recurrent_layers if geometry else None,
         recurrent_rollback=_rollback(geometry, worker),
-        recurrent_state_bytes=geometry.recurrent_state_bytes if geometry else None,
-        recurrent_snapshot_bytes=recurrent.snapshot_bytes(block_size) if recurrent else None,
+        recurrent_state_bytes=_state_bytes(geometry),
+        recurrent_snapshot_bytes=sizes.snapshot_bytes(recurrent, block_size) if recurrent else None,
         recurrent_replay_bytes=replay,
         sources=[f"target: {target.source}", f"draft: {draft.source}"],
     )
@@ -274,6 +276,12 @@ def _rollback(geometry: TargetGeometry | None, worker: str) -> str | None:
     if geometry is None or not geometry.recurrent_layers:
         return None
     return "replay" if geometry.recurrent is not None and worker == "sglang-dflash" else "snapshot"
+
+
+def _state_bytes(geometry: TargetGeometry | None) -> int | None:
+    if geometry is None or (geometry.recurrent is None and geometry.recurrent_layers):
+        return None
+    return 0 if geometry.recurrent is None else sizes.state_bytes(geometry.recurrent)
 
 
 def _readable(name: str, value: Any) -> str:

@@ -101,14 +101,14 @@ REPLAY_SEAMS = (
     Seam(
         target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache",
         kind=Kind.AROUND,
-        ours=_OURS + "hybrid.replay_pool:size_state_pool",
+        ours=_OURS + "start.memory:size_state_pool",
         reason="SGLang reserves a state per block position and request.",
         proof="tests/serving/test_replay_pool.py::test_sizing_reserves_no_snapshots",
     ),
     Seam(
         target=_SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
         kind=Kind.AROUND,
-        ours=_OURS + "hybrid.replay_pool:build_state_pool",
+        ours=_OURS + "start.memory:build_state_pool",
         reason="SGLang allocates a state per block position and request.",
         proof="tests/serving/test_replay_pool.py::test_the_pool_has_no_snapshots",
     ),

@@ -10,6 +10,7 @@ import pytest
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.sizes import state_bytes, target_kv_bytes
 from sglang_dflash.facts.target_config import TargetGeometry
 from tests.facts.target_fields import GDN, TARGET
 
@@ -17,20 +18,21 @@ from tests.facts.target_fields import GDN, TARGET
 def test_only_attention_layers_keep_kv() -> None:
     dense = TargetGeometry.from_dict(TARGET)
     assert (dense.attention_layers, dense.recurrent_layers) == (6, 0)
-    assert dense.recurrent_state_bytes == 0
-    assert dense.kv_bytes_per_token(2) == 6 * 2 * 2 * 16 * 2
+    assert dense.recurrent is None
+    assert target_kv_bytes(dense, 2) == 6 * 2 * 2 * 16 * 2
     by_interval = TargetGeometry.from_dict(
         {"text_config": {**TARGET, "full_attention_interval": 4, **GDN}}
     )
     types = ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 2
     assert by_interval == TargetGeometry.from_dict({**TARGET, "layer_types": types, **GDN})
     assert (by_interval.attention_layers, by_interval.recurrent_layers) == (1, 5)
-    assert by_interval.recurrent_state_bytes == 5 * (3 * 7 * 5 * 4 + (2 * 2 * 5 + 3 * 7) * 3 * 2)
+    assert by_interval.recurrent is not None
+    assert state_bytes(by_interval.recurrent) == 5 * (3 * 7 * 5 * 4 + (2 * 2 * 5 + 3 * 7) * 3 * 2)
 
 
 def test_a_recurrent_state_of_unknown_shape_is_none() -> None:
     geometry = TargetGeometry.from_dict({**TARGET, "full_attention_interval": 2})
-    assert geometry.recurrent_layers == 3 and geometry.recurrent_state_bytes is None
+    assert geometry.recurrent_layers == 3 and geometry.recurrent is None
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
 
 def test_latent_attention_keeps_one_vector_per_token_and_layer() -> None:
     geometry = TargetGeometry.from_dict({**TARGET, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
-    assert geometry.kv_bytes_per_token(2) == 6 * (512 + 64) * 2
+    assert target_kv_bytes(geometry, 2) == 6 * (512 + 64) * 2
 
 
 def test_a_target_is_read_from_its_folder(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.inspect.memory import GIB, Serving, draft_weight_bytes, split_kv
+from sglang_dflash.facts.sizes import draft_weight_bytes
+from sglang_dflash.inspect.memory import GIB, Serving, split_kv
 from sglang_dflash.inspect.report import inspect
 from tests.conftest import raw_config
 from tests.facts.target_fields import GDN, TARGET

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from dflash_kernels.draft_attention import TritonAttention, workspace_shape
+from sglang.srt.configs import qwen3_next
+from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,18 +30,19 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS, PlainContext
 from sglang_dflash.drafting.recording import OpRecorder
-from sglang_dflash.drafting.step_memory import BYTES_PER_ENTRY
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.serving.gpu.backends import ATTENTION
-from sglang_dflash.serving.start import draft_memory as module
-from sglang_dflash.serving.start import narrow_widths
-from sglang_dflash.serving.start.draft_memory import (
+from sglang_dflash.facts.sizes import (
+    BYTES_PER_ENTRY,
     BYTES_PER_TARGET_SLOT,
-    draft_memory,
-    plan_memory,
+    GRAPH_BYTES_PER_REQUEST,
+    narrow_width_bytes,
 )
+from sglang_dflash.serving.gpu.backends import ATTENTION
+from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
+from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
-from sglang_dflash.serving.start.narrow_widths import GRAPH_BYTES_PER_REQUEST, NarrowTarget
+from sglang_dflash.serving.start.memory import draft_memory, plan_memory, size_state_pool
 from tests.conftest import raw_config
 from tests.drafting.test_paged_attention import plain_kernel
 
@@ -214,7 +218,15 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
     assert draft_memory(setup, POSITIONS, recorded=0).waiting_hidden == 0
 
 
-TARGET = NarrowTarget(RUNNING, POSITIONS, frozenset({"fa3"}), 512, 1024, 2, (1, 2, 4))
+NARROW: dict[str, Any] = {
+    "requests": RUNNING,
+    "positions": POSITIONS,
+    "attention": {"fa3"},
+    "query_width": 512,
+    "hidden_width": 1024,
+    "itemsize": 2,
+    "captured": (1, 2, 4),
+}
 CELLS, GRAPHS = RUNNING * POSITIONS, RUNNING * GRAPH_BYTES_PER_REQUEST
 
 
@@ -224,62 +236,60 @@ CELLS, GRAPHS = RUNNING * POSITIONS, RUNNING * GRAPH_BYTES_PER_REQUEST
         ({}, 2 * 16 * CELLS + 2 * GRAPHS + (1 + 8) * 1024 * 2 * 7),
         ({"captured": ()}, 2 * 16 * CELLS),
         (
-            {"captured": (), "attention": frozenset({"triton"})},
+            {"captured": (), "attention": {"triton"}},
             (9 * 9 + 2 * 4) * CELLS + 9 * 4 * RUNNING * 512 * 8,
         ),
         # A wrapper per captured batch size, and four more.
         (
-            {"attention": frozenset({"flashinfer"}), "hidden_width": 0},
+            {"attention": {"flashinfer"}, "hidden_width": 0},
             9 * 5 * CELLS + 2 * 7 * (8 << 20) + 2 * GRAPHS,
         ),
         # One backend prefills and another decodes: both verify tables exist.
-        ({"captured": (), "attention": frozenset({"fa3", "trtllm_mha"})}, 2 * 2 * 16 * CELLS),
+        ({"captured": (), "attention": ("fa3", "trtllm_mha")}, 2 * 2 * 16 * CELLS),
+        ({"captured": (), "attention": ("fa3", "fa3")}, 2 * 16 * CELLS),
     ],
 )
 def test_narrower_widths_of_the_target_are_reserved(changes: Any, expected: int) -> None:
-    assert TARGET._replace(**changes).nbytes((1, 8)) == expected
+    assert narrow_width_bytes((1, 8), **{**NARROW, **changes}) == expected
 
 
 @pytest.mark.parametrize(("widths", "device"), [((1, 4), CUDA), ((), CUDA), ((1, 4), CPU)])
 def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
     widths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where in (module, narrow_widths):
-        monkeypatch.setattr(where, "table_positions", lambda context: context)
-    monkeypatch.setattr(module, "largest_recorded", lambda *_: 0)
-    monkeypatch.setattr(narrow_widths, "target_has_graphs", lambda _device: True)
-    monkeypatch.setattr(narrow_widths, "captured_sizes", lambda most: (1, most))
-    monkeypatch.setattr(narrow_widths, "attention_backends", lambda: ("fa3", "fa3"))
-    parallel = SimpleNamespace(attn_tp_size=1)
-    monkeypatch.setattr(narrow_widths, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(memory, "table_positions", lambda context: context)
+    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 0)
+    monkeypatch.setattr(memory, "target_has_graphs", lambda _device: True)
+    monkeypatch.setattr(memory, "captured_sizes", lambda most: (1, most))
+    monkeypatch.setattr(memory, "attention_backends", lambda: ("fa3", "fa3"))
+    monkeypatch.setattr(memory, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     with FakeTensorMode():
         setup = setup_of("triton", 300, DraftConfig.from_dict(raw_config()), device)
         heads: Any = lambda _ranks: 4  # noqa: E731
         model_config: Any = SimpleNamespace(
             context_len=2048, head_dim=16, get_num_attention_heads=heads
         )
-        plan, needed = plan_memory(setup, model_config, "auto", None, widths)
-    features, itemsize = setup.model.config.target_hidden_width, 2 if device == CUDA else 4
-    target = NarrowTarget(RUNNING, 2048, frozenset({"fa3"}), 64, features, itemsize, (1, RUNNING))
-    expected = target.nbytes(widths) if device == CUDA else 0
-    assert needed.narrow_widths == expected and plan.reserved_bytes == needed.total
+        needed = plan_memory(setup, model_config, "auto", False, widths).needed
+    target = {
+        "positions": 2048, "query_width": 64, "captured": (1, RUNNING),
+        "hidden_width": setup.model.config.target_hidden_width,
+    }  # fmt: skip
+    expected = narrow_width_bytes(widths, **{**NARROW, **target}) if device == CUDA else 0
+    assert needed.narrow_widths == expected
     assert (needed.waiting_hidden > 0) == bool(widths)
 
 
 def test_a_server_shows_and_hands_on_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "table_positions", lambda context: context + 20)
-    monkeypatch.setattr(module, "largest_recorded", lambda *_: 4)
-    monkeypatch.setattr(module, "recording_bytes", lambda *_: 1 << 20)
+    monkeypatch.setattr(memory, "table_positions", lambda context: context + 20)
+    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 4)
     model_config: Any = SimpleNamespace(context_len=2048)
-    replay: Any = SimpleNamespace(name="replay")
     setup = setup_of("torch", 300, DraftConfig.from_dict(raw_config()))
     with caplog.at_level("INFO"):
-        plan, needed = plan_memory(setup, model_config, "auto", replay)
-    assert plan.reserved_bytes == needed.total == sum(needed) and plan.replay
-    assert plan.later_bytes == 0 and plan.target_slot_bytes == 4
-    assert needed.recurrent_inputs == 1 << 20
+        plan = plan_memory(setup, model_config, "auto", True, ())
+    assert plan.needed.total == sum(plan.needed) and plan.replay and plan.recorded
+    assert plan.needed.after_graphs(plan.recorded) == 0
     entries = setup.options.draft_kv_entries(RUNNING)
     assert entries is not None
     assert plan.bounded_draft_kv_bytes == entries * 3 * 2 * 2 * 16 * 4
@@ -287,11 +297,11 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     assert line.startswith("DFLASH: reserved beside draft K/V, before the KV pools are sized: ")
     assert "attention workspace 64.0, graph buffers 0.0, logits" in line
     # Eager steps allocate when they run.
-    monkeypatch.setattr(module, "largest_recorded", lambda *_: 0)
-    eager, needed = plan_memory(setup, model_config, "off", None)
-    assert eager.later_bytes == needed.logits + needed.activations and not eager.replay
-    assert needed.waiting_hidden == 0
-    assert needed.recurrent_inputs == needed.graph_buffers == 0
+    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 0)
+    eager = plan_memory(setup, model_config, "off", False, ())
+    later = eager.needed.after_graphs(eager.recorded)
+    assert later == eager.needed.logits + eager.needed.activations and not eager.replay
+    assert eager.needed.waiting_hidden == eager.needed.graph_buffers == 0
 
 
 def test_what_waits_is_absorbed_beside_the_recorded_steps() -> None:
@@ -300,3 +310,49 @@ def test_what_waits_is_absorbed_beside_the_recorded_steps() -> None:
     needed = draft_memory(setup, POSITIONS, recorded=RUNNING, narrow=True)
     assert needed.after_graphs(recorded=True) == needed.waiting_hidden + needed.activations
     assert needed._replace(waiting_hidden=0).after_graphs(recorded=True) == 0
+
+
+HYBRID = Qwen3NextConfig(
+    num_hidden_layers=4, full_attention_interval=4, linear_conv_kernel_dim=4,
+    linear_key_head_dim=8, linear_value_head_dim=16,
+    linear_num_key_heads=2, linear_num_value_heads=6,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_replay_keeps_is_reserved_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the state pool and the drafter together: what a real pool and recording take."""
+    monkeypatch.setattr(memory, "table_positions", lambda context: context)
+    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 0)
+    monkeypatch.setattr(qwen3_next, "linear_attn_tp_size", lambda: 1)
+    setup = setup_of("torch", None, DraftConfig.from_dict(raw_config()))
+    block, params = setup.options.block_size, HYBRID.mamba2_cache_params
+    spec = SimpleNamespace(speculative_num_draft_tokens=block)
+    monkeypatch.setattr(memory, "get_spec", lambda: spec)
+    schedule = SimpleNamespace(max_running_requests=RUNNING)
+    monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
+    model: Any = SimpleNamespace(context_len=2048, dtype=dtype)
+    snapshots, replays = (plan_memory(setup, model, "off", replay, ()) for replay in (False, True))
+    configurator = SimpleNamespace(
+        is_draft_worker=False, spec_aux_config=SimpleNamespace(plan=replays), model_config=model,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH, mambaish_config=HYBRID, attn_dp_size=1,
+    )  # fmt: skip
+    by_pool = 2**30 * (1 - size_state_pool(lambda _, rest_gb: rest_gb, configurator, 1.0))
+
+    pool = ReplayPool(
+        size=9, spec_state_size=RUNNING, cache_params=params, mamba_layer_ids=params.layers,
+        device="cpu", speculative_num_draft_tokens=block,
+    )  # fmt: skip
+    requests: Any = SimpleNamespace(
+        size=RUNNING, mamba_pool=pool, mamba2_layer_index=params.layers.index
+    )
+    gate, slots = torch.zeros(RUNNING * block, 6, dtype=dtype), torch.arange(RUNNING)
+    for index in params.layers:
+        layer = SimpleNamespace(layer_id=index)
+        pool.recording.record(requests, layer, gate, gate, slots, block)
+    kept = Replay(SimpleNamespace(req_to_token_pool=requests), lambda *_: None).scratch_bytes
+    # A single number stands for the snapshots.
+    kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
+    assert by_pool + replays.needed.total - snapshots.needed.total == kept

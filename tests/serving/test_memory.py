@@ -15,6 +15,7 @@ from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.sizes import DraftMemory
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import (
     MemoryPlan,
@@ -68,13 +69,18 @@ def tokens(runner: Any, budget_bytes: int = MEMORY) -> int:
     return sized.max_total_num_tokens
 
 
+def with_tags(count: int) -> int:
+    """Of that many target tokens, those that fit beside the tags of a bounded cache for them."""
+    return (TARGET * count - 4 * count) // TARGET
+
+
 def test_without_a_plan_sglangs_sizing_stands() -> None:
     assert tokens(runner_with(None)) == 8_000
 
 
 def test_a_bound_leaves_the_target_more_tokens() -> None:
     runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False))
-    assert tokens(runner) == 9_500 and is_bounded(runner)
+    assert tokens(runner) == with_tags(9_500) and is_bounded(runner)
     # Without the row, SGLang's sizing alone:
     assert sglang_sizing(runner_with(None).kv_cache_configurator, MEMORY).max_total_num_tokens == (
         8_000
@@ -113,39 +119,26 @@ def test_allocated_draft_kv_is_not_charged_again(bound: int | None) -> None:
 
 
 def test_what_the_drafter_needs_is_left_free() -> None:
-    reserved = MemoryPlan(bounded_draft_kv_bytes=None, replay=False, reserved_bytes=1_000_000)
-    assert tokens(runner_with(reserved)) == 7_200
-    bounded = runner_with(
-        MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False, reserved_bytes=1_000_000)
-    )
-    assert tokens(bounded) == 8_500 and is_bounded(bounded)
-
-
-def test_tags_of_a_bounded_cache_grow_with_the_target() -> None:
-    """1000 bytes of K/V per token, and 40 of tags."""
-    runner = runner_with(
-        MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False, target_slot_bytes=40)
-    )
-    sized = tokens(runner)
-    assert is_bounded(runner) and sized == 9_120
-    assert sized * (TARGET + 40) <= MEMORY - 500_000
+    needed = DraftMemory(logits=1_000_000)
+    assert tokens(runner_with(MemoryPlan(None, replay=False, needed=needed))) == 7_200
+    bounded = runner_with(MemoryPlan(500_000, replay=False, needed=needed))
+    assert tokens(bounded) == with_tags(8_500) and is_bounded(bounded)
 
 
 def test_what_is_allocated_is_not_left_free_again() -> None:
     """After graphs were captured, only what eager steps will need is missing."""
-    runner = runner_with(
-        MemoryPlan(None, replay=False, reserved_bytes=1_000_000, later_bytes=250_000)
-    )
+    needed = DraftMemory(slot_tables=750_000, logits=150_000, activations=100_000)
+    runner = runner_with(MemoryPlan(None, replay=False, needed=needed))
     assert tokens(runner) == 7_200
     assert tokens(runner, 7_200_000) == 6_950
 
 
 @pytest.mark.parametrize("reserved", [MEMORY, MEMORY + 1])
 def test_no_room_for_the_drafter_is_refused(reserved: int) -> None:
-    runner = runner_with(MemoryPlan(None, replay=False, reserved_bytes=reserved))
-    message = "the drafter needs 10 MiB beside weights and K/V, and 10 MiB are left for all pools"
-    with pytest.raises(ConfigError, match=message):
+    runner = runner_with(MemoryPlan(None, replay=False, needed=DraftMemory(logits=reserved)))
+    with pytest.raises(ConfigError) as refused:
         tokens(runner)
+    assert refused.value.field == "--mem-fraction-static"
 
 
 def test_a_draft_runner_has_no_plan() -> None:

@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.serving.hybrid import replay_pool
 from sglang_dflash.serving.hybrid.rollback import Replay, Snapshots
+from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import MemoryPlan
 
 REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
@@ -28,7 +29,7 @@ def configurator(plan: MemoryPlan | None) -> Any:
 
 def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang reserves them for a speculative algorithm; replay's own bytes are taken off."""
-    monkeypatch.setattr(replay_pool, "replay_bytes", lambda _: 2**29)
+    monkeypatch.setattr(memory, "_replay_bytes", lambda _: 2**29)
     found: list[tuple[Any, float]] = []
 
     def handle(of: Any, rest_gb: float) -> float:
@@ -37,17 +38,17 @@ def test_sizing_reserves_no_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for plan in (REPLAY, SNAPSHOT, None):
         of = configurator(plan)
-        replay_pool.size_state_pool(handle, of, 4.0)
+        memory.size_state_pool(handle, of, 4.0)
         assert of.spec_algorithm is SpeculativeAlgorithm.DFLASH
     none, dflash = SpeculativeAlgorithm.NONE, SpeculativeAlgorithm.DFLASH
     assert found == [(none, 3.5), (dflash, 4.0), (dflash, 4.0)]
 
 
 def test_the_algorithm_is_put_back_if_sizing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_pool, "replay_bytes", lambda _: 0)
+    monkeypatch.setattr(memory, "_replay_bytes", lambda _: 0)
     of = configurator(REPLAY)
     with pytest.raises(ZeroDivisionError):
-        replay_pool.size_state_pool(lambda *_: 1 / 0, of, 4.0)
+        memory.size_state_pool(lambda *_: 1 / 0, of, 4.0)
     assert of.spec_algorithm is SpeculativeAlgorithm.DFLASH
 
 
@@ -55,10 +56,10 @@ def test_the_pool_has_no_snapshots() -> None:
     def build(_configurator: Any, **_: Any) -> type:
         return HybridReqToTokenPool.mamba_pool_cls
 
-    assert replay_pool.build_state_pool(build, configurator(REPLAY)) is replay_pool.ReplayPool
-    assert replay_pool.build_state_pool(build, configurator(SNAPSHOT)) is MambaPool
+    assert memory.build_state_pool(build, configurator(REPLAY)) is replay_pool.ReplayPool
+    assert memory.build_state_pool(build, configurator(SNAPSHOT)) is MambaPool
     with pytest.raises(ZeroDivisionError):
-        replay_pool.build_state_pool(lambda *_, **__: 1 / 0, configurator(REPLAY))
+        memory.build_state_pool(lambda *_, **__: 1 / 0, configurator(REPLAY))
     assert HybridReqToTokenPool.mamba_pool_cls is MambaPool
 
 

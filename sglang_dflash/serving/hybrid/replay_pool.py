@@ -1,19 +1,14 @@
 """Replay's side of SGLang: a recurrent state pool without snapshots that records verify inputs, and
-the functions around SGLang's that use it. Imported only if replay serves."""
+the functions around SGLang's that write it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
-from sglang.srt.runtime_context import get_schedule, get_spec
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
-
-from sglang_dflash.serving.start.memory import plan_of
 
 
 class Recording:
@@ -90,35 +85,6 @@ class ReplayPool(MambaPool):
         self.recording = Recording()
 
 
-def _replays(configurator: Any) -> bool:
-    plan = plan_of(configurator)
-    return plan is not None and plan.replay
-
-
-def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """Around `KVCacheConfigurator._build_hybrid_req_pool`: with `ReplayPool` if replay serves."""
-    if not _replays(configurator):
-        return original(configurator, **kwargs)
-    own = HybridReqToTokenPool.mamba_pool_cls
-    HybridReqToTokenPool.mamba_pool_cls = ReplayPool
-    try:
-        return original(configurator, **kwargs)
-    finally:
-        HybridReqToTokenPool.mamba_pool_cls = own
-
-
-def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> float:
-    """Around `KVCacheConfigurator._handle_max_mamba_cache`: reserve what replay needs, and no
-    snapshots. Without a speculative algorithm SGLang reserves none."""
-    if not _replays(configurator):
-        return original(configurator, total_rest_gb)
-    algorithm, configurator.spec_algorithm = configurator.spec_algorithm, SpeculativeAlgorithm.NONE
-    try:
-        return original(configurator, total_rest_gb - replay_bytes(configurator) / 2**30)
-    finally:
-        configurator.spec_algorithm = algorithm
-
-
 def record_verify(
     original: Any,
     backend: Any,
@@ -150,16 +116,3 @@ def verify_without_snapshots(original: Any, dispatcher: Any, *args: Any, **kwarg
 def note_new_weights(manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before SGLang chooses the runners whose weights an update replaces: replay has copies."""
     manager.draft_worker.rollback.weights_change()
-
-
-def replay_bytes(configurator: Any) -> int:
-    """Bytes that replay needs beside the states: convolution inputs, the window before them and
-    gate inputs of every running request."""
-    params = configurator.mambaish_config.mamba2_cache_params
-    block = get_spec().speculative_num_draft_tokens
-    requests = get_schedule().max_running_requests // configurator.attn_dp_size + 1
-    inputs = sum(math.prod(shape[:-1]) * (block + shape[-1] - 1) for shape in params.shape.conv)
-    before = sum(math.prod(shape) for shape in params.shape.conv)
-    gates = 2 * block * params.shape.temporal[0]
-    elements = len(params.layers) * requests * (inputs + before + gates)
-    return elements * params.dtype.conv.itemsize

@@ -202,19 +202,6 @@ def verify_scratch_bytes(model_runner: Any) -> int:
     return sum(storages.values())
 
 
-def recording_bytes(model_config: Any, requests: int, block: int, itemsize: int) -> int:
-    """Bytes that replay's recording takes (`replay_pool.Recording`): gate inputs, in the model's
-    dtype of `itemsize`, and convolution windows; 0 for a target without Gated DeltaNet layers."""
-    config = hybrid_gdn_config(model_config)
-    if config is None:
-        return 0
-    params = config.mamba2_cache_params
-    (channels, window), value_heads = params.shape.conv[0], params.shape.temporal[0]
-    gates = 2 * block * value_heads * itemsize
-    per_request = gates + channels * window * params.dtype.conv.itemsize
-    return len(params.layers) * (requests + 1) * per_request
-
-
 def stacked_layers(layers: list[Any]) -> RecurrentLayers:
     """Weights of SGLang's GDN layers, in the order of the state pool."""
     first = layers[0]

@@ -1,4 +1,4 @@
-"""Memory of the draft KV cache and of verification, in SGLang's sizing of the target's pools.
+"""Memory of the drafter and of verification, in SGLang's sizing of the target's pools.
 
 SGLang charges a draft slot per target token. A bounded draft KV cache is charged once, and each
 target token at its own price. If that leaves the target fewer tokens, because the bound exceeds
@@ -10,7 +10,10 @@ The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -19,13 +22,25 @@ from sglang.srt.mem_cache.allocation_sizing import (
     get_alloc_page_size,
     get_alloc_reserve_per_decode,
 )
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
     SpecAuxHiddenStateConfig,
 )
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import attention_backends, get_parallel, get_schedule, get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.plain_context import MOST_STEPS
+from sglang_dflash.facts import sizes
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.sizes import BYTES_PER_TARGET_SLOT, DraftMemory
+from sglang_dflash.facts.target_config import RecurrentShape
+from sglang_dflash.serving.gpu.graphs import captured_sizes, largest_recorded, target_has_graphs
+from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
+from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,19 +50,16 @@ class MemoryPlan:
     Attributes:
         bounded_draft_kv_bytes: bytes of a bounded draft KV cache; None if none was asked for.
         replay: whether recurrent layers roll back by replay, so that no snapshots are kept.
+        needed: of the drafter, beside weights and K/V.
+        recorded: whether its steps are recorded.
         bounded: whether the sizing took the bound; None before the sizing.
-        reserved_bytes: what the drafter needs beside weights and K/V (`draft_memory`).
-        later_bytes: what of it is not allocated yet when SGLang sizes its pools again, after graphs
-            were captured.
-        target_slot_bytes: of a bounded draft KV cache's tags, per target token.
     """
 
     bounded_draft_kv_bytes: int | None
     replay: bool
+    needed: DraftMemory = field(default_factory=DraftMemory)
+    recorded: bool = False
     bounded: bool | None = None
-    reserved_bytes: int = 0
-    later_bytes: int = 0
-    target_slot_bytes: int = 0
 
 
 class PlannedDraft(SpecAuxHiddenStateConfig):
@@ -56,10 +68,99 @@ class PlannedDraft(SpecAuxHiddenStateConfig):
     plan: MemoryPlan | None = None
 
 
+# -- the plan, before SGLang sizes its pools -------------------------------------------------------
+
+
+def plan_memory(
+    setup: DraftSetup, model_config: Any, draft_graphs: str, replay: bool, widths: Sequence[int]
+) -> MemoryPlan:
+    """What a server's sizing is to know and to leave free. One log line.
+
+    Args:
+        model_config: SGLang's, of the target.
+        draft_graphs: the value of --speculative-dflash-draft-graphs.
+        replay: see `MemoryPlan`.
+        widths: verify widths below the block size.
+    """
+    capturable = setup.backend.capabilities.capturable
+    recorded = largest_recorded(draft_graphs, setup.device, capturable, setup.running)
+    positions = table_positions(model_config.context_len)
+    needed = draft_memory(setup, positions, recorded, narrow=bool(widths))
+    needed = needed._replace(narrow_widths=_narrow_widths(setup, model_config, widths, positions))
+    logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
+    entries = setup.options.draft_kv_entries(setup.running)
+    return MemoryPlan(
+        bounded_draft_kv_bytes=None if entries is None else entries * _kv_bytes_per_token(setup),
+        replay=replay,
+        needed=needed,
+        recorded=recorded > 0,
+    )
+
+
+def draft_memory(
+    setup: DraftSetup, positions: int, recorded: int, narrow: bool = False
+) -> DraftMemory:
+    """What the drafter needs, without the target's narrow widths.
+
+    Args:
+        positions: of a row of the request-to-token table.
+        recorded: requests of the largest recorded batch; 0 if no steps are recorded.
+        narrow: whether there are steps that draft nothing.
+    """
+    options, config, requests = setup.options, setup.model.config, setup.running
+    block, reach = options.block_size, options.reach
+    columns = reach.of(positions)
+    sorts = setup.backend.capabilities.scratch
+    setting = Setting(block, setup.device, reach, tp=setup.tp, requests=requests, columns=columns)
+    of_steps = sizes.draft_memory(
+        config,
+        block_size=block,
+        requests=requests,
+        columns=columns,
+        entries=options.draft_kv_entries(requests),
+        itemsize=setup.model.fc.weight.element_size(),
+        ranks=setup.tp.size,
+        sorts=sorts,
+        recorded=recorded,
+        waiting_steps=MOST_STEPS if narrow else 0,
+    )
+    return of_steps._replace(
+        scratch_kv=(1 + requests * block * sorts) * _kv_bytes_per_token(setup),
+        attention_workspace=setup.backend.workspace(config, setting),
+    )
+
+
+def _kv_bytes_per_token(setup: DraftSetup) -> int:
+    return math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize
+
+
+def _narrow_widths(
+    setup: DraftSetup, model_config: Any, widths: Sequence[int], positions: int
+) -> int:
+    """What `TargetForwardByWidth` will allocate, at most; 0 on a CPU. SGLang sizes its KV pools
+    before, and knows only the block's width."""
+    if not widths or setup.device.type == "cpu":
+        return 0
+    heads = model_config.get_num_attention_heads(get_parallel().attn_tp_size)
+    return sizes.narrow_width_bytes(
+        widths,
+        requests=setup.running,
+        positions=positions,
+        attention=attention_backends(),
+        query_width=heads * model_config.head_dim,
+        hidden_width=setup.model.config.target_hidden_width,
+        itemsize=setup.model.fc.weight.element_size(),
+        captured=captured_sizes(setup.running) if target_has_graphs(setup.device) else (),
+    )
+
+
 def hand_plan_to_sizing(model_runner: Any, plan: MemoryPlan) -> None:
     """Attach the plan to the target's runner. To be called before SGLang sizes its pools."""
     described = msgspec.structs.asdict(model_runner.spec_aux_config)
     model_runner.spec_aux_config = PlannedDraft(**described, plan=plan)
+
+
+# -- SGLang's sizing -------------------------------------------------------------------------------
 
 
 def plan_of(configurator: Any) -> MemoryPlan | None:
@@ -85,7 +186,8 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
     if plan.bounded is not None:
         # Sized again, after graphs were captured: the draft K/V is allocated and not in the budget.
         _charge_draft(configurator, plan, layers=0, cell=None)
-        return original(configurator, budget_bytes - plan.later_bytes, **others)
+        later = plan.needed.after_graphs(plan.recorded)
+        return original(configurator, budget_bytes - later, **others)
     budget_bytes = _without_reserve(plan, budget_bytes)
     per_token = original(configurator, budget_bytes, **others)
     bound = plan.bounded_draft_kv_bytes
@@ -93,9 +195,8 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
         charged = _draft_charge(configurator)
         _charge_draft(configurator, replace(plan, bounded=True), layers=0, cell=None)
         bounded = original(configurator, budget_bytes - bound, **others)
-        if plan.target_slot_bytes:
-            tags = plan.target_slot_bytes * bounded.max_total_num_tokens
-            bounded = original(configurator, budget_bytes - bound - tags, **others)
+        tags = BYTES_PER_TARGET_SLOT * bounded.max_total_num_tokens
+        bounded = original(configurator, budget_bytes - bound - tags, **others)
         if bounded.max_total_num_tokens >= per_token.max_total_num_tokens:
             return bounded
         _charge_draft(configurator, replace(plan, bounded=False), *charged)
@@ -105,28 +206,16 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
 
 
 def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
-    left = budget_bytes - plan.reserved_bytes
+    left = budget_bytes - plan.needed.total
     if left > 0:
         return left
     with ends_the_server({}):
         raise ConfigError(
-            f"the drafter needs {plan.reserved_bytes / 2**20:.0f} MiB beside weights and K/V, and "
-            f"{budget_bytes / 2**20:.0f} MiB are left for all pools; raise --mem-fraction-static, "
-            "or lower --max-running-requests, --context-length or --speculative-num-draft-tokens"
+            "--mem-fraction-static",
+            required=f"the drafter needs {plan.needed.total / 2**20:.0f} MiB beside weights and "
+            f"K/V, and {budget_bytes / 2**20:.0f} MiB are left for all pools; raise it, or lower "
+            "--max-running-requests, --context-length or --speculative-num-draft-tokens",
         )
-
-
-def table_positions(context_len: int) -> int:
-    """Columns of SGLang's request-to-token table, for that --context-length."""
-    return context_len + table_headroom(allocation_sizing.get_req_to_token_extra_context_len)
-
-
-def table_headroom(original: Any) -> int:
-    """Around `get_req_to_token_extra_context_len`: columns of the request-to-token table beyond the
-    context length, enough for the two blocks that SGLang reserves ahead of the committed tokens."""
-    if get_spec().speculative_algorithm is None:
-        return original()
-    return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
 
 
 def _draft_charge(configurator: Any) -> tuple[int | None, int | None]:
@@ -142,3 +231,61 @@ def _charge_draft(
     described.update(dflash_draft_num_layers=layers, plan=plan)
     configurator.spec_aux_config = PlannedDraft(**described)
     configurator.dflash_draft_cell_size_per_token = cell
+
+
+def table_positions(context_len: int) -> int:
+    """Columns of SGLang's request-to-token table, for that --context-length."""
+    return context_len + table_headroom(allocation_sizing.get_req_to_token_extra_context_len)
+
+
+def table_headroom(original: Any) -> int:
+    """Around `get_req_to_token_extra_context_len`: columns of the request-to-token table beyond the
+    context length, enough for the two blocks that SGLang reserves ahead of the committed tokens."""
+    if get_spec().speculative_algorithm is None:
+        return original()
+    return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+
+
+# -- the pool of recurrent states ------------------------------------------------------------------
+
+
+def _replays(configurator: Any) -> bool:
+    plan = plan_of(configurator)
+    return plan is not None and plan.replay
+
+
+def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
+    """Around `KVCacheConfigurator._build_hybrid_req_pool`: with `ReplayPool` if replay serves."""
+    if not _replays(configurator):
+        return original(configurator, **kwargs)
+    own = HybridReqToTokenPool.mamba_pool_cls
+    HybridReqToTokenPool.mamba_pool_cls = ReplayPool
+    try:
+        return original(configurator, **kwargs)
+    finally:
+        HybridReqToTokenPool.mamba_pool_cls = own
+
+
+def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> float:
+    """Around `KVCacheConfigurator._handle_max_mamba_cache`: reserve what replay keeps of a verify
+    forward, and no snapshots. Without a speculative algorithm SGLang reserves none."""
+    if not _replays(configurator):
+        return original(configurator, total_rest_gb)
+    algorithm, configurator.spec_algorithm = configurator.spec_algorithm, SpeculativeAlgorithm.NONE
+    try:
+        return original(configurator, total_rest_gb - _replay_bytes(configurator) / 2**30)
+    finally:
+        configurator.spec_algorithm = algorithm
+
+
+def _replay_bytes(configurator: Any) -> int:
+    """Of all running requests, and of SGLang's row for padding."""
+    params = configurator.mambaish_config.mamba2_cache_params
+    rows = get_schedule().max_running_requests // configurator.attn_dp_size + 1
+    shape = RecurrentShape(len(params.layers), *params.shape.conv[0], *params.shape.temporal)
+    return rows * sizes.replay_bytes(
+        shape,
+        get_spec().speculative_num_draft_tokens,
+        itemsize=params.dtype.conv.itemsize,
+        gate_itemsize=configurator.model_config.dtype.itemsize,
+    )

@@ -24,13 +24,13 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
+from sglang_dflash.facts.sizes import DraftMemory
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
 from sglang_dflash.serving.gpu.graphs import graphed
 from sglang_dflash.serving.hybrid.rollback import checkpoints_due, make_rollback
 from sglang_dflash.serving.show.metrics import AcceptanceCounts, PhaseTimes, prometheus_counters
 from sglang_dflash.serving.show.watch import DraftWatch
 from sglang_dflash.serving.start import flags, memory
-from sglang_dflash.serving.start.draft_memory import DraftMemory, plan_memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
 from sglang_dflash.serving.step import sampling, target_model
@@ -131,9 +131,10 @@ class DFlashWorker(BaseSpecWorker):
             self._kv_dtype, self._max_running_requests,
         )  # fmt: skip
         narrow = self.widths.policy.widths[:-1]
-        plan, needed = plan_memory(setup, runner.model_config, draft_graphs, self.rollback, narrow)
+        replay = self.rollback is not None and self.rollback.name == "replay"
+        plan = memory.plan_memory(setup, runner.model_config, draft_graphs, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
-        return setup, needed
+        return setup, plan.needed
 
     # -- start-up: SGLang calls these in this order --------------------------------------------
 

@@ -1,0 +1,226 @@
+"""Bytes, from configs: of weights, K/V, recurrent states and draft steps. No torch here.
+
+`sglang-dflash inspect` and a server's memory plan read the same functions. An `itemsize` is the
+bytes of one number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.target_config import RecurrentShape, TargetGeometry
+from sglang_dflash.facts.tensors import expected_tensors
+
+# itemsize of the dtypes of K/V. Weights, and states of a convolution, are bfloat16 where no server
+# tells otherwise; recurrent states are float32.
+KV_DTYPES: Mapping[str, int] = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+_BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
+
+# Of a bounded draft KV cache, per entry: whose it is, and whether it is in use; and per target
+# token: which entry it has.
+BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
+# Of a step's table, per request and column. A kernel that cannot mask sorts the live entries to
+# the front and counts them (`drafting.attention.paged`), with int64 numbers.
+_TABLE_BYTES, _SORTED_TABLE_BYTES = 4, 48
+
+# What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
+GRAPH_BYTES_PER_REQUEST = 2 << 20
+# Parts into which the Triton backend splits a request at most, by default.
+_TRITON_SPLITS = 8
+# Of each FlashInfer wrapper; there is one per captured batch size, and some for eager steps.
+_FLASHINFER_WORKSPACE, _FLASHINFER_EAGER = 8 << 20, 4
+
+
+class DraftMemory(NamedTuple):
+    """Bytes of the drafter beside its weights and the K/V of tokens, at most.
+
+    Attributes:
+        scratch_kv: entries that attention keeps the block's own K/V in.
+        slot_tables: tags of a bounded draft KV cache, without those per target slot, and a step's
+            table of entries.
+        attention_workspace: of draft attention, such as parts of split requests.
+        graph_buffers: what recorded steps read and write; 0 if none are recorded.
+        logits: of all drafted positions of the largest batch.
+        activations: of the draft network for the largest batch.
+        waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
+            step drafts.
+        narrow_widths: attention backends and CUDA graphs of the target for other widths than the
+            block's; 0 on a CPU.
+    """
+
+    scratch_kv: int = 0
+    slot_tables: int = 0
+    attention_workspace: int = 0
+    graph_buffers: int = 0
+    logits: int = 0
+    activations: int = 0
+    waiting_hidden: int = 0
+    narrow_widths: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    def after_graphs(self, recorded: bool) -> int:
+        """Bytes that are not allocated yet when SGLang has captured its graphs, and recorded steps
+        of ours hold theirs. What has waited is absorbed by an eager step."""
+        if not recorded:
+            return self.waiting_hidden + self.logits + self.activations
+        return self.waiting_hidden + (self.activations if self.waiting_hidden else 0)
+
+    def __str__(self) -> str:
+        parts = {name: n for name, n in self._asdict().items() if n}
+        shown = ", ".join(f"{name.replace('_', ' ')} {_mib(n)}" for name, n in parts.items())
+        return f"{_mib(self.total)} MiB ({shown})"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
+
+
+def draft_memory(
+    config: DraftConfig,
+    *,
+    block_size: int,
+    requests: int,
+    columns: int,
+    entries: int | None,
+    itemsize: int = _BF16,
+    ranks: int = 1,
+    sorts: bool = False,
+    recorded: int = 0,
+    waiting_steps: int = 0,
+) -> DraftMemory:
+    """What a rank's largest draft steps take, without what depends on the attention backends.
+
+    Args:
+        block_size: B, tokens of a block.
+        requests: R, --max-running-requests.
+        columns: of a step's table of entries.
+        entries: of a bounded draft KV cache; None for one per target slot.
+        itemsize: of the draft's weights, and of the target's hidden states.
+        ranks: of the tensor-parallel group.
+        sorts: whether draft attention needs the live entries in front.
+        recorded: requests of the largest recorded batch; 0 if no steps are recorded.
+        waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
+            most (`drafting.plain_context`); 0 if every step drafts.
+    """
+    hidden = config.target_hidden_width * itemsize
+    table = requests * columns * (_SORTED_TABLE_BYTES if sorts else _TABLE_BYTES)
+    vocabulary = math.ceil(config.vocab_size / ranks)
+    tokens = requests * max(block_size, waiting_steps)
+    return DraftMemory(
+        slot_tables=table + (0 if entries is None else BYTES_PER_ENTRY * (entries + 1)),
+        graph_buffers=recorded * (3 * 8 + block_size * (3 * 8 + 1 + hidden)),
+        logits=requests * (block_size - 1) * vocabulary * itemsize,
+        activations=tokens * _activations(config, ranks) * itemsize,
+        # And their concatenation.
+        waiting_hidden=2 * waiting_steps * requests * (2 * 8 + hidden),
+    )
+
+
+def _activations(config: DraftConfig, ranks: int) -> int:
+    """Numbers per token that are alive at once, at most: of a layer residual, input, q, k and v,
+    attention's output, gate and up, and their product; of a commit features and K/V of all
+    layers."""
+    heads = config.num_attention_heads // ranks
+    kv_heads = max(config.num_key_value_heads // ranks, 1)
+    attention = 2 * (heads + kv_heads) * config.head_dim
+    inner = 3 * (config.intermediate_size // ranks)
+    of_layer = 3 * config.hidden_size + attention + inner
+    kv = len(config.layers) * 2 * kv_heads * config.head_dim
+    return max(of_layer, 3 * config.hidden_size + 2 * kv)
+
+
+def narrow_width_bytes(
+    widths: Sequence[int],
+    *,
+    requests: int,
+    positions: int,
+    attention: Collection[str],
+    query_width: int,
+    hidden_width: int,
+    itemsize: int,
+    captured: Sequence[int],
+) -> int:
+    """What the target's forwards of verify widths below the block size keep, at most.
+
+    Args:
+        requests: R, --max-running-requests.
+        positions: of a row of the request-to-token table.
+        attention: names of the target's backends that prefill and decode.
+        query_width: a rank's heads times their size.
+        hidden_width: features of a token that the drafter reads, F * E.
+        itemsize: of a hidden state.
+        captured: batch sizes with a CUDA graph; empty without graphs.
+    """
+    cells = requests * positions
+
+    def tables(backend: str, width: int) -> int:
+        if backend == "triton":
+            # Indices (int64), a mask, and partial results.
+            parts = 4 * requests * width * query_width * _TRITON_SPLITS
+            return (9 * width + 4) * cells + parts
+        if backend == "flashinfer":
+            wrappers = len(captured) + _FLASHINFER_EAGER
+            return 5 * width * cells + wrappers * _FLASHINFER_WORKSPACE
+        # FA3 has four page tables, others fewer.
+        return 16 * cells
+
+    # Each graph keeps its hidden states.
+    hidden = hidden_width * itemsize * sum(captured)
+    graphs = requests * GRAPH_BYTES_PER_REQUEST if captured else 0
+    return sum(
+        width * hidden + graphs + sum(tables(name, width) for name in set(attention))
+        for width in widths
+    )
+
+
+def draft_weight_bytes(config: DraftConfig) -> int:
+    """Of a DFlash v1 draft in bfloat16. Embedding and lm_head are the target's."""
+    return _BF16 * sum(map(math.prod, expected_tensors(config).values()))
+
+
+def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:
+    """Of one token's K and V, or of its latent, over all attention layers."""
+    elements = target.latent_width or 2 * target.num_key_value_heads * target.head_dim
+    return target.attention_layers * elements * itemsize
+
+
+def state_bytes(shape: RecurrentShape) -> int:
+    """Of one request's recurrent state and convolution window, over all recurrent layers."""
+    return shape.layers * (shape.state * _FP32 + shape.channels * shape.window * _BF16)
+
+
+def snapshot_bytes(shape: RecurrentShape, block_size: int) -> int:
+    """Scratch of one request's rollback by snapshots: a state per block position, and convolution
+    inputs."""
+    conv_inputs = shape.channels * (block_size + shape.window - 1)
+    return shape.layers * (block_size * shape.state * _FP32 + conv_inputs * _BF16)
+
+
+def replay_bytes(
+    shape: RecurrentShape,
+    block_size: int,
+    *,
+    itemsize: int = _BF16,
+    gate_itemsize: int = _BF16,
+) -> int:
+    """Scratch of one request's rollback by replay: the block's convolution inputs and the window
+    before them, and the inputs of two gates per token and value head.
+
+    Args:
+        itemsize: of the convolution's inputs.
+        gate_itemsize: of the gates' inputs.
+    """
+    windows = shape.channels * (block_size + shape.window - 1 + shape.window) * itemsize
+    return shape.layers * (windows + 2 * block_size * shape.value_heads * gate_itemsize)
