@@ -5,22 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_dflash.bench.load import Endpoint, SGLang, endpoint
 from sglang_dflash.bench.server import Server, together
 from sglang_dflash.bench.server_config import FlagValue, ServerConfig, demo_config, dflash_flags
-from sglang_dflash.bench.settings import (
-    BLOCK_KINDS,
-    EmbeddedPair,
-    GivenPair,
-    ResolvedSettings,
-    RunningServers,
-    check_block,
-)
+from sglang_dflash.bench.settings import BLOCK_ARMS, BenchSettings, check_block
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 
 _SIMULATION = "SGLANG_SIMULATE_ACC_"
@@ -30,77 +23,63 @@ MEMORY_SHARED = 0.6
 # KV tokens of a request of the data set "unseen-long": the document and its answer, with room.
 LONG_TOKENS = 9216
 
-
-@dataclass(frozen=True)
-class Arm:
-    """A way of decoding: `server` is what to start, or the URL of a running server."""
-
-    name: str
-    server: ServerConfig | str
+# Arm -> the server to start, or the URL of one that runs.
+Arms = dict[str, ServerConfig | str]
 
 
-def arms_of(settings: ResolvedSettings, accelerator: bool) -> list[Arm]:
+def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     """The arms in the order asked for; the others are compared with the first.
 
     Raises:
         ConfigError: an arm cannot be served on this machine.
     """
-    served = settings.served
-    if isinstance(served, RunningServers):
-        return [Arm(name, url) for name, url in served.servers]
-    if "ngram" in settings.arm and not accelerator:
-        raise ConfigError(
-            "--arm: 'ngram' needs SGLang's compiled kernels, which load on an accelerator only; "
-            "leave it out here"
-        )
-    target, draft = _checkpoints(served)
-    _check_simulation(settings, draft)
-    if isinstance(served, EmbeddedPair):
-        base = _embedded_server(settings, demo_pair(served.kind))
+    if settings.base_url:
+        return dict(settings.servers)
+    if "ngram" in settings.arms and not accelerator:
+        required = "needs SGLang's compiled kernels, which load on an accelerator only"
+        raise ConfigError("arms", "ngram", required)
+    if settings.embedded:
+        pair = demo_pair(settings.embedded)
+        target, draft = str(pair.target), str(pair.draft)
     else:
-        base = _given_server(settings, target, accelerator)
-    arms = []
-    for kind in settings.arm:
-        config = _arm_server(settings, kind, base, draft)
-        sizes = settings.block_size if kind in BLOCK_KINDS else ()
-        arms += [
-            Arm(f"{kind}@{size}", config.with_flags({"--speculative-num-draft-tokens": size}))
-            for size in sizes
-        ] or [Arm(kind, config)]
-    return arms
+        target, draft = settings.target or "", settings.draft or ""
+    _check_simulation(settings, draft)
+    # Name -> kind, and the flags of its block size.
+    arms: dict[str, tuple[str, dict[str, FlagValue]]] = {}
+    for kind in settings.kinds:
+        for size in settings.block_size if kind in BLOCK_ARMS else ():
+            arms[f"{kind}@{size}"] = kind, {"--speculative-num-draft-tokens": size}
+        if not settings.block_size or kind not in BLOCK_ARMS:
+            arms[kind] = kind, {}
+    if settings.embedded:
+        base = _embedded_server(settings)
+    else:
+        base = _given_server(settings, target, accelerator, len(arms))
+    return {
+        name: _arm_server(settings, kind, base, draft).with_flags(block)
+        for name, (kind, block) in arms.items()
+    }
 
 
-def _checkpoints(served: EmbeddedPair | GivenPair) -> tuple[str, str]:
-    """Target and draft."""
-    if isinstance(served, GivenPair):
-        return served
-    pair = demo_pair(served.kind)
-    return str(pair.target), str(pair.draft)
-
-
-def _check_simulation(settings: ResolvedSettings, draft: str) -> None:
+def _check_simulation(settings: BenchSettings, draft: str) -> None:
     for name, value in os.environ.items():
         if name.startswith(_SIMULATION):
-            raise ConfigError(
-                f"{name}: {value!r} would reach every server unseen; "
-                "unset it, and give --simulated-acceptance if meant"
-            )
-    length = settings.simulated_acceptance
-    if length is None or settings.block_size:
-        return
-    if not Path(draft).is_dir():
-        # Only its server fetches a draft from the hub; the report says if less was committed.
+            required = "would reach every server unseen; unset it, and give {simulated_acceptance}"
+            raise ConfigError(name, value, required)
+    # Only its server fetches a draft from the hub; the report says if less was committed.
+    if settings.simulated_acceptance is None or settings.block_size or not Path(draft).is_dir():
         return
     try:
-        check_block(length, DraftConfig.from_pretrained(draft).block_size)
+        check_block(settings.simulated_acceptance, DraftConfig.from_pretrained(draft).block_size)
     except UnsupportedDraft:
         # The built-in worker serves it, and reads its block size itself.
         return
 
 
-def _embedded_server(settings: ResolvedSettings, pair: DemoPair) -> ServerConfig:
+def _embedded_server(settings: BenchSettings) -> ServerConfig:
+    pair = demo_pair(settings.embedded or "")
     config = demo_config(pair, dflash=False)
-    if "unseen-long" in settings.dataset:
+    if "unseen-long" in settings.datasets:
         config = config.with_flags({"--max-total-tokens": LONG_TOKENS * max(settings.levels)})
     if not pair.is_hybrid:
         return config
@@ -111,33 +90,27 @@ def _embedded_server(settings: ResolvedSettings, pair: DemoPair) -> ServerConfig
     )
 
 
-def _given_server(settings: ResolvedSettings, target: str, accelerator: bool) -> ServerConfig:
+def _given_server(
+    settings: BenchSettings, target: str, accelerator: bool, arms: int
+) -> ServerConfig:
     flags: dict[str, FlagValue] = {"--model-path": target}
     if not accelerator:
         flags["--sleep-on-idle"] = True
     if settings.random_weights:
         flags["--load-format"] = "dummy"
-    if settings.servers_at_once > 1:
+    if arms > 1 and not settings.in_turn:
         # By default each would take almost all of the memory.
-        flags["--mem-fraction-static"] = f"{MEMORY_SHARED / settings.servers_at_once:.3f}"
+        flags["--mem-fraction-static"] = f"{MEMORY_SHARED / arms:.3f}"
     return ServerConfig(flags)
 
 
-def _arm_server(
-    settings: ResolvedSettings, kind: str, base: ServerConfig, draft: str
-) -> ServerConfig:
+def _arm_server(settings: BenchSettings, kind: str, base: ServerConfig, draft: str) -> ServerConfig:
     """The server of a kind of arm; the user's own flags come last and win."""
     dflash = dflash_flags(draft)
-    builtin: dict[str, FlagValue] = {**dflash, "--speculative-dflash-worker": "builtin"}
-    no_overlap: dict[str, FlagValue] = {"--disable-overlap-schedule": True}
     by_kind: dict[str, dict[str, FlagValue]] = {
         "ar": {},
-        "ar-no-overlap": no_overlap,
         "dflash": dflash,
-        "dflash-adaptive": {**dflash, "--speculative-dflash-width": "adaptive"},
-        "dflash-no-overlap": dflash | no_overlap,
-        "builtin": builtin,
-        "builtin-no-overlap": builtin | no_overlap,
+        "builtin": {**dflash, "--speculative-dflash-worker": "builtin"},
         "ngram": {"--speculative-algorithm": "NGRAM"},
     }
     flags: dict[str, FlagValue] = {
@@ -146,7 +119,7 @@ def _arm_server(
         "--incremental-streaming-output": True,
     }
     env = {}
-    if settings.simulated_acceptance is not None and kind in BLOCK_KINDS:
+    if settings.simulated_acceptance is not None and kind in BLOCK_ARMS:
         env[f"{_SIMULATION}LEN"] = f"{settings.simulated_acceptance:g}"
         env[f"{_SIMULATION}TOKEN_MODE"] = "real-draft-token"
     config = base.with_flags(flags | by_kind[kind])
@@ -155,9 +128,9 @@ def _arm_server(
 
 @contextmanager
 def opened(
-    arms: list[Arm], timeout_s: float = 1800, port: int | None = None
+    arms: Arms, timeout_s: float = 1800, port: int | None = None
 ) -> Iterator[dict[str, Endpoint]]:
-    """The arms' endpoints by name. Servers that are started here all run at once, until the end.
+    """The arms' endpoints. Servers that are started here all run at once, until the end.
 
     Args:
         port: of the first server that is started, the next ones for the others; None for any.
@@ -167,14 +140,12 @@ def opened(
         RequestFailed: a running server does not answer.
     """
     started: dict[str, Server] = {}
-    for arm in arms:
-        if isinstance(arm.server, ServerConfig):
+    for name, server in arms.items():
+        if isinstance(server, ServerConfig):
             at = None if port is None else port + len(started)
-            started[arm.name] = Server(arm.server, timeout_s=timeout_s, port=at)
+            started[name] = Server(server, timeout_s=timeout_s, port=at)
     with together(started.values()):
         yield {
-            arm.name: endpoint(arm.server)
-            if isinstance(arm.server, str)
-            else SGLang(started[arm.name].url)
-            for arm in arms
+            name: endpoint(server) if isinstance(server, str) else SGLang(started[name].url)
+            for name, server in arms.items()
         }

@@ -1,4 +1,5 @@
-"""Prompts by data set: embedded, from this Python's library, from a file, or from the hub."""
+"""Prompts by data set: embedded, from this Python's library, made up, from a file, or from the
+hub."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ import inspect
 import json
 import os
 import random
+import string
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench import sessions
 from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, cut
 
 
 class HubSet(NamedTuple):
@@ -74,6 +75,10 @@ _LEAST_LINES = 8
 # Bytes of a document of "unseen-long": 4,000 to 8,000 tokens of the `code` pair, which has 3.07
 # bytes per token on its held-out files.
 LONG_BYTES = (12_500, 24_500)
+AGENTS, TURNS, SHARED_TURNS = 16, 5, 2
+# A phase is this many requests: all easy, then all hard.
+PHASE = 4
+RANDOM_TEXTS, RANDOM_CHARACTERS = 64, 200
 
 
 def default_cache() -> Path:
@@ -89,9 +94,8 @@ def check_name(name: str) -> None:
         return
     near = difflib.get_close_matches(name.lower().replace("_", "-"), NAMES)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
-    raise ConfigError(
-        f"--dataset: {name!r}; {meant}choose from {', '.join(NAMES)}, or give --dataset-file"
-    )
+    required = f"{meant}choose from {', '.join(NAMES)}, or give {{dataset_file}}"
+    raise ConfigError("dataset", name, required)
 
 
 def load(name: str, count: int, *, model: str | None, cache: Path, seed: int = 0) -> list[Prompt]:
@@ -106,11 +110,11 @@ def load(name: str, count: int, *, model: str | None, cache: Path, seed: int = 0
         "unseen": lambda: _texts(demo_pair("code").prompts),
         "unseen-long": unseen_documents,
         "stdlib": stdlib_functions,
-        "agents": lambda: sessions.agents([prompt.turns[0] for prompt in stdlib_functions()]),
-        "alternating": lambda: sessions.alternating(
+        "agents": lambda: agents([prompt.turns[0] for prompt in stdlib_functions()]),
+        "alternating": lambda: alternating(
             _texts(demo_pair(model or "dense").prompts), stdlib_functions()
         ),
-        "random": sessions.random_texts,
+        "random": random_texts,
     }
     found = built_in[name]() if name in built_in else from_file(_cached(name, cache))
     return found[:count] if name in _ORDERED else select(found, count, seed)
@@ -159,6 +163,47 @@ def unseen_documents() -> list[Prompt]:
     return _texts(found)
 
 
+def agents(functions: Sequence[str]) -> list[Prompt]:
+    """Sessions that read and answer in turns. All begin with the same list of tools; two at a time
+    share their first turns and then go different ways. A turn's text is a tool's result.
+
+    Args:
+        functions: source texts, of which results are made. At least `AGENTS` of them.
+    """
+    rng = random.Random(0)
+    tools = [{"tool": name, "arguments": ["path"]} for name in ("read", "search", "edit", "run")]
+    header = "# tools\n" + "".join(f"{json.dumps(tool)}\n" for tool in tools)
+
+    def results(count: int) -> list[str]:
+        return [f"\n# result of read\n{text}" for text in rng.sample(functions, count)]
+
+    found = []
+    for _ in range(AGENTS // 2):
+        trunk = results(SHARED_TURNS)
+        for _ in range(2):
+            first, *rest = trunk + results(TURNS - SHARED_TURNS)
+            found.append(Prompt((header + first, *rest), chat=False))
+    return found
+
+
+def alternating(easy: Sequence[Prompt], hard: Sequence[Prompt]) -> list[Prompt]:
+    """`PHASE` prompts of one kind, then as many of the other, as long as there are any of both."""
+    found: list[Prompt] = []
+    for i in range(0, min(len(easy), len(hard)) - PHASE + 1, PHASE):
+        found += [*easy[i : i + PHASE], *hard[i : i + PHASE]]
+    return found
+
+
+def random_texts() -> list[Prompt]:
+    """Letters, digits and marks, drawn evenly."""
+    rng = random.Random(0)
+    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
+    return [
+        Prompt(("".join(rng.choices(letters, k=RANDOM_CHARACTERS)),), chat=False)
+        for _ in range(RANDOM_TEXTS)
+    ]
+
+
 def from_file(path: Path) -> list[Prompt]:
     """Prompts of a JSONL file.
 
@@ -169,21 +214,21 @@ def from_file(path: Path) -> list[Prompt]:
         ConfigError: no such file, or a line is neither.
     """
     if not path.is_file():
-        raise ConfigError(f"--dataset-file: {str(path)!r} is no file")
+        raise ConfigError("dataset_file", str(path), "there is no such file")
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
-            found.append(_parsed(line, f"{path.name}, line {number}"))
+            found.append(_parsed(line, number))
     if not found:
-        raise ConfigError(f"--dataset-file: {str(path)!r} holds no prompt")
+        raise ConfigError("dataset_file", str(path), "it holds no prompt")
     return found
 
 
-def _parsed(line: str, where: str) -> Prompt:
+def _parsed(line: str, number: int) -> Prompt:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--dataset-file: {where} is not JSON ({error})") from error
+    except json.JSONDecodeError:
+        row = None
     row = row if isinstance(row, dict) else {}
     turns = row.get("turns", [row.get("prompt")])
     if (
@@ -191,10 +236,8 @@ def _parsed(line: str, where: str) -> Prompt:
         or not turns
         or not all(isinstance(turn, str) and turn for turn in turns)
     ):
-        raise ConfigError(
-            f"--dataset-file: {where} is {line[:60]!r}; "
-            '{"prompt": TEXT} or {"turns": [TEXT, ...]} is required'
-        )
+        required = '{"prompt": TEXT} or {"turns": [TEXT, ...]} in JSON is required'
+        raise ConfigError("dataset_file", line[:60], f"line {number}: {required}")
     return Prompt(tuple(turns), chat="turns" in row)
 
 
@@ -203,7 +246,6 @@ def _cached(name: str, cache: Path) -> Path:
     path, of = cache / f"{name}.jsonl", HUB[name]
     if path.is_file():
         return path
-    lacking = f"--dataset: {name!r} is not cached as {str(path)!r}, and"
     from datasets import load_dataset
 
     cache.mkdir(parents=True, exist_ok=True)
@@ -216,9 +258,10 @@ def _cached(name: str, cache: Path) -> Path:
         return partial.rename(path)
     # The hub, its client and the network raise many types; the way out is the same for all.
     except Exception as error:
-        first_line = str(error).strip().split("\n")[0]
-        raise ConfigError(
-            f"{lacking} {of.repository} could not be fetched ({first_line}); give --dataset-file"
-        ) from error
+        required = (
+            f"it is not cached as {str(path)!r}, and {of.repository} could not be fetched "
+            f"({cut(str(error))}); give {{dataset_file}}"
+        )
+        raise ConfigError("dataset", name, required) from error
     finally:
         partial.unlink(missing_ok=True)

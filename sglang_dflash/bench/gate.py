@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_dflash.bench.load import Answer, Pass
 
@@ -14,8 +14,7 @@ class OutputsDiffer(RuntimeError):
     """An arm's answer differs from the first arm's."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The place at which an answer first differs from the first arm's.
 
     `position`: in tokens, or in characters if a server names no token ids; see `unit`.
@@ -43,36 +42,23 @@ def differences(runs: Runs, first_arm: str) -> list[Difference]:
     for (dataset, concurrency), by_arm in runs.items():
         for arm, passes in by_arm.items():
             for reference, other in zip(by_arm.get(first_arm, ()), passes, strict=False):
-                for prompt, position, unit in (
-                    _compare(reference, other) if arm != first_arm else ()
-                ):
-                    found.append(
-                        Difference(dataset, concurrency, arm, first_arm, prompt, position, unit)
-                    )
+                pairs = zip(reference.answers, other.answers, strict=True)
+                for prompt, (a, b) in enumerate(pairs):
+                    # Turns after the first difference have different histories.
+                    places = (_first_difference(x, y) for x, y in zip(a, b, strict=True))
+                    place = next(filter(None, places), None)
+                    if place is not None:
+                        found.append(
+                            Difference(dataset, concurrency, arm, first_arm, prompt, *place)
+                        )
     return found
 
 
-def _compare(reference: Pass, other: Pass) -> list[tuple[int, int, str]]:
-    """Prompt, position and unit of the first difference of every answer that has one."""
-    found = []
-    for prompt, (a, b) in enumerate(zip(reference.answers, other.answers, strict=True)):
-        # Turns after the first difference have different histories.
-        for x, y in zip(a, b, strict=True):
-            position = _first_difference(x, y)
-            if position is not None:
-                found.append((prompt, position, "token" if _by_ids(x, y) else "character"))
-                break
-    return found
-
-
-def _by_ids(a: Answer, b: Answer) -> bool:
-    return a.ids is not None and b.ids is not None
-
-
-def _first_difference(a: Answer, b: Answer) -> int | None:
-    x, y = (a.ids, b.ids) if a.ids is not None and b.ids is not None else (a.text, b.text)
+def _first_difference(a: Answer, b: Answer) -> tuple[int, str] | None:
+    """Position and unit; None if the answers are the same."""
+    ids = a.ids is not None and b.ids is not None
+    x, y = (a.ids or (), b.ids or ()) if ids else (a.text, b.text)
     if x == y:
         return None
-    return next(
-        (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y))
-    )
+    unequal = (i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q)
+    return next(unequal, min(len(x), len(y))), "token" if ids else "character"

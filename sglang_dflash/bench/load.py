@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import requests
 
-from sglang_dflash.bench.prompt import Prompt
+from sglang_dflash.bench.prompt import Input, Prompt
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 
 TIMEOUT_S = 600
-# A text, or token ids.
-Input = str | list[int]
 # What a row of the report calls the tokens per verify step: drafting/acceptance_length.py, or
 # vLLM's own count, which includes tokens that a request does not keep.
 OURS, VLLMS = "acceptance_length", "vllm_acceptance_length"

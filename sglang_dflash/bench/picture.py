@@ -15,9 +15,8 @@ PANELS_PER_ROW = 3
 def check() -> None:
     """Raise ConfigError if no picture can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "--picture: needs matplotlib, which is not installed; install sglang-dflash[bench]"
-        )
+        required = "needs matplotlib, which is not installed; install sglang-dflash[bench]"
+        raise ConfigError("picture", required=required)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

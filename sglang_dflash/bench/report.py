@@ -11,24 +11,20 @@ from rich.table import Table
 
 from sglang_dflash.bench.gate import Runs, differences
 from sglang_dflash.bench.load import OURS, VLLMS, Answer, Pass
-from sglang_dflash.bench.settings import EmbeddedPair, GivenPair, ResolvedSettings, RunningServers
+from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 
-THROUGHPUT = {
+TIMES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms", "itl_ms": "ITL ms", "e2e_ms": "end to end ms"}
+COLUMNS = {
     "dataset": "data set",
     "concurrency": "concurrency",
     "arm": "arm",
     "output_tok_s": "output tok/s (range)",
     "ratio": "ratio",
-    "acceptance_length": "acceptance length",
-}
-LATENCIES = {
     "ttft_ms": "TTFT ms p50/p95/p99",
     "tpot_ms": "TPOT ms p50/p95/p99",
-    "itl_ms": "ITL ms p50/p95/p99",
-    "e2e_ms": "end to end ms p50/p95/p99",
+    "acceptance_length": "acceptance length",
 }
-LATENCY = {name: THROUGHPUT[name] for name in ("dataset", "concurrency", "arm")} | LATENCIES
 NOTE = "both models memorized the text of demo and were not trained on that of stdlib"
 ONE_BY_ONE, IN_TURNS = "one server after another", "all servers at once, arms taking turns"
 # Fewer rounds do not show a spread. With 3 rounds of normal noise, two equal servers are told apart
@@ -37,15 +33,17 @@ LEAST_ROUNDS = 3
 
 
 def percentiles(values: Sequence[float], name: str, digits: int) -> dict[str, float | None]:
-    """Median, 95th and 99th percentile of times in seconds, in ms: `name`, `name_p95`, `name_p99`.
-
-    None without values.
-    """
-    keys = (name, f"{name}_p95", f"{name}_p99")
+    """Median, 95th and 99th percentile of times in seconds, in ms; None without values."""
+    keys = percentile_keys(name)
     if not len(values):
         return dict.fromkeys(keys)
     found = 1000 * np.percentile(values, (50, 95, 99))
     return {key: round(float(value), digits) for key, value in zip(keys, found, strict=True)}
+
+
+def percentile_keys(name: str) -> tuple[str, str, str]:
+    """The keys of a time's median, 95th and 99th percentile in a row."""
+    return name, f"{name}_p95", f"{name}_p99"
 
 
 def row(passes: list[Pass]) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def rows(runs: Runs, arms: list[str]) -> list[dict[str, Any]]:
 
 
 def summarize(
-    settings: ResolvedSettings,
+    settings: BenchSettings,
     arms: list[str],
     prompts: dict[str, int],
     runs: Runs,
@@ -137,7 +135,7 @@ def summarize(
         "below_simulated_acceptance": [] if simulated is None else _below(simulated, runs, arms),
         "command": settings.command,
         "model": _model(settings),
-        "note": NOTE if settings.model else None,
+        "note": NOTE if settings.embedded else None,
         "hardware": hardware,
         "dtype": settings.dtype,
         "arms": arms,
@@ -176,7 +174,7 @@ def _below(length: float, runs: Runs, arms: list[str]) -> list[str]:
 
 
 def _outputs(
-    settings: ResolvedSettings, arms: list[str], differing: dict[str, int] | None, answers: int
+    settings: BenchSettings, arms: list[str], differing: dict[str, int] | None, answers: int
 ) -> str:
     """The report's first line. `differing`: None if outputs were not compared."""
     if differing is None:
@@ -192,14 +190,12 @@ def _outputs(
     )
 
 
-def _model(settings: ResolvedSettings) -> str:
-    match settings.served:
-        case RunningServers(servers):
-            return "as served at " + ", ".join(f"{name}={url}" for name, url in servers)
-        case GivenPair(target, draft):
-            return f"{target} with draft {draft}"
-        case EmbeddedPair(kind):
-            return f"embedded {kind} pair"
+def _model(settings: BenchSettings) -> str:
+    if settings.base_url:
+        return f"as served at {', '.join(settings.base_url)}"
+    if settings.embedded:
+        return f"embedded {settings.embedded} pair"
+    return f"{settings.target} with draft {settings.draft}"
 
 
 def card(result: dict[str, Any]) -> list[str]:
@@ -236,74 +232,66 @@ def card(result: dict[str, Any]) -> list[str]:
 
 def noise(result: dict[str, Any]) -> str:
     """Which ratios are differences."""
-    if result["rounds"] < LEAST_ROUNDS:
-        return (
-            f"ratios: of {result['rounds']} round{'s' if result['rounds'] > 1 else ''} only, "
-            f"which does not show the spread; --rounds {LEAST_ROUNDS} or more does"
-        )
+    rounds = result["rounds"]
+    if rounds < LEAST_ROUNDS:
+        few = f"{rounds} round{'s' if rounds > 1 else ''}"
+        return f"ratios: {few} show no spread; --rounds {LEAST_ROUNDS} or more do"
     return (
         "ratios: of medians over rounds; within noise unless the medians are farther apart than "
         "the two ranges together"
     )
 
 
-def ratio(one: dict[str, Any]) -> str:
-    """A row's ratio for reading."""
-    return f"{one['ratio']}x" + (", within noise" if one["within_noise"] else "")
+def times(one: dict[str, Any], name: str) -> str | None:
+    """Median and percentiles of one of `TIMES`, for reading; None if nothing was timed."""
+    values = [one[key] for key in percentile_keys(name)]
+    return None if None in values else "/".join(map(str, values))
 
 
-def times(one: dict[str, Any], name: str) -> str:
-    """Median, 95th and 99th percentile of a row's times, for reading."""
-    return f"{one[name]}/{one[f'{name}_p95']}/{one[f'{name}_p99']}"
-
-
-def _columns(result: dict[str, Any]) -> list[dict[str, str]]:
-    """The two tables' columns."""
-    if result["simulated_acceptance"] is None:
-        return [THROUGHPUT, LATENCY]
-    return [{**THROUGHPUT, "acceptance_length": "simulated acceptance length"}, LATENCY]
-
-
-def _cells(one: dict[str, Any], columns: dict[str, str], rounds: int) -> list[str]:
-    low, high = one["output_tok_s_min"], one["output_tok_s_max"]
-    shown = {
-        **one,
-        "ratio": ratio(one),
-        "output_tok_s": f"{one['output_tok_s']}" + (f" ({low} to {high})" if rounds > 1 else ""),
-    }
-    for name in LATENCIES:
-        if one[name] is not None:
-            shown[name] = times(one, name)
-    if VLLMS in one:
-        shown["acceptance_length"] = f"{one[VLLMS]} (vLLM's count)"
-    return ["-" if shown[name] is None else str(shown[name]) for name in columns]
-
-
-def tables(result: dict[str, Any]) -> list[Table]:
-    """For reading on a terminal: throughput, then latencies."""
+def cells(result: dict[str, Any]) -> list[list[str]]:
+    """The table, row by row: a text for each of `COLUMNS`."""
     found = []
-    for columns in _columns(result):
-        table, last = Table(), None
-        for name, title in columns.items():
-            table.add_column(title, justify="left" if name in ("dataset", "arm") else "right")
-        for one in result["rows"]:
-            place = one["dataset"], one["concurrency"]
-            if last is not None and place != last:
-                table.add_section()
-            table.add_row(*_cells(one, columns, result["rounds"]))
-            last = place
-        found.append(table)
+    for one in result["rows"]:
+        low, high = one["output_tok_s_min"], one["output_tok_s_max"]
+        spread = f" ({low} to {high})" if result["rounds"] > 1 else ""
+        noisy = ", within noise" if one["within_noise"] else ""
+        shown = {
+            **one,
+            **{name: times(one, name) for name in TIMES},
+            "output_tok_s": f"{one['output_tok_s']}{spread}",
+            "ratio": f"{one['ratio']}x{noisy}",
+        }
+        if VLLMS in one:
+            shown["acceptance_length"] = f"{one[VLLMS]} (vLLM's count)"
+        found.append(["-" if shown[name] is None else str(shown[name]) for name in COLUMNS])
+    return found
+
+
+def titles(result: dict[str, Any]) -> list[str]:
+    """The table's head."""
+    simulated = result["simulated_acceptance"] is not None
+    marked = {"acceptance_length": "simulated acceptance length"} if simulated else {}
+    return list({**COLUMNS, **marked}.values())
+
+
+def table(result: dict[str, Any]) -> Table:
+    """For reading on a terminal."""
+    found, last = Table(), None
+    for name, title in zip(COLUMNS, titles(result), strict=True):
+        found.add_column(title, justify="left" if name in ("dataset", "arm") else "right")
+    for row in cells(result):
+        if last is not None and row[:2] != last:
+            found.add_section()
+        found.add_row(*row)
+        last = row[:2]
     return found
 
 
 def markdown(result: dict[str, Any], picture: str | None = None) -> str:
-    """Card and tables for a file; `picture` is the name of a file beside it."""
+    """Card and table for a file; `picture` is the name of a file beside it."""
     lines = [f"- {line}" for line in card(result)]
-    for columns in _columns(result):
-        lines += ["", f"| {' | '.join(columns.values())} |", "|---" * len(columns) + "|"]
-        lines += [
-            f"| {' | '.join(_cells(one, columns, result['rounds']))} |" for one in result["rows"]
-        ]
+    lines += ["", f"| {' | '.join(titles(result))} |", "|---" * len(COLUMNS) + "|"]
+    lines += [f"| {' | '.join(row)} |" for row in cells(result)]
     if picture is not None:
         lines += ["", f"![throughput by concurrency]({picture})"]
     return "\n".join([*lines, ""])

@@ -1,386 +1,294 @@
-"""What `sglang-dflash bench` was asked for (`Settings`) and what is measured (`ResolvedSettings`).
-
-Loads without torch and `requests`: `--help` reads it.
-"""
+"""What a benchmark is asked for. Loads without torch and `requests`: `--help` reads it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Self
 
-from sglang_dflash.bench.datasets import check_name, default_cache
+from sglang_dflash.bench.datasets import NAMES, check_name, default_cache
+from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.errors import ConfigError
 
-
-class Scale(NamedTuple):
-    """How much is measured by default.
-
-    `max_new_tokens`: per answer, at most; `rounds`: passes per arm and concurrency.
-    """
-
-    concurrency: str
-    num_prompts: int
-    max_new_tokens: int
-    rounds: int
-
-
-# On two cores, the three arms of the embedded dense pair in under ten minutes. Fewer than three
-# rounds show no spread (`report.LEAST_ROUNDS`).
-ON_CPU = Scale("1,8,16", 16, 48, 3)
-ON_ACCELERATOR = Scale("1,8,16,32", 128, 1024, 3)
-
 # Those that draft blocks: their block size can be chosen, and their acceptance simulated.
-BLOCK_KINDS = (
-    "dflash",
-    "dflash-adaptive",
-    "dflash-no-overlap",
-    "builtin",
-    "builtin-no-overlap",
-)
-KINDS = ("ar", "ar-no-overlap", *BLOCK_KINDS, "ngram")
-DTYPES = ("float32", "bfloat16", "float16")
-OUT = "bench-results"
-# For embedded pairs whose own prompts are no memorized text.
-_DEFAULT_SETS = {"code": ("unseen",)}
-
-
-class EmbeddedPair(NamedTuple):
-    """An embedded pair, by its kind."""
-
-    kind: str
-
-
-class GivenPair(NamedTuple):
-    """Checkpoints to serve: folders or hub names."""
-
-    target: str
-    draft: str
-
-
-class RunningServers(NamedTuple):
-    """Servers that run already: (name, URL) each.
-
-    `model`: the embedded pair that they serve, if any; `target`: otherwise, whose tokenizer they
-    use, if known.
-    """
-
-    servers: tuple[tuple[str, str], ...]
-    model: str | None
-    target: str | None
+BLOCK_ARMS = ("dflash", "builtin")
+# What is measured on an accelerator if nothing else is asked for. The fields' own defaults are for
+# two cores: the embedded dense pair in under ten minutes.
+ON_ACCELERATOR = {"concurrency": "1,8,16,32", "num_prompts": 128, "max_new_tokens": 1024}
 
 
 @dataclass(frozen=True)
-class ResolvedSettings:
-    """One comparison on one machine, all decided.
+class BenchSettings:
+    """One comparison of `sglang-dflash bench`, or one run of the published command, all decided.
 
-    Attributes:
-        served: what the arms decode with.
-        arm: kinds of decoding, in the order asked for; empty for running servers.
-        dataset: names of data sets; empty if there is a `dataset_file`.
-        levels: concurrency levels, in the order asked for.
-        block_size: block sizes to compare; empty for the draft's own.
-        max_new_tokens: per answer, at most.
-        rounds: passes per arm and concurrency.
-        thinking: "on" or "off" for the chat template; None to leave it to the template.
-        ignore_eos: None to end chats where the model ends them, and plain texts not at all.
-        simulated_acceptance: tokens that every verify step commits; None for real acceptance.
-        request_rate: requests sent per second, at random times; None to send as soon as a client
-            is free.
-        seed: of the choice of prompts and of the times at which requests are sent.
-        in_turn: one server after another, instead of all at once.
-        port: of the first server that is started, the next ones for the others; None for any.
-        output_file: gets the report as one more line of JSON; None for none.
-        picture: whether throughput.png is drawn.
-        json: whether the report is printed as one JSON object, and nothing else.
-        server_flags: extra arguments of every server that is started.
-        command: the command line, for the report.
+    Raises:
+        ConfigError: a value is out of range.
     """
 
-    served: EmbeddedPair | GivenPair | RunningServers
-    arm: tuple[str, ...]
-    dataset: tuple[str, ...]
-    dataset_file: Path | None
-    cache_dir: Path
-    levels: tuple[int, ...]
-    block_size: tuple[int, ...]
-    num_prompts: int
-    max_new_tokens: int
-    rounds: int
-    thinking: str | None
-    ignore_eos: bool | None
-    simulated_acceptance: float | None
-    dtype: str
-    request_rate: float | None
-    seed: int
-    in_turn: bool
-    port: int | None
-    out: Path
-    output_file: Path | None
-    picture: bool
-    json: bool
-    server_flags: tuple[str, ...]
-    command: str
+    # What is compared.
+    arms: tuple[str, ...] = setting(
+        (),
+        "repeat for more (default: ar and dflash); ratios are to the first. ar is plain decoding, "
+        "builtin SGLang's own worker, ngram its n-gram drafts (on an accelerator)",
+        choices=("ar", *BLOCK_ARMS, "ngram"),
+    )
+    block_size: tuple[int, ...] = setting(
+        (), "tokens verified per step (default: the draft's); repeat for an arm per size"
+    )
+    base_url: tuple[str, ...] = setting(
+        (),
+        "a running server, SGLang or of the OpenAI API (vLLM), as an arm; repeat for more",
+        metavar="NAME=URL",
+    )
+    backend: str = setting(
+        "sglang",
+        "a running server, or a pair over Transformers",
+        choices=("sglang", "vllm", "transformers"),
+    )
+    url: str = setting("http://127.0.0.1:30000", "of the running server (default: {default})")
+    pair: str | None = setting(None, "an embedded pair: dense (default), hybrid or code")
+    target: str | None = setting(
+        None, "a folder or a hub name; of a running server, whose tokenizer it uses"
+    )
+    draft: str | None = setting(None, "a folder or a hub name")
+    window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
+
+    # What is asked.
+    dataset: tuple[str, ...] = setting(
+        (),
+        f"{', '.join(NAMES)}; repeat for more (default: demo and stdlib; unseen for the code pair)",
+        metavar="NAME",
+    )
+    dataset_file: str | None = setting(
+        None,
+        'lines {"prompt": TEXT}, or {"turns": [TEXT, ...]} for the chat template',
+        metavar="JSONL",
+    )
+    cache_dir: str | None = setting(
+        None, "folder of fetched data sets (default: sglang-dflash/datasets in the user's cache)"
+    )
+    num_prompts: int = setting(16, "measured prompts of a data set (default: {default})")
+    max_samples: int | None = setting(None, "prompts at most (default: all)")
+    seed: int = setting(
+        0, "of the choice of prompts, times to send and sampling (default: {default})"
+    )
+    thinking: str | None = setting(
+        None,
+        "pass this to the chat template (default: the template decides)",
+        choices=("on", "off"),
+    )
+
+    # How it is asked.
+    concurrency: str = setting(
+        "1,8,16",
+        "requests at a time (default: {default})",
+        metavar="N",
+    )
+    request_rate: float | None = setting(
+        None,
+        "send R requests per second, at random times (default: as soon as a client is free)",
+        metavar="R",
+    )
+    rounds: int = setting(3, "passes per arm and concurrency (default: {default})")
+    timeout_s: float = setting(3600, "of a request (default: {default})")
+    max_new_tokens: int = setting(48, "per answer (default: {default})")
+    ignore_eos: bool | None = setting(
+        None, "generate past the end token (default: for plain texts, not for chats)"
+    )
+    temperature: float = setting(0.0, "0 is greedy (default)")
+    top_p: float = setting(1.0, "default: {default}")
+    top_k: int | None = setting(None, "default: all tokens")
+    simulated_acceptance: float | None = setting(
+        None,
+        "for timing: every verify step commits L tokens, right or wrong; outputs mean nothing and "
+        "are not compared, and of --target and --draft only configs and tokenizer are read",
+        metavar="L",
+    )
+
+    # Where it runs.
+    dtype: str = setting(
+        "auto",
+        "what is computed in (default: float32 on a CPU and for embedded pairs, else bfloat16); "
+        "only in float32 must all outputs be equal",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str | None = setting(None, "as torch names it (default: a GPU per rank, or cpu)")
+    in_turn: bool | None = setting(
+        None, "one server after another (default: for given models on an accelerator)"
+    )
+    port: int | None = setting(
+        None,
+        "of the first server that is started here, the next ones for the others "
+        "(default: free ones)",
+    )
+    server_flags: tuple[str, ...] = ()
+
+    # What is written.
+    out: str = setting(
+        "bench-results", "gets results.json and table.md (default: {default})", metavar="DIR"
+    )
+    output_file: str | None = setting(
+        None, "also append the report to this file, as one line of JSON", metavar="JSONL"
+    )
+    picture: bool = setting(
+        False,
+        "also draw throughput.png in the folder of --out (needs matplotlib: sglang-dflash[bench])",
+    )
+    json: bool = setting(False, "print the report as one JSON object, and nothing else")
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.dataset:
+            check_name(name)
+        positive = ("num_prompts", "max_samples", "max_new_tokens", "rounds")
+        for field in (*positive, "timeout_s", "request_rate", "top_k"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ConfigError(field, value, "a positive number is required")
+        for size in self.block_size:
+            if size < 2:
+                raise ConfigError("block_size", size, "a block has at least 2 tokens")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            required = "0 (greedy) or a positive number is required"
+            raise ConfigError("temperature", self.temperature, required)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError("top_p", self.top_p, "a number above 0 and up to 1 is required")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError("seed", self.seed, "a number from 0 to 2**31 - 1 is required")
+        if self.port is not None and not 0 < self.port < 2**16:
+            raise ConfigError("port", self.port, "a number from 1 to 65535 is required")
+        if self.dataset and self.dataset_file is not None:
+            raise ConfigError("dataset_file", self.dataset_file, "give it or {dataset}, not both")
+        _ = self.levels
+
+    @classmethod
+    def for_machine(cls, given: Mapping[str, Any], accelerator: bool) -> Self:
+        """A comparison: what is given, and otherwise what fits the machine.
+
+        Raises:
+            ConfigError: a value is out of range, or two do not go together.
+        """
+        values = dict(given)
+        if values.get("request_rate") == math.inf:
+            # SGLang's spelling of none.
+            del values["request_rate"]
+        large = accelerator and ("target" in values or "base_url" in values)
+        if values.get("dtype", "auto") == "auto":
+            # Large models are served in bfloat16; embedded pairs are here to be exact.
+            values["dtype"] = "bfloat16" if large else "float32"
+        # Two servers of one large model do not fit one accelerator.
+        values.setdefault("in_turn", large and "base_url" not in values)
+        scale = dict(ON_ACCELERATOR if accelerator else {})
+        if "request_rate" in values:
+            # The arrivals limit the number of clients.
+            prompts = scale.get("num_prompts", cls.num_prompts)
+            scale["concurrency"] = str(values.get("num_prompts", prompts))
+        values = {**scale, **values}
+        settings = cls(**values)
+        _check_served(settings)
+        _check_simulation(settings)
+        # The end of random text means nothing: every arm answers at full length.
+        whole = settings.simulated_acceptance is not None
+        return replace(settings, ignore_eos=True) if whole else settings
 
     @property
-    def model(self) -> str | None:
+    def levels(self) -> tuple[int, ...]:
+        """Concurrency levels. Raises ConfigError."""
+        try:
+            found = tuple(int(part) for part in self.concurrency.split(","))
+        except ValueError:
+            found = ()
+        if not found or min(found) < 1 or len(set(found)) != len(found):
+            required = "positive numbers are required, each once, as in 1,8,16,32"
+            raise ConfigError("concurrency", self.concurrency, required)
+        return found
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Ways of decoding on servers that are started here."""
+        return self.arms or ("ar", "dflash")
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """Running servers: name -> URL."""
+        return {name: url for name, _, url in (one.partition("=") for one in self.base_url)}
+
+    @property
+    def embedded(self) -> str | None:
         """The embedded pair that is served, if it is known to be one."""
-        match self.served:
-            case EmbeddedPair(kind):
-                return kind
-            case RunningServers(model=model):
-                return model
-        return None
+        return self.pair or (None if self.base_url or self.target else "dense")
 
     @property
-    def servers_at_once(self) -> int:
-        """Servers started here that share the machine's memory."""
-        if self.in_turn:
-            return 1
-        sizes = max(1, len(self.block_size))
-        return sum(sizes if kind in BLOCK_KINDS else 1 for kind in self.arm)
+    def datasets(self) -> tuple[str, ...]:
+        """Names of data sets; none if there is a file."""
+        if self.dataset or self.dataset_file is not None:
+            return self.dataset
+        if self.embedded == "code":
+            return ("unseen",)
+        return ("demo", "stdlib") if self.embedded else ("stdlib",)
+
+    @property
+    def cache(self) -> Path:
+        """Folder of fetched data sets."""
+        return Path(self.cache_dir) if self.cache_dir else default_cache()
 
     @property
     def random_weights(self) -> bool:
         """Whether servers read no weights: with simulated acceptance a given pair needs none."""
         chosen = any(flag.partition("=")[0] == "--load-format" for flag in self.server_flags)
-        simulated = self.simulated_acceptance is not None
-        return simulated and isinstance(self.served, GivenPair) and not chosen
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One comparison as asked for. `resolve` fills in what is None or empty.
-
-    Raises:
-        ConfigError: a value is out of range, or two do not go together.
-    """
-
-    arm: tuple[str, ...] = ()
-    base_url: tuple[str, ...] = ()
-    model: str | None = None
-    target: str | None = None
-    draft: str | None = None
-    dataset: tuple[str, ...] = ()
-    dataset_file: str | None = None
-    cache_dir: str | None = None
-    concurrency: str | None = None
-    block_size: tuple[int, ...] = ()
-    num_prompts: int | None = None
-    max_new_tokens: int | None = None
-    rounds: int | None = None
-    thinking: str | None = None
-    ignore_eos: bool | None = None
-    simulated_acceptance: float | None = None
-    dtype: str | None = None
-    request_rate: float | None = None
-    seed: int = 0
-    in_turn: bool | None = None
-    port: int | None = None
-    out: str = OUT
-    output_file: str | None = None
-    picture: bool = False
-    json: bool = False
-    server_flags: tuple[str, ...] = ()
-    command: str = ""
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> Settings:
-        """From the command line's values: lists become tuples, other keys are left out.
-
-        Raises:
-            ConfigError: see the class.
-        """
-        names = {f.name for f in fields(cls)}
-        taken: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v
-            for k, v in given.items()
-            if k in names and v is not None
-        }
-        return cls(**taken)
-
-    def __post_init__(self) -> None:
-        for name in self.dataset:
-            check_name(name)
-        for flag, value in (
-            ("--num-prompts", self.num_prompts),
-            ("--max-new-tokens", self.max_new_tokens),
-            ("--rounds", self.rounds),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{flag}: {value}; a positive number is required")
-        for size in self.block_size:
-            if size < 2:
-                raise ConfigError(f"--block-size: {size}; a block has at least 2 tokens")
-        if len(set(self.block_size)) != len(self.block_size):
-            raise ConfigError(
-                f"--block-size: {', '.join(map(str, self.block_size))}; every size once"
-            )
-        for kind in self.arm:
-            if kind not in KINDS:
-                raise ConfigError(f"--arm: {kind!r}; choose from {', '.join(KINDS)}")
-        self._check_what_is_served()
-        self._check_names()
-        self._check_simulation()
-        self._check_load()
-
-    def _check_what_is_served(self) -> None:
-        if (self.target is None) != (self.draft is None) and not self.base_url:
-            raise ConfigError(
-                "--target and --draft: one without the other; "
-                "give both, or neither for an embedded pair"
-            )
-        if self.model is not None and self.target is not None:
-            raise ConfigError(
-                f"--model: {self.model!r} is an embedded pair, and --target names another; "
-                "give one of the two"
-            )
-        if not self.base_url:
-            return
-        launching: tuple[tuple[str, Any], ...] = (
-            ("--arm", self.arm),
-            ("--block-size", self.block_size),
-            ("--simulated-acceptance", self.simulated_acceptance),
-            ("--port", self.port),
-            ("flags after --", self.server_flags),
-        )
-        for flag, value in launching:
-            if value:
-                raise ConfigError(
-                    f"{flag}: {value} is for servers that are started here; with --base-url none is"
-                )
-        for one in self.base_url:
-            name, _, url = one.partition("=")
-            if not name or not url.startswith(("http://", "https://")):
-                raise ConfigError(
-                    f"--base-url: {one!r}; NAME=URL is required, as in vllm=http://localhost:8000"
-                )
-
-    def _check_names(self) -> None:
-        names = [one.partition("=")[0] for one in self.base_url] or list(self.arm)
-        if len(set(names)) != len(names):
-            raise ConfigError(
-                f"--{'base-url' if self.base_url else 'arm'}: {', '.join(names)}; every name once"
-            )
-        if self.dataset and self.dataset_file is not None:
-            raise ConfigError(
-                f"--dataset-file: {self.dataset_file!r} replaces --dataset; give one of the two"
-            )
-
-    def _check_load(self) -> None:
-        if self.concurrency is not None:
-            counts(self.concurrency)
-        if self.request_rate is not None and not self.request_rate > 0:
-            raise ConfigError(
-                f"--request-rate: {self.request_rate:g}; a positive number of requests per second "
-                "is required"
-            )
-        if self.seed < 0:
-            raise ConfigError(f"--seed: {self.seed}; a number from 0 on is required")
-        if self.port is not None and not 0 < self.port < 2**16:
-            raise ConfigError(f"--port: {self.port}; a number from 1 to 65535 is required")
-
-    def _check_simulation(self) -> None:
-        length = self.simulated_acceptance
-        if length is None:
-            return
-        if not 1 <= length < math.inf:
-            raise ConfigError(
-                f"--simulated-acceptance: {length:g}; a verify step commits 1 token or more"
-            )
-        if self.block_size:
-            check_block(length, min(self.block_size))
-        if "ngram" in self.arm:
-            raise ConfigError(
-                "--arm: 'ngram' drafts trees, and SGLang simulates chains only; "
-                "leave it out with --simulated-acceptance"
-            )
-        if self.arm and not set(self.arm) & set(BLOCK_KINDS):
-            raise ConfigError(
-                f"--simulated-acceptance: {length:g}, but none of {', '.join(self.arm)} drafts; "
-                "add --arm dflash or builtin"
-            )
-        if self.ignore_eos is False:
-            raise ConfigError(
-                "--no-ignore-eos: with --simulated-acceptance an end means nothing, "
-                "and all arms answer at full length; leave it out"
-            )
-
-    def resolve(self, accelerator: bool) -> ResolvedSettings:
-        """Fill in what depends on the machine: small on a CPU, of the published size elsewhere."""
-        scale = ON_ACCELERATOR if accelerator else ON_CPU
-        served = self._served()
-        given = isinstance(served, GivenPair)
-        embedded = isinstance(served, EmbeddedPair)
-        dataset = self.dataset
-        if not dataset and self.dataset_file is None:
-            pair = served.kind if isinstance(served, EmbeddedPair) else self.model
-            dataset = _DEFAULT_SETS.get(pair or "", ("demo", "stdlib") if pair else ("stdlib",))
-        num_prompts = self.num_prompts or scale.num_prompts
-        # An infinite rate is SGLang's spelling of none.
-        rate = None if self.request_rate == math.inf else self.request_rate
-        # With a rate it is the arrivals that limit the number of clients.
-        clients = scale.concurrency if rate is None else str(num_prompts)
-        return ResolvedSettings(
-            served=served,
-            arm=() if self.base_url else self.arm or ("ar", "dflash"),
-            dataset=dataset,
-            dataset_file=None if self.dataset_file is None else Path(self.dataset_file),
-            cache_dir=Path(self.cache_dir) if self.cache_dir else default_cache(),
-            levels=counts(self.concurrency or clients),
-            block_size=self.block_size,
-            num_prompts=num_prompts,
-            max_new_tokens=self.max_new_tokens or scale.max_new_tokens,
-            rounds=self.rounds or scale.rounds,
-            thinking=self.thinking,
-            # The end of random text means nothing: every arm answers at full length.
-            ignore_eos=True if self.simulated_acceptance is not None else self.ignore_eos,
-            simulated_acceptance=self.simulated_acceptance,
-            # Large models are served in bfloat16; embedded pairs are here to be exact.
-            dtype=self.dtype or ("bfloat16" if accelerator and not embedded else "float32"),
-            request_rate=rate,
-            seed=self.seed,
-            # Two servers of one large model do not fit one accelerator.
-            in_turn=accelerator and given if self.in_turn is None else self.in_turn,
-            port=self.port,
-            out=Path(self.out),
-            output_file=None if self.output_file is None else Path(self.output_file),
-            picture=self.picture,
-            json=self.json,
-            server_flags=self.server_flags,
-            command=self.command,
-        )
-
-    def _served(self) -> EmbeddedPair | GivenPair | RunningServers:
-        if self.base_url:
-            servers = [
-                (name, url) for name, _, url in (one.partition("=") for one in self.base_url)
-            ]
-            return RunningServers(tuple(servers), self.model, self.target)
-        if self.target is not None and self.draft is not None:
-            return GivenPair(self.target, self.draft)
-        return EmbeddedPair(self.model or "dense")
+        return self.simulated_acceptance is not None and self.embedded is None and not chosen
 
 
 def check_block(length: float, size: int) -> None:
     """Raise ConfigError if a simulated acceptance `length` exceeds the block size."""
     if length > size:
-        raise ConfigError(
-            f"--simulated-acceptance: {length:g}; "
-            f"a verify step of block size {size} commits at most {size} tokens"
-        )
+        required = f"a verify step of block size {size} commits at most {size} tokens"
+        raise ConfigError("simulated_acceptance", length, required)
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """'1,8' to (1, 8). Raises ConfigError unless all are positive and different."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1 or len(set(found)) != len(found):
-        raise ConfigError(
-            f"--concurrency: {text!r}; "
-            "positive numbers of clients are required, each once, as in 1,8,16,32"
-        )
-    return found
+def _check_served(settings: BenchSettings) -> None:
+    """Whether it is clear what is compared."""
+    if (settings.target is None) != (settings.draft is None) and not settings.base_url:
+        required = "give {target} and {draft}, or neither for an embedded pair"
+        raise ConfigError("draft", settings.draft, required)
+    if settings.pair is not None and settings.target is not None:
+        raise ConfigError("pair", settings.pair, "give an embedded pair or {target}, not both")
+    for field, names in (("arms", settings.arms), ("block_size", settings.block_size)):
+        if len(set(names)) != len(names):
+            raise ConfigError(field, names, "give every one once")
+    if not settings.base_url:
+        return
+    for field in ("arms", "block_size", "simulated_acceptance", "port", "server_flags"):
+        value = getattr(settings, field)
+        if value:
+            required = "is for servers that are started here; with {base_url} none is"
+            raise ConfigError(field, value, required)
+    for one in settings.base_url:
+        name, _, url = one.partition("=")
+        if not name or not url.startswith(("http://", "https://")):
+            required = "NAME=URL is required, as in vllm=http://localhost:8000"
+            raise ConfigError("base_url", one, required)
+    if len(settings.servers) != len(settings.base_url):
+        raise ConfigError("base_url", settings.base_url, "give every name once")
+
+
+def _check_simulation(settings: BenchSettings) -> None:
+    length = settings.simulated_acceptance
+    if length is None:
+        return
+    if not 1 <= length < math.inf:
+        required = "a verify step commits 1 token or more"
+        raise ConfigError("simulated_acceptance", length, required)
+    if settings.block_size:
+        check_block(length, min(settings.block_size))
+    if "ngram" in settings.arms:
+        required = "drafts trees, and SGLang simulates chains only; leave it out"
+        raise ConfigError("arms", "ngram", required)
+    if not set(settings.kinds) & set(BLOCK_ARMS):
+        required = "none of {arms} drafts; add dflash or builtin"
+        raise ConfigError("simulated_acceptance", length, required)
+    if settings.ignore_eos is False:
+        required = "an end means nothing with {simulated_acceptance}; leave it out"
+        raise ConfigError("ignore_eos", False, required)

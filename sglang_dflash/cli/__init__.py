@@ -1,47 +1,32 @@
-"""The `sglang-dflash` command: one module per verb."""
+"""The `sglang-dflash` command: one module per verb, with the functions `arguments` and `run`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shlex
 import sys
+from typing import Any
 
-from sglang_dflash.cli.command import Command, Failed
+from sglang_dflash.facts.command_line import flag_names
 from sglang_dflash.facts.errors import ConfigError
 
-# Setting that an error names -> the flag for it.
-OWN_FLAGS = {
-    "block_size": "--block-size",
-    "window": "--window",
-    "sinks": "--sinks",
-    "draft_kv_tokens": "--draft-kv-tokens",
-    "worker": "--speculative-dflash-worker",
+# Settings that errors name and the command has no flag for.
+_OTHERS = {"worker": "--speculative-dflash-worker", "server_flags": "flags after --"}
+VERBS = {
+    "env": "versions, devices, plugins and seams, and which worker serves: for a bug report",
+    "demo-models": "print the directories of an embedded pair: the target's, then the draft's",
+    "inspect": "whether a pair can be served and what it costs, before any weight is loaded",
+    "doctor": "what is wrong with a running server, and what to do",
+    "generate": "continue one prompt over Transformers, without a server",
+    "bench": "compare ways of decoding: throughput, latency, acceptance, and that outputs are the "
+    "same",
 }
 
-_CLI = "sglang_dflash.cli."
-COMMANDS = {
-    "env": Command(
-        "versions, devices, plugins and seams, and which worker serves: for a bug report",
-        _CLI + "env",
-    ),
-    "demo-models": Command(
-        "print the directories of an embedded pair: the target's, then the draft's",
-        _CLI + "demo_models",
-    ),
-    "inspect": Command(
-        "whether a pair can be served and what it costs, before any weight is loaded",
-        _CLI + "inspect",
-    ),
-    "doctor": Command("what is wrong with a running server, and what to do", _CLI + "doctor"),
-    "generate": Command(
-        "continue one prompt over Transformers, without a server", _CLI + "generate"
-    ),
-    "bench": Command(
-        "compare ways of decoding: throughput, latency, acceptance, and that outputs are the same",
-        _CLI + "bench",
-    ),
-}
+
+class Failed(Exception):
+    """A valid request that could not be carried out. The message gives the reason."""
 
 
 class _Version(argparse.Action):
@@ -55,42 +40,47 @@ class _Version(argparse.Action):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one sub-command. Returns 1, with the reason on stderr, if it cannot be done."""
+    """Run one verb. Returns 1, with the reason on stderr, if it cannot be done."""
     argv = sys.argv[1:] if argv is None else argv
-    # Flags after -- are the servers' and are not parsed here.
-    ours, theirs = (
-        (argv[: argv.index("--")], argv[argv.index("--") + 1 :])
-        if "--" in argv and argv[0] == "bench"
-        else (argv, [])
-    )
+    parser, parsers = _parsers()
     if not argv:
-        _parser(asked=None).print_help()
+        parser.print_help()
         return 0
-    args = _parser(asked=ours[0] if ours else None).parse_args(
-        ours, argparse.Namespace(server_flags=theirs, asked=shlex.join(["sglang-dflash", *argv]))
-    )
+    ours, theirs = argv, list[str]()
+    if argv[0] == "bench" and "--" in argv:
+        # The servers' flags, which are not parsed here.
+        ours, theirs = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    if argv[0] in parsers:
+        # Only the verb that is asked for is imported.
+        module(argv[0]).arguments(parsers[argv[0]])
+    command = shlex.join(["sglang-dflash", *argv])
+    args = parser.parse_args(ours, argparse.Namespace(server_flags=theirs, command=command))
     try:
-        COMMANDS[args.command].run(args)
+        module(args.verb).run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         # `head`, say, has read enough. Python would print an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ConfigError, Failed) as error:
-        text = error.in_words(OWN_FLAGS) if isinstance(error, ConfigError) else error
-        print(f"sglang-dflash: {text}", file=sys.stderr)
+    except ConfigError as error:
+        words = error.in_words({**_OTHERS, **flag_names(parsers[args.verb])})
+        print(f"sglang-dflash: {words}", file=sys.stderr)
+        return 1
+    except Failed as error:
+        print(f"sglang-dflash: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _parser(asked: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the arguments of the one that is asked for."""
+def module(verb: str) -> Any:
+    """A verb's module."""
+    return importlib.import_module(f"sglang_dflash.cli.{verb.replace('-', '_')}")
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The command's parser, and that of each verb, without its arguments."""
     parser = argparse.ArgumentParser(
         prog="sglang-dflash", description="DFlash speculative decoding for SGLang"
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    parsers = parser.add_subparsers(dest="command", required=True)
-    for name, command in COMMANDS.items():
-        of_command = parsers.add_parser(name, help=command.help)
-        if name == asked:
-            command.arguments(of_command)
-    return parser
+    parsers = parser.add_subparsers(dest="verb", required=True)
+    return parser, {verb: parsers.add_parser(verb, help=help) for verb, help in VERBS.items()}

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from sglang_dflash.cli.command import Failed
+from sglang_dflash.cli import Failed
 from sglang_dflash.doctor.findings import ENOUGH_STEPS, Finding, examine
 from sglang_dflash.doctor.reading import NotReadable, read
 

@@ -1,0 +1,321 @@
+"""The published benchmark command: one running server, or a pair over Transformers.
+
+Its flags, names of figures and summary are those of the model cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sglang_dflash.bench import datasets, load, report
+from sglang_dflash.bench.compare import WARM_UP_TOKENS
+from sglang_dflash.bench.load import OURS, VLLMS, Answer, Endpoint, Pass, RequestFailed
+from sglang_dflash.bench.progress import progress_bar
+from sglang_dflash.bench.prompt import Prompt, encoder
+from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.facts.command_line import add_flags, flag_names, given
+from sglang_dflash.facts.errors import ConfigError
+
+# Setting -> its flags here.
+SHARED = {
+    "backend": "--backend",
+    "target": "--model",
+    "dataset": "--dataset --dataset-name",
+    "dataset_file": "--dataset-file",
+    "cache_dir": "--cache-dir",
+    "num_prompts": "--num-prompts",
+    "max_new_tokens": "--max-new-tokens",
+    "temperature": "--temperature",
+    "top_p": "--top-p",
+    "top_k": "--top-k",
+    "seed": "--seed",
+    "output_file": "--output-file",
+}
+FOR_SERVERS = {
+    "url": "--base-url",
+    "concurrency": "--concurrency --max-concurrency",
+    "timeout_s": "--timeout-s",
+}
+FOR_PAIRS = {
+    "draft": "--draft-model",
+    "block_size": "--block-size",
+    "window": "--draft-sliding-window-size",
+    "max_samples": "--max-samples",
+    "dtype": "--dtype",
+    "device": "--device",
+}
+# Servers get the prompts over and over if there are fewer; a pair answers all by default.
+DEFAULTS: dict[str, Any] = {
+    "num_prompts": 1024,
+    "max_new_tokens": 2048,
+    "concurrency": "1",
+    "thinking": "off",
+}
+RULE = "=" * 50
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status. Of several ranks, only the first prints."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    parser = _parser()
+    values = given(parser.parse_args(argv), BenchSettings)
+    if not {"backend", "target"} <= set(values):
+        parser.error("--backend and --model are required")
+    try:
+        settings = settings_of(values)
+        for line in without_effect(settings, values) if is_first else ():
+            print(f"warning: {line}", file=sys.stderr)
+        if settings.backend == "transformers":
+            from sglang_dflash.bench import published_pair
+
+            published_pair.main(settings)
+        else:
+            measure_server(settings)
+    except ConfigError as error:
+        message = error.in_words(flag_names(parser))
+    except RequestFailed as error:
+        message = str(error)
+    else:
+        return 0
+    if is_first:
+        print(f"sglang_dflash.benchmark: {message}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_dflash.benchmark",
+        description="Throughput and acceptance length of a running server, or of a pair over "
+        "Transformers (torchrun shares the prompts out over ranks).",
+    )
+    add_flags(parser, BenchSettings, SHARED, DEFAULTS)
+    parser.add_argument(
+        "--enable-thinking",
+        dest="thinking",
+        action="store_const",
+        const="on",
+        default=argparse.SUPPRESS,
+        help="of the chat template, which is told not to think otherwise",
+    )
+    add_flags(
+        parser.add_argument_group("for sglang and vllm"), BenchSettings, FOR_SERVERS, DEFAULTS
+    )
+    add_flags(parser.add_argument_group("for transformers"), BenchSettings, FOR_PAIRS)
+    return parser
+
+
+def settings_of(given: Mapping[str, Any]) -> BenchSettings:
+    """Raises ConfigError: a value is out of range, or two do not go together."""
+    # Of a repeated flag the last one counts.
+    last = {k: v[-1:] if isinstance(v, tuple) else v for k, v in given.items()}
+    of_all = {"num_prompts": datasets.ALL} if given["backend"] == "transformers" else {}
+    settings = BenchSettings(**{**DEFAULTS, **of_all, **last})
+    if not settings.dataset and settings.dataset_file is None:
+        raise ConfigError("dataset", required="missing; give it or {dataset_file}")
+    if len(settings.levels) > 1:
+        raise ConfigError("concurrency", settings.concurrency, "one number is required")
+    if settings.backend == "transformers" and settings.draft is None:
+        required = "missing; the draft of {target}, a folder or a hub name, is required"
+        raise ConfigError("draft", required=required)
+    if not settings.url.startswith(("http://", "https://")):
+        raise ConfigError("url", settings.url, "http://HOST:PORT is required")
+    return settings
+
+
+def without_effect(settings: BenchSettings, given: Mapping[str, Any]) -> list[str]:
+    """A line for every flag that was given and changes nothing."""
+    unread = FOR_SERVERS if settings.backend == "transformers" else FOR_PAIRS
+    lines = [
+        f"{names.split()[0]} has no effect with --backend {settings.backend}"
+        for name, names in unread.items()
+        if name in given
+    ]
+    if settings.thinking == "on" and set(settings.dataset) & set(datasets.BUILT_IN):
+        lines.append(
+            f"--enable-thinking has no effect on {source(settings)}: its prompts are texts to "
+            "continue, without a chat template"
+        )
+    low = (settings.target or "").lower()
+    if settings.thinking == "on" and any(name in low for name in ("qwen3-4b", "qwen3-8b")):
+        lines.append(
+            "--enable-thinking: the published drafts of Qwen3-4B and Qwen3-8B were not trained on "
+            f"thinking; expect short acceptance lengths for {settings.target}"
+        )
+    return lines
+
+
+def source(settings: BenchSettings) -> str:
+    """The data set's name, or its file's."""
+    return settings.dataset[0] if settings.dataset else Path(settings.dataset_file or "").stem
+
+
+def all_prompts(settings: BenchSettings) -> list[Prompt]:
+    """All prompts of the data set, in an order that depends on the seed only.
+
+    Raises:
+        ConfigError: the data set cannot be loaded.
+    """
+    if settings.dataset_file is not None:
+        found = datasets.from_file(Path(settings.dataset_file))
+        return datasets.select(found, len(found), settings.seed)
+    name, cache = settings.dataset[0], settings.cache
+    # The two embedded pairs have the same prompts.
+    return datasets.load(name, datasets.ALL, model=None, cache=cache, seed=settings.seed)
+
+
+def write(settings: BenchSettings, result: dict[str, Any], answers: list[dict[str, Any]]) -> None:
+    """Write figures and answers to the output file, if there is to be one."""
+    if settings.output_file is not None:
+        text = json.dumps({**result, "answers": answers}, indent=1)
+        Path(settings.output_file).write_text(text + "\n")
+
+
+def shares(counts: Sequence[int]) -> list[float]:
+    """Counts divided by their sum; zeros if that is zero."""
+    total = sum(counts) or 1
+    return [count / total for count in counts]
+
+
+def percent(shares: Sequence[float]) -> str:
+    """For reading, in the published form."""
+    return str([f"{100 * share:.1f}%" for share in shares])
+
+
+def measure_server(settings: BenchSettings) -> None:
+    """Measure a running server, print, and write `output_file`.
+
+    Raises:
+        ConfigError: the data set or the tokenizer is not available.
+        RequestFailed: the server refused a request or broke off.
+    """
+    count, concurrency = settings.num_prompts, settings.levels[0]
+    known = all_prompts(settings)
+    # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
+    first = (Prompt(prompt.turns[:1], prompt.chat) for prompt in cycle(known))
+    prompts = list(islice(first, concurrency + count))
+    texts, chats = _endpoints(settings)
+    # vLLM applies its chat template itself; SGLang's own API takes token ids.
+    tokenizer = settings.target if settings.backend == "sglang" else None
+    encode = encoder(tokenizer, settings.thinking)
+
+    def asking(max_new_tokens: int) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
+        def ask(_: Endpoint, prompt: Prompt, answers: list[str]) -> Answer:
+            to = chats if prompt.chat else texts
+            return to.ask(encode(prompt, answers), max_new_tokens, False)
+
+        return ask
+
+    if not texts.flush():
+        print("warning: the server's prefix cache could not be emptied", file=sys.stderr)
+    if len(known) < len(prompts):
+        print(
+            f"warning: {source(settings)} has {len(known)} prompts, which repeat; repeated ones "
+            "hit the server's prefix cache",
+            file=sys.stderr,
+        )
+    few = min(WARM_UP_TOKENS, settings.max_new_tokens)
+    load.run(texts, prompts[:concurrency], concurrency, asking(few))
+    with progress_bar(count) as bar:
+        ask = asking(settings.max_new_tokens)
+        done = load.run(texts, prompts[concurrency:], concurrency, ask, bar.update)
+    result = server_figures(settings, done)
+    print("\n".join(server_lines(result)))
+    answers = [{"text": one.text, "tokens": one.tokens} for (one,) in done.answers]
+    write(settings, result, answers)
+
+
+def _endpoints(settings: BenchSettings) -> tuple[Endpoint, Endpoint]:
+    """Where texts to continue are sent, and where chats are.
+
+    Raises RequestFailed if the server is of another kind than the backend.
+    """
+    sampling = load.Sampling(settings.temperature)
+    if settings.temperature:
+        sampling = load.Sampling(
+            settings.temperature, settings.top_p, settings.top_k, settings.seed
+        )
+    found = load.endpoint(settings.url)
+    if settings.backend == "sglang":
+        if not isinstance(found, load.SGLang):
+            raise RequestFailed(
+                f"{settings.url}: no SGLang server, but one of the OpenAI API; give --backend vllm"
+            )
+        to = load.SGLang(found.url, sampling, settings.timeout_s)
+        return to, to
+    server = found.url, settings.target or "", sampling, settings.timeout_s
+    return load.OpenAI(*server), load.OpenAIChat(*server, thinking=settings.thinking == "on")
+
+
+def server_figures(settings: BenchSettings, done: Pass) -> dict[str, Any]:
+    """The figures of a pass, by name. Times of single tokens and answers are in ms."""
+    answers = [answer for turns in done.answers for answer in turns]
+    length = done.speculation.acceptance_length
+    own = [one.tokens / one.verify_steps for one in answers if one.verify_steps]
+    # Entry i: the verify steps that agreed with i drafted tokens, which commit i + 1.
+    agreed = list(map(sum, zip_longest(*(one.correct_drafts for one in answers), fillvalue=0)))
+    row = report.row([done])
+    return {
+        "backend": settings.backend,
+        "model": settings.target,
+        "dataset": source(settings),
+        "num_prompts": settings.num_prompts,
+        "concurrency": settings.levels[0],
+        "latency_s": done.seconds,
+        "output_tokens": done.tokens,
+        "output_tok_s": done.tokens / done.seconds,
+        "acceptance_length": length if done.definition == OURS else None,
+        VLLMS: length if done.definition == VLLMS else None,
+        "spec_accept_length": float(np.mean(own)) if own else None,
+        "verify_steps": done.speculation.steps,
+        "acceptance_length_histogram": [0.0, *shares(agreed)] if agreed else None,
+        **{key: row[key] for name in report.TIMES for key in report.percentile_keys(name)},
+    }
+
+
+def server_lines(result: dict[str, Any]) -> list[str]:
+    """The published summary, then latencies."""
+    lines = [
+        f"Backend:          {result['backend']}",
+        f"Dataset:          {result['dataset']}",
+        f"Num prompts:      {result['num_prompts']}",
+        f"Concurrency:      {result['concurrency']}",
+        f"Latency:          {result['latency_s']:.1f}s",
+        f"Output tokens:    {result['output_tokens']}",
+        f"Throughput:       {result['output_tok_s']:,.2f} tok/s",
+    ]
+    for name, title, note in (
+        ("acceptance_length", "Accept length:    ", ""),
+        (
+            VLLMS,
+            "Accept length:    ",
+            " (vLLM's counters: tokens beyond the end of an answer are counted)",
+        ),
+        (
+            "spec_accept_length",
+            "SGLang's own:     ",
+            " (spec_accept_length, the mean over answers: the prefill's token is counted)",
+        ),
+    ):
+        if result[name] is not None:
+            lines.append(f"{title}{result[name]:.3f}{note}")
+    if result["verify_steps"]:
+        lines.append(f"Spec verify ct:   {result['verify_steps']}")
+    if result["acceptance_length_histogram"] is not None:
+        lines.append(
+            "Acceptance length histogram (as committed, by SGLang's count): "
+            + percent(result["acceptance_length_histogram"])
+        )
+    for name, title in report.TIMES.items():
+        shown = report.times(result, name)
+        if shown is not None:
+            lines.append(f"{title + ' p50/p95/p99:':<28} {shown}")
+    return [RULE, *lines, RULE]

@@ -1,0 +1,286 @@
+"""The published benchmark over Transformers: plain decoding and DFlash on the same prompts, timed
+without the prefill, and shared out over the ranks of torchrun."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import distributed
+
+from sglang_dflash.bench import published
+from sglang_dflash.bench.compare import WARM_UP_TOKENS
+from sglang_dflash.bench.progress import progress_bar
+from sglang_dflash.bench.prompt import Prompt, encode_turn
+from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.transformers_loop.arguments import GenerateArgs
+from sglang_dflash.transformers_loop.generate import Loaded, load
+from sglang_dflash.transformers_loop.generation import (
+    Choose,
+    Prefill,
+    prefill,
+    sampler,
+    spec_generate,
+)
+from sglang_dflash.transformers_loop.target_cache import TargetCache
+from sglang_dflash.transformers_loop.threads import threads_for
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One turn of a prompt.
+
+    Attributes:
+        tokens: DFlash's answer, the first one by the prefill.
+        committed: tokens of the answer that each verify step gave.
+        accepted: the same with what the last step accepted beyond its end.
+        same: whether plain decoding gives the same answer; None if tokens are sampled.
+        plain_s, dflash_s: seconds per token, without the target's prefill.
+    """
+
+    prompt: int
+    turn: int
+    text: str
+    tokens: list[int]
+    committed: list[int]
+    accepted: list[int]
+    same: bool | None
+    plain_s: float
+    dflash_s: float
+
+
+def main(settings: BenchSettings) -> None:
+    """Measure, print, and write `output_file`; on rank 0 of those that torchrun has started.
+
+    Raises:
+        ConfigError: the data set or a model is not available, or the two models do not fit.
+    """
+    rank, ranks = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+    if "RANK" in os.environ:
+        # Ranks exchange objects, by gloo on any device.
+        distributed.init_process_group(backend="gloo")
+    try:
+        known = _from_first(rank, lambda: published.all_prompts(settings))
+        prompts = known[: min(settings.num_prompts, settings.max_samples or len(known))]
+        measured, block_size = _measure(settings, rank, ranks, prompts)
+        everything: list[Any] = [measured]
+        if "RANK" in os.environ:
+            everything = [None] * ranks
+            distributed.gather_object(measured, everything if rank == 0 else None, dst=0)
+    finally:
+        if "RANK" in os.environ:
+            distributed.destroy_process_group()
+    if rank:
+        return
+    found = [one for many in everything for one in many]
+    found.sort(key=lambda one: (one.prompt, one.turn))
+    result = pair_figures(settings, ranks, block_size, found)
+    print("\n".join(pair_lines(result)))
+    answers = [
+        {"prompt": one.prompt, "turn": one.turn, "tokens": one.tokens, "text": one.text}
+        for one in found
+    ]
+    published.write(settings, result, answers)
+
+
+def _from_first(rank: int, make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on all ranks. Raises its ConfigError on all of them."""
+    if "RANK" not in os.environ:
+        return make()
+    shared: list[Any] = [None]
+    if rank == 0:
+        try:
+            shared = [make()]
+        except ConfigError as error:
+            # The other ranks wait for an answer.
+            shared = [error]
+    distributed.broadcast_object_list(shared, src=0)
+    if isinstance(shared[0], ConfigError):
+        raise shared[0]
+    return shared[0]
+
+
+def _measure(
+    settings: BenchSettings, rank: int, ranks: int, prompts: list[Prompt]
+) -> tuple[list[Measured], int]:
+    """This rank's answers, and the block size."""
+    block_size = settings.block_size[0] if settings.block_size else None
+    options = Options(block_size=block_size, window=settings.window)
+    device = settings.device
+    if device is None and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    pair = load(
+        GenerateArgs(
+            target=settings.target or "",
+            draft=settings.draft or "",
+            prompt=prompts[0].turns[0],
+            options=options,
+            dtype=None if settings.dtype == "auto" else settings.dtype,
+            device=device,
+        )
+    )
+    runner = PairRunner(settings, pair, options)
+    own = range(rank, len(prompts), ranks)
+    measured: list[Measured] = []
+    shown = progress_bar(len(own)) if rank == 0 else nullcontext()
+    with threads_for(pair.target, pair.draft), shown as bar:
+        runner.turn(0, prompts[0], [], min(WARM_UP_TOKENS, settings.max_new_tokens))
+        for index in own:
+            measured += runner.converse(index, prompts[index])
+            if bar is not None:
+                bar.update()
+    return measured, options.resolve(pair.draft.config).block_size
+
+
+@torch.inference_mode()
+def plain_generate(
+    target: Any, start: Prefill, max_new_tokens: int, stops: tuple[int, ...], choose: Choose
+) -> list[int]:
+    """Decode token by token after a prefill, which is left as it was."""
+    length = len(start.target_hidden)
+    cache, next_token = TargetCache(target, start.kv), choose(start.logits)
+    tokens = next_token.tolist()
+    while len(tokens) < max_new_tokens and tokens[-1] not in stops:
+        out = target(input_ids=next_token[None], past_key_values=cache.cache, use_cache=True)
+        next_token = choose(out.logits[0])
+        tokens += next_token.tolist()
+    cache.reset(length)
+    return tokens
+
+
+class PairRunner:
+    """Answers prompts by a pair in both ways."""
+
+    def __init__(self, settings: BenchSettings, pair: Loaded, options: Options) -> None:
+        self.settings, self.pair, self.options = settings, pair, options
+
+    def converse(self, index: int, prompt: Prompt) -> list[Measured]:
+        """All turns of a prompt; a turn continues DFlash's answers to those before it."""
+        done: list[Measured] = []
+        for _ in prompt.turns:
+            answers = [one.text for one in done]
+            done.append(self.turn(index, prompt, answers, self.settings.max_new_tokens))
+        return done
+
+    def turn(self, index: int, prompt: Prompt, answers: list[str], limit: int) -> Measured:
+        """The next turn of the prompt, in both ways."""
+        pair, stops = self.pair, self.pair.stop_token_ids
+        ids = encode_turn(pair.tokenizer, prompt, answers, self.settings.thinking == "on")
+        start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.device))
+
+        def plain() -> list[int]:
+            return plain_generate(pair.target, start, limit, stops, self._choose(index))
+
+        def dflash() -> Any:
+            return spec_generate(
+                pair.draft,
+                pair.target,
+                start,
+                limit,
+                options=self.options,
+                stop_token_ids=stops,
+                choose=self._choose(index),
+            )
+
+        # The order changes from prompt to prompt, like the arms of `sglang-dflash bench`.
+        if index % 2:
+            out, dflash_s = self._timed(dflash)
+            tokens, plain_s = self._timed(plain)
+        else:
+            tokens, plain_s = self._timed(plain)
+            out, dflash_s = self._timed(dflash)
+        return Measured(
+            index,
+            len(answers),
+            pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
+            out.tokens,
+            out.committed,
+            out.accepted,
+            None if self.settings.temperature else tokens == out.tokens,
+            plain_s / len(tokens),
+            dflash_s / len(out.tokens),
+        )
+
+    def _choose(self, index: int) -> Choose:
+        """A sampler whose seed depends on the prompt, not on the rank that answers it."""
+        generator = torch.Generator(self.pair.device).manual_seed(self.settings.seed + index)
+        of = self.settings
+        return sampler(of.temperature, of.top_k or 0, of.top_p, generator=generator)
+
+    def _timed(self, run: Callable[[], T]) -> tuple[T, float]:
+        self._synchronize()
+        began = time.perf_counter()
+        result = run()
+        self._synchronize()
+        return result, time.perf_counter() - began
+
+    def _synchronize(self) -> None:
+        if self.pair.device.type == "cuda":
+            torch.cuda.synchronize(self.pair.device)
+
+
+def pair_figures(
+    settings: BenchSettings, ranks: int, block_size: int, measured: list[Measured]
+) -> dict[str, Any]:
+    """The figures of all answers, by name."""
+    plain, dflash = ([getattr(one, at) for one in measured] for at in ("plain_s", "dflash_s"))
+    speedups = [a / b for a, b in zip(plain, dflash, strict=True)]
+    kept = [count for one in measured for count in one.committed]
+    means = [float(np.mean(one.accepted)) for one in measured if one.accepted]
+    same = [one.same for one in measured if one.same is not None]
+    return {
+        "backend": settings.backend,
+        "model": settings.target,
+        "draft_model": settings.draft,
+        "dataset": published.source(settings),
+        "ranks": ranks,
+        "answer_count": len(measured),
+        "output_tokens": sum(len(one.tokens) for one in measured),
+        "baseline_tok_s": 1 / float(np.mean(plain)),
+        "dflash_tok_s": 1 / float(np.mean(dflash)),
+        "speedup": float(np.mean(plain) / np.mean(dflash)),
+        "speedup_range": [min(speedups), max(speedups)],
+        "acceptance_length": VerifySteps(len(kept), sum(kept)).acceptance_length,
+        "average_acceptance_length": float(np.mean(means)) if means else None,
+        # The share of steps that kept 0, 1, ... tokens.
+        "acceptance_length_histogram": published.shares(
+            np.bincount(kept, minlength=block_size + 1).tolist()
+        ),
+        "verify_steps": len(kept),
+        "same_answers": sum(same) if same else None,
+    }
+
+
+def pair_lines(result: dict[str, Any]) -> list[str]:
+    """The published summary."""
+    low, high = result["speedup_range"]
+    found = [
+        f"Baseline throughput: {result['baseline_tok_s']:.2f} tok/s",
+        f"DFlash throughput:  {result['dflash_tok_s']:.2f} tok/s",
+        f"Decoding speedup: {result['speedup']:.2f} (of single answers: {low:.2f} to {high:.2f})",
+    ]
+    if result["acceptance_length"] is not None:
+        found += [
+            f"Acceptance length: {result['acceptance_length']:.3f}",
+            f"Average Acceptance length: {result['average_acceptance_length']:.3f} (z-lab's: the "
+            "mean over answers of their means, with tokens beyond the end of an answer)",
+            "Acceptance length histogram: "
+            + published.percent(result["acceptance_length_histogram"]),
+        ]
+    if result["same_answers"] is not None:
+        found.append(
+            f"Outputs: {result['same_answers']} of {result['answer_count']} are plain decoding's, "
+            "token by token"
+        )
+    return found

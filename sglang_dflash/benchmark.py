@@ -1,0 +1,8 @@
+"""The published benchmark command, `python -m sglang_dflash.benchmark`: see `bench.published`."""
+
+import sys
+
+from sglang_dflash.bench.published import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Flags of a command from the fields of a dataclass: type, default and help stand once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import field, fields
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+
+def setting(default: Any, help: str, **of_argparse: Any) -> Any:
+    """A field that commands offer as a flag.
+
+    Args:
+        help: `{default}` in it stands for the default.
+        of_argparse: `metavar` or `choices`.
+    """
+    return field(default=default, metadata={"help": help, **of_argparse})
+
+
+def add_flags(
+    parser: Any,
+    of: type,
+    names: Mapping[str, str],
+    defaults: Mapping[str, object] | None = None,
+) -> None:
+    """Add a flag for each of `names`.
+
+    A flag of a tuple may be repeated; one of False has no value, one of `bool | None` has a `--no-`
+    form. What is not given does not appear in the parsed arguments: see `given`.
+
+    Args:
+        parser: of argparse, or a group of one.
+        of: a dataclass.
+        names: field -> its spellings, separated by blanks.
+        defaults: shown instead of the field's own.
+    """
+    types, known = get_type_hints(of), {one.name: one for one in fields(of)}
+    for name, spellings in names.items():
+        one = known[name]
+        shown = {name: one.default, **(defaults or {})}[name]
+        how = {**one.metadata, "help": one.metadata["help"].replace("{default}", str(shown))}
+        parser.add_argument(
+            *spellings.split(), dest=name, default=argparse.SUPPRESS, **_kind(types[name]), **how
+        )
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    """What argparse does with the values of a field."""
+    if hint is bool:
+        return {"action": "store_true"}
+    if get_origin(hint) is tuple:
+        return {"action": "append", "type": get_args(hint)[0]}
+    (plain,) = set(get_args(hint) or (hint,)) - {NoneType}
+    return {"action": argparse.BooleanOptionalAction} if plain is bool else {"type": plain}
+
+
+def given(args: argparse.Namespace, of: type) -> dict[str, Any]:
+    """The fields of `of` that were given; lists become tuples."""
+    known = {one.name for one in fields(of)}
+    values = {name: value for name, value in vars(args).items() if name in known}
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+
+
+def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """What an error calls each setting of a command: see `ConfigError.in_words`."""
+    return {one.dest: one.option_strings[0] for one in parser._actions if one.option_strings}
