@@ -18,12 +18,12 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglang_dflash.bench import progress
+from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.server_config import ServerConfig
 from sglang_dflash.bench.sigterm import sigterm_as_exit
 from sglang_dflash.facts.errors import ConfigError
@@ -179,7 +179,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
     """Run one experiment with its arguments; the exit status."""
-    from sglang_dflash.bench import measure
+    from sglang_dflash.bench.hardware import hardware
 
     args = _parser(experiment).parse_args(argv)
     options = experiment.options(**{f.name: getattr(args, f.name) for f in _fields(experiment)})
@@ -187,7 +187,7 @@ def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
         measured = experiment.workload(experiment.arms(options), options, progress)
     result = {
         "command": command(experiment, options),
-        "hardware": measure.hardware(),
+        "hardware": hardware(),
         **experiment.report(measured, options),
     }
     if not args.json:
@@ -222,29 +222,21 @@ class _Stages:
     that has been done, begins."""
 
     def __init__(self) -> None:
-        self._open = ExitStack()
-        self._shown: progress.Progress | None = None
-        self._done = self._of = 0
+        self._bar: Any = None
 
     def __enter__(self) -> _Stages:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        if self._bar is not None:
+            self._bar.close()
 
     def __call__(self, line: str, done: int, of: int) -> None:
-        if self._shown is None or of != self._of or done <= self._done:
-            self._end()
-            self._shown = self._open.enter_context(progress.shown(of))
-            self._done = 0
-        if done > self._done:
-            self._shown.advance(done - self._done)
-        self._shown.describe(line)
-        self._done, self._of = done, of
-
-    def _end(self) -> None:
-        self._open.close()
-        self._shown = None
+        if self._bar is None or of != self._bar.total or done <= self._bar.n:
+            self.__exit__()
+            self._bar = progress_bar(of)
+        self._bar.update(done - self._bar.n)
+        self._bar.set_description(line)
 
 
 def _fields(experiment: Experiment[Any, Any]) -> tuple[Field[Any], ...]:

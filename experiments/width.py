@@ -187,7 +187,7 @@ def asking(
     kind: str, tokens: int, spread: int = 0
 ) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
     """Asks for `tokens` new tokens, or for `spread` less or more: the same for the same prompt."""
-    from sglang_dflash.bench.encoding import encoder
+    from sglang_dflash.bench.prompt import encoder
 
     encode = encoder(str(demo_pair(kind).target), None)
 

@@ -15,15 +15,15 @@ import pytest
 
 from experiments import runner
 from sglang_dflash import cli
-from sglang_dflash.benchmark import arguments
+from sglang_dflash.bench import published
 from tests.commands import ROOT, Printed, commands
 
 ENGINE = "tests/engine/test_as_installed.py::"
 
 # Commands that are run by another test, or not at all: what they begin with -> where or why.
 ELSEWHERE = {
-    "torchrun ": "tests/benchmark/test_ranks.py",
     "pip install sglang-router": "what it does is tested by tests/engine/test_router.py",
+    "torchrun ": "tests/bench/test_published_pair.py",
     "python -m sglang_router": "tests/engine/test_router.py",
     "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/engine/test_env.py",
@@ -91,21 +91,21 @@ def its_commit_is_named(command: Printed) -> None:
 
 def bench_takes_the_options(command: Printed) -> None:
     parser = argparse.ArgumentParser()
-    cli.COMMANDS["bench"].arguments(parser)
+    cli.module("bench").arguments(parser)
     parser.parse_args(command.words[2:])
 
 
 def benchmark_takes_the_options(command: Printed) -> None:
     """A command without arguments is a mention."""
     if len(command.words) > 3:
-        arguments.parse(command.words[3:])
+        published.command_line().parse_args(command.words[3:])
 
 
 def runs(command: Printed) -> None:
     """The verb of our command; one whose arguments are placeholders is a mention."""
     words = command.words[1:]
     if len(words) == 1:
-        assert words[0] in cli.COMMANDS
+        assert words[0] in cli.VERBS
     elif not {"TARGET", "DRAFT"} & set(words):
         assert cli.main(words) == 0
 

@@ -66,7 +66,7 @@ RULE = "=" * 50
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status. Of several ranks, only the first prints."""
     is_first = os.environ.get("RANK", "0") == "0"
-    parser = _parser()
+    parser = command_line()
     values = given(parser.parse_args(argv), BenchSettings)
     if not {"backend", "target"} <= set(values):
         parser.error("--backend and --model are required")
@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The command's parser."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_dflash.benchmark",
         description="Throughput and acceptance length of a running server, or of a pair over "

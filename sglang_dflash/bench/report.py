@@ -237,7 +237,7 @@ def noise(result: dict[str, Any]) -> str:
         few = f"{rounds} round{'s' if rounds > 1 else ''}"
         return f"ratios: {few} show no spread; --rounds {LEAST_ROUNDS} or more do"
     return (
-        "ratios: of medians over rounds; within noise unless the medians are farther apart than "
+        "ratios: of medians over rounds; ~ is within noise: the medians are no farther apart than "
         "the two ranges together"
     )
 
@@ -254,12 +254,11 @@ def cells(result: dict[str, Any]) -> list[list[str]]:
     for one in result["rows"]:
         low, high = one["output_tok_s_min"], one["output_tok_s_max"]
         spread = f" ({low} to {high})" if result["rounds"] > 1 else ""
-        noisy = ", within noise" if one["within_noise"] else ""
         shown = {
             **one,
             **{name: times(one, name) for name in TIMES},
             "output_tok_s": f"{one['output_tok_s']}{spread}",
-            "ratio": f"{one['ratio']}x{noisy}",
+            "ratio": f"{'~' if one['within_noise'] else ''}{one['ratio']}x",
         }
         if VLLMS in one:
             shown["acceptance_length"] = f"{one[VLLMS]} (vLLM's count)"

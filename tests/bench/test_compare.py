@@ -39,7 +39,7 @@ def test_running_servers_are_compared_in_turns(
     result = read(tmp_path / "out")
     assert {"results.json", "table.md"} == {p.name for p in (tmp_path / "out").iterdir()}
     # Without a terminal, lines.
-    assert "[12/24, " in err and "] stdlib, 3 at a time: vllm, round 2 of 2" in err
+    assert "/24 [" in err and "stdlib, 3 at a time: vllm, round 2 of 2" in err
     assert [(row["concurrency"], row["arm"]) for row in result["rows"]] == [
         (1, "sg"),
         (1, "vllm"),
@@ -226,7 +226,7 @@ def test_conversations_continue_from_the_answers(
             "--rounds",
             "1",
         ]
-        assert "--target: missing" in bench(capsys, tmp_path / "out", *asked)[2]
+        assert "--target: chats need" in bench(capsys, tmp_path / "out", *asked)[2]
         code, _, _ = bench(capsys, tmp_path / "out", *asked, "--target", str(target))
     assert code == 0 and read(tmp_path / "out")["rows"][0]["answers"] == 2
     sent = AutoTokenizer.from_pretrained(target).decode(log[-1][1])
@@ -288,8 +288,7 @@ def test_the_same_server_as_two_arms_is_within_noise(
     first, second = read(tmp_path)["rows"]
     assert code == 0 and first["within_noise"] is None and second["within_noise"] is True
     assert second["output_tok_s_min"] < second["output_tok_s"] < second["output_tok_s_max"]
-    assert f"{second['ratio']}x, within noise" in out
-    assert f"{second['ratio']}x, within noise |" in (tmp_path / "table.md").read_text()
+    assert f"~{second['ratio']}x" in out
 
 
 def test_the_report_as_json_and_as_a_line_of_a_file(

@@ -12,10 +12,9 @@ import pytest
 from PIL import Image
 
 from sglang_dflash import cli
-from sglang_dflash.bench import arms
+from sglang_dflash.bench import arms, published
 from sglang_dflash.bench.demo import acceptance_between
 from sglang_dflash.bench.server import Server
-from sglang_dflash.benchmark import __main__ as benchmark
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import PAGE16_NO_OVERLAP, PAIR
 from tests.engine.session import ServerSession
@@ -94,7 +93,7 @@ def test_the_published_benchmark_measures_a_running_server(
         f"--num-prompts 4 --concurrency 1 --enable-thinking --max-new-tokens 64 --output-file {out}"
     )
     before = server.dflash()
-    assert benchmark.main(shlex.split(command)) == 0
+    assert published.main(shlex.split(command)) == 0
     answers = json.loads(out.read_text())["answers"]
     (length,) = re.findall(r"Accept length: +([\d.]+)", capsys.readouterr().out)
     # One prompt warms the server up, and is asked again.

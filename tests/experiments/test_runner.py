@@ -238,7 +238,7 @@ def test_the_list_and_the_gpu_experiment_need_neither_sglang_nor_requests() -> N
         "from experiments import runner;"
         "assert runner.main(['--list']) == 0 and 'torch' not in sys.modules;"
         "import experiments.gpu;"
-        "from sglang_dflash.bench import measure; assert measure.hardware()['torch']"
+        "from sglang_dflash.bench.hardware import hardware; assert hardware()['torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=runner.HOME.parent)
 

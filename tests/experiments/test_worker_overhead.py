@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from experiments import worker_overhead
+from experiments.measure import Run
 from experiments.worker_overhead import Options, Pass, arms, compare, draft_side
-from sglang_dflash.bench.measure import Run
 from sglang_dflash.facts.errors import ConfigError
 
 

@@ -1,20 +1,121 @@
-"""The published benchmark against fake servers, which count a verify step for three tokens."""
+"""The published benchmark: its flags, and fake servers, which count a verify step for three
+tokens."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from sglang_dflash.benchmark.__main__ import main
+from sglang_dflash.bench import published
+from sglang_dflash.bench.published import main
+from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.facts.command_line import given
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
 from tests.bench.fake_server import FakeServer
 
 TARGET = demo_pair("dense").target
+
+
+# As the model cards print them, without the module.
+SGLANG = (
+    "--backend sglang --base-url http://127.0.0.1:30000 --model Qwen/Qwen3.5-35B-A3B "
+    "--dataset gsm8k --num-prompts 128 --concurrency 1 --enable-thinking"
+)
+TRANSFORMERS = (
+    "--backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16 "
+    "--dataset gsm8k --max-samples 128"
+)
+
+
+def parse(command: str) -> tuple[BenchSettings, list[str]]:
+    """The settings, and the flags of which a warning is given."""
+    values = given(published.command_line().parse_args(shlex.split(command)), BenchSettings)
+    settings = published.settings_of(values)
+    warnings = published.without_effect(settings, values)
+    return settings, [line.split()[0] for line in warnings]
+
+
+def test_the_published_commands_parse_as_printed() -> None:
+    (of_server, without), (of_pair, _) = parse(SGLANG), parse(TRANSFORMERS)
+    assert not without and (of_server.num_prompts, of_server.levels) == (128, (1,))
+    assert (of_server.thinking, of_pair.thinking) == ("on", "off")
+    assert (of_pair.draft, of_pair.max_samples) == ("z-lab/Qwen3-8B-DFlash-b16", 128)
+    assert (of_pair.max_new_tokens, of_pair.temperature) == (2048, 0.0)
+    other = " --block-size 8 --draft-sliding-window-size 512 --max-new-tokens 64 --temperature 0.5"
+    pair, _ = parse(TRANSFORMERS + other)
+    assert (pair.block_size, pair.window, pair.temperature) == ((8,), 512, 0.5)
+    served, _ = parse(f"{SGLANG} --top-p 0.9 --top-k 1 --timeout-s 60 --concurrency 8")
+    assert (served.top_p, served.top_k, served.timeout_s, served.levels) == (0.9, 1, 60, (8,))
+    theirs, _ = parse("--backend vllm --model M --dataset-name alpaca --max-concurrency 4 --seed 3")
+    assert (theirs.dataset, theirs.levels, theirs.seed) == (("alpaca",), (4,), 3)
+
+
+@pytest.mark.parametrize("backend", ["sglang", "vllm", "transformers"])
+def test_the_published_general_form_parses(backend: str) -> None:
+    for dataset in ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench", "alpaca"):
+        settings, without = parse(
+            f"--backend {backend} --model M --dataset {dataset} --num-prompts 128 --concurrency 8 "
+            f"--enable-thinking{' --draft-model D' * (backend == 'transformers')}"
+        )
+        assert (settings.dataset, settings.num_prompts) == ((dataset,), 128)
+        assert without == ["--concurrency"] * (backend == "transformers")
+
+
+def test_a_flag_without_effect_is_named() -> None:
+    asked = "--backend vllm --model Qwen/Qwen3-4B --dataset demo --block-size 8 --enable-thinking"
+    # On plain texts, and because the draft was not trained on thinking.
+    assert parse(asked)[1] == ["--block-size", "--enable-thinking", "--enable-thinking:"]
+
+
+@pytest.mark.parametrize(
+    "wrong, field",
+    [
+        ("--dataset gsm8l", "dataset"),
+        ("", "dataset"),
+        ("--dataset demo --num-prompts 0", "num_prompts"),
+        ("--dataset demo --concurrency -1", "concurrency"),
+        ("--dataset demo --concurrency 1,8", "concurrency"),
+        ("--dataset demo --temperature nan", "temperature"),
+        ("--dataset demo --top-p 0", "top_p"),
+        ("--dataset demo --top-k 0", "top_k"),
+        ("--dataset demo --base-url x:1", "url"),
+        ("--dataset demo --backend transformers", "draft"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    wrong: str, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"--backend sglang --model M {wrong}"
+    with pytest.raises(ConfigError) as refused:
+        parse(command)
+    assert refused.value.field == field
+    assert main(shlex.split(command)) == 1
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err.startswith("sglang_dflash.benchmark: --")
+
+
+def test_the_command_needs_a_known_backend_and_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("--backend mlx --model M", "--backend vllm", "--model M"):
+        with pytest.raises(SystemExit) as exit_:
+            main(shlex.split(command))
+        assert exit_.value.code == 2 and "--backend" in capsys.readouterr().err
+
+
+def test_help_loads_without_torch() -> None:
+    code = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv[1:] = ['--help'];"
+        "runpy.run_module('sglang_dflash.benchmark', run_name='__main__')"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--draft-model" in shown.stdout
 
 
 def eight(_: Any) -> list[str]:
@@ -37,7 +138,7 @@ def test_an_sglang_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0
     # Four to warm up, then 40 of 30 that exist; all as token ids.
     assert len(log) == 44 and len({tuple(ids) for _, ids, _ in log}) == 30
-    assert "demo has 30 prompts, which repeat" in shown.err and "[40/40, " in shown.err
+    assert "demo has 30 prompts, which repeat" in shown.err
     lines = [line.split(":", 1) for line in shown.out.splitlines() if ":" in line]
     found = {name: value.split()[0] for name, value in lines}
     assert found["Backend"] == "sglang" and found["Dataset"] == "demo"
@@ -112,7 +213,7 @@ def test_what_cannot_be_measured_is_named(capsys: pytest.CaptureFixture[str]) ->
     with FakeServer("a", eight, [], sglang=True) as server:
         ask = f"--backend sglang --base-url {server.base[2:]} --dataset demo --num-prompts 1 "
         assert run(f"{ask} --model ./nonesuch") == 1
-        assert "--model: './nonesuch' has no tokenizer" in capsys.readouterr().err
+        assert "--model: './nonesuch'; it has no tokenizer" in capsys.readouterr().err
     gone = f"--backend sglang --base-url http://127.0.0.1:9 --dataset demo --model {TARGET}"
     assert run(gone) == 1
     assert "http://127.0.0.1:9: neither SGLang nor" in capsys.readouterr().err
