@@ -24,8 +24,8 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.hardware import hardware
+from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.server import Server
 from sglang_dflash.bench.server_config import demo_config
 from sglang_dflash.bench.sigterm import sigterm_as_exit
