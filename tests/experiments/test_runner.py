@@ -116,9 +116,7 @@ def test_an_experiment_from_arguments_to_result(
     assert {"date", "processor", "cores", "torch"} <= set(result["hardware"])
     assert result["answers"] == {"one": [3, 6, 9], "three": [5, 10, 15]}
     assert lines == ["table of 3 rounds", lines[-1]]
-    steps = shown.err.splitlines()
-    assert steps[0].startswith("[0/6, ") and steps[0].endswith("] round 1 of 3: one")
-    assert steps[-1].startswith("[5/6, ") and steps[-1].endswith("] round 3 of 3: three")
+    assert "round 1 of 3: one" in shown.err and "5/6 [" in shown.err
     assert out.with_suffix(".png").read_text() == str(result["answers"])
     asked = ["ask one", "ask three", "ask three", "ask one", "ask one", "ask three"]
     assert log == ["start one", "start three", *asked, "stop one", "stop three"]
@@ -167,7 +165,7 @@ def test_an_experiment_without_options_servers_or_table(
     assert runner.run(plain, []) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)
-    assert [line.split()[-1] for line in shown.err.splitlines()] == ["two", "three"]
+    assert shown.err.index("two") < shown.err.index("three")
     assert result["squares"] == {"two": 4, "three": 9}
     assert result["command"] == "python -m experiments plain"
 
