@@ -16,5 +16,6 @@ def progress_bar(total: int) -> Any:
     """
     from tqdm import tqdm
 
-    seconds = 0.1 if sys.stderr.isatty() else LINE_EVERY_S
-    return tqdm(total=total, dynamic_ncols=True, leave=False, mininterval=seconds)
+    terminal = sys.stderr.isatty()
+    seconds = 0.1 if terminal else LINE_EVERY_S
+    return tqdm(total=total, dynamic_ncols=True, leave=not terminal, mininterval=seconds)
