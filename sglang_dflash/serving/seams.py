@@ -40,7 +40,8 @@ SEAMS = (
         kind=Kind.BEFORE,
         ours=_OURS + "start.choose_worker:check_pair",
         reason="A draft that does not fit fails inside a child process, minutes later.",
-        proof=_ENGINE + "test_start_up.py::test_a_draft_that_cannot_work_is_refused",
+        proof="tests/serving/test_broken_drafts.py::"
+        "test_all_refuse_a_broken_draft_with_the_same_line",
     ),
     Seam(
         target=_SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker",

@@ -152,5 +152,11 @@ REFUSED_BY_SGLANG: dict[str, Row] = {
     "logprob start above": logprobs(("logprob_start_len", "10000"), logprob_start_len=10000),
     "beams": sampling(("eam",), beam_width=10**6),
     "seed": sampling(("1.8446744073709552e+19",), sampling_seed=2**64),
+    "negative temperature": sampling(("temperature",), temperature=-1),
+    "top_p": sampling(("top_p",), top_p=2),
+    "negative top_k": sampling(("top_k",), top_k=-5),
+    "min_p": sampling(("min_p",), min_p=3),
+    "negative max_new_tokens": sampling(("max_new_tokens",), max_new_tokens=-3),
+    "a prompt over the context": native(("length",), input_ids=[5] * 40_000),
 }
 REFUSED = {**ENDS, **ENDS_PLAIN, **FAILS, **SILENT, **REFUSED_BY_SGLANG}

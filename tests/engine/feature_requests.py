@@ -139,6 +139,29 @@ def stops(server: Server) -> Answers:
     )
 
 
+def limits(server: Server) -> Answers:
+    """Numbers of tokens around a block's, a stop string and a stop token inside a block, and a bias
+    that forces a token at every position or avoids one."""
+    text = PROMPTS["demo"][1]
+    whole = ask(server, text, max_new_tokens=40)
+    ids, written = whole["output_ids"], whole["text"]
+    # The first occurrence of a token that is not at the start.
+    token = next(t for i, t in enumerate(ids) if i > 10 and ids.index(t) == i)
+    ways: list[dict[str, Any]] = [
+        *({"max_new_tokens": n} for n in (1, 2, 7, 8, 9, 23)),
+        {"stop": [written[len(written) // 2 :][:4]]},
+        {"stop_token_ids": [token], "ignore_eos": False},
+        {"logit_bias": {"77": 100}},
+        {"logit_bias": {str(ids[0]): -100}},
+    ]
+    answers = together(lambda w=w: ask(server, text, **{"max_new_tokens": 40, **w}) for w in ways)
+    assert [len(answer["output_ids"]) for answer in answers[:6]] == [1, 2, 7, 8, 9, 23]
+    assert answers[6]["text"] == written[: written.index(ways[6]["stop"][0])]
+    assert answers[7]["output_ids"] == ids[: ids.index(token) + 1]
+    assert set(answers[8]["output_ids"]) == {77} and ids[0] not in answers[9]["output_ids"]
+    return answers
+
+
 def processors(server: Server) -> Answers:
     """Like the biases; the processor does not read the output so far."""
     nudge = {"custom_logit_processor": Nudged.to_str()}

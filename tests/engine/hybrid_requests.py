@@ -1,4 +1,4 @@
-"""The prompts and chats that servers of recurrent targets answer."""
+"""The prompts and chats that servers of recurrent targets answer. Every answer has its prompt."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ NEW_TOKENS, BLOCK_SIZE = 40, 8
 TURNS = 3
 FEW = 16
 
-# (prompt ids, answer) of every request.
-Answers = list[tuple[list[int], dict[str, Any]]]
+Answers = list[dict[str, Any]]
 
 
 def prompts() -> list[list[int]]:
@@ -31,13 +30,12 @@ def prompts() -> list[list[int]]:
     return separate + [trunk + [rng.randrange(1000) for _ in range(1 + i)] for i in range(16)]
 
 
-def _answer(server: Server, prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
-    return prompt, server.generate(
-        prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
-    )
+def _answer(server: Server, prompt: list[int]) -> dict[str, Any]:
+    answer = server.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    return {**answer, "prompt": prompt}
 
 
-def hybrid_answers(server: Server) -> tuple[Answers, Answers]:
+def hybrid_answers(server: Server) -> dict[str, Answers]:
     """To all prompts, eight at a time, the shared prefixes one after another; and to six chats of
     three turns."""
 
@@ -49,24 +47,17 @@ def hybrid_answers(server: Server) -> tuple[Answers, Answers]:
         for _ in range(TURNS):
             text = text + [rng.randrange(1000) for _ in range(30 + 7 * index)]
             done.append(one(text))
-            text = text + done[-1][1]["output_ids"]
+            text = text + done[-1]["output_ids"]
         return done
 
     every = prompts()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(one, every[:-16])) + [one(prompt) for prompt in every[-16:]]
-        return answers, [turn for turns in pool.map(chat, range(6)) for turn in turns]
+        chats = [turn for turns in pool.map(chat, range(6)) for turn in turns]
+        return {"prompts": answers, "chats": chats}
 
 
 def few_answers(server: Server) -> Answers:
     """To the first prompts, eight at a time: for a server that a test must find to be wrong."""
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(functools.partial(_answer, server), prompts()[:FEW]))
-
-
-def outputs(answers: Answers) -> list[list[int]]:
-    return [answer["output_ids"] for _, answer in answers]
-
-
-def cached(answers: Answers) -> list[int]:
-    return [answer["meta_info"]["cached_tokens"] for _, answer in answers]

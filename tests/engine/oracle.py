@@ -88,8 +88,9 @@ def extension(target_worker: Any) -> Extension:
 
     if "TOO_FEW" in os.environ:
         commit_one_too_few(Replay)
-    answers, chats = pickle.loads(Path(os.environ["ORACLE"]).read_bytes())
-    continuations = {tuple(prompt): answer["output_ids"] for prompt, answer in answers + chats}
+    known = pickle.loads(Path(os.environ["ORACLE"]).read_bytes())
+    answers = known["prompts"] + known["chats"]
+    continuations = {tuple(answer["prompt"]): answer["output_ids"] for answer in answers}
     folder = Path(os.environ["SHOWN"])
     folder.mkdir(exist_ok=True)
     observer = Observer(folder, target_worker.model_runner, get_parallel().tp_rank)

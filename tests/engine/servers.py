@@ -53,8 +53,9 @@ class ServerConfig(server_config.ServerConfig):
     def with_env(self, **env: str) -> ServerConfig:
         return replace(self, env={**self.env, **env})
 
-    def with_module(self, module: str) -> ServerConfig:
-        return replace(self, module=module)
+    def changed(self, how: str) -> ServerConfig:
+        """A launcher that changes SGLang first: a function of changed_server.py."""
+        return replace(self.with_env(CHANGED=how), module="tests.engine.changed_server")
 
 
 def recording_name(config: ServerConfig, ask: Ask) -> str:
@@ -74,7 +75,8 @@ DFLASH_FLAGS: dict[str, Any] = {
     "speculative_draft_model_path": PAIR.draft,
 }
 DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
-BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
+# On two ranks: it serves what we do not, and the platform must support that, too.
+BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin", tp_size=2)
 PAGES = DFLASH.having(
     page_size=16,
     chunked_prefill_size=256,
@@ -123,11 +125,10 @@ SIMULATED = (
     .with_env(SGLANG_SIMULATE_ACC_LEN="3.5", SGLANG_SIMULATE_ACC_TOKEN_MODE="real-draft-token")
 )
 TP2 = DFLASH.named("tp2").having(tp_size=2)
-# The second rank's logits and drafts are other ones.
+# The second rank's logits and drafts are other ones: it has to follow the first.
 TP2_DISAGREEING = TP2.named("tp2-disagreeing").having(
-    speculative_dflash_extension="tests.engine.disagreeing:extension"
+    speculative_dflash_extension="tests.engine.extensions:disagreeing"
 )
-BUILTIN_TP2 = BUILTIN.named("builtin-tp2").having(tp_size=2)
 DP2 = DFLASH.named("dp2").having(dp_size=2)
 
 # As on a GPU with FlashAttention, the host knows only bounds of the lengths. Blocks are wider than
@@ -135,7 +136,7 @@ DP2 = DFLASH.named("dp2").having(dp_size=2)
 DEVICE_LENGTHS = DFLASH.named("device-lengths").having(
     speculative_num_draft_tokens=16,
     context_length=96,
-    speculative_dflash_extension="tests.engine.device_lengths:extension",
+    speculative_dflash_extension="tests.engine.extensions:no_host_lengths",
 )
 
 # -- the drafter's steps from recordings; most batches have up to 8 requests
@@ -228,13 +229,13 @@ OVERFLOWING = DFLASH.named("overflowing").having(
 )
 
 # As many KV tokens as the server finds memory for, on a machine of fixed size.
-SIZED = PLAIN.with_module("tests.engine.sized_server").having(
+SIZED = PLAIN.changed("sized").having(
     max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16
 )
 LOSSY = SIZED.named("lossy").having(
     **DFLASH_FLAGS,
     speculative_draft_window_size=512,
-    speculative_dflash_extension="tests.engine.lossy:extension",
+    speculative_dflash_extension="tests.engine.extensions:lossy",
 )
 
 # -- sampling with seeds
@@ -267,6 +268,9 @@ FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )
+# Plain decoding under overlap, with our penalties and with SGLang's.
+FEATURES_OVERLAPPED = FEATURES.named("features-overlapped")
+SGLANGS_PENALTIES = FEATURES.named("sglangs-penalties").changed("no_penalty_rows")
 
 # -- targets with recurrent layers: random ones, dense and with experts, and one draft for both
 
@@ -300,7 +304,7 @@ def shown_states(config: ServerConfig) -> str:
 
 def _plain_hybrid(name: str, base: ServerConfig, **flags: Any) -> ServerConfig:
     config = base.named(name).having(**flags)
-    return config.with_module("tests.engine.states_server").with_env(SHOWN=shown_states(config))
+    return config.changed("states").with_env(SHOWN=shown_states(config))
 
 
 def _hybrid(name: str, base: ServerConfig, plain: ServerConfig, **flags: Any) -> ServerConfig:
@@ -324,7 +328,8 @@ HYBRID_ROLLBACK = {
     (rollback, kept): _hybrid(
         f"hybrid-{rollback}-{kept}",
         HYBRID,
-        HYBRID_PLAIN,
+        # Whose prefix cache keeps states as often.
+        HYBRID_PLAIN_NO_BUFFER if kept == "no-buffer" else HYBRID_PLAIN,
         speculative_dflash_recurrent_rollback=rollback,
         **flags,
     )

@@ -39,7 +39,6 @@ def test_as_the_offline_loop_over_transformers(answers: Any) -> None:
 def test_as_the_built_in_worker(answers: Any) -> None:
     ours = workload.halved(answers(DFLASH, workload.run))
     builtin = answers(BUILTIN, workload.run_half)
-    workload.assert_same_outputs(ours, builtin)
     for kind in ("demo", "long"):
         assert workload.acceptance_length(ours[kind]) == pytest.approx(
             workload.acceptance_length(builtin[kind]), rel=0.01

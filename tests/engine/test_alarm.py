@@ -1,5 +1,5 @@
-"""Drafts of no use on a server: they change no output, the log and /server_info and /metrics tell,
-and the doctor names the cause."""
+"""Drafts of no use on a server: the log and /server_info and /metrics tell, and the doctor names
+the cause. (They change no output: test_exactness.py.)"""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from sglang_dflash.doctor.findings import examine
 from sglang_dflash.doctor.reading import Reading, read
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
 from tests.doctor.test_findings import HEALTHY
-from tests.engine import workload
-from tests.engine.client import together
 from tests.engine.servers import (
     BUILTIN,
     CHATS_TWENTIETH,
@@ -27,17 +25,10 @@ from tests.engine.servers import (
     SIMULATED,
     ServerConfig,
 )
-from tests.engine.test_draft_kv import chatted
+from tests.engine.workload import chatted, many_steps
 
 # Of its own: other tests send the shared one what a doctor would mention.
 SOUND = DFLASH.named("sound")
-
-
-def asked(server: Server) -> list[dict[str, Any]]:
-    """More verify steps than the alarm judges at once, if no draft is accepted."""
-    texts = workload.prompts()["demo"][:8]
-    send = {"temperature": 0, "max_new_tokens": 2 * JUDGED_STEPS // len(texts), "ignore_eos": True}
-    return together(lambda text=text: server.generate(text, **send) for text in texts)
 
 
 def doctor(server: Server, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -53,12 +44,11 @@ def warnings(server: Server, words: str) -> list[str]:
     return [line for line in server.log.read_text().splitlines() if words in line]
 
 
-@pytest.mark.recorded(PLAIN, asked)
 @pytest.mark.parametrize("config", [RANDOM_DRAFT, OVERFLOWING], ids=str)
-def test_the_alarm_is_raised_and_outputs_are_plain_decodings(
+def test_the_alarm_is_raised(
     config: ServerConfig, server: Server, answers: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    workload.assert_same_outputs({"all": asked(server)}, {"all": answers(PLAIN, asked)})
+    answers(config, many_steps)
     report = server.dflash()
     assert report["acceptance_alarm"] is True and report["recent_acceptance_length"] < 1.2
     assert len(warnings(server, "the drafts are of no use")) == 1
@@ -75,7 +65,7 @@ def test_the_alarm_is_raised_and_outputs_are_plain_decodings(
 
 @pytest.mark.server(OVERFLOWING)
 def test_metrics_show_the_alarm(server: Server) -> None:
-    asked(server)
+    many_steps(server)
     shown = read(server.url, 30)
     assert shown.metric("sglang_dflash_acceptance_alarm") == 1
     counted = shown.metric("sglang_dflash_nonfinite_outputs_total")
@@ -86,7 +76,7 @@ def test_metrics_show_the_alarm(server: Server) -> None:
 def test_the_doctor_finds_nothing_wrong_with_a_sound_server(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked(server)
+    many_steps(server)
     assert doctor(server, capsys) == {}
     # The values that its tests are made of are the keys of a real server.
     assert set(HEALTHY) <= set(server.dflash())
@@ -94,7 +84,7 @@ def test_the_doctor_finds_nothing_wrong_with_a_sound_server(
 
 def info(server: Server) -> dict[str, Any]:
     """/server_info, after some requests."""
-    asked(server)
+    many_steps(server)
     return requests.get(f"{server.url}/server_info", timeout=60).json()
 
 

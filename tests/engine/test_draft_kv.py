@@ -1,10 +1,9 @@
-"""The draft KV cache on real servers: chats that hit their prefix, a cache that is too small, lost
-entries, and memory."""
+"""What the size of the draft KV cache costs on real servers: acceptance, and the target's memory.
+(Not its outputs: test_exactness.py.)"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import requests
@@ -18,40 +17,18 @@ from tests.engine.servers import (
     CHATS_RECOMPUTE,
     CHATS_TWENTIETH,
     CHATS_UNBOUNDED,
-    DFLASH,
     LOSSY,
-    PAIR,
-    PLAIN,
     SEEDED_PLAIN,
-    ServerConfig,
 )
-
-CONVERSATIONS = 14  # of which 8 run at a time
-
-
-class Chatted(NamedTuple):
-    """Answers to the chats, then to the branching prompts, and the worker's report after them."""
-
-    chats: conversations.Answers
-    branches: conversations.Answers
-    report: dict[str, Any]
-
-
-@functools.cache
-def pieces() -> list[list[int]]:
-    return conversations.texts(PAIR)
-
-
-def chatted(server: Server) -> Chatted:
-    return Chatted(
-        conversations.chats(server, pieces(), conversations=CONVERSATIONS),
-        conversations.branches(server, pieces()),
-        server.dflash(),
-    )
+from tests.engine.workload import chatted
 
 
 def branches_only(server: Server) -> conversations.Answers:
-    return conversations.branches(server, pieces())
+    return conversations.branches(server, workload.pieces())
+
+
+def report(server: Server) -> dict[str, Any]:
+    return server.dflash()
 
 
 def kv_tokens(server: Server) -> int:
@@ -59,40 +36,24 @@ def kv_tokens(server: Server) -> int:
     return requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
 
 
-@pytest.mark.recorded(PLAIN, chatted)
-@pytest.mark.parametrize("config", [CHATS_DEFAULT, CHATS_TWENTIETH], ids=str)
-def test_chats_are_plain_decodings_and_keep_their_prefix_cache(
-    config: ServerConfig, answers: Any
-) -> None:
-    ours, plain = answers(config, chatted), answers(PLAIN, chatted)
-    for got, expected in zip(ours[:2], plain[:2], strict=True):
-        assert got.outputs == expected.outputs
-        # One more is an answer's last token: the verify step has computed its KV, a plain step has
-        # not.
-        assert {a - b for a, b in zip(got.cached, expected.cached, strict=True)} <= {0, 1}
-    assert sum(ours.chats.cached) > 10_000
-
-
 @pytest.mark.server(CHATS_DEFAULT)
-@pytest.mark.recorded(CHATS_UNBOUNDED, chatted)
-def test_the_default_size_costs_no_acceptance(answers: Any) -> None:
-    default, unbounded = answers(CHATS_DEFAULT, chatted), answers(CHATS_UNBOUNDED, chatted)
-    assert unbounded.report["draft_kv_is_bounded"] is False
-    assert unbounded.report["draft_kv_entries"] > 32768
-    assert default.report["draft_kv_is_bounded"] is True
-    assert default.report["draft_kv_entries"] == 2 * 8 * (CHAT_WINDOW + 8)
-    assert unbounded.chats.outputs == default.chats.outputs
-    assert default.chats.acceptance_length > 0.98 * unbounded.chats.acceptance_length
+@pytest.mark.recorded(CHATS_UNBOUNDED, chatted, report)
+def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> None:
+    default, unbounded = (answers(c, chatted)["chats"] for c in (CHATS_DEFAULT, CHATS_UNBOUNDED))
+    shown = answers(CHATS_UNBOUNDED, report)
+    assert shown["draft_kv_is_bounded"] is False and shown["draft_kv_entries"] > 32768
+    assert server.dflash()["draft_kv_is_bounded"] is True
+    assert server.dflash()["draft_kv_entries"] == 2 * 8 * (CHAT_WINDOW + 8)
+    assert unbounded.outputs == default.outputs
+    assert default.acceptance_length > 0.98 * unbounded.acceptance_length
 
 
 @pytest.mark.server(CHATS_TWENTIETH)
-@pytest.mark.recorded(CHATS_DEFAULT, chatted)
 @pytest.mark.recorded(CHATS_UNBOUNDED, chatted)
-def test_too_small_a_cache_costs_acceptance_only(answers: Any) -> None:
-    small, default = answers(CHATS_TWENTIETH, chatted), answers(CHATS_DEFAULT, chatted)
-    unbounded = answers(CHATS_UNBOUNDED, chatted)
-    assert small.report["draft_kv_entries"] * 20 <= default.report["draft_kv_entries"]
-    assert small.chats.acceptance_length < 0.99 * unbounded.chats.acceptance_length
+def test_too_small_a_cache_costs_acceptance_only(answers: Any, server: Server) -> None:
+    small, unbounded = (answers(c, chatted)["chats"] for c in (CHATS_TWENTIETH, CHATS_UNBOUNDED))
+    assert server.dflash()["draft_kv_entries"] * 20 <= 2 * 8 * (CHAT_WINDOW + 8)
+    assert small.acceptance_length < 0.99 * unbounded.acceptance_length
 
 
 @pytest.mark.server(CHATS_RECOMPUTE)
@@ -101,24 +62,11 @@ def test_too_small_a_cache_costs_acceptance_only(answers: Any) -> None:
 def test_a_lost_tail_is_recomputed_on_request(answers: Any) -> None:
     """The branching prompts share tokens whose draft K/V was never computed. With them recomputed,
     the drafts are those of the unbounded cache."""
-    default, unbounded = answers(CHATS_DEFAULT, chatted), answers(CHATS_UNBOUNDED, chatted)
+    default, unbounded = (answers(c, chatted)["branches"] for c in (CHATS_DEFAULT, CHATS_UNBOUNDED))
     recomputed = answers(CHATS_RECOMPUTE, branches_only)
-    assert recomputed.outputs == unbounded.branches.outputs
-    assert recomputed.cached == unbounded.branches.cached
-    assert recomputed.steps == unbounded.branches.steps != default.branches.steps
-
-
-@pytest.mark.server(LOSSY)
-@pytest.mark.recorded(PLAIN, workload.run)
-@pytest.mark.recorded(DFLASH, workload.run)
-def test_losing_half_of_the_cache_every_step_changes_no_output(
-    server: Server, answers: Any
-) -> None:
-    got = answers(LOSSY, workload.run_half)
-    workload.assert_same_outputs(got, workload.halved(answers(PLAIN, workload.run)))
-    assert server.dflash()["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
-    intact = workload.halved(answers(DFLASH, workload.run))
-    assert workload.acceptance_length(got["demo"]) < workload.acceptance_length(intact["demo"])
+    assert recomputed.outputs == unbounded.outputs
+    assert recomputed.cached == unbounded.cached
+    assert recomputed.steps == unbounded.steps != default.steps
 
 
 @pytest.mark.server(LOSSY)

@@ -24,10 +24,10 @@ def test_this_installation_serves_with_our_worker(servers: ServerSession, tmp_pa
     rows = report["seams"]
     by_table = {
         table: {row["state"] for row in rows if row["table"] == table}
-        for table in ("serving", "replay", "platform_cpu")
+        for table in ("serving", "replay", "repairs", "platform_cpu")
     }
     # All that they change was imported before the fork.
-    assert by_table["serving"] == {"applied"}
+    assert by_table["serving"] == by_table["repairs"] == {"applied"}
     assert by_table["replay"] == {"not applied"}
     if not torch.accelerator.is_available():
         assert report["platform"] == "PlainCpuPlatform"

@@ -1,13 +1,7 @@
-"""What a request can ask for, with and without speculation: equal answers, in float32, from servers
-that have everything switched on at once.
+"""What the answers to request features must be, beyond plain decoding's (test_exactness.py compares
+them): a grammar is followed, a session continues from what is cached, an abort ends a request.
 
-The plain server runs without overlap scheduling: with it, custom processors see output tokens
-a step late.
-
-The requests are in feature_requests.py. Tested elsewhere, each on a server of its own: stop strings
-and stop tokens inside a block, a bias of +-100, `n` choices and clients that hang up
-(test_requests.py), seeds, temperatures and `n` samples (test_sampling.py), penalties by
-themselves and in a mixed batch (test_penalties.py).
+The requests are in feature_requests.py.
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ from tests.engine.servers import (
     FEATURES_DFLASH,
     FEATURES_DFLASH_NO_OVERLAP,
     FEATURES_PLAIN,
-    FEATURES_WIDTHS,
     ServerConfig,
 )
 from tests.engine.workload import assert_same_outputs
@@ -44,86 +37,6 @@ def compared(*asks: Callable[[Server], Answers]) -> pytest.MarkDecorator:
 
 def drafts_accepted(answers: Answers) -> list[bool]:
     return [a["meta_info"].get("spec_num_correct_drafts", 0) > 2 for a in answers]
-
-
-# Features whose answers are compared token by token. Where the two kinds of scheduling differ, both
-# are asked.
-SAME = {
-    FEATURES_DFLASH: (
-        features.grammars,
-        features.sessions,
-        features.mixed_chunks,
-        features.penalties,
-        features.choices,
-        features.logprobs,
-        features.biases,
-        features.earliest_stops,
-        features.stops,
-        features.processors,
-        features.priorities,
-        features.adapters,
-    ),
-    FEATURES_DFLASH_NO_OVERLAP: (
-        features.grammars,
-        features.sessions,
-        features.mixed_chunks,
-        features.penalties,
-    ),
-    # Every step has another width.
-    FEATURES_WIDTHS: (
-        features.grammars,
-        features.sessions,
-        features.mixed_chunks,
-        features.penalties,
-        features.logprobs,
-        features.stops,
-        features.processors,
-    ),
-}
-
-LONG = {
-    (FEATURES_DFLASH_NO_OVERLAP, features.grammars),
-    (FEATURES_DFLASH_NO_OVERLAP, features.penalties),
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "feature"),
-    [
-        pytest.param(
-            config,
-            feature,
-            marks=[
-                compared(feature),
-                *([pytest.mark.long] if (config, feature) in LONG else []),
-            ],
-            id=f"{config}-{feature.__name__}",
-        )
-        for config, asked in SAME.items()
-        for feature in asked
-    ],
-)
-def test_answers_are_plain_decodings(
-    config: ServerConfig, feature: Callable[[Server], Answers], answers: Any
-) -> None:
-    ours, plain = answers(config, feature), answers(FEATURES_PLAIN, feature)
-    assert_same_outputs({"all": ours}, {"all": plain})
-    # A drafter that is never right would pass the comparison, too. Narrow steps verify few drafts.
-    assert any(drafts_accepted(ours)) or config is FEATURES_WIDTHS
-
-
-@pytest.mark.server(FEATURES_WIDTHS)
-def test_features_were_compared_at_every_width(answers: Any, server: Server) -> None:
-    drafted = drafts_accepted(answers(FEATURES_WIDTHS, features.logprobs))
-    assert any(drafted) and all(server.dflash()["width_steps"].values())
-
-
-@overlapped
-def test_the_worker_is_ours(answers: Any, server: Server) -> None:
-    answers(FEATURES_DFLASH, features.choices)
-    report = server.dflash()
-    assert report["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
-    assert report["acceptance_length"] > 1.3
 
 
 @either
@@ -198,7 +111,7 @@ def test_a_processor_sees_the_whole_output_before(answers: Any) -> None:
         answers(config, features.processors_of_history)
         for config in (FEATURES_DFLASH_NO_OVERLAP, FEATURES_PLAIN)
     )
-    assert_same_outputs({"all": ours}, {"all": plain})
+    assert_same_outputs(ours, plain)
     assert all(len(set(a["output_ids"])) == len(a["output_ids"]) for a in ours)
 
 

@@ -27,7 +27,7 @@ from tests.engine.servers import (
     Ask,
     ServerConfig,
 )
-from tests.engine.test_scheduler_killed import scheduler_of
+from tests.engine.test_faults import scheduler_of
 from tests.reliability.corpus import Expected, Plan, expected
 from tests.reliability.traffic import Found, Traffic
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from tests.broken_drafts import BrokenDraft, fields
 from tests.engine.servers import PAIR
 from tests.engine.session import ServerSession
 
@@ -43,79 +41,6 @@ def resolve() -> Callable[..., Any]:
     return of
 
 
-def edited(
-    tmp_path: Path,
-    config: dict[str, Any] | None = None,
-    tensors: Callable[[dict], Any] | None = None,
-) -> str:
-    """A copy of the demo draft with its config or its tensors changed."""
-    folder = tmp_path / "draft"
-    shutil.copytree(PAIR.draft, folder)
-    if config is not None:
-        raw = json.loads((folder / "config.json").read_text())
-        own = {**raw["dflash_config"], **config.pop("dflash_config", {})}
-        (folder / "config.json").write_text(json.dumps({**raw, **config, "dflash_config": own}))
-    if tensors is not None:
-        loaded = load_file(folder / "model.safetensors")
-        tensors(loaded)
-        save_file(loaded, folder / "model.safetensors")
-    return str(folder)
-
-
-BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "hidden size": (
-        {"config": {"hidden_size": 256}},
-        r"hidden_size: the draft's is 256, the target's 192",
-    ),
-    "vocabulary": (
-        {"config": {"vocab_size": 2048}},
-        r"vocab_size: the draft's is 2048, the target's 1024",
-    ),
-    "target layers": (
-        {"config": {"num_target_layers": 12}},
-        r"num_target_layers: the draft was trained on 12 target layers, this target has 6",
-    ),
-    "layer ids": (
-        {"config": {"dflash_config": {"target_layer_ids": [1, 3, 6]}}},
-        r"target_layer_ids: \[6\] outside the target's layers 0 to 5",
-    ),
-    "mask token": (
-        {"config": {"dflash_config": {"mask_token_id": 5000}}},
-        r"mask_token_id: 5000 is outside the vocabulary of 1024",
-    ),
-    "missing tensor": (
-        {"tensors": lambda t: t.pop("layers.0.mlp.up_proj.weight")},
-        r"'layers\.0\.mlp\.up_proj\.weight' is missing",
-    ),
-    "left-over tensor": (
-        {"tensors": lambda t: t.update(extra=torch.zeros(1))},
-        r"the first is 'extra'",
-    ),
-    "wrong shape": (
-        {"tensors": lambda t: t.update({"norm.weight": torch.ones(7)})},
-        r"norm\.weight \[7\]; the config asks for \[192\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", BAD_DRAFTS)
-def test_a_draft_that_cannot_work_is_refused(what: str, resolve: Any, tmp_path: Path) -> None:
-    change, message = BAD_DRAFTS[what]
-    with pytest.raises(ConfigError, match=message):
-        resolve(*TARGET, edited(tmp_path, **json_safe(change)))
-
-
-def json_safe(change: dict[str, Any]) -> dict[str, Any]:
-    return {k: {**v} if isinstance(v, dict) else v for k, v in change.items()}
-
-
-def test_a_truncated_draft_is_refused(resolve: Any, tmp_path: Path) -> None:
-    file = Path(edited(tmp_path)) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match=r"truncated or damaged"):
-        resolve(*TARGET, str(file.parent))
-
-
 def test_a_missing_draft_is_refused(resolve: Any) -> None:
     with pytest.raises(
         ConfigError,
@@ -130,36 +55,11 @@ def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
 
 
 BAD_FLAGS = {
-    r"--speculative-num-draft-tokens: 1; a number of tokens from 2": [
-        "--speculative-num-draft-tokens",
-        "1",
-    ],
-    r"--speculative-dflash-draft-window-size: 7; smaller than the block size": [
-        "--speculative-dflash-draft-window-size",
-        "7",
-    ],
-    r"--speculative-draft-sink-size: -2; a number of tokens": [
-        "--speculative-draft-window-size",
-        "64",
-        "--speculative-draft-sink-size",
-        "-2",
-    ],
-    r"--speculative-dflash-draft-kv-tokens: 0; a number": [
-        "--speculative-draft-window-size",
-        "64",
-        "--speculative-dflash-draft-kv-tokens",
-        "0",
-    ],
     r"--attention-backend: 'fa3' cannot run on a plain CPU; 'torch_native' can": [
-        "--attention-backend",
-        "fa3",
-        "--device",
-        "cpu",
+        *("--attention-backend", "fa3", "--device", "cpu")
     ],
     r"--lora-backend: 'triton' cannot run on a plain CPU; 'torch_native' can": [
-        "--enable-lora",
-        "--lora-backend",
-        "triton",
+        *("--enable-lora", "--lora-backend", "triton")
     ],
 }
 
@@ -214,44 +114,23 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
     assert flags.builtin_requested(given) and flags.options(given, settings).draft_kv_tokens == 999
 
 
-def test_the_published_mamba_spelling_is_understood() -> None:
-    from sglang.srt.server_args import prepare_server_args
-
-    assert (
-        prepare_server_args(
-            [*TARGET, "d", "--mamba-scheduler-strategy", "extra_buffer"]
-        ).mamba_radix_cache_strategy
-        == "extra_buffer"
-    )
-
-
-def test_engine_keyword_arguments_are_understood() -> None:
-    from sglang_dflash.serving.start import flags
-
-    given = flags.server_args_from_kwargs(
-        model_path="m",
-        speculative_dflash_draft_window_size=64,
-        speculative_dflash_worker="builtin",
-    )
-    assert given.speculative_draft_window_size == 64 and flags.builtin_requested(given)
-    with pytest.raises(ConfigError, match=r"speculative_dflash_worker: 'mine'; choose one of"):
-        flags.server_args_from_kwargs(model_path="m", speculative_dflash_worker="mine")
-
-
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     resolve: Any, tmp_path: Path, capfd: Any
 ) -> None:
+    other_head = fields({"projector_type": "domino"})
+    draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
+    assert "projector_type: 'domino'" in builtin_warning(resolve(*TARGET, str(draft)), capfd)
+
+
+def builtin_warning(server_args: Any, capfd: Any) -> str:
+    """The one line that says why SGLang's own worker serves."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    draft = edited(tmp_path, {"dflash_config": {"projector_type": "domino"}})
-    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(*TARGET, draft))
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(server_args)
     assert worker.__name__ == "DFlashWorkerV2"
-    warned = [
-        line
-        for line in capfd.readouterr().err.splitlines()
-        if "built-in worker serves instead" in line
-    ]
-    assert len(warned) == 1 and "projector_type: 'domino'" in warned[0]
+    lines = capfd.readouterr().err.splitlines()
+    (warned,) = [line for line in lines if "built-in worker serves instead" in line]
+    return warned
 
 
 REFUSED_BY_SGLANG = {
@@ -272,9 +151,7 @@ def test_scale_out_that_sglang_itself_refuses(message: str, resolve: Any) -> Non
         resolve(*TARGET, str(PAIR.draft), *REFUSED_BY_SGLANG[message])
 
 
-def test_ranks_among_which_the_draft_does_not_divide_are_refused(
-    resolve: Any, tmp_path: Path
-) -> None:
+def test_ranks_among_which_the_draft_does_not_divide_are_refused(resolve: Any) -> None:
     with pytest.raises(
         ConfigError, match=r"--tp-size: 3 does not divide the draft's num_attention_heads \(4\)"
     ):
@@ -316,18 +193,8 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
 def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
     resolve: Any, capfd: Any
 ) -> None:
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    worker = SpeculativeAlgorithm.DFLASH.create_worker(
-        resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill")
-    )
-    assert worker.__name__ == "DFlashWorkerV2"
-    warned = [
-        line
-        for line in capfd.readouterr().err.splitlines()
-        if "built-in worker serves instead" in line
-    ]
-    assert len(warned) == 1 and "because of --disaggregation-mode" in warned[0]
+    given = resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill")
+    assert "because of --disaggregation-mode" in builtin_warning(given, capfd)
 
 
 def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Verify widths that change from step to step: outputs are plain decoding's."""
+"""Adaptive verify widths on a server. (Widths drawn at random: test_exactness.py.)"""
 
 from __future__ import annotations
 
@@ -10,74 +10,7 @@ import requests
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
-from tests.engine.hybrid_requests import hybrid_answers, outputs
-from tests.engine.servers import (
-    ADAPTIVE,
-    HYBRID_PAIR_PLAIN,
-    HYBRID_PAIR_WIDTHS,
-    HYBRID_PLAIN,
-    HYBRID_WIDTHS,
-    PLAIN,
-    RANDOM_WIDTHS,
-    RANDOM_WIDTHS_TP2,
-    RANDOM_WIDTHS_WINDOW,
-    ServerConfig,
-)
-from tests.engine.session import ServerSession
-from tests.engine.test_graphs import run_pair
-from tests.engine.test_hybrid import assert_hits, assert_same_states
-
-
-@pytest.mark.recorded(PLAIN, workload.run)
-@pytest.mark.parametrize(
-    "config",
-    [
-        RANDOM_WIDTHS,
-        RANDOM_WIDTHS_WINDOW,
-        pytest.param(RANDOM_WIDTHS_TP2, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_outputs_do_not_depend_on_widths(
-    config: ServerConfig, answers: Any, server: Server
-) -> None:
-    plain, got = answers(PLAIN, workload.run), answers(config, workload.run_half)
-    workload.assert_same_outputs(got, workload.halved(plain))
-    report = server.dflash()
-    assert all(steps > 20 for steps in report["width_steps"].values())
-    # A drafter that is never right would pass the comparison, too. (0.32 to 0.43 in eight runs. The
-    # acceptance length of an answer would depend on how many of its steps were drawn as plain.)
-    assert report["acceptance_by_position"][0] > 0.15
-    assert report["nonfinite_outputs"] == 0
-
-
-@pytest.mark.server(HYBRID_PAIR_WIDTHS)
-@pytest.mark.recorded(HYBRID_PAIR_PLAIN, run_pair)
-def test_recurrent_states_follow_every_width(answers: Any, server: Server) -> None:
-    assert answers(HYBRID_PAIR_WIDTHS, run_pair) == answers(HYBRID_PAIR_PLAIN, run_pair)
-    report = server.dflash()
-    assert report["recurrent_rollback"] == "replay" and report["acceptance_by_position"][0] > 0.5
-    assert all(steps > 10 for steps in report["width_steps"].values())
-
-
-@pytest.mark.recorded(HYBRID_PLAIN, hybrid_answers)
-@pytest.mark.parametrize(
-    ("config", "kept"),
-    [
-        pytest.param(HYBRID_WIDTHS["extra-buffer"], "extra-buffer", id="extra-buffer"),
-        pytest.param(HYBRID_WIDTHS["lazy"], "lazy", id="lazy", marks=pytest.mark.long),
-    ],
-)
-def test_states_that_the_prefix_cache_keeps_follow_every_width(
-    config: ServerConfig, kept: str, answers: Any, server: Server, servers: ServerSession
-) -> None:
-    """A step of plain decoding passes checkpoints, too."""
-    ours, plain = answers(config, hybrid_answers), answers(HYBRID_PLAIN, hybrid_answers)
-    for got, expected in zip(ours, plain, strict=True):
-        assert outputs(got) == outputs(expected)
-    assert_hits(kept, ours, plain)
-    assert all(steps > 20 for steps in server.dflash()["width_steps"].values())
-    assert_same_states(servers, config)
+from tests.engine.servers import ADAPTIVE, PLAIN
 
 
 @pytest.mark.server(ADAPTIVE)

@@ -1,18 +1,32 @@
-"""The prompts to which all server configurations must give the same answers."""
+"""Requests to which all server configurations must give the same answers: each function sends some
+of them and returns the answers, as a list or by kind."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shlex
 import textwrap
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from sglang_dflash.bench.server import Server
-from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
-from sglang_dflash.facts.embedded import demo_pair
+import requests
 
+from experiments import conversations
+from sglang_dflash.bench.server import Server
+from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps, of_answer
+from sglang_dflash.facts.embedded import demo_pair
+from tests.engine.client import GREEDY, ask, together
+
+Answers = list[dict[str, Any]]
+ByKind = dict[str, Answers]
 NEW_TOKENS = 40
+GENERATE = {**GREEDY, "max_new_tokens": NEW_TOKENS}
+# Tokens that DEVICE_LENGTHS takes of a prompt and its answer.
+CONTEXT = 96
+CONVERSATIONS = 14  # of which 8 run at a time
 # Requests whose logits depend on every token before, and one that does not.
 PENALTIES = [
     {"frequency_penalty": 0.9},
@@ -42,59 +56,204 @@ def prompts() -> dict[str, list[str]]:
     }
 
 
-def run(server: Server) -> dict[str, list[dict[str, Any]]]:
-    """All answers: ragged batches of 8, but the shared prefixes one after another."""
+def _at_once(server: Server, texts: Iterable[Any], clients: int = 8, **sampling: Any) -> Answers:
+    with ThreadPoolExecutor(clients) as pool:
+        return list(pool.map(lambda text: server.generate(text, **GENERATE | sampling), texts))
+
+
+def _answers(server: Server, asked: dict[str, list[str]]) -> ByKind:
+    """Ragged batches of 8, but the shared prefixes one after another."""
+    return {
+        name: _at_once(server, texts, 1 if name == "shared prefix" else 8)
+        for name, texts in asked.items()
+    }
+
+
+def run(server: Server) -> ByKind:
+    """All prompts."""
     return _answers(server, prompts())
 
 
-def _answers(server: Server, asked: dict[str, list[str]]) -> dict[str, list[dict[str, Any]]]:
-    answers = {}
-    for name, texts in asked.items():
-        with ThreadPoolExecutor(1 if name == "shared prefix" else 8) as pool:
-            answers[name] = list(
-                pool.map(
-                    lambda t: server.generate(
-                        t, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
-                    ),
-                    texts,
-                )
-            )
-    return answers
-
-
-def halved(answers: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """Of `run`'s answers those that `run_half` gives."""
-    return {name: every[::2] for name, every in answers.items()}
-
-
-def run_half(server: Server) -> dict[str, list[dict[str, Any]]]:
+def run_half(server: Server) -> ByKind:
     """As `run`, every second prompt: for servers that differ from one that answers them all in one
     thing."""
     return _answers(server, {name: texts[::2] for name, texts in prompts().items()})
 
 
-def run_some(server: Server, each: int) -> dict[str, list[dict[str, Any]]]:
+def halved(answers: ByKind) -> ByKind:
+    """Of `run`'s answers those that `run_half` gives."""
+    return {name: every[::2] for name, every in answers.items()}
+
+
+def run_some(server: Server, each: int) -> ByKind:
     """As `run`, the first prompts of each kind."""
     return _answers(server, {name: texts[:each] for name, texts in prompts().items()})
 
 
-def run_penalised(server: Server) -> list[dict[str, Any]]:
-    send = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+def short_and_demo(server: Server) -> ByKind:
+    """As `run`, for servers of several processes."""
+    return _answers(server, {name: prompts()[name] for name in ("short", "demo")})
+
+
+def hang_ups(server: Server) -> Answers:
+    """Every second client hangs up while the others decode, and batches change their size."""
+
+    def one(at: int, text: str) -> dict[str, Any] | None:
+        if at % 2 == 0:
+            return server.generate(text, **GENERATE)
+        body = {"text": text, "sampling_params": {**GENERATE, "max_new_tokens": 4000}}
+        with requests.post(
+            f"{server.url}/generate", json={**body, "stream": True}, stream=True
+        ) as response:
+            next(response.iter_lines())
+        return None
+
+    texts = prompts()["demo"][:8]
+    return together(lambda i=i, t=t: one(i, t) for i, t in enumerate(texts))[::2]
+
+
+def run_penalised(server: Server) -> Answers:
     texts = prompts()["demo"][:10]
+    ways = [PENALTIES[i % len(PENALTIES)] for i in range(len(texts))]
     return [
-        server.generate(text, **{**send, **PENALTIES[i % len(PENALTIES)]})
-        for i, text in enumerate(texts)
+        server.generate(text, **{**GENERATE, **way}) for text, way in zip(texts, ways, strict=True)
     ]
 
 
-def assert_same_outputs(
-    got: dict[str, list[dict[str, Any]]], expected: dict[str, list[dict[str, Any]]]
-) -> None:
+def up_to_the_limit(server: Server) -> Answers:
+    """Five prompts of different lengths at a time, each continued to the end of the context."""
+
+    def one(text: str) -> dict[str, Any]:
+        first = server.generate(text, **{**GENERATE, "max_new_tokens": 1})
+        # SGLang takes no more than context length - 2 tokens of prompt and answer.
+        left = CONTEXT - 2 - first["meta_info"]["prompt_tokens"]
+        return server.generate(text, **{**GENERATE, "max_new_tokens": left})
+
+    with ThreadPoolExecutor(5) as pool:
+        return list(pool.map(one, prompts()["short"][:15]))
+
+
+def many_steps(server: Server) -> Answers:
+    """More verify steps than the alarm judges at once, if no draft is accepted."""
+    return _at_once(server, prompts()["demo"][:8], max_new_tokens=2 * JUDGED_STEPS // 8)
+
+
+@functools.cache
+def pieces() -> list[list[int]]:
+    return conversations.texts(demo_pair("dense"))
+
+
+def chatted(server: Server) -> dict[str, conversations.Answers]:
+    """Chats whose turns find their history cached, then prompts that branch from one trunk."""
+    return {
+        "chats": conversations.chats(server, pieces(), conversations=CONVERSATIONS),
+        "branches": conversations.branches(server, pieces()),
+    }
+
+
+def run_pair(server: Server) -> Answers:
+    """The hybrid pair's texts: 150 tokens cross two boundaries of kept recurrent states."""
+    return _at_once(server, demo_pair("hybrid").prompts[:10], clients=5, max_new_tokens=150)
+
+
+# Without min-p: SGLang's own sampler asserts that a seeded request has none.
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.8},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    {"temperature": 0},
+]
+
+
+def _seeded(
+    server: Server, texts: list[str], ways: list[dict[str, Any]], tokens: int, first_seed: int
+) -> Answers:
+    def one(job: tuple[int, str]) -> dict[str, Any]:
+        at, text = job
+        how = {**ways[at % len(ways)], "sampling_seed": first_seed + at}
+        return server.generate(text, **{**GENERATE, "max_new_tokens": tokens, **how})
+
+    with ThreadPoolExecutor(6) as pool:
+        return list(pool.map(one, enumerate(texts)))
+
+
+def seeded(server: Server) -> Answers:
+    texts = prompts()["demo"][:12] + prompts()["short"][8:14]
+    return _seeded(server, texts, SAMPLING, NEW_TOKENS, 1000)
+
+
+def seeded_code(server: Server) -> Answers:
+    """At temperature 1, text that neither model of the `code` pair has seen."""
+    return _seeded(server, demo_pair("code").prompts[:24], [{"temperature": 1.0}], 64, 0)
+
+
+# A repetition penalty with others, too: the order in which they are applied is fixed.
+WAYS: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.9},
+    # Rewards repetition: a count that comes late changes the next token.
+    {"frequency_penalty": -2.0},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.4},
+    {"min_new_tokens": 25, "ignore_eos": False},
+    {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+]
+# Seconds between requests: prefills come in between the decode steps of others.
+GAP = 0.06
+
+
+def _sixteen() -> list[Callable[[Server], dict[str, Any]]]:
+    """With a penalty and without, in turn. Some prompts take several prefill chunks.
+
+    Of texts that the target did not memorize: there a penalty changes the answer.
+    """
+    texts = [*prompts()["short"][4:16], *prompts()["long"][:4]]
+    ways = [WAYS[i // 2 % len(WAYS)] if i % 2 == 0 else {} for i in range(len(texts))]
+    return [
+        lambda server, text=text, way=way: ask(server, text, max_new_tokens=40, **way)
+        for text, way in zip(texts, ways, strict=True)
+    ]
+
+
+def alone(server: Server) -> Answers:
+    """One request after another."""
+    return [request(server) for request in _sixteen()]
+
+
+def joining(server: Server) -> Answers:
+    """The requests of `alone`: each joins the batch of those before it."""
+
+    def later(i: int, request: Callable[[Server], dict[str, Any]]) -> dict[str, Any]:
+        time.sleep(i * GAP)
+        return request(server)
+
+    return together(lambda i=i, r=r: later(i, r) for i, r in enumerate(_sixteen()))
+
+
+def penalised_together(server: Server) -> Answers:
+    """Eight at once, so that a tight pool retracts some."""
+    return together(lambda job=job: job(server) for job in _sixteen()[::2])
+
+
+def outputs(answers: Any) -> dict[str, list[list[int]]]:
+    """Output ids by kind."""
+    if isinstance(answers, list):
+        answers = {"all": answers}
+    return {
+        kind: every.outputs
+        if isinstance(every, conversations.Answers)
+        else [answer["output_ids"] for answer in every]
+        for kind, every in answers.items()
+    }
+
+
+def assert_same_outputs(got: Any, expected: Any) -> None:
     """Compare token ids; report the first differing position of every differing prompt."""
+    got, expected = outputs(got), outputs(expected)
+    assert got.keys() == expected.keys()
     differing = []
     for name in expected:
-        for i, (a, b) in enumerate(zip(got[name], expected[name], strict=True)):
-            x, y = a["output_ids"], b["output_ids"]
+        for i, (x, y) in enumerate(zip(got[name], expected[name], strict=True)):
             if x != y:
                 at = next(
                     (j for j, (p, q) in enumerate(zip(x, y, strict=False)) if p != q),

@@ -56,7 +56,7 @@ class Found:
         wrong: answers that are not what they should be.
         failed: requests without an answer.
         rss: bytes of the scheduler process whenever the server was idle.
-        in_use: of the scheduler at the same times, see `heap.in_use`.
+        in_use: of the scheduler at the same times, see `watched.memory_in_use`.
         retractions: of the requests that were answered.
     """
 

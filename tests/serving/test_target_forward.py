@@ -1,5 +1,5 @@
 """The target at several widths: SGLang's runner has the width's backend and graphs while a step of
-that width runs. (With SGLang's own runner: tests/engine/test_width.py.)"""
+that width runs. (With SGLang's own runner: tests/engine/test_exactness.py.)"""
 
 from __future__ import annotations
 

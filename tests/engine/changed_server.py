@@ -1,0 +1,56 @@
+"""`sglang.launch_server` with something of SGLang changed first: CHANGED names a function below.
+
+A module for the nursery to run (see nursery.py): the scheduler process inherits what it changes.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.engine.shown_states import show_states
+
+GIB = 1 << 30
+
+
+def sized() -> None:
+    """A machine that seems to have 16 GiB, all of it free."""
+    from sglang.srt.utils import common
+
+    common.get_free_cpu_memory = lambda: 16 * GIB - psutil.Process().memory_info().rss
+
+
+def no_penalty_rows() -> None:
+    """Without the seams of repairs/penalties.py."""
+    from sglang_dflash.repairs import plugin, seams
+
+    kept = tuple(row for row in seams.SEAMS if ".penalties:" not in str(row.ours))
+    assert len(kept) == len(seams.SEAMS) - 3
+    seams.SEAMS = plugin.SEAMS = kept
+
+
+def states() -> None:
+    """Plain decoding with its recurrent states written to the folder SHOWN after every step."""
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.runtime_context import get_parallel
+
+    folder = Path(os.environ["SHOWN"])
+    folder.mkdir(exist_ok=True)
+    plain_step = TpModelWorker.forward_batch_generation
+
+    def forward_batch_generation(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain_step(self, batch, *args, **kwargs)
+        if batch is not None and batch.forward_mode.is_decode() and get_parallel().tp_rank == 0:
+            show_states(folder, batch, batch.seq_lens, self.model_runner)
+        return result
+
+    TpModelWorker.forward_batch_generation = forward_batch_generation
+
+
+if __name__ == "__main__":
+    {"sized": sized, "no_penalty_rows": no_penalty_rows, "states": states}[os.environ["CHANGED"]]()
+    runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -1,0 +1,201 @@
+"""What a comparison with plain decoding must also show, so that it is not empty: drafts that are
+accepted, widths and recordings that were used, recurrent states that are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import requests
+import torch
+
+from sglang_dflash.bench.server import Server
+from tests.engine import workload
+from tests.engine.hybrid_requests import BLOCK_SIZE
+from tests.engine.servers import GRAPHS, ServerConfig, shown_states
+from tests.engine.session import ServerSession
+
+
+class Seen(NamedTuple):
+    """A server after a comparison.
+
+    Attributes:
+        config, plain: the server's and the plain one's.
+        ours, theirs: their answers.
+        server: running.
+    """
+
+    config: ServerConfig
+    plain: ServerConfig
+    ours: Any
+    theirs: Any
+    server: Server
+    servers: ServerSession
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.server.dflash()
+
+
+Check = Callable[[Seen], None]
+
+
+def _answers(seen: Seen) -> list[dict[str, Any]]:
+    kinds = [seen.ours] if isinstance(seen.ours, list) else seen.ours.values()
+    return [answer for kind in kinds for answer in kind]
+
+
+def drafted(seen: Seen) -> None:
+    """By our worker. A drafter that is never right would pass the comparison, too."""
+    assert seen.report["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
+    found = [answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in _answers(seen)]
+    assert max(found) > 2
+
+
+def known_text_drafted(seen: Seen) -> None:
+    drafted(seen)
+    if "demo" in seen.ours:
+        assert workload.acceptance_length(seen.ours["demo"]) > 2
+
+
+def used_every_width(seen: Seen) -> None:
+    assert all(steps > 10 for steps in seen.report["width_steps"].values())
+
+
+def drafted_at_every_width(seen: Seen) -> None:
+    """The acceptance length of an answer would depend on how many of its steps were drawn as plain.
+    (0.32 to 0.43 in eight runs.)"""
+    used_every_width(seen)
+    assert seen.report["acceptance_by_position"][0] > 0.15
+    assert seen.report["nonfinite_outputs"] == 0
+
+
+def sampled(seen: Seen) -> None:
+    """Every answer draws its own tokens, and drafts of them are accepted."""
+    assert len({tuple(answer["output_ids"]) for answer in seen.ours}) == len(seen.ours)
+    length = workload.acceptance_length(seen.ours)
+    print(f"\nacceptance length of sampled answers: {length:.3f}")
+    assert length > 1.1
+
+
+def _cached(answers: list[dict[str, Any]]) -> list[int]:
+    return [answer["meta_info"]["cached_tokens"] for answer in answers]
+
+
+def prefix_found(seen: Seen) -> None:
+    """Of the shared prefixes. Pages of 16 round what is cached; the plain server has pages of 1."""
+    if "shared prefix" in seen.ours:
+        got, expected = (_cached(every["shared prefix"]) for every in (seen.ours, seen.theirs))
+        assert got == expected or "--page-size" in seen.config.flags
+        assert sum(cached > 200 for cached in got) == 12
+
+
+def history_found(seen: Seen) -> None:
+    """Of a chat. One more is an answer's last token: the verify step has computed its KV, a plain
+    step has not."""
+    for kind, got in seen.ours.items():
+        pairs = zip(got.cached, seen.theirs[kind].cached, strict=True)
+        assert {ours - plain for ours, plain in pairs} <= {0, 1}
+    assert sum(seen.ours["chats"].cached) > 10_000
+
+
+def retracted(seen: Seen) -> None:
+    assert sum(answer["meta_info"]["num_retractions"] for answer in _answers(seen)) > 0
+    assert seen.report["draft_kv_entries"] == 150
+
+
+def replayed(seen: Seen) -> None:
+    """Draft steps came from recordings; batches of 7 and 8 exceed the largest of GRAPHS."""
+    report = seen.report
+    assert report["draft_graph_proposals"] > 50 and report["draft_graph_commits"] > 50
+    sizes = [1, 2, 6] if seen.config == GRAPHS else list(range(1, 9))
+    assert report["draft_graph_batch_sizes"] == sizes
+    assert (report["draft_eager_proposals"] > 0) == (seen.config == GRAPHS)
+
+
+def whole_context(seen: Seen) -> None:
+    """Every request has reached the end of the context."""
+    infos = [answer["meta_info"] for answer in seen.ours]
+    lengths = {info["prompt_tokens"] + info["completion_tokens"] for info in infos}
+    assert lengths == {workload.CONTEXT - 2}
+
+
+def two_ranks(seen: Seen) -> None:
+    assert seen.report["tensor_parallel"] == 2
+
+
+def two_replicas(seen: Seen) -> None:
+    info = requests.get(f"{seen.server.url}/server_info", timeout=60).json()
+    reports = [state["dflash"] for state in info["internal_states"]]
+    assert len(reports) == 2
+    assert all(one["verify_steps"] > 0 and one["acceptance_length"] > 1.5 for one in reports)
+
+
+def rolls_back_by(how: str) -> Check:
+    def check(seen: Seen) -> None:
+        assert seen.report["recurrent_rollback"] == how
+
+    return check
+
+
+def lengths_mixed(seen: Seen) -> None:
+    """The oracle's drafts made everything occur: all lengths, and batches that mix no, some and all
+    drafts accepted."""
+    path = seen.servers.path(shown_states(seen.config)) / "accepted.jsonl"
+    steps = [set(json.loads(line)) for line in path.read_text().splitlines()]
+    assert set.union(*steps) == set(range(1, BLOCK_SIZE + 1))
+    assert sum(1 in step and BLOCK_SIZE in step and len(step) > 2 for step in steps) >= 5
+    assert any(step == {1} for step in steps) and any(step == {BLOCK_SIZE} for step in steps)
+
+
+def states_found(kept: str) -> Check:
+    """Cached tokens of every prompt and turn are those of plain decoding that keeps its states in
+    the same way."""
+
+    def check(seen: Seen) -> None:
+        got, expected = (
+            _cached(every["prompts"] + every["chats"]) for every in (seen.ours, seen.theirs)
+        )
+        pairs = list(zip(got, expected, strict=True))
+        assert sum(plain > 0 for plain in expected) >= (12 if kept == "no-buffer" else 12 + 15)
+        if kept == "no-buffer":
+            # The state at the end of a request is kept, one token further: the target has computed
+            # the last output token by then.
+            assert all(ours in (plain, plain + 1) for ours, plain in pairs)
+        elif kept == "lazy":
+            # SGLang does not hand over the state of a boundary that a request's last verify step
+            # crosses or could have crossed.
+            assert all(ours <= plain for ours, plain in pairs)
+            assert sum(ours == plain for ours, plain in pairs) >= 0.9 * len(pairs)
+        else:
+            assert got == expected
+
+    return check
+
+
+def same_states(seen: Seen, at_least: int = 80) -> None:
+    """At every length of a request at which both servers had a step, its states are the same (the
+    first rank's)."""
+    ours, plain = (
+        {path.name: path for path in seen.servers.path(shown_states(config)).glob("*.pt")}
+        for config in (seen.config, seen.plain)
+    )
+    both = sorted(set(ours) & set(plain))
+    # 64 prompts and 18 turns of 40 new tokens, at four or five tokens a step.
+    assert len({file.split("-")[0] for file in both}) >= at_least and len(both) >= 6 * at_least
+    # The first rank's heads come first; of the convolution it has parts of three, which the outputs
+    # test.
+    parts = ("temporal",) if "--tp-size" in seen.config.flags else ("temporal", "conv")
+    for file in both:
+        got, expected = torch.load(ours[file]), torch.load(plain[file])
+        for part in parts:
+            expected[part] = expected[part][:, : got[part].shape[1]]
+            # A block's products are rounded otherwise than a single token's: errors are relative to
+            # the largest entry.
+            scale = max(1.0, float(expected[part].abs().max()))
+            off = float((got[part] - expected[part]).abs().max())
+            assert off <= 1e-5 * scale, (
+                f"{file}: {part} is off by {off:.1e}, its largest entry is {scale:.1f}"
+            )
+        ours[file].unlink()

@@ -1,0 +1,73 @@
+"""Extensions of our worker that make a step harder: half of the draft KV lost, ranks that disagree,
+lengths that only the device knows. (Random widths: random_widths.py; known drafts: oracle.py.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
+
+
+class LossyDrafter(Drafter):
+    """Loses a random half of a bounded cache's entries per step."""
+
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        assert isinstance(self.cache, RingKVCache)
+        owner = self.cache.owner
+        owner[torch.rand(len(owner)) < 0.5] = -1
+        return super().propose(bonus, requests)
+
+
+def lossy(target_worker: Any) -> Extension:
+    del target_worker
+    return Extension(make_drafter=LossyDrafter)
+
+
+class OtherDrafts(Drafter):
+    """Other drafts in a third of the positions."""
+
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        block = super().propose(bonus, requests)
+        block[:, 1::3] = (block[:, 1::3] + 1) % self.model.config.vocab_size
+        return block
+
+
+def other_tokens(_module: Any, _args: Any, output: Any) -> None:
+    """Other tokens of the target in a third of the positions: a hook of its logits."""
+    logits = output.next_token_logits
+    if logits is not None:
+        logits[::3] = logits[::3].roll(1, dims=-1)
+
+
+def disagreeing(target_worker: Any) -> Extension:
+    """Every rank but the first gets other tokens of the target, and other drafts."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_rank == 0:
+        return Extension()
+    for module in target_worker.model_runner.model.modules():
+        if isinstance(module, LogitsProcessor):
+            module.register_forward_hook(other_tokens)
+    return Extension(make_drafter=OtherDrafts)
+
+
+class NoHostLengths(StepObserver):
+    def before_step(self, batch: Any, step: Step) -> None:
+        assert batch.seq_lens_cpu is None and batch.seq_lens_sum is None
+
+
+def no_host_lengths(target_worker: Any) -> Extension:
+    """The target's attention backend needs no lengths on the host, so that SGLang copies none to
+    it, as with FlashAttention on a GPU."""
+    from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
+
+    del target_worker
+    CpuAttentionBackend.needs_cpu_seq_lens = False
+    return Extension(observer=NoHostLengths())

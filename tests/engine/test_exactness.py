@@ -1,0 +1,313 @@
+"""Outputs are plain decoding's, token by token, in float32: which requests are compared on which
+server, on one page.
+
+A row of `TABLE` is a server, the plain one that it is compared with, what both are asked
+(workload.py, feature_requests.py, hybrid_requests.py), and what the server must show besides
+(checks.py). Elsewhere: what an answer must be, beyond plain decoding's (test_features.py), that
+sampled requests without a seed follow the target's law (test_sampling.py), adaptive widths
+(test_width.py), half a minute of mixed traffic (test_soak.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_dflash.bench.server import Server
+from tests.engine import checks, workload
+from tests.engine import feature_requests as features
+from tests.engine import servers as s
+from tests.engine.checks import Check, Seen
+from tests.engine.hybrid_requests import FEW, few_answers, hybrid_answers
+from tests.engine.servers import Ask, ServerConfig
+from tests.engine.session import ServerSession
+
+
+class Row(NamedTuple):
+    """What is compared on one server.
+
+    Attributes:
+        also: checks after each comparison.
+        long: of the requests those that only the tier `long` sends.
+    """
+
+    server: ServerConfig
+    plain: ServerConfig
+    asked: tuple[Ask, ...]
+    also: tuple[Check, ...] = ()
+    long: tuple[Ask, ...] = ()
+
+
+DEMO = (
+    Row(
+        s.DFLASH,
+        s.PLAIN,
+        (workload.run, workload.run_penalised),
+        (checks.known_text_drafted, checks.prefix_found),
+    ),
+    Row(
+        s.PAGE16_NO_OVERLAP,
+        s.PLAIN,
+        (workload.run,),
+        (checks.known_text_drafted, checks.prefix_found),
+    ),
+    Row(
+        s.PAGE16_WINDOW,
+        s.PLAIN,
+        (workload.run,),
+        (checks.known_text_drafted, checks.prefix_found),
+    ),
+    # A pool and a draft KV cache that are too small, and requests retracted every 25 steps.
+    Row(s.TIGHT, s.PLAIN, (workload.run, workload.penalised_together), (checks.retracted,)),
+    # Half of the draft KV cache is lost in every step.
+    Row(s.LOSSY, s.PLAIN, (workload.run_half,), (checks.drafted,)),
+    # Draft steps replayed from recordings, as CUDA graphs are.
+    Row(s.GRAPHS, s.PLAIN, (workload.run_half,), (checks.known_text_drafted, checks.replayed)),
+    Row(s.GRAPHS, s.PLAIN, (workload.hang_ups,)),
+    Row(
+        s.GRAPHS_WINDOW,
+        s.PLAIN,
+        (workload.run_half,),
+        (checks.known_text_drafted, checks.replayed),
+    ),
+    # Every step has another width.
+    Row(s.RANDOM_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width,)),
+    Row(s.RANDOM_WIDTHS_WINDOW, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width,)),
+    Row(
+        s.RANDOM_WIDTHS_TP2,
+        s.PLAIN,
+        (workload.run_half,),
+        (checks.drafted_at_every_width,),
+        long=(workload.run_half,),
+    ),
+    Row(s.DEVICE_LENGTHS, s.PLAIN, (workload.up_to_the_limit,), (checks.whole_context,)),
+    # Two ranks, and two replicas.
+    Row(
+        s.TP2_DISAGREEING,
+        s.PLAIN,
+        (workload.short_and_demo,),
+        (checks.drafted, checks.two_ranks),
+    ),
+    Row(s.BUILTIN, s.PLAIN, (workload.run_half,)),
+    Row(s.DP2, s.PLAIN, (workload.short_and_demo,), (checks.two_replicas,)),
+    # Drafts of no use: random ones, and ones whose logits overflow.
+    Row(s.RANDOM_DRAFT, s.PLAIN, (workload.many_steps,)),
+    Row(s.OVERFLOWING, s.PLAIN, (workload.many_steps,)),
+    # Chats on draft KV caches of the default size and of a twentieth.
+    Row(s.CHATS_DEFAULT, s.PLAIN, (workload.chatted,), (checks.history_found,)),
+    Row(s.CHATS_TWENTIETH, s.PLAIN, (workload.chatted,), (checks.history_found,)),
+)
+# Sampled: the accept rule keeps a draft if and only if the target samples it at that position with
+# the request's seed.
+SAMPLED = (
+    Row(s.SEEDED, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled)),
+    Row(
+        s.SEEDED_CODE,
+        s.SEEDED_CODE_PLAIN,
+        (workload.seeded_code,),
+        (checks.drafted, checks.sampled),
+        long=(workload.seeded_code,),
+    ),
+)
+# Everything that a request can ask for. The plain server runs without overlap scheduling: with it,
+# custom processors see output tokens a step late. Where the two kinds of scheduling differ, both
+# are asked.
+SCHEDULED = (features.grammars, features.sessions, features.mixed_chunks, features.penalties)
+PENALISED = (workload.alone, workload.joining)
+FEATURES = (
+    Row(s.FEATURES_PLAIN, s.FEATURES_PLAIN, (workload.joining,)),
+    Row(s.FEATURES_OVERLAPPED, s.FEATURES_PLAIN, PENALISED),
+    Row(
+        s.FEATURES_DFLASH,
+        s.FEATURES_PLAIN,
+        (
+            *SCHEDULED,
+            features.choices,
+            features.logprobs,
+            features.biases,
+            features.earliest_stops,
+            features.stops,
+            features.limits,
+            features.processors,
+            features.priorities,
+            features.adapters,
+            *PENALISED,
+        ),
+        (checks.drafted,),
+    ),
+    Row(
+        s.FEATURES_DFLASH_NO_OVERLAP,
+        s.FEATURES_PLAIN,
+        (*SCHEDULED, *PENALISED),
+        (checks.drafted,),
+        long=(features.grammars, features.penalties),
+    ),
+    Row(
+        s.FEATURES_WIDTHS,
+        s.FEATURES_PLAIN,
+        (*SCHEDULED, features.logprobs, features.stops, features.processors),
+        (checks.used_every_width,),
+    ),
+)
+# Targets with recurrent layers: the demo pair, then random targets with drafts of an oracle, so
+# that everything from none to all of a block is accepted. Of each rollback some ways of keeping
+# states are in the tier `long`: every way is in the other, too.
+LONG_STATES = {
+    ("replay", "extra-buffer-no-overlap"),
+    ("snapshot", "extra-buffer"),
+    ("snapshot", "no-buffer"),
+}
+HYBRID = (
+    Row(
+        s.HYBRID_PAIR_GRAPHS,
+        s.HYBRID_PAIR_PLAIN,
+        (workload.run_pair,),
+        (checks.drafted, checks.rolls_back_by("snapshot"), checks.replayed),
+    ),
+    Row(
+        s.HYBRID_PAIR_WIDTHS,
+        s.HYBRID_PAIR_PLAIN,
+        (workload.run_pair,),
+        (checks.drafted_at_every_width, checks.rolls_back_by("replay")),
+    ),
+    *(
+        Row(
+            config,
+            s.HYBRID_PLAIN_NO_BUFFER if kept == "no-buffer" else s.HYBRID_PLAIN,
+            (hybrid_answers,),
+            (
+                checks.rolls_back_by(rollback),
+                checks.states_found(kept),
+                checks.lengths_mixed,
+                checks.same_states,
+            ),
+            long=(hybrid_answers,) if (rollback, kept) in LONG_STATES else (),
+        )
+        for (rollback, kept), config in s.HYBRID_ROLLBACK.items()
+    ),
+    *(
+        Row(
+            config,
+            s.HYBRID_PLAIN,
+            (hybrid_answers,),
+            (
+                checks.rolls_back_by(rollback),
+                checks.states_found("extra-buffer"),
+                checks.two_ranks,
+                checks.lengths_mixed,
+                checks.same_states,
+            ),
+            long=(hybrid_answers,) if rollback == "snapshot" else (),
+        )
+        for rollback, config in s.HYBRID_TP2.items()
+    ),
+    *(
+        Row(
+            config,
+            s.HYBRID_PLAIN,
+            (hybrid_answers,),
+            (
+                checks.used_every_width,
+                checks.states_found(kept),
+                checks.same_states,
+            ),
+            long=(hybrid_answers,) if kept == "lazy" else (),
+        )
+        for kept, config in s.HYBRID_WIDTHS.items()
+    ),
+    Row(
+        s.HYBRID_MOE_DFLASH,
+        s.HYBRID_MOE_PLAIN,
+        (hybrid_answers,),
+        (
+            checks.rolls_back_by("replay"),
+            checks.states_found("extra-buffer"),
+            checks.lengths_mixed,
+        ),
+    ),
+)
+TABLE = (*DEMO, *SAMPLED, *FEATURES, *HYBRID)
+
+
+def first_of_each(answers: dict[str, Any]) -> dict[str, Any]:
+    return {name: answers[name] for name in ("short", "demo")}
+
+
+# What the plain server is asked in place of these, and the part of its answers that they are.
+PARTS: dict[Ask, tuple[Ask, Callable[[Any], Any]]] = {
+    workload.run_half: (workload.run, workload.halved),
+    workload.short_and_demo: (workload.run, first_of_each),
+    workload.hang_ups: (workload.run, lambda answers: answers["demo"][:8:2]),
+    workload.joining: (workload.alone, lambda answers: answers),
+}
+
+
+def cases() -> Iterator[Any]:
+    for row in TABLE:
+        for ask in row.asked:
+            reference, _ = PARTS.get(ask, (ask, None))
+            marks = [pytest.mark.recorded(row.plain, reference)]
+            marks += [pytest.mark.long] * (ask in row.long)
+            values = row.server, row.plain, ask, row.also
+            yield pytest.param(*values, id=f"{row.server}-{ask.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize(("config", "plain", "ask", "also"), cases())
+def test_answers_are_plain_decodings(
+    config: ServerConfig,
+    plain: ServerConfig,
+    ask: Ask,
+    also: tuple[Check, ...],
+    answers: Any,
+    server: Server,
+    servers: ServerSession,
+) -> None:
+    reference, part = PARTS.get(ask, (ask, lambda answers: answers))
+    ours, theirs = answers(config, ask), part(answers(plain, reference))
+    workload.assert_same_outputs(ours, theirs)
+    for check in also:
+        check(Seen(config, plain, ours, theirs, server, servers))
+
+
+def test_there_are_at_least_sixty_prompts() -> None:
+    assert sum(map(len, workload.prompts().values())) >= 60
+
+
+@pytest.mark.server(s.TP2_DISAGREEING)
+@pytest.mark.recorded(s.DFLASH, workload.run)
+def test_ranks_that_disagree_draft_as_one(answers: Any) -> None:
+    """Every step of every request commits as much, up to the rounding of sums of two shards. A rank
+    with other drafts or tokens would have other lengths than the first from then on."""
+    ours = answers(s.TP2_DISAGREEING, workload.short_and_demo)
+    one = first_of_each(answers(s.DFLASH, workload.run))
+    got, expected = (
+        sum(answer["meta_info"]["spec_verify_ct"] for kind in every.values() for answer in kind)
+        for every in (ours, one)
+    )
+    assert abs(got - expected) <= 0.01 * expected
+
+
+@pytest.mark.server(s.LOSSY)
+@pytest.mark.recorded(s.DFLASH, workload.run)
+def test_a_lost_cache_costs_acceptance(answers: Any) -> None:
+    ours, intact = answers(s.LOSSY, workload.run_half), answers(s.DFLASH, workload.run)
+    lengths = [
+        workload.acceptance_length(every["demo"]) for every in (ours, workload.halved(intact))
+    ]
+    assert lengths[0] < lengths[1]
+
+
+@pytest.mark.server(s.HYBRID_BROKEN)
+@pytest.mark.recorded(s.HYBRID_PLAIN, hybrid_answers)
+def test_a_rollback_that_forgets_a_token_is_found(
+    answers: Any, server: Server, servers: ServerSession
+) -> None:
+    """The comparison can fail: states that are one token behind show in outputs and in states."""
+    ours = answers(s.HYBRID_BROKEN, few_answers)
+    plain = answers(s.HYBRID_PLAIN, hybrid_answers)["prompts"][:FEW]
+    assert workload.outputs(ours) != workload.outputs(plain)
+    seen = Seen(s.HYBRID_BROKEN, s.HYBRID_PLAIN, ours, plain, server, servers)
+    with pytest.raises(AssertionError, match="is off by"):
+        checks.same_states(seen, at_least=FEW)

@@ -1,0 +1,67 @@
+"""What the log and /server_info tell of a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_dflash.bench.server import Server
+from sglang_dflash.facts.draft_config import DraftConfig
+from tests.engine import client
+from tests.engine.servers import DFLASH, PAGE16_WINDOW, PAIR, TP2_DISAGREEING
+
+
+@pytest.mark.server(PAGE16_WINDOW)
+def test_the_log_and_server_info_name_the_worker(server: Server) -> None:
+    server.generate("import os\n", temperature=0, max_new_tokens=40, ignore_eos=True)
+    report, log = server.dflash(), server.log.read_text()
+    facts = {"block_size": 8, "window": 96, "sinks": 4, "draft_kv_entries": 2 * 48 * (96 + 4 + 8)}
+    assert {k: report[k] for k in facts} == facts
+    # 3 layers, K and V, 2 kv heads of 64, float32; and one row for writes that are not kept.
+    assert report["draft_kv_bytes"] == (facts["draft_kv_entries"] + 1) * 3 * 2 * 2 * 64 * 4
+    for field in (
+        "'worker': 'sglang_dflash",
+        "'block_size': 8",
+        "'window': 96",
+        "'sinks': 4",
+        f"'draft_kv_bytes': {report['draft_kv_bytes']}",
+    ):
+        assert field in log
+    needed = report["draft_memory_bytes"]
+    assert needed["total"] == sum(n for part, n in needed.items() if part != "total")
+    assert needed["logits"] and needed["slot_tables"] and needed["attention_workspace"]
+    # Reserved before the pools are made.
+    assert log.index("before the KV pools are sized: ") < log.index("KV Cache is allocated")
+    by_position = report["acceptance_by_position"]
+    assert by_position == sorted(by_position, reverse=True)
+
+
+@pytest.mark.server(PAGE16_WINDOW)
+def test_a_target_beyond_the_drafts_positions_is_served_with_one_warning(server: Server) -> None:
+    """Outputs are compared above: the long prompts have ten times these positions, and no table is
+    read past its end."""
+    log = server.log.read_text().splitlines()
+    warned = [line for line in log if "(max_position_embeddings)" in line]
+    assert len(warned) == 1
+    assert "contexts of 32768 tokens, the draft was made for 64" in warned[0]
+
+
+@pytest.mark.server(PAGE16_WINDOW)
+def test_a_flush_forgets_the_draft_kv(server: Server) -> None:
+    server.generate("import os\n", temperature=0, max_new_tokens=8)
+    assert server.dflash()["draft_kv_live_share"] > 0
+    client.flush(server)
+    assert server.dflash()["draft_kv_live_share"] == 0
+
+
+@pytest.mark.server(TP2_DISAGREEING)
+def test_a_draft_kv_cache_is_split_by_heads(server: Server) -> None:
+    """Per rank half the bytes per entry: heads are sharded, entries are not."""
+    report = server.dflash()
+    layers, two, heads, width = DraftConfig.from_pretrained(PAIR.draft).kv_shape
+    bytes_per_entry = report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
+    assert bytes_per_entry == layers * two * heads * width * 4 / 2
+
+
+@pytest.mark.server(DFLASH)
+def test_without_the_flag_nothing_is_recorded_on_a_cpu(server: Server) -> None:
+    assert "draft_graph_batch_sizes" not in server.dflash()
