@@ -1,8 +1,11 @@
 """Extensions of our worker that make a step harder: half of the draft KV lost, ranks that disagree,
-lengths that only the device knows. (Random widths: random_widths.py; known drafts: oracle.py.)"""
+lengths that only the device knows, an exception. (Random widths: random_widths.py; known drafts:
+oracle.py.)"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,3 +74,46 @@ def no_host_lengths(target_worker: Any) -> Extension:
     del target_worker
     CpuAttentionBackend.needs_cpu_seq_lens = False
     return Extension(observer=NoHostLengths())
+
+
+PHASES = ("propose", "verify", "commit")
+
+
+class Fault(RuntimeError):
+    """What is raised."""
+
+
+def fail_in(phase: str) -> None:
+    if os.environ["FAULT_IN"] == phase and Path(os.environ["FAULT_AT"]).exists():
+        raise Fault(f"in {phase}")
+
+
+class FaultyDrafter(Drafter):
+    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        fail_in("propose")
+        return super().propose(bonus, requests)
+
+    def absorb(
+        self,
+        target_hidden: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keep: Tensor | None = None,
+        quota: int | None = None,
+    ) -> None:
+        if keep is not None:  # Not of a prompt.
+            fail_in("commit")
+        super().absorb(target_hidden, positions, slots, keep, quota)
+
+
+def faulty(target_worker: Any) -> Extension:
+    """Once the file FAULT_AT exists, the next decode step raises in the phase FAULT_IN."""
+    forward = target_worker.forward_batch_generation
+
+    def verify(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("is_verify"):
+            fail_in("verify")
+        return forward(*args, **kwargs)
+
+    target_worker.forward_batch_generation = verify
+    return Extension(make_drafter=FaultyDrafter)

@@ -23,10 +23,10 @@ import requests
 
 from sglang_dflash.bench.server import Server, free_port
 from tests.engine import workload
+from tests.engine.extensions import PHASES
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH, PLAIN, TP2, ServerConfig
 from tests.engine.session import ServerSession
-from tests.reliability.faulty import PHASES
 
 pytestmark = pytest.mark.long
 # Nothing is to take longer than this, in seconds.
@@ -102,7 +102,7 @@ def test_an_exception_in_a_step_ends_the_server(
     """As any exception in SGLang's scheduler does: no client gets a wrong answer. What watches the
     process has to start another."""
     trigger = tmp_path / "now"
-    config = DFLASH.having(speculative_dflash_extension="tests.reliability.faulty:extension")
+    config = DFLASH.having(speculative_dflash_extension="tests.engine.extensions:faulty")
     with started(servers, config, FAULT_IN=phase, FAULT_AT=str(trigger)) as (server, pool):
         waiting = load(pool, server, 20_000)
         time.sleep(1)
