@@ -196,7 +196,6 @@ SOAK_HYBRID = (
 CHANGING: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random_widths:extension"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random_widths:by_width"}
-RANDOM_WIDTHS = DFLASH.named("random-widths").having(**CHANGING)
 RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**BY_WIDTH, **WINDOW)
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(

@@ -73,7 +73,7 @@ DEMO = (
         (checks.known_text_drafted, checks.replayed),
     ),
     # Every step has another width.
-    Row(s.RANDOM_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width,)),
+    Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width,)),
     Row(s.RANDOM_WIDTHS_WINDOW, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width,)),
     Row(
         s.RANDOM_WIDTHS_TP2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import requests
 
 from sglang_dflash.bench.server import Server
@@ -36,18 +37,18 @@ def test_outputs_are_wrong_without_the_row(servers: ServerSession) -> None:
         assert output(server) != before
 
 
-def test_another_models_weights_are_refused(servers: ServerSession) -> None:
-    servers.stop()
-    with ForkedServer(servers.nursery, servers.arguments(DFLASH), env=DFLASH.env) as server:
-        before = output(server)
-        answer = update(server, str(PAIR.draft))
-        assert answer.status_code == 400 and not answer.json()["success"]
-        message = answer.json()["message"]
-        assert "DFlash" in message and "Qwen3" in message and "unchanged" in message
-        for name in (5000 * "a", "dra\0ft", "/no/such/folder"):
-            answer = update(server, name)
-            assert answer.status_code == 400 and not answer.json()["success"], name[:20]
-        client.flush(server)
-        assert output(server) == before
-        assert update(server, str(PAIR.target)).json()["success"]
-        assert output(server) == before
+@pytest.mark.server(DFLASH)
+def test_another_models_weights_are_refused(server: Server) -> None:
+    """The weights stay, and at the end the same ones are loaded once more."""
+    before = output(server)
+    answer = update(server, str(PAIR.draft))
+    assert answer.status_code == 400 and not answer.json()["success"]
+    message = answer.json()["message"]
+    assert "DFlash" in message and "Qwen3" in message and "unchanged" in message
+    for name in (5000 * "a", "dra\0ft", "/no/such/folder"):
+        answer = update(server, name)
+        assert answer.status_code == 400 and not answer.json()["success"], name[:20]
+    client.flush(server)
+    assert output(server) == before
+    assert update(server, str(PAIR.target)).json()["success"]
+    assert output(server) == before

@@ -61,9 +61,7 @@ no_accelerator = pytest.mark.skipif(
 @no_accelerator
 @pytest.mark.parametrize(("case", "named"), [
     ("missing name", ["sglang.srt.environ.no_such_name", "cannot resolve it", "something else."]),
-    ("missing module", ["sglang.srt.no_such_module.run", "cannot resolve it"]),
     ("hook", [TARGET, "builtins:print", "plugin=rival, dist=rival-dist"]),
-    ("assignment", [TARGET, "forked"]),
 ])  # fmt: skip
 @starts_sglang
 def test_a_seam_that_cannot_be_applied_ends_the_process(
