@@ -1,0 +1,372 @@
+"""How many tokens of a block the target verifies: the whole block, or as many as pay off.
+
+A step of width w gives each request 1 to w tokens. It costs what a target forward over w tokens per
+request costs, and a draft forward if w > 1. Width 1 is plain decoding.
+
+`AdaptiveWidth` takes the width with the most expected tokens per second. Tokens come from how often
+drafts survived in earlier steps (`Survival`), seconds from the medians of measured steps
+(`StepSeconds`). What is not used is not known for long, so another width is tried for one step now
+and then: the seldomer, the more a try loses and the longer none has changed anything. No state is
+kept per request, and no step waits for the device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
+from math import sqrt
+from statistics import median_low
+from typing import Any, NamedTuple, Protocol
+
+# A draft that was never tried is expected to be accepted this often: a server begins by drafting.
+GUESS = 0.8
+# Weight of a step of one request in the survival of drafts; a step of R requests weighs sqrt(R)
+# times as much. Less: luck is averaged out. More: a change of text is followed faster.
+WEIGHT = 0.03
+# Weight in the survival of the last few steps, which takes over if it is so many standard
+# deviations from the other one: the text has changed.
+WEIGHT_LATELY, CHANGE = 0.25, 2.5
+# A server's first steps, which take longer and do not count, and the last measurements of a width
+# that its median is of.
+COLD, KEPT = 8, 7
+# A measurement that is off by this factor is repeated; if the next one agrees, costs have changed.
+SURPRISE = 1.4
+# Share of the time that tries may lose, and the steps between two at least.
+BUDGET, LEAST_STEPS = 0.03, 8
+# While tries change nothing the pause doubles, up to this factor.
+PATIENCE = 3
+# Steps after which a width below the one in use is measured again. Only its cost can have changed:
+# its drafts are among those that are verified.
+OLD = 240
+
+
+class WidthPolicy(Protocol):
+    """Chooses the width of every step.
+
+    Attributes:
+        widths: ascending; the last one is the block size.
+        drafts: whether steps draft, apart from tries.
+    """
+
+    widths: tuple[int, ...]
+
+    @property
+    def drafts(self) -> bool: ...
+
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
+        """The width of the next step.
+
+        Args:
+            requests: those that take drafts.
+            context: committed tokens of the longest request.
+            most: tokens that a request can still take, at most.
+            undrafted: other requests of the batch, which take one token per step.
+        """
+
+    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+        """A step of that many requests had this duration."""
+
+    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        """Outcome of a step: accepted drafts of each request that took drafts and still runs.
+
+        Called once per step, in their order.
+        """
+
+    def report(self) -> Mapping[str, Any]:
+        """For /server_info."""
+
+
+class FixedWidth:
+    """Every step verifies the whole block."""
+
+    drafts = True
+
+    def __init__(self, block_size: int) -> None:
+        self.widths: tuple[int, ...] = (block_size,)
+
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
+        return self.widths[0]
+
+    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+        pass
+
+    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        pass
+
+    def report(self) -> Mapping[str, Any]:
+        return {"width": "fixed"}
+
+
+class Survival:
+    """The probability that drafts 1, 2, ... B - 1 are accepted, each with all before it."""
+
+    def __init__(self, drafts: int) -> None:
+        self.of = [GUESS**k for k in range(1, drafts + 1)]
+        self._lately = list(self.of)
+        # Steps that `of` rests on; how far the last ones were from it, in accepted drafts; and the
+        # variance of one.
+        self._steps, self._off, self._variance = 1, 0.0, 1.0
+
+    def expect_change(self) -> None:
+        """Other requests run: the next step weighs a third."""
+        self._steps = min(self._steps, 2)
+
+    def observe(self, drafts: int, accepted: Sequence[int]) -> None:
+        """A step verified so many drafts of each request and accepted so many of each."""
+        requests, ascending = len(accepted), sorted(accepted)
+        survived = [1 - bisect_right(ascending, k) / requests for k in range(drafts)]
+        self._steps += 1
+        weight = min(1.0, max(WEIGHT * sqrt(requests), 1 / self._steps))
+        lately = max(weight, WEIGHT_LATELY)
+        off = sum(survived) - sum(self.of[:drafts])
+        self._off += lately * (off - self._off)
+        self._variance += WEIGHT * (off * off - self._variance)
+        _average(self.of, survived, weight)
+        _average(self._lately, survived, lately)
+        # Of the mean of the last steps, weighted as here.
+        deviation = sqrt(self._variance * lately / (2 - lately))
+        if abs(self._off) > CHANGE * deviation:
+            self.of, self._steps, self._off = list(self._lately), 4, 0.0
+
+
+def _average(survival: list[float], survived: Sequence[float], weight: float) -> None:
+    """Move to what survived. Drafts that were not verified change as the last one that was."""
+    last = len(survived) - 1
+    before = survival[last]
+    for k, share in enumerate(survived):
+        # Away from 0: the next line divides by it.
+        survival[k] = max(1e-4, survival[k] + weight * (share - survival[k]))
+    for k in range(last + 1, len(survival)):
+        survival[k] = max(1e-4, survival[k] * survival[last] / before)
+
+
+class Place(NamedTuple):
+    """Where steps cost the same: up to 1, 2, 4, 8, ... requests, and less than 2,048, 8,192,
+    32,768, ... tokens in the longest context."""
+
+    requests: int
+    context: int
+
+    @classmethod
+    def of(cls, requests: int, context: int) -> Place:
+        return cls(max(0, requests - 1).bit_length(), (context // 1024).bit_length() // 2)
+
+
+class StepSeconds:
+    """Seconds of a step by width and place: medians of the last measurements."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._widths = tuple(widths)
+        self._kept: dict[Place, dict[int, deque[float]]] = {}
+        self._medians: dict[Place, dict[int, float]] = {}
+        self.measured = Counter[int]()
+        # By width, the last measurement over what was expected, if it was a surprise.
+        self._surprise: dict[int, float] = {}
+
+    def record(self, place: Place, width: int, seconds: float) -> bool:
+        """Take in a measurement; whether it is to be repeated, because it is a surprise."""
+        ratio = seconds / self.at(place).get(width, seconds)
+        is_surprise = not _alike(ratio, 1.0)
+        is_change = is_surprise and _alike(ratio, self._surprise.get(width, 0.0))
+        self._surprise[width] = ratio if is_surprise else 0.0
+        if is_change:
+            # What was measured before is outdated, in other places too.
+            for of in (*self._kept.values(), *self._medians.values()):
+                of.pop(width, None)
+        kept = self._kept.setdefault(place, {}).setdefault(width, deque(maxlen=KEPT))
+        kept.append(seconds)
+        self._medians.setdefault(place, {})[width] = median_low(kept)
+        self.measured[width] += 1
+        return is_surprise
+
+    def at(self, place: Place) -> Mapping[int, float]:
+        """By width. What was not measured there is in proportion to the nearest place that has it;
+        nothing if no place has."""
+        known = self._medians.get(place, {})
+        if len(known) == len(self._widths):
+            return known
+        for near in sorted(self._medians, key=lambda other: _distance(place, other)):
+            of = self._medians[near]
+            both = known.keys() & of.keys()
+            scale = sum(known[w] / of[w] for w in both) / len(both) if both else 1.0
+            known = {width: scale * seconds for width, seconds in of.items()} | known
+        return known
+
+    def report(self) -> list[dict[str, object]]:
+        """Milliseconds by place and width; None for what was not measured."""
+        return [
+            {
+                "requests": 1 << place.requests,
+                "context": 2048 << 2 * place.context,
+                "milliseconds": {
+                    str(width): round(of[width] * 1e3, 3) if width in of else None
+                    for width in self._widths
+                },
+            }
+            for place, of in sorted(self._medians.items())
+            if of
+        ]
+
+
+def _alike(a: float, b: float) -> bool:
+    return a < SURPRISE * b and b < SURPRISE * a
+
+
+def _distance(a: Place, b: Place) -> int:
+    return abs(a.requests - b.requests) + abs(a.context - b.context)
+
+
+class _Chosen(NamedTuple):
+    """A step whose outcome is not known yet.
+
+    Attributes:
+        pays: accepted drafts per request from which on it is faster than plain decoding.
+        is_probe: whether it drafts although drafting does not seem to pay.
+    """
+
+    width: int
+    pays: float = 0.0
+    is_probe: bool = False
+
+
+class AdaptiveWidth:
+    """The width with the most expected tokens per second."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        """
+        Args:
+            widths: ascending; the first is 1, the last the block size.
+
+        Raises:
+            ValueError: they are not.
+        """
+        self.widths = tuple(widths)
+        if len(widths) < 2 or widths[0] != 1 or list(widths) != sorted(set(widths)):
+            raise ValueError(f"widths {widths}: ascending numbers from 1 to the block size")
+        self._survival, self._seconds = Survival(widths[-1] - 1), StepSeconds(widths)
+        self._best, self._pause = self.widths[-1], 1.0
+        # Steps since each width was used, and the one to repeat, or 0.
+        self._age, self._again = dict.fromkeys(self.widths, 0), 0
+        # Steps that were to measure a width since one could be timed.
+        self._untimed = 0
+        self._cold = COLD
+        # Requests of the last step that drafted; steps without an outcome yet, two under overlap.
+        self._seen: frozenset[Hashable] = frozenset()
+        self._open: deque[_Chosen] = deque(maxlen=4)
+        self._steps, self._probes = Counter[int](), 0
+        self._spent, self._spent_probing = 0.0, 0.0
+
+    @property
+    def drafts(self) -> bool:
+        return self._best > 1
+
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
+        allowed = self.widths[: max(1, bisect_right(self.widths, most))] if requests else (1,)
+        step = _Chosen(1)
+        if len(allowed) > 1:
+            place = Place.of(len(requests) + undrafted, context)
+            step = self._decide(requests, undrafted, self._seconds.at(place), allowed)
+        self._open.append(step)
+        self._steps[step.width] += 1
+        self._probes += step.is_probe
+        for width in self.widths:
+            self._age[width] += 1
+        self._age[step.width] = 0
+        return step.width
+
+    def _decide(
+        self,
+        requests: Sequence[Hashable],
+        undrafted: int,
+        seconds: Mapping[int, float],
+        allowed: Sequence[int],
+    ) -> _Chosen:
+        unmeasured = self._to_measure(allowed)
+        if unmeasured is not None:
+            return _Chosen(unmeasured)
+        running = len(requests) + undrafted
+        survivors = (len(requests) * survival for survival in self._survival.of)
+        tokens = list(accumulate(survivors, initial=float(running)))
+        rate = {width: tokens[width - 1] / seconds[width] for width in allowed}
+        best = max(allowed, key=rate.__getitem__)
+        # A limit by the end of requests holds for this step only.
+        if best != self._best and (len(allowed) == len(self.widths) or 1 in (best, self._best)):
+            self._best, self._pause = best, 1.0
+        if self._seen and 2 * len(self._seen.intersection(requests)) < len(requests):
+            self._seen, self._pause = frozenset(), 1.0
+            self._survival.expect_change()
+        width = self._to_try(best, rate, seconds)
+        if width is None:
+            return _Chosen(best)
+        pays = running / len(requests) * (seconds[width] / seconds[1] - 1)
+        return _Chosen(width, pays, self._best == 1 < width)
+
+    def _to_measure(self, allowed: Sequence[int]) -> int | None:
+        """The width that is used while not all are measured; None if they are.
+
+        Not for ever: a step that a prefill follows is not timed. Then it is as with a fixed width.
+        """
+        measured = self._seconds.measured
+        least = min(allowed, key=measured.__getitem__)
+        if measured[least] >= KEPT // 2:
+            return None
+        self._untimed += 1
+        if self._cold or self._untimed > len(self.widths) * KEPT:
+            return min(self._best, allowed[-1])
+        return least
+
+    def _to_try(
+        self, best: int, rate: Mapping[int, float], seconds: Mapping[int, float]
+    ) -> int | None:
+        """A width other than the best that is used for one step, if one is due."""
+        again, self._again = self._again, 0
+        if again in rate and again != best:
+            return again
+        wider = [width for width in rate if width > best]
+        if wider:
+            width = max(wider, key=rate.__getitem__)
+            # In steps of the best width.
+            lost = (1 - rate[width] / rate[best]) * seconds[width] / seconds[best]
+            age = min(self._age[each] for each in self.widths if each > best)
+            if age >= self._pause * max(LEAST_STEPS, lost / BUDGET):
+                self._pause = min(PATIENCE, 2 * self._pause)
+                return width
+        return next((w for w in rate if w < best and self._age[w] >= OLD), None)
+
+    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
+        self._untimed = 0
+        self._spent += seconds
+        self._spent_probing += seconds * (width > 1 == self._best)
+        if self._cold:
+            self._cold -= 1
+            return
+        if self._seconds.record(Place.of(requests, context), width, seconds):
+            self._again = width
+
+    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
+        step = self._open.popleft() if self._open else _Chosen(width)
+        if width == 1 or not requests:
+            return
+        self._survival.observe(width - 1, accepted)
+        self._seen = frozenset(requests)
+        if step.is_probe and sum(accepted) >= step.pays * len(requests):
+            self._again, self._pause = width, 1.0
+
+    def report(self) -> Mapping[str, Any]:
+        share = self._spent_probing / self._spent if self._spent else 0.0
+        return {
+            "width": "adaptive",
+            "width_now": self._best,
+            "width_steps": {str(width): self._steps[width] for width in self.widths},
+            "width_probes": self._probes,
+            "width_probe_share": round(share, 4),
+            "width_costs": self._seconds.report(),
+        }
