@@ -27,7 +27,7 @@ GUESS = 0.8
 WEIGHT = 0.03
 # Weight in the survival of the last few steps, which takes over if it is so many standard
 # deviations from the other one: the text has changed.
-WEIGHT_LATELY, CHANGE = 0.25, 2.5
+WEIGHT_LATELY, CHANGE = 0.25, 3.0
 # A server's first steps, which take longer and do not count, and the last measurements of a width
 # that its median is of.
 COLD, KEPT = 8, 7

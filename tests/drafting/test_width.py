@@ -2,101 +2,211 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
+from sglang_dflash.drafting.width import (
+    COLD,
+    AdaptiveWidth,
+    FixedWidth,
+    Place,
+    StepSeconds,
+    Survival,
+    WidthPolicy,
+)
 
 WIDTHS = (1, 4, 8)
-# Milliseconds of a step: plain decoding, and with a proposal. As measured on tiny models.
-COST = {1: 8.0, 4: 15.6, 8: 19.2}
-Text = Callable[[int, int], float]
+
+
+def on_a_cpu(_step: int, width: int, running: int) -> float:
+    """Milliseconds, as measured on tiny models."""
+    times = {1: 1.0, 4: 1.6 + 0.02 * running, 8: 1.95 + 0.03 * running}[width]
+    return (4.5 + 0.55 * running) * times
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a server meets.
+
+    Attributes:
+        text: probability that a draft is accepted if those before it were, by step, number of the
+            request and position in its answer.
+        cost: milliseconds by step, width and running requests.
+        running: requests at a time.
+        length: tokens of each answer; the next request follows.
+        noise: of costs, the standard deviation of their logarithm.
+    """
+
+    text: Callable[[int, int, int], float]
+    cost: Callable[[int, int, int], float] = on_a_cpu
+    running: int | Callable[[int], int] = 1
+    length: int = 10**6
+    noise: float = 0.05
 
 
 def simulate(
     policy: WidthPolicy,
-    text: Text,
-    steps: int = 1000,
-    requests: int = 1,
-    cost: dict[int, float] | Callable[[int, int], float] = COST,
-    noise: float = 0.05,
-    lag: int = 1,
+    trace: Trace,
+    steps: int = 1500,
     seed: int = 0,
-    most: int = 10**6,
     is_timed: Callable[[int], bool] = lambda _: True,
 ) -> tuple[float, list[int]]:
-    """Tokens per millisecond and request, and the width of every step.
-
-    Args:
-        text: probability that a draft is accepted if those before it were, by step and request.
-        cost: by width; or by step and width.
-        noise: of costs, the standard deviation of their logarithm.
-        lag: steps after which an outcome is known.
-        most: tokens that a request can still take.
-        is_timed: whether the duration of that step becomes known.
-    """
-    rng, names = np.random.default_rng(seed), [f"r{i}" for i in range(requests)]
-    time = tokens = 0.0
+    """Tokens per millisecond, and the width of every step. An outcome is known one step later."""
+    rng = np.random.default_rng(seed)
+    time, tokens, made = 0.0, 0, 0
+    slots: list[list[int]] = []
     widths: list[int] = []
-    outcomes: list[tuple[int, list[int]]] = []
+    late: tuple[int, dict[int, int]] | None = None
     for step in range(steps):
+        running = trace.running(step) if callable(trace.running) else trace.running
+        while len(slots) < running:
+            slots.append([made, 0])
+            made += 1
+        batch = slots[:running]
+        names = [request for request, _ in batch]
+        most = max(trace.length - at for _, at in batch)
         width = policy.choose(names, 500, most)
-        rejected = rng.random((requests, width - 1)) >= np.array(
-            [[text(step, i)] for i in range(requests)]
-        )
+        chances = [[trace.text(step, request, at)] for request, at in batch]
+        rejected = rng.random((running, width - 1)) >= np.array(chances)
         accepted = [int(row.argmax()) if row.any() else width - 1 for row in rejected]
-        ms = (cost(step, width) if callable(cost) else cost[width]) * rng.lognormal(0, noise)
-        time, tokens = time + ms, tokens + sum(accepted) + requests
+        ms = trace.cost(step, width, running) * rng.lognormal(0, trace.noise)
         if is_timed(step):
-            policy.took(ms / 1e3, requests, 500, width)
-        outcomes.append((width, accepted))
-        if len(outcomes) > lag:
-            policy.observe(names, *outcomes.pop(0))
+            policy.took(ms / 1e3, running, 500, width)
+        if late is not None:
+            live = [name for name in late[1] if name in names]
+            policy.observe(live, late[0], [late[1][name] for name in live])
+        late = width, dict(zip(names, accepted, strict=True))
+        time, tokens = time + ms, tokens + sum(accepted) + running
         widths.append(width)
-    return tokens / time / requests, widths
+        for slot, drafts in zip(batch, accepted, strict=True):
+            slot[1] += drafts + 1
+            if slot[1] >= trace.length:
+                slot[:] = made, 0
+                made += 1
+    return tokens / time, widths
 
 
-def fixed(p: float, width: int) -> float:
-    """Tokens per millisecond of a fixed width."""
-    return sum(p**i for i in range(width)) / COST[width]
+class _Always(FixedWidth):
+    """A fixed width, of which the policies under test need not be the block size."""
+
+
+def over_best_fixed(trace: Trace, seeds: int = 2, steps: int = 1500) -> float:
+    """Speed over that of the best fixed width: the geometric mean over seeds."""
+    logs = []
+    for seed in range(seeds):
+        best = max(simulate(_Always(width), trace, steps, seed)[0] for width in WIDTHS)
+        logs.append(math.log(simulate(AdaptiveWidth(WIDTHS), trace, steps, seed)[0] / best))
+    return math.exp(sum(logs) / seeds)
+
+
+def always(chance: float) -> Callable[[int, int, int], float]:
+    return lambda _step, _request, _at: chance
+
+
+def alternating(good: float, bad: float, period: int) -> Callable[[int, int, int], float]:
+    """Text that changes after so many steps."""
+    return lambda step, _request, _at: bad if step // period % 2 else good
+
+
+def by_request(good: float, bad: float, count: int) -> Callable[[int, int, int], float]:
+    """So many requests of one kind, then as many of the other."""
+    return lambda _step, request, _at: bad if request // count % 2 else good
+
+
+def changing_cost(factor: Callable[[int, int], float]) -> Callable[[int, int, int], float]:
+    return lambda step, width, running: on_a_cpu(step, width, running) * factor(step, width)
 
 
 # -- throughput
 
 
-@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("running", [1, 8])
 @pytest.mark.parametrize("p", [0.02, 0.2, 0.4, 0.5])
-def test_useless_drafts_cost_three_percent(p: float, requests: int) -> None:
-    rate, _ = simulate(AdaptiveWidth(WIDTHS), lambda *_: p, requests=requests)
-    assert rate * COST[1] >= 0.97
+def test_useless_drafts_cost_three_percent(p: float, running: int) -> None:
+    rate, _ = simulate(AdaptiveWidth(WIDTHS), Trace(always(p), running=running))
+    assert rate * on_a_cpu(0, 1, running) >= 0.97 * running
 
 
-@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("running", [1, 8])
 @pytest.mark.parametrize("p", [0.6, 0.7, 0.8, 0.95])
-def test_good_drafts_get_the_best_width(p: float, requests: int) -> None:
-    rate = np.mean(
-        [
-            simulate(AdaptiveWidth(WIDTHS), lambda *_: p, requests=requests, seed=seed)[0]
-            for seed in range(8)
-        ]
-    )
+def test_good_drafts_get_the_best_width(p: float, running: int) -> None:
     # One request's outcomes tell less: it takes longer to know.
-    bound = 0.95 if requests == 1 else 0.975
-    assert rate >= bound * max(fixed(p, width) for width in WIDTHS)
+    least = 0.95 if running == 1 else 0.97
+    assert (
+        over_best_fixed(Trace(always(p), running=running), seeds=6 if running == 1 else 2) >= least
+    )
+
+
+REALISTIC = {
+    "text changes": Trace(alternating(0.92, 0.1, 400)),
+    "text changes, 8 requests": Trace(alternating(0.92, 0.1, 400), running=8),
+    "phases of 50 steps": Trace(alternating(0.95, 0.2, 50)),
+    "short answers": Trace(always(0.7), length=48),
+    "short useless answers": Trace(always(0.1), length=48, running=4),
+    "easy, then hard answers": Trace(by_request(0.98, 0.2, 64), length=48, running=16),
+    "every fourth is easy": Trace(lambda _s, r, _a: 0.1 if r % 4 else 0.97, length=48),
+    "mixed requests": Trace(lambda _s, r, _a: 0.9 if r % 2 else 0.3, length=300, running=8),
+    "one good request of four": Trace(lambda _s, r, _a: 0.02 if r % 4 else 0.9, running=4),
+    "waves of load": Trace(always(0.7), running=lambda s: 16 if s // 200 % 2 else 1, length=400),
+    "context grows, drafts become cheaper": Trace(
+        always(0.5), changing_cost(lambda s, w: 1 if w > 1 else 1 + s / 750)
+    ),
+    "context grows, drafts become dearer": Trace(
+        always(0.65), changing_cost(lambda s, w: 1 + (w - 1) * s / 6000)
+    ),
+    "slow first steps": Trace(always(0.3), changing_cost(lambda s, _: 3 if s < 20 else 1)),
+    "slow first plain steps": Trace(
+        lambda s, _r, _a: 0.95 if s < 150 else 0.35,
+        changing_cost(lambda s, w: 2.2 if s < 40 and w == 1 else 1),
+    ),
+    "the machine drifts": Trace(
+        always(0.6), changing_cost(lambda s, _: 1.5 + 0.5 * math.sin(s / 200))
+    ),
+    "the machine slows down": Trace(always(0.3), changing_cost(lambda s, _: 1 + s / 500)),
+    "a costly batch": Trace(
+        always(0.3), lambda _s, w, _n: {1: 18, 4: 62, 8: 79}[w], running=32, length=300
+    ),
+}
+
+ADVERSARIAL = {
+    "flips as soon as it is believed": Trace(alternating(0.02, 0.95, 25)),
+    "bad bursts in good text": Trace(lambda s, _r, _a: 0.02 if s % 60 >= 50 else 0.95),
+    "good bursts in bad text": Trace(lambda s, _r, _a: 0.98 if s % 60 >= 50 else 0.05),
+    "every answer is another kind": Trace(by_request(0.98, 0.05, 1), length=48),
+    "drafting is 10 times dearer for 400 steps": Trace(
+        always(0.95), changing_cost(lambda s, w: 10 if w > 1 and 200 <= s < 600 else 1)
+    ),
+    "100x outliers": Trace(always(0.1), changing_cost(lambda s, _: 1 if s % 97 else 100)),
+    "100x outliers of drafting": Trace(
+        always(0.9), changing_cost(lambda s, w: 100 if w > 1 and s % 97 == 0 else 1)
+    ),
+    "drafting becomes dear": Trace(
+        always(0.6), changing_cost(lambda s, w: 2 if w > 1 and s > 900 else 1)
+    ),
+    "drafting becomes cheap": Trace(
+        always(0.5), changing_cost(lambda s, w: 0.5 if w > 1 and s > 600 else 1)
+    ),
+    "all becomes dear for a while": Trace(
+        always(0.6), changing_cost(lambda s, _: 3 if 300 < s < 600 else 1)
+    ),
+    "noise of 35 %": Trace(always(0.55), noise=0.35),
+}
+
+
+@pytest.mark.parametrize("name", [*REALISTIC, *ADVERSARIAL])
+def test_no_fixed_width_is_much_better(name: str) -> None:
+    assert over_best_fixed((REALISTIC | ADVERSARIAL)[name]) >= 0.93
 
 
 def test_changing_text_is_followed() -> None:
     period = 400
-
-    def text(step: int, _request: int) -> float:
-        return 0.92 if step // period % 2 == 0 else 0.1
-
-    rate, widths = simulate(AdaptiveWidth(WIDTHS), text, steps=7 * period)
-    for width in WIDTHS:
-        assert rate > 1.1 * simulate(_Always(width), text, steps=7 * period)[0]
+    trace = Trace(alternating(0.92, 0.1, period))
+    _, widths = simulate(AdaptiveWidth(WIDTHS), trace, steps=7 * period)
     for start in range(period, 6 * period, 2 * period):
         left = widths[start : start + 32]
         assert 1 in left and Counter(widths[start + 32 : start + period])[1] > 0.9 * (period - 32)
@@ -104,198 +214,83 @@ def test_changing_text_is_followed() -> None:
         assert Counter(resumed[-5:])[8] >= 4
 
 
-class _Always(FixedWidth):
-    """A fixed width below the block size."""
-
-
-def test_mixed_batches_are_judged_as_a_whole() -> None:
-    """Three hopeless requests beside one good one: drafting costs more than it brings."""
-    rate, widths = simulate(AdaptiveWidth(WIDTHS), lambda _, i: 0.9 if i == 0 else 0.02, requests=4)
-    assert rate * COST[1] >= 0.97 and Counter(widths)[1] > 900
-
-
-def waves(policy: WidthPolicy, kind: str, p: float, count: int, requests: int = 16) -> float:
-    """Tokens per millisecond and request of `count` batches of short answers, one after another,
-    to requests that are new."""
-    rng, time = np.random.default_rng(0), 0.0
-    for wave in range(count):
-        left = {f"{kind} {wave} {i}": 48 for i in range(requests)}
-        late: tuple[int, list[str], list[int]] | None = None
-        while left:
-            names = list(left)
-            width = policy.choose(names, 500, max(left.values()))
-            rejected = rng.random((len(names), width - 1)) >= p
-            accepted = [int(row.argmax()) if row.any() else width - 1 for row in rejected]
-            policy.took(COST[width] / 1e3, requests, 500, width)
-            time += COST[width]
-            if late is not None:
-                policy.observe(late[1], late[0], late[2])
-            late = width, names, accepted
-            left = {n: left[n] - a - 1 for n, a in zip(names, accepted, strict=True)}
-            left = {name: tokens for name, tokens in left.items() if tokens > 0}
-        assert late is not None
-        policy.observe([], late[0], [])
-    return count * 48 / time
-
-
-def test_short_answers_to_another_kind_of_text_are_followed() -> None:
-    """Of each request little is known; what others were like is soon out of date."""
-    policy = AdaptiveWidth(WIDTHS)
-    waves(policy, "a server's first steps", 0.98, 1)
-    assert waves(policy, "easy", 0.98, 8) * COST[1] > 2.5
-    assert waves(policy, "hard", 0.2, 6) * COST[1] > 0.93
-    assert waves(policy, "easy again", 0.98, 8) * COST[1] > 2.5
-
-
-def test_new_requests_are_tried_early_only_while_that_pays() -> None:
-    """A probe costs more than a step, and a short answer has few of them."""
-    policy = AdaptiveWidth(WIDTHS)
-    waves(policy, "hard", 0.1, 12, requests=1)
-    assert waves(policy, "as hard", 0.1, 40, requests=1) * COST[1] > 0.98
-    # One in four is easy: after some of them, they are drafted from early on.
-    rates = []
-    for wave in range(24):
-        waves(policy, f"hard {wave}", 0.1, 3, requests=1)
-        rates.append(waves(policy, f"easy {wave}", 0.97, 1, requests=1))
-    assert np.mean(rates[8:]) * COST[1] > 2.5
-
-
-ADVERSARIAL: dict[str, tuple[Text, Callable[[int, int], float]]] = {
-    "flips as soon as it is believed": (
-        lambda s, _: 0.95 if s // 25 % 2 else 0.02,
-        lambda _, w: COST[w],
-    ),
-    "100x outliers": (lambda *_: 0.1, lambda s, w: COST[w] * (100 if s % 97 == 0 else 1)),
-    "outliers in drafting only": (
-        lambda *_: 0.9,
-        lambda s, w: COST[w] * (100 if w > 1 and s % 97 == 0 else 1),
-    ),
-    "the machine slows down": (lambda *_: 0.3, lambda s, w: COST[w] * (1 + s / 500)),
-    "verification becomes dear": (
-        lambda *_: 0.6,
-        lambda s, w: COST[w] * (2 if w > 1 and s > 900 else 1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ADVERSARIAL)
-def test_plain_decoding_is_never_lost_for_long(name: str) -> None:
-    """No 200 steps below 0.95 of what plain decoding would have done in their time."""
-    text, cost = ADVERSARIAL[name]
-    rng, policy = np.random.default_rng(0), AdaptiveWidth(WIDTHS)
-    plain, got = [], []
-    for step in range(2000):
-        width = policy.choose(["r"], 500, 10**6)
-        rejected = rng.random(width - 1) >= text(step, 0)
-        accepted = int(rejected.argmax()) if rejected.any() else width - 1
-        ms = cost(step, width)
-        policy.took(ms / 1e3, 1, 500, width)
-        policy.observe(["r"], width, [accepted])
-        outlier = ms / cost(1, width) > 50
-        got.append(accepted + 1)
-        plain.append(0.0 if outlier else ms / cost(step, 1))
-    # The first steps measure.
-    got, plain = got[64:], plain[64:]
-    for start in range(0, len(got) - 200, 50):
-        assert sum(got[start : start + 200]) >= 0.95 * sum(plain[start : start + 200]), start
-
-
-# Of a batch so large that a step with drafts takes as long as four without.
-COSTLY = {1: 18.0, 4: 62.0, 8: 79.0}
-
-
-def test_probes_of_a_costly_batch_take_two_percent() -> None:
-    """And tell of better drafts nonetheless."""
-    policy = AdaptiveWidth(WIDTHS)
-    _, widths = simulate(
-        policy, lambda s, _: 0.35 if s < 3000 else 0.98, 3300, requests=32, cost=COSTLY
-    )
-    hopeless = widths[200:3000]
-    lost = sum(COSTLY[width] - COSTLY[1] for width in hopeless)
-    assert 0.01 < lost / sum(COSTLY[width] for width in hopeless) < 0.022
-    assert Counter(widths[-60:])[8] > 55
-
-
-def test_new_requests_of_a_costly_batch_are_tried_less_early() -> None:
-    policy, widths = AdaptiveWidth(WIDTHS), []
-    for step in range(400):
-        names = [f"{i} since {step // 16}" for i in range(32)]
-        width = policy.choose(names, 500, 100)
-        policy.took(COSTLY[width] / 1e3, 32, 500, width)
-        policy.observe(names, width, [0] * 32)
-        widths.append(width)
-    tried = [step for step, width in enumerate(widths) if width > 1]
-    # Measured at the start, then at 5 % of the time at most.
-    assert min(np.diff(tried)) == 1
-    assert 50 < min(np.diff([step for step in tried if step > 60])) < 90
-
-
 def test_drafts_that_were_too_dear_are_tried_again() -> None:
-    """No probe pays while they are: it is not by acceptance that they are given up."""
-
-    def cost(step: int, width: int) -> float:
-        return COST[width] * (10 if width > 1 and 200 <= step < 600 else 1)
-
-    _, widths = simulate(AdaptiveWidth(WIDTHS), lambda *_: 0.95, steps=5000, cost=cost)
-    assert Counter(widths[300:600])[1] > 290 and Counter(widths[-500:])[8] > 480
+    """No try pays while they are: it is not by acceptance that they are given up."""
+    trace = ADVERSARIAL["drafting is 10 times dearer for 400 steps"]
+    _, widths = simulate(AdaptiveWidth(WIDTHS), trace, steps=5000)
+    assert Counter(widths[300:600])[1] > 290 and Counter(widths[-500:])[8] > 470
 
 
-@pytest.mark.parametrize("slow", [6, 40])
-def test_first_steps_that_take_longer_are_soon_forgotten(slow: int) -> None:
-    """Plain decoding was measured among them, and would be taken for as dear as drafts."""
-
-    def cost(step: int, width: int) -> float:
-        return COST[width] * (2.2 if step < slow and width == 1 else 1)
-
-    policy = AdaptiveWidth(WIDTHS)
-    _, widths = simulate(policy, lambda s, _: 0.95 if s < 150 else 0.35, steps=400, cost=cost)
-    assert Counter(widths[60:150])[8] > 80
-    assert Counter(widths[190:])[1] > 0.9 * (400 - 190)
+def test_tries_of_a_costly_batch_take_three_percent() -> None:
+    """And tell of better drafts nonetheless."""
+    cost = {1: 18.0, 4: 62.0, 8: 79.0}
+    trace = Trace(
+        lambda s, _r, _a: 0.35 if s < 3000 else 0.98, lambda _s, w, _n: cost[w], running=32
+    )
+    _, widths = simulate(AdaptiveWidth(WIDTHS), trace, steps=3400)
+    hopeless = widths[200:3000]
+    lost = sum(cost[width] - cost[1] for width in hopeless)
+    assert 0.003 < lost / sum(cost[width] for width in hopeless) < 0.03
+    assert Counter(widths[-60:])[8] > 55
 
 
 def test_plain_decoding_is_measured_while_drafts_pay() -> None:
     """Each of its steps tells whether they still do."""
-    _, widths = simulate(AdaptiveWidth(WIDTHS), lambda *_: 0.98, steps=2000)
-    plain = Counter(widths[500:])[1]
-    assert 10 <= plain <= 30
+    _, widths = simulate(AdaptiveWidth(WIDTHS), Trace(always(0.98)), steps=2000)
+    assert 4 <= Counter(widths[500:])[1] <= 15
 
 
-# -- limits
+# -- what cannot be measured, and limits
+
+
+@pytest.mark.parametrize("known", [0, COLD + 3, 30])
+def test_steps_that_cannot_be_timed_are_as_with_a_fixed_width(known: int) -> None:
+    """With short answers a prefill follows every step, which then has no duration."""
+    _, widths = simulate(
+        AdaptiveWidth(WIDTHS), Trace(always(0.9)), 600, is_timed=lambda step: step < known
+    )
+    assert Counter(widths[100:])[8] > 450
+
+
+def test_what_could_not_be_timed_is_measured_later() -> None:
+    _, widths = simulate(
+        AdaptiveWidth(WIDTHS), Trace(always(0.1)), 1500, is_timed=lambda step: step >= 500
+    )
+    assert set(widths[100:500]) == {8} and Counter(widths[600:])[1] > 850
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_requests_that_are_all_shorter_than_a_block(drafts: bool) -> None:
+    policy = AdaptiveWidth(WIDTHS)
+    _, widths = simulate(policy, Trace(always(0.95 if drafts else 0.05), length=6), 600)
+    # At its end a request takes width 1 in any case.
+    assert (Counter(widths[60:])[4] > 150) == drafts and set(widths[60:]) == {1, 4}
+    assert Counter(widths[60:])[4] < 30 or drafts
+    assert policy.drafts == drafts
 
 
 def test_a_width_never_exceeds_what_requests_can_take() -> None:
     policy = AdaptiveWidth(WIDTHS)
-    simulate(policy, lambda *_: 0.95, steps=100)
-    assert [policy.choose(["r0"], 500, most) for most in (100, 8, 7, 4, 3, 1, 0)] == [
+    simulate(policy, Trace(always(0.95)), steps=100)
+    assert [policy.choose([0], 500, most) for most in (100, 8, 7, 4, 3, 1, 0)] == [
         8, 8, 4, 4, 1, 1, 1,
     ]  # fmt: skip
     # It is a limit of those steps only.
-    assert policy.choose(["r0"], 500, 100) == 8
-
-
-def test_a_limit_above_the_chosen_width_needs_no_new_decision(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    policy, decided = AdaptiveWidth(WIDTHS), []
-    simulate(policy, lambda *_: 0.02, steps=300)
-    decide = policy._decide
-    monkeypatch.setattr(policy, "_decide", lambda *of: decided.append(of) or decide(*of))
-    policy.choose(["of another batch"], 500, 100)
-    assert [policy.choose(["of another batch"], 500, most) for most in (100, 7, 3)] == [1, 1, 1]
-    assert len(decided) == 1
+    assert policy.choose([0], 500, 100) == 8
 
 
 def test_requests_without_drafts_weigh_against_drafting() -> None:
     """Each takes one token at any width, and its step becomes as long as the others'."""
-    policy = AdaptiveWidth(WIDTHS)
-    for _ in range(30):
-        for width in WIDTHS:
-            policy.took(COST[width] / 1e3, 9, 500, width)
-        policy.choose(["r"], 500, 100, undrafted=8)
-        policy.observe(["r"], 8, [7])
-    assert policy.choose(["r"], 500, 100, undrafted=8) == 1
-    simulate(policy, lambda *_: 0.95, steps=50)
-    assert policy.choose(["r0"], 500, 100) == 8
+
+    def last(undrafted: int) -> int:
+        policy = AdaptiveWidth(WIDTHS)
+        for _ in range(60):
+            width = policy.choose(["r"], 500, 100, undrafted=undrafted)
+            policy.took(on_a_cpu(0, width, 9) / 1e3, 1 + undrafted, 500, width)
+            policy.observe(["r"], width, [width - 1])
+        return Counter([policy.choose(["r"], 500, 100, undrafted=undrafted) for _ in range(5)])[8]
+
+    assert last(undrafted=0) == 5 and last(undrafted=8) == 0
 
 
 def test_a_batch_without_drafts_is_decoded_plainly() -> None:
@@ -311,3 +306,76 @@ def test_a_fixed_width_stays() -> None:
 def test_widths_begin_at_one_and_ascend(widths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ascending numbers from 1"):
         AdaptiveWidth(widths)
+
+
+def test_what_is_reported() -> None:
+    policy = AdaptiveWidth(WIDTHS)
+    _, widths = simulate(policy, Trace(always(0.1), running=3), steps=500)
+    report = policy.report()
+    assert report["width"] == "adaptive" and report["width_now"] == 1
+    steps = Counter(widths)
+    assert report["width_steps"] == {str(width): steps[width] for width in WIDTHS}
+    assert 0 < report["width_probes"] < 60 and 0.005 < report["width_probe_share"] < 0.06
+    (place,) = report["width_costs"]
+    assert (place["requests"], place["context"]) == (4, 2048)
+    for width in WIDTHS:
+        measured = place["milliseconds"][str(width)]
+        assert measured == pytest.approx(on_a_cpu(0, width, 3), rel=0.15)
+
+
+# -- its parts
+
+
+def test_expected_tokens_are_calibrated() -> None:
+    rng, survival, p = np.random.default_rng(1), Survival(7), np.linspace(0.9, 0.5, 7)
+    for _ in range(600):
+        rejected = rng.random((4, 7)) >= p
+        accepted = np.where(rejected.any(1), rejected.argmax(1), 7)
+        survival.observe(7, accepted.tolist())
+    assert np.abs(np.array(survival.of) - p.cumprod()).max() < 0.15
+    assert abs(sum(survival.of) - p.cumprod().sum()) < 0.6
+
+
+def test_drafts_that_were_not_verified_change_as_the_last_one_that_was() -> None:
+    survival = Survival(7)
+    for _ in range(300):
+        survival.observe(3, [0])
+    assert survival.of == pytest.approx([1e-4] * 7, abs=2e-4)
+    for _ in range(300):
+        survival.observe(3, [3])
+    assert survival.of[2] > 0.95 and survival.of[2:] == pytest.approx([survival.of[2]] * 5)
+
+
+def test_an_outlier_is_no_cost_and_a_change_is_one() -> None:
+    seconds, place, other = StepSeconds((1, 8)), Place.of(1, 500), Place.of(16, 500)
+    for width, each in ((1, 0.01), (8, 0.02)):
+        seconds.record(place, width, each)
+        seconds.record(other, width, 2 * each)
+        for _ in range(10):
+            assert not seconds.record(place, width, each)
+            assert not seconds.record(other, width, 2 * each)
+    assert seconds.record(place, 8, 5.0)
+    assert seconds.at(place) == {1: 0.01, 8: 0.02}
+    assert seconds.record(place, 8, 0.04)
+    assert seconds.record(place, 8, 0.042)
+    # In every place, in proportion.
+    assert seconds.at(place) == {1: 0.01, 8: 0.042}
+    assert seconds.at(other)[8] == pytest.approx(0.084)
+
+
+def test_unknown_costs_are_in_proportion_to_the_nearest_place() -> None:
+    seconds = StepSeconds(WIDTHS)
+    assert not seconds.at(Place.of(1, 1))
+    for requests, scale in ((1, 1.0), (32, 9.0)):
+        for width in WIDTHS:
+            seconds.record(Place.of(requests, 500), width, scale * width)
+    seconds.record(Place.of(16, 500), 1, 5.0)
+    assert seconds.at(Place.of(16, 500)) == {1: 5.0, 4: 20.0, 8: 40.0}
+    assert seconds.at(Place.of(2, 500)) == {1: 1.0, 4: 4.0, 8: 8.0}
+
+
+def test_places_are_buckets() -> None:
+    assert [Place.of(n, 1).requests for n in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [
+        0, 1, 2, 2, 3, 3, 4, 4, 5,
+    ]  # fmt: skip
+    assert [Place.of(1, n).context for n in (0, 2047, 2048, 8191, 8192)] == [0, 0, 1, 1, 2]

@@ -11,14 +11,14 @@ import torch
 
 from sglang_dflash.drafting import plain_context
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth
+from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs.flag import ATTRIBUTE
+from sglang_dflash.serving.start.width import width_policy
 from sglang_dflash.serving.step import batch as serving_batch
-from sglang_dflash.serving.step import clock as step_clock
+from sglang_dflash.serving.step import width as step_width
 from sglang_dflash.serving.step.batch import DFlashVerifyInput, ForwardBatch
-from sglang_dflash.serving.step.clock import HostClock
-from sglang_dflash.serving.step.width import StepWidths, check_width, make_policy
+from sglang_dflash.serving.step.width import StepClock, StepWidths
 from tests.serving.in_process import (
     decode_of,
     draft_kv,
@@ -78,7 +78,7 @@ def batch(*requests: Any) -> Any:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """Seconds that `time.perf_counter` returns next."""
     readings: list[float] = []
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: readings.pop(0))
+    monkeypatch.setattr(step_width.time, "perf_counter", lambda: readings.pop(0))
     yield readings
 
 
@@ -173,7 +173,7 @@ def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
     """Their hidden states are projected before its proposal."""
     widths, begun = [1, 1, 4, 4, 1], []
 
-    class Clock(HostClock):
+    class Clock(StepClock):
         def begins(self) -> list[Any]:
             begun.append("begins")
             return super().begins()
@@ -181,7 +181,7 @@ def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
         def begins_now(self) -> None:
             begun.append("now")
 
-    steps = StepWidths(Scripted(widths), TensorParallel(), clock=Clock())
+    steps = StepWidths(Scripted(widths), TensorParallel(), clock=Clock(torch.device("cpu")))
     run_steps(worker_of(None, widths=steps), widths)
     assert begun == ["begins", "begins", "begins", "now", "begins", "begins"]
 
@@ -217,36 +217,142 @@ def test_a_prefill_comes_after_what_waits() -> None:
 # -- flags
 
 
+def policy_of(
+    flags: dict[str, Any], settings: dict[str, Any] | None = None, block_size: int = 8
+) -> WidthPolicy:
+    """What `--speculative-dflash-NAME` flags give on a plain CPU with changed settings."""
+    server_args = SimpleNamespace(
+        **{ATTRIBUTE: {f"speculative_dflash_{name}": value for name, value in flags.items()}}
+    )
+    linear = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_verify_backend")
+    plain = {"enable_deterministic_inference": False, "device": "cpu", "enable_lora": None}
+    plain |= dict.fromkeys(linear)
+    return width_policy(server_args, SimpleNamespace(**(plain | (settings or {}))), block_size)
+
+
 def test_default_widths_end_with_the_block() -> None:
     for block, widths in ((2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (16, (1, 4, 8, 16))):
-        policy = make_policy("adaptive", None, block)
+        policy = policy_of({"width": "adaptive"}, block_size=block)
         assert isinstance(policy, AdaptiveWidth) and policy.widths == widths
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no numbers": ({"widths": "1,x"}, {}, r"widths: '1,x'; numbers separated by commas"),
-    "a number": ({"widths": 8}, {}, r"widths: 8; numbers separated by commas"),
-    "no plain step": ({"widths": "4,8"}, {}, r"widths: 4,8; give ascending numbers from 1"),
-    "above the block": ({"widths": "1,16"}, {}, r"widths: 1,16; .* to the block size, 8"),
-    "not ascending": ({"widths": "1,6,4,8"}, {}, r"widths: 1,6,4,8; give ascending"),
-    "with a fixed width": ({"width": "fixed", "widths": "1,8"}, {}, r"has no effect with .* fixed"),
-    "determinism": ({}, {"enable_deterministic_inference": True}, r"adaptive' depends on how long"),
-    "another device": ({}, {"device": "xpu"}, r"on CPUs and CUDA, not on 'xpu'; give fixed"),
-    "FlashInfer for recurrent layers": (
-        {}, {"device": "cuda", "linear_attn_decode_backend": "flashinfer"},
-        r"single tokens.* --linear-attn-verify-backend triton"
+@pytest.mark.parametrize(
+    ("settings", "adaptive"),
+    [
+        ({}, True),
+        ({"enable_deterministic_inference": True}, False),
+        ({"device": "cuda"}, False),
+        ({"device": "xpu"}, False),
+    ],
+)
+def test_auto_is_adaptive_on_a_cpu_that_can(settings: dict[str, Any], adaptive: bool) -> None:
+    assert isinstance(policy_of({"width": "auto"}, settings), AdaptiveWidth) == adaptive
+    assert isinstance(policy_of({"width": "fixed"}, settings), FixedWidth)
+
+
+WIDTH, WIDTHS = "--speculative-dflash-width", "--speculative-dflash-widths"
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, object]] = {
+    "no numbers": ({"widths": "1,x"}, {}, WIDTHS, "1,x"),
+    "a number": ({"widths": 8}, {}, WIDTHS, 8),
+    "no plain step": ({"widths": "4,8"}, {}, WIDTHS, [4, 8]),
+    "above the block": ({"widths": "1,16"}, {}, WIDTHS, [1, 16]),
+    "not ascending": ({"widths": "1,6,4,8"}, {}, WIDTHS, [1, 6, 4, 8]),
+    "with a fixed width": ({"width": "fixed", "widths": "1,8"}, {}, WIDTHS, [1, 8]),
+    "with auto, where it is fixed": (
+        {"width": "auto", "widths": "1,8"}, {"device": "cuda"}, WIDTHS, [1, 8]
     ),
-    "LoRA on a GPU": ({}, {"device": "cuda", "enable_lora": True}, r"LoRA .* --enable-lora"),
+    "determinism": ({}, {"enable_deterministic_inference": True}, WIDTH, "adaptive"),
+    "another device": ({}, {"device": "xpu"}, WIDTH, "adaptive"),
+    "FlashInfer for recurrent layers": (
+        {}, {"device": "cuda", "linear_attn_decode_backend": "flashinfer"}, WIDTH, "adaptive"
+    ),
+    "LoRA on a GPU": ({}, {"device": "cuda", "enable_lora": True}, WIDTH, "adaptive"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_widths_that_do_not_fit_are_refused(name: str) -> None:
-    flags, settings, message = REFUSED[name]
-    given = {f"speculative_dflash_{k}": v for k, v in ({"width": "adaptive"} | flags).items()}
-    server_args = SimpleNamespace(**{ATTRIBUTE: given})
-    linear = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_verify_backend")
-    plain = {"enable_deterministic_inference": False, "device": "cpu", "enable_lora": None}
-    plain |= dict.fromkeys(linear)
-    with pytest.raises(ConfigError, match=message):
-        check_width(server_args, SimpleNamespace(**(plain | settings)), 8)
+    flags, settings, field, value = REFUSED[name]
+    with pytest.raises(ConfigError) as refused:
+        policy_of({"width": "adaptive"} | flags, settings)
+    assert (refused.value.field, refused.value.value) == (field, value)
+
+
+# -- how long steps take
+
+
+A, B, C = (1, 500, 1), (2, 500, 4), (2, 600, 8)
+
+
+class Stream:
+    """Work of so many seconds in a row; events pass when `done` does. The host does not wait."""
+
+    def __init__(self) -> None:
+        self.enqueued = self.done = 0.0
+
+    def event(self, enable_timing: bool = False) -> Any:
+        assert enable_timing
+        at: list[float] = []
+        return SimpleNamespace(
+            at=at,
+            record=lambda: at.append(self.enqueued),
+            query=lambda: at[0] <= self.done,
+            elapsed_time=lambda later: 1e3 * (later.at[0] - at[0]),
+        )
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    made = Stream()
+    module = SimpleNamespace(Event=made.event)
+    monkeypatch.setattr(step_width.torch, "get_device_module", lambda _device: module)
+    monkeypatch.setattr(step_width.time, "perf_counter", lambda: made.enqueued)
+    return made
+
+
+def test_a_step_has_the_time_that_the_device_worked_on_it(stream: Stream) -> None:
+    """The host is a step ahead: by its own clock a wide step would be as long as the one before."""
+    clock, found = StepClock(torch.device("cuda")), []
+    for step, seconds, done in ((A, 1.0, 0.0), (C, 4.0, 0.0), (A, 1.0, 1.0), (B, 2.0, 6.0)):
+        stream.done = done
+        found.append(clock.begins())
+        clock.is_of(*step)
+        stream.enqueued += seconds
+    assert found == [[], [], [(1.0, *A)], [(4.0, *C), (1.0, *A)]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_between_two_steps_counts_for_neither(device: str, stream: Stream) -> None:
+    clock, stream.done = StepClock(torch.device(device)), 100.0
+    clock.begins()
+    clock.is_of(*A)
+    stream.enqueued += 1.0
+    clock.interrupted()
+    stream.enqueued += 50.0
+    assert clock.begins() == []
+    clock.is_of(*B)
+    stream.enqueued += 2.0
+    assert clock.begins() == [(2.0, *B)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_work_of_earlier_steps_is_none_of_a_steps(device: str, stream: Stream) -> None:
+    """The step before ends where this one was to begin."""
+    clock, stream.done = StepClock(torch.device(device)), 100.0
+    clock.begins()
+    clock.is_of(*A)
+    stream.enqueued += 1.0
+    found = clock.begins()
+    clock.is_of(*B)
+    stream.enqueued += 7.0
+    clock.begins_now()
+    stream.enqueued += 2.0
+    assert [*found, *clock.begins()] == [(1.0, *A), (2.0, *B)]
+
+
+def test_a_step_of_unknown_shape_is_not_timed(stream: Stream) -> None:
+    clock = StepClock(torch.device("cpu"))
+    assert clock.begins() == [] and clock.begins() == []
+    clock.is_of(*A)
+    stream.enqueued += 2.0
+    assert clock.begins() == [(2.0, *A)]

@@ -34,7 +34,7 @@ from sglang_dflash.serving.gpu.graphs import check_graphs
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.draft_code import refuse_code
 from sglang_dflash.serving.start.refusal import ends_the_server
-from sglang_dflash.serving.step.width import check_width, make_policy
+from sglang_dflash.serving.start.width import width_policy
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,8 @@ def _check(server_args: Any, settings: Any) -> None:
     options = flags.options(server_args, settings)
     resolved = options.resolve(config)
     model = model_config_of(server_args)
-    check_width(server_args, settings, resolved.block_size)
+    # Raises if the width flags do not fit the server.
+    width_policy(server_args, settings, resolved.block_size)
     options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
     if mambaish_config(model) is not None:
         _check_recurrent_target(options, settings)
@@ -188,7 +189,6 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if reason is not None:
         return _fall_back(reason, builtin)
     load = dummy_model if dummy_weights(settings) else load_model
-    kind, widths = flags.width(server_args)
     return functools.partial(
         _build_worker,
         builtin,
@@ -197,7 +197,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         attention=asked_attention(server_args),
         draft_graphs=flags.draft_graphs(server_args),
         self_check=flags.self_check(server_args),
-        width_policy=functools.partial(make_policy, kind, widths),
+        width_policy=functools.partial(width_policy, server_args, settings),
         extension_path=flags.extension_path(server_args),
     )
 

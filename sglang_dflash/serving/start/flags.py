@@ -28,7 +28,7 @@ BLOCK_ALIAS = "--speculative-dflash-block-size"  # SGLang's own, of another fiel
 WORKERS = ("auto", "builtin")
 SELF_CHECK = ("on", "off")
 DRAFT_GRAPHS = ("auto", "off", "recorded")
-WIDTHS = ("adaptive", "fixed")
+WIDTHS = ("auto", "adaptive", "fixed")
 CHOICES = {
     "speculative_dflash_worker": WORKERS,
     guard.FIELD: guard.CHOICES,
@@ -94,7 +94,8 @@ def _add_widths(add: Callable[..., None]) -> None:
         "--speculative-dflash-width",
         choices=WIDTHS,
         help="How many tokens of a block the target verifies: 'fixed' is all of them in every "
-        "step, 'adaptive' is as many as pay off, down to 1, plain decoding. Default: fixed.",
+        "step, 'adaptive' is as many as pay off, down to 1, plain decoding. 'auto' is adaptive on "
+        "a CPU and fixed elsewhere. Default: fixed.",
     )
     add(
         "--speculative-dflash-widths",

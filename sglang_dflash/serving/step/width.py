@@ -1,109 +1,96 @@
-"""The verify width of every decode step: what the policy needs to know of SGLang's batches."""
+"""The verify width of every decode step: what the policy needs to know of SGLang's batches, and how
+long steps take."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
-from sglang_dflash.facts.errors import ConfigError, shown
-from sglang_dflash.serving.start import flags
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.step.batch import ScheduleBatch
-from sglang_dflash.serving.step.clock import HostClock, StepClock, StepShape
 from sglang_dflash.serving.step.target_tokens import takes_one_token
 
 logger = logging.getLogger(__name__)
 
-WIDTH_FLAG, WIDTHS_FLAG = "--speculative-dflash-width", "--speculative-dflash-widths"
-# Widths below the block size that are tried by default.
-DEFAULT_WIDTHS = (1, 4, 8)
 # Steps without drafts, or with, before a line in the log.
 LONG = 256
 
 
-def make_policy(kind: str, widths: Sequence[int] | None, block_size: int) -> WidthPolicy:
-    """The policy that the flags name.
+class Timed(NamedTuple):
+    """A decode step's duration and what it depends on: its requests, the longest context in tokens,
+    and its width."""
 
-    Args:
-        kind: "fixed" or "adaptive".
-        widths: of --speculative-dflash-widths; None for the default.
-        block_size: B.
+    seconds: float
+    requests: int
+    context: int
+    width: int
 
-    Raises:
-        ConfigError: the widths do not fit the block size, or are given with a fixed width.
+
+class _HostEvent:
+    """A point in time of the host, with the interface of a device's events."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: _HostEvent) -> float:
+        return 1e3 * (later._at - self._at)
+
+
+class StepClock:
+    """Durations from the beginning of a decode step to the beginning of the next, without waiting.
+
+    A CPU's steps end before the host goes on. An accelerator works on a step after the host has
+    launched it, so its steps are timed by events on the current stream: under overlap scheduling,
+    the host's own time would be that of another step.
     """
-    if kind == "fixed":
-        if widths is not None:
-            raise ConfigError(
-                f"{WIDTHS_FLAG}: {shown(list(widths))} has no effect with {WIDTH_FLAG} fixed; give "
-                "adaptive, or leave it out"
-            )
-        return FixedWidth(block_size)
-    if widths is None:
-        widths = (*(width for width in DEFAULT_WIDTHS if width < block_size), block_size)
-    if widths[0] != 1 or widths[-1] != block_size or list(widths) != sorted(set(widths)):
-        raise ConfigError(
-            f"{WIDTHS_FLAG}: {','.join(map(str, widths))}; give ascending numbers from 1 (plain "
-            f"decoding) to the block size, {block_size}"
-        )
-    return AdaptiveWidth(widths)
 
+    def __init__(self, device: torch.device) -> None:
+        is_host = device.type == "cpu"
+        self._module: Any = None if is_host else torch.get_device_module(device)
+        # The step that runs, once it is known what it is; and those whose end has not passed.
+        self._began: Any = None
+        self._runs: tuple[int, int, int] | None = None
+        self._open: deque[tuple[Any, Any, tuple[int, int, int]]] = deque()
 
-def check_width(server_args: Any, settings: Any, block_size: int) -> None:
-    """Whether the width flags fit the server.
+    def begins(self) -> list[Timed]:
+        """A decode step begins. Returns the steps whose durations have become known."""
+        now = self._now()
+        if self._runs is not None:
+            self._open.append((self._began, now, self._runs))
+        self._began, self._runs = now, None
+        known = []
+        while self._open and self._open[0][1].query():
+            began, ended, step = self._open.popleft()
+            known.append(Timed(began.elapsed_time(ended) / 1e3, *step))
+        return known
 
-    Raises:
-        ConfigError: they do not.
-    """
-    kind, widths = flags.width(server_args)
-    make_policy(kind, widths, block_size)
-    if kind == "fixed":
-        return
-    if settings.enable_deterministic_inference:
-        raise ConfigError(
-            f"{WIDTH_FLAG}: 'adaptive' depends on how long steps take, and "
-            "--enable-deterministic-inference is given; give fixed"
-        )
-    device = settings.device or "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(
-            f"{WIDTH_FLAG}: 'adaptive' is served on CPUs and CUDA, not on {device!r}; give fixed"
-        )
-    if device == "cuda" and _verifies_with_flashinfer(settings):
-        raise ConfigError(
-            f"{WIDTH_FLAG}: 'adaptive' verifies single tokens, and FlashInfer's kernel for "
-            "recurrent layers is for more than one; give --linear-attn-verify-backend triton"
-        )
-    if device == "cuda" and settings.enable_lora:
-        raise ConfigError(
-            f"{WIDTH_FLAG}: 'adaptive' has CUDA graphs of several widths, and SGLang keeps the "
-            "buffers of LoRA for one; give fixed, or leave out --enable-lora"
-        )
+    def _now(self) -> Any:
+        if self._module is None:
+            return _HostEvent()
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
 
+    def is_of(self, requests: int, context: int, width: int) -> None:
+        """What the step is that has begun."""
+        self._runs = requests, context, width
 
-def _verifies_with_flashinfer(settings: Any) -> bool:
-    """Whether recurrent layers would, by SGLang's rule (layers/attention/linear/utils.py)."""
-    decode = settings.linear_attn_decode_backend or settings.linear_attn_backend
-    return (settings.linear_attn_verify_backend or decode) == "flashinfer"
+    def begins_now(self) -> None:
+        """What was done since `begins` belongs to no step."""
+        self._began = self._now()
 
-
-class PrometheusWidths:
-    """Steps by width in /metrics, with the labels of SGLang's own series."""
-
-    def __init__(self, labels: Mapping[str, Any], widths: Sequence[int]) -> None:
-        # Imported late: SGLang first sets the directory in which its processes share metrics.
-        from prometheus_client import Counter
-
-        steps = Counter(
-            "sglang_dflash_steps", "Decode steps of a batch, by verify width.", [*labels, "width"]
-        )
-        self._steps = {width: steps.labels(**labels, width=width) for width in widths}
-
-    def add(self, width: int) -> None:
-        """Count a step."""
-        self._steps[width].inc()
+    def interrupted(self) -> None:
+        """Something else than a decode step runs: the last step's end is not known."""
+        self._runs = None
 
 
 class StepWidths:
@@ -121,21 +108,22 @@ class StepWidths:
             labels: of this process's series in /metrics; None for none.
             clock: measures steps; None for the host's.
         """
-        self.policy, self._tp, self._clock = policy, tp, clock or HostClock()
-        self._prometheus = None if labels is None else PrometheusWidths(labels, policy.widths)
+        self.policy, self._tp = policy, tp
+        self._clock = clock or StepClock(torch.device("cpu"))
+        self._counters = {} if labels is None else _prometheus(labels, policy.widths)
         self._is_fixed = len(policy.widths) == 1
         self._steps_alike, self._drafts, self._told = 0, True, True
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width of the step that begins now."""
         width = self.policy.widths[0] if self._is_fixed else self._chosen(batch)
-        if self._prometheus is not None:
-            self._prometheus.add(width)
+        if self._counters:
+            self._counters[width].inc()
         return width
 
     def _chosen(self, batch: ScheduleBatch) -> int:
-        for seconds, shape in self._clock.begins():
-            self.policy.took(seconds, *shape)
+        for timed in self._clock.begins():
+            self.policy.took(*timed)
         drafting, undrafted, context, most = [], 0, 0, 0
         for request in batch.reqs:
             if takes_one_token(request):
@@ -147,7 +135,7 @@ class StepWidths:
             most = max(most, request.sampling_params.max_new_tokens - output)
         # Durations differ between ranks.
         width = self._tp.from_first(self.policy.choose(drafting, context, most, undrafted))
-        self._clock.is_of(StepShape(len(batch.reqs), context, width))
+        self._clock.is_of(len(batch.reqs), context, width)
         self._tell()
         return width
 
@@ -179,3 +167,14 @@ class StepWidths:
             else "plain decoding is faster than drafting for what is served now; a step now and "
             "then tries drafts again",
         )
+
+
+def _prometheus(labels: Mapping[str, Any], widths: Sequence[int]) -> dict[int, Any]:
+    """A counter in /metrics for each width, with the labels of SGLang's own series."""
+    # Imported late: SGLang first sets the directory in which its processes share metrics.
+    from prometheus_client import Counter
+
+    steps = Counter(
+        "sglang_dflash_steps", "Decode steps of a batch, by verify width.", [*labels, "width"]
+    )
+    return {width: steps.labels(**labels, width=width) for width in widths}

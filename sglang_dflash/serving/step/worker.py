@@ -42,13 +42,12 @@ from sglang_dflash.serving.step.batch import (
     host_lengths,
     record_stream,
 )
-from sglang_dflash.serving.step.clock import clock_of
 from sglang_dflash.serving.step.extension import Step, load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.prefill import Barrier, Prefill, Publish
 from sglang_dflash.serving.step.target_forward import TargetForward, target_forward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
-from sglang_dflash.serving.step.width import StepWidths
+from sglang_dflash.serving.step.width import StepClock, StepWidths
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class DFlashWorker(BaseSpecWorker):
             logger.warning("DFLASH: %s", warning)
 
     def _step_widths(self, make_policy: Callable[[int], WidthPolicy]) -> StepWidths:
-        policy, clock = make_policy(self.block_size), clock_of(self.device)
+        policy, clock = make_policy(self.block_size), StepClock(self.device)
         return StepWidths(policy, self._tp, target_model.metric_labels(), clock)
 
     def _counters(self) -> AcceptanceCounts:
