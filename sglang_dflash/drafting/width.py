@@ -177,8 +177,9 @@ class StepSeconds:
         self._surprise[width] = ratio if is_surprise else 0.0
         if is_change:
             # What was measured before is outdated, in other places too.
-            for of in (*self._kept.values(), *self._medians.values()):
-                of.pop(width, None)
+            for at, medians in self._medians.items():
+                medians.pop(width, None)
+                self._kept[at].pop(width, None)
         kept = self._kept.setdefault(place, {}).setdefault(width, deque(maxlen=KEPT))
         kept.append(seconds)
         self._medians.setdefault(place, {})[width] = median_low(kept)

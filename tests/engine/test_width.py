@@ -21,7 +21,7 @@ def test_an_adaptive_server_is_exact_and_shows_its_choices(answers: Any, server:
     report = server.dflash()
     assert report["width"] == "adaptive" and all(report["width_steps"].values())
     assert sum(report["width_steps"].values()) == report["decode_steps"]
-    assert report["width_costs"] and report["width_drafts_accepted"] > 0
+    assert report["width_costs"]
     metrics = requests.get(f"{server.url}/metrics", timeout=60).text
     counted = re.findall(r'sglang_dflash_steps_total\{.*width="(\d+)".*\} ([\d.]+)', metrics)
     assert {width: float(n) for width, n in counted} == report["width_steps"]

@@ -39,7 +39,7 @@ def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolic
         raise ConfigError(
             WIDTHS_FLAG,
             list(widths),
-            f"only an adaptive width has widths; give {WIDTH_FLAG} adaptive",
+            f"no effect with a fixed width; give {WIDTH_FLAG} adaptive",
         )
     return FixedWidth(block_size)
 
