@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, TargetHead, finite
+from sglang_dflash.drafting.drafter import Drafter, finite
 from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.recording import Recorder
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
@@ -69,11 +70,7 @@ def random_head(model: DraftModel) -> TargetHead:
     """A target's embedding, which is its lm_head too."""
     config, weight = model.config, model.fc.weight
     vocabulary = weight.new_empty(config.vocab_size, config.hidden_size).normal_(std=0.02)
-    one_rank = TensorParallel()
-    return TargetHead(
-        lambda ids: vocabulary[ids],
-        lambda hidden: argmax_of_shards(hidden @ vocabulary.T, 0, one_rank),
-    )
+    return TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T)
 
 
 @dataclass(frozen=True)

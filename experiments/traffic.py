@@ -23,7 +23,8 @@ from experiments.launches import Launches, Scene, counted
 from experiments.runner import Arms, Experiment, NoOptions, Progress, case_by_case
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, TargetHead, finite
+from sglang_dflash.drafting.drafter import Drafter, finite
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -98,7 +99,7 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
     vocabulary = torch.empty(config.vocab_size, config.hidden_size)
     drafter = Drafter(
         model,
-        TargetHead(lambda ids: vocabulary[ids], lambda hidden: (hidden @ vocabulary.T).argmax(-1)),
+        TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T),
         _cache(row, config, options),
         options,
         TritonAttention(config, setting, PROCESSORS),

@@ -4,7 +4,6 @@ block."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -12,34 +11,27 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.heads import TargetHead, make_head
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 
 
-@dataclass(frozen=True)
-class TargetHead:
-    """What the drafter borrows of the target.
-
-    Attributes:
-        embed: ids int64 `[N]` -> embeddings `[N, E]`.
-        argmax: hidden states `[N, E]` -> ids int64 `[N]` of the largest logits; -1 if that logit is
-            not finite.
-    """
-
-    embed: Callable[[Tensor], Tensor]
-    argmax: Callable[[Tensor], Tensor]
-
-
 class Proposer(Protocol):
-    """What a serving loop asks of a drafter. Another draft head is a class with these methods.
+    """What a serving loop asks of a drafter.
 
     The caller owns the mapping from a request's positions to target slots (`RequestSlots`); a
     drafter keeps nothing of a request.
+
+    Attributes:
+        capturable: whether it is a `Drafter` whose steps can be recorded.
     """
 
     cache: DraftKVCache
     counters: DraftCounters
+
+    @property
+    def capturable(self) -> bool: ...
 
     def absorb(
         self,
@@ -85,14 +77,19 @@ class Drafter:
     def __init__(
         self,
         model: DraftModel,
-        head: TargetHead,
+        target: TargetHead,
         cache: DraftKVCache,
         options: ResolvedOptions,
         attention: DraftAttention,
     ) -> None:
-        self.model, self.head, self.cache, self.attention = model, head, cache, attention
+        self.model, self.cache, self.attention = model, cache, attention
+        self.head, self._embed = make_head(model, target), target.embed
         self.counters = DraftCounters(cache.kv.device)
         self.block_size, self.reach = options.block_size, options.reach
+
+    @property
+    def capturable(self) -> bool:
+        return self.head.capturable
 
     def absorb(
         self,
@@ -119,10 +116,9 @@ class Drafter:
         self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens))
         mask_id = self.model.config.mask_token_id
         ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
-        embedded = self.head.embed(ids.flatten()).unflatten(0, ids.shape)
+        embedded = self._embed(ids.flatten()).unflatten(0, ids.shape)
         hidden = self.model(embedded, positions, self.attention.attend)
-        # A v1 draft proposes its argmax, a point mass.
-        drafted = self.head.argmax(hidden[:, 1:].flatten(0, 1)).unflatten(0, (-1, block - 1))
+        drafted = self.head(hidden)
         broken = drafted < 0
         self.counters.add_nonfinite(broken)
         ids[:, 1:] = drafted.masked_fill(broken, mask_id)
@@ -144,7 +140,7 @@ def finite(features: Tensor) -> tuple[Tensor, Tensor]:
     return features.nan_to_num(0.0, 0.0, 0.0), ~features[:, 0].isfinite()
 
 
-# A draft head other than ours is made by a function with the signature of `Drafter`.
+# An experiment's drafter is made by a function with the signature of `Drafter`.
 DrafterFactory = Callable[
     [DraftModel, TargetHead, DraftKVCache, ResolvedOptions, DraftAttention], Proposer
 ]

@@ -13,11 +13,11 @@ from sglang_dflash.drafting.acceptance import accept, sample, target_probabiliti
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.drafting.parallel import argmax_of_shards
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
 from sglang_dflash.transformers_loop.target_cache import TargetCache, captured_hidden
@@ -175,10 +175,10 @@ def _drafter(
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
     return Drafter(
         draft,
-        TargetHead(embed, lambda h: argmax_of_shards(head(h), 0, draft.tp)),
+        TargetHead(embed, head),
         DirectKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
         options,
-        make_attention("torch", draft.config, Setting(options.block_size, device)),
+        make_attention("torch", draft.config, Setting(options.block_size, device, options.reach)),
     )
 
 

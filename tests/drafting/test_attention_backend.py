@@ -17,11 +17,11 @@ from sglang_dflash.drafting.attention.backend import (
 )
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from tests.conftest import raw_config
 
-CPU = Setting(4, torch.device("cpu"))
+CPU = Setting(4, torch.device("cpu"), WHOLE_CONTEXT)
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 6}
 
 

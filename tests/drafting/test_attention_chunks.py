@@ -14,7 +14,8 @@ from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.attention.visibility import context_positions
-from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -110,7 +111,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
             cache.write(slots.flatten().long(), torch.randn(slots.numel(), *config.kv_shape))
         drafter = Drafter(
             model,
-            TargetHead(lambda ids: embed[ids], lambda hidden: (hidden @ embed.T).argmax(-1)),
+            TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T),
             cache,
             options,
             TorchAttention(config.layers_within(options.reach), options.block_size, chunk),
@@ -127,7 +128,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
 def test_the_default_is_one_copy_of_a_small_batch() -> None:
     """Many small launches would cost more than they save."""
     config = random_model(raw_config()).config
-    attention: Any = make_attention("torch", config, Setting(4, torch.device("cpu")))
+    attention: Any = make_attention("torch", config, Setting(4, torch.device("cpu"), Reach()))
     kv = torch.randn(ENTRIES + 1, 3, 2, 2, 16)
     attention.prepare(kv, table([30, 0, 5, 17], Reach()))
     copies = []

@@ -11,7 +11,8 @@ import torch
 
 from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -103,13 +104,13 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         )
     seen: list[torch.Tensor] = []
 
-    def argmax(hidden: torch.Tensor) -> torch.Tensor:
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(hidden)
-        return (hidden @ embed.T).argmax(-1)
+        return hidden @ embed.T
 
     setting = Setting(options.block_size, torch.device("cpu"), options.reach)
     attention = make_attention("torch", model.config, setting)
-    head = TargetHead(lambda ids: embed[ids], argmax)
+    head = TargetHead(lambda ids: embed[ids], logits)
     drafter = Drafter(model, head, cache, options, attention)
     with torch.inference_mode():
         requests.absorb_in_pieces(drafter)

@@ -11,7 +11,8 @@ import torch
 from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
-from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -29,9 +30,7 @@ def drafter(window: int | None = None, entries: int = 40) -> Drafter:
     cache: DraftKVCache = DirectKVCache(40, kv_shape, torch.float32, "cpu")
     if window is not None:
         cache = RingKVCache(entries, 40, kv_shape, torch.float32, "cpu")
-    head = TargetHead(
-        lambda ids: embed[ids], lambda h: argmax_of_shards(h @ embed.T, 0, TensorParallel())
-    )
+    head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
     setting = Setting(BLOCK, torch.device("cpu"), reach=options.reach)
     attention = make_attention("torch", model.config, setting)
     return Drafter(model, head, cache, options, attention)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
@@ -84,7 +85,7 @@ def drafter_of(window: int | None, sinks: int = 0, kind: type[Drafter] = Drafter
     model = random_model(RAW).freeze()
     options = Options(window=window, sinks=sinks).resolve(model.config)
     embedding = torch.randn(RAW["vocab_size"], RAW["hidden_size"])
-    head = TargetHead(lambda ids: embedding[ids], lambda x: (x @ embedding.T).argmax(-1))
+    head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
     slots = ROWS * COLUMNS + 1
     cache: Any = DirectKVCache(slots, model.kv_shape, torch.float32, "cpu")
     if window is not None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import DraftAttention, Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -65,11 +66,11 @@ class Side:
         embed = torch.randn(64, 32, generator=torch.Generator().manual_seed(5)).to(DEVICE)
         self.hidden = torch.empty(0)
 
-        def argmax(hidden: Tensor) -> Tensor:
+        def logits(hidden: Tensor) -> Tensor:
             self.hidden = hidden
-            return (hidden @ embed.T).argmax(-1)
+            return hidden @ embed.T
 
-        head = TargetHead(lambda ids: embed[ids], argmax)
+        head = TargetHead(lambda ids: embed[ids], logits)
         self.drafter = Drafter(self.model, head, self.cache, options, attention)
 
 

@@ -53,6 +53,8 @@ def free_slots(allocator: Any) -> Tensor:
 class WatchedDrafter(Drafter):
     """DFlash's drafter over a poisoned cache."""
 
+    capturable = False
+
     rare: Counter[str]
     runner: Any
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.attention.backend import Setting, make_attention
-from sglang_dflash.drafting.drafter import Drafter, TargetHead
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -71,7 +72,7 @@ class Target:
 
 def drafter_of(model: DraftModel, cache: DraftKVCache, options: Any, device: str) -> Drafter:
     embedding = torch.randn(VOCAB, HIDDEN, device=device)
-    head = TargetHead(lambda ids: embedding[ids], lambda x: (x @ embedding.T).argmax(-1))
+    head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
     setting = Setting(options.block_size, torch.device(device), reach=options.reach)
     attention = make_attention("torch", model.config, setting)
     return Drafter(model, head, cache, options, attention)

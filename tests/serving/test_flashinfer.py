@@ -14,7 +14,7 @@ from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu import flashinfer_attention
 from sglang_dflash.serving.gpu.flashinfer_attention import FlashInferKernel, page_lists
@@ -150,7 +150,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "'flashinfer' has kernels for GPUs from capability 8 on, this one's is 7; choose one"
     with pytest.raises(ConfigError, match=message):
         flashinfer_attention.flashinfer(
-            DraftConfig.from_dict(raw_config()), Setting(4, torch.device("cuda"))
+            DraftConfig.from_dict(raw_config()), Setting(4, torch.device("cuda"), WHOLE_CONTEXT)
         )
 
 

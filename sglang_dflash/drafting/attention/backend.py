@@ -12,7 +12,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.reference import CHUNK_BYTES, TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, Reach
+from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
 
 
@@ -104,7 +104,7 @@ class Setting:
 
     block_size: int
     device: torch.device
-    reach: Reach = WHOLE_CONTEXT
+    reach: Reach
     tp: TensorParallel = field(default_factory=TensorParallel)
     requests: int = 1
     columns: int = 1

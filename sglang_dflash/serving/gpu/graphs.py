@@ -127,8 +127,8 @@ def _recorder(
     if asked == OFF or (asked == AUTO and not target_has_graphs(device)):
         return None
     reason = None
-    if type(drafter) is not Drafter:
-        reason = f"the drafter is a {type(drafter).__name__}"
+    if not drafter.capturable:
+        reason = f"those of a {type(drafter).__name__} cannot be recorded"
     elif asked == AUTO and not capturable:
         reason = "the draft attention backend cannot be captured"
     if reason is not None:

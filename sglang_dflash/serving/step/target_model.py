@@ -15,8 +15,8 @@ from sglang.srt.runtime_context import (
 )
 from torch import Tensor
 
-from sglang_dflash.drafting.drafter import TargetHead
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.serving.gpu.backends import kv_dtype
 
 
@@ -39,16 +39,14 @@ def tensor_parallel() -> TensorParallel:
     )
 
 
-def target_head(model: Any, tp: TensorParallel) -> TargetHead:
+def target_head(model: Any) -> TargetHead:
     """The target's embedding and lm_head, without LoRA: the drafter is one for all requests."""
     embed = unwrap_lora_layer(model.get_input_embeddings())
     lm_head = unwrap_lora_layer(model.lm_head)
     # This rank's rows [V / size, E] without padding, and the token id of the first.
     shard = lm_head.shard_indices
     weight, first_id = lm_head.weight[: shard.num_org_elements], shard.org_vocab_start_index
-    return TargetHead(
-        embed=embed, argmax=lambda hidden: argmax_of_shards(hidden @ weight.T, first_id, tp)
-    )
+    return TargetHead(embed, lambda hidden: hidden @ weight.T, first_id)
 
 
 def unserved_target(model: Any) -> str | None:

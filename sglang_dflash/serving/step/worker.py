@@ -168,7 +168,7 @@ class DFlashWorker(BaseSpecWorker):
         if self._self_check:
             with ends_the_server(self._names):
                 setup.check(attention, cache)
-        head = target_model.target_head(runner.model, self._tp)
+        head = target_model.target_head(runner.model)
         self.drafter = self.extension.make_drafter(
             self._model, head, cache, self.options, attention
         )
