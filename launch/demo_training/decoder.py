@@ -16,9 +16,9 @@ from sglang_dflash.drafting.model import DraftLayer
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
-from sglang_dflash.drafting.weights import checkpoint_names
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.rope_config import RopeConfig
+from sglang_dflash.facts.tensors import layout
 
 
 class Decoder:
@@ -38,9 +38,10 @@ class Decoder:
             DraftLayer(self.config, TensorParallel(), TorchOps()) for _ in self.config.layers
         ]
         weights = target.model.state_dict()
+        parts_of = layout(self.config)
         for i, layer in enumerate(self.layers):
             state = {
-                name: torch.cat([weights[n] for n in checkpoint_names(f"layers.{i}.{name}")])
+                name: torch.cat([weights[part.name] for part in parts_of[f"layers.{i}.{name}"]])
                 for name in layer.state_dict()
             }
             layer.load_state_dict(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,33 +15,8 @@ from sglang_dflash.drafting.ops import DraftOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.tensors import check_shapes, each_tensor
+from sglang_dflash.facts.tensors import check_shapes, each_tensor, layout
 from sglang_dflash.facts.values import check_weights
-
-# Our module -> the checkpoint's modules whose rows it joins.
-_JOINED = {
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
-_MODULE_OF = {
-    "qkv_proj": "self_attn.qkv_proj",
-    "o_proj": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "gate_up_proj": "mlp.gate_up_proj",
-    "down_proj": "mlp.down_proj",
-}
-# Modules that are split over ranks by columns; the joined ones are split by rows.
-_SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
-
-
-def checkpoint_names(parameter: str) -> tuple[str, ...]:
-    """Names of the checkpoint tensors that one of our parameters joins, in row order."""
-    if not parameter.startswith("layers."):
-        return (parameter,)
-    _, index, module, kind = parameter.split(".")
-    module = _MODULE_OF.get(module, module)
-    return tuple(f"layers.{index}.{part}.{kind}" for part in _JOINED.get(module, (module,)))
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -60,29 +35,26 @@ def load_state(
     config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel
 ) -> dict[str, Tensor]:
     """This rank's state dict from whole tensors. Raises ConfigError as
-    `checkpoint.tensors.check_shapes`."""
+    `facts.tensors.check_shapes`."""
     check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
-    with torch.device("meta"):
-        parameters = list(DraftModel(config).state_dict())
-    return {p: _shard(p, [tensors[n] for n in checkpoint_names(p)], config, tp) for p in parameters}
+    state = {}
+    for ours, parts in layout(config).items():
+        shards = [_shard(tensors[part.name], part.split, config, tp) for part in parts]
+        state[ours] = shards[0] if len(shards) == 1 else torch.cat(shards)
+    return state
 
 
-def _shard(
-    parameter: str, parts: Sequence[Tensor], config: DraftConfig, tp: TensorParallel
-) -> Tensor:
-    """This rank's part of a parameter that joins the checkpoint tensors `parts`."""
-    if "qkv_proj" in parameter:
+def _shard(tensor: Tensor, split: str | None, config: DraftConfig, tp: TensorParallel) -> Tensor:
+    """This rank's part of a checkpoint tensor."""
+    if split == "columns":
+        return tensor.chunk(tp.size, dim=1)[tp.rank].contiguous()
+    if split == "rows":
+        return tensor.chunk(tp.size)[tp.rank]
+    if split == "kv rows":
         # With fewer kv heads than ranks, neighboring ranks hold replicas of the kv head that
         # their query heads share.
         kv_parts = min(tp.size, config.num_key_value_heads)
-        q, *kv = parts
-        kv_shards = (part.chunk(kv_parts)[tp.rank * kv_parts // tp.size] for part in kv)
-        return torch.cat([q.chunk(tp.size)[tp.rank], *kv_shards])
-    if "gate_up_proj" in parameter:
-        return torch.cat([part.chunk(tp.size)[tp.rank] for part in parts])
-    (tensor,) = parts
-    if parameter.endswith(_SPLIT_BY_COLUMNS):
-        return tensor.chunk(tp.size, dim=1)[tp.rank].contiguous()
+        return tensor.chunk(kv_parts)[tp.rank * kv_parts // tp.size]
     return tensor
 
 
@@ -97,7 +69,7 @@ def load_model(
     """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
 
     Raises:
-        ConfigError: see `DraftConfig.from_pretrained` and `checkpoint.values.check_weights`.
+        ConfigError: see `DraftConfig.from_pretrained` and `facts.values.check_weights`.
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     check_weights(config, folder)
@@ -151,17 +123,11 @@ def save_model(
     model: DraftModel, raw_config: Mapping[str, object], folder: str | Path, dtype: torch.dtype
 ) -> None:
     """Write `model`, which is not split over ranks, and its config.json in the published layout."""
-    config, tensors = model.config, {}
-    kv_rows = config.num_key_value_heads * config.head_dim
-    for parameter, value in model.state_dict().items():
-        names = checkpoint_names(parameter)
-        rows = [value.shape[0]]
-        if len(names) == 3:
-            rows = [config.num_attention_heads * config.head_dim, kv_rows, kv_rows]
-        elif len(names) == 2:
-            rows = 2 * [config.intermediate_size]
-        for name, part in zip(names, value.split(rows), strict=True):
-            tensors[name] = part.to(dtype).contiguous()
+    state, tensors = model.state_dict(), {}
+    for ours, parts in layout(model.config).items():
+        rows = state[ours].split([part.shape[0] for part in parts])
+        for part, own in zip(parts, rows, strict=True):
+            tensors[part.name] = own.to(dtype).contiguous()
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")

@@ -31,41 +31,62 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a DFlash v1 draft, in the published layout."""
+class Part(NamedTuple):
+    """A tensor of a checkpoint, as a part of one of our parameters.
+
+    Attributes:
+        split: how ranks share it: "rows", "kv rows" (with replicas), "columns"; None for whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: str | None = None
+
+
+def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
+    """Our parameter -> the published tensors whose rows it joins, in their order. The one place
+    that knows the names of a DFlash v1 draft's tensors."""
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    linear = {
-        "self_attn.q_proj": (q, width),
-        "self_attn.k_proj": (kv, width),
-        "self_attn.v_proj": (kv, width),
-        "self_attn.o_proj": (width, q),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
+    matrices = {
+        "qkv_proj": (
+            Part("self_attn.q_proj", (q, width), "rows"),
+            Part("self_attn.k_proj", (kv, width), "kv rows"),
+            Part("self_attn.v_proj", (kv, width), "kv rows"),
+        ),
+        "o_proj": (Part("self_attn.o_proj", (width, q), "columns"),),
+        "gate_up_proj": (
+            Part("mlp.gate_proj", (inner, width), "rows"),
+            Part("mlp.up_proj", (inner, width), "rows"),
+        ),
+        "down_proj": (Part("mlp.down_proj", (width, inner), "columns"),),
+        "input_layernorm": (Part("input_layernorm", (width,)),),
+        "post_attention_layernorm": (Part("post_attention_layernorm", (width,)),),
+        "q_norm": (Part("self_attn.q_norm", (dim,)),),
+        "k_norm": (Part("self_attn.k_norm", (dim,)),),
     }
-    norms = {
-        "input_layernorm": width,
-        "post_attention_layernorm": width,
-        "self_attn.q_norm": dim,
-        "self_attn.k_norm": dim,
+    # Every rank holds the whole of a bias that is added after the sum.
+    biases = {
+        ours: tuple(
+            Part(name, shape[:1], None if split == "columns" else split)
+            for name, shape, split in matrices[ours]
+        )
+        for ours in (("qkv_proj", "o_proj") if config.attention_bias else ())
     }
-    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linear.items()}
-    layer |= {f"{name}.weight": (size,) for name, size in norms.items()}
-    if config.attention_bias:
-        layer |= {
-            f"{name}.bias": shape[:1] for name, shape in linear.items() if "self_attn" in name
-        }
-    return {
-        "fc.weight": (width, config.target_hidden_width),
-        "hidden_norm.weight": (width,),
-        "norm.weight": (width,),
-        **{
-            f"layers.{i}.{name}": shape
-            for i in range(config.num_hidden_layers)
-            for name, shape in layer.items()
-        },
-    }
+    whole = {"fc": (width, config.target_hidden_width), "hidden_norm": (width,), "norm": (width,)}
+    found = {f"{name}.weight": (Part(f"{name}.weight", shape),) for name, shape in whole.items()}
+    for i in range(config.num_hidden_layers):
+        for kind, modules in (("weight", matrices), ("bias", biases)):
+            for ours, parts in modules.items():
+                found[f"layers.{i}.{ours}.{kind}"] = tuple(
+                    part._replace(name=f"layers.{i}.{part.name}.{kind}") for part in parts
+                )
+    return found
+
+
+def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a DFlash v1 draft, in the published layout."""
+    return {part.name: part.shape for parts in layout(config).values() for part in parts}
 
 
 def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> None:

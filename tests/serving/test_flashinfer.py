@@ -147,7 +147,7 @@ def test_lists_of_pages() -> None:
 
 def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    message = "'flashinfer' has kernels for GPUs from capability 8 on, this one's is 7; choose one"
+    message = "'flashinfer'; it has kernels for GPUs from capability 8 on, this one's is 7"
     with pytest.raises(ConfigError, match=message):
         flashinfer_attention.flashinfer(
             DraftConfig.from_dict(raw_config()), Setting(4, torch.device("cuda"), WHOLE_CONTEXT)
