@@ -20,6 +20,8 @@ from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 class LossyDrafter(Drafter):
     """Loses a random half of a bounded cache's entries per step."""
 
+    capturable = False
+
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         assert isinstance(self.cache, RingKVCache)
         owner = self.cache.owner
@@ -34,6 +36,8 @@ def lossy(target_worker: Any) -> Extension:
 
 class OtherDrafts(Drafter):
     """Other drafts in a third of the positions."""
+
+    capturable = False
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         block = super().propose(bonus, requests)
@@ -89,6 +93,8 @@ def fail_in(phase: str) -> None:
 
 
 class FaultyDrafter(Drafter):
+    capturable = False
+
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         fail_in("propose")
         return super().propose(bonus, requests)
