@@ -48,7 +48,7 @@ def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     that knows the names of a DFlash v1 draft's tensors."""
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    matrices = {
+    matrices: dict[str, tuple[Part, ...]] = {
         "qkv_proj": (
             Part("self_attn.q_proj", (q, width), "rows"),
             Part("self_attn.k_proj", (kv, width), "kv rows"),
@@ -74,7 +74,9 @@ def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
         for ours in (("qkv_proj", "o_proj") if config.attention_bias else ())
     }
     whole = {"fc": (width, config.target_hidden_width), "hidden_norm": (width,), "norm": (width,)}
-    found = {f"{name}.weight": (Part(f"{name}.weight", shape),) for name, shape in whole.items()}
+    found: dict[str, tuple[Part, ...]] = {
+        f"{name}.weight": (Part(f"{name}.weight", shape),) for name, shape in whole.items()
+    }
     for i in range(config.num_hidden_layers):
         for kind, modules in (("weight", matrices), ("bias", biases)):
             for ours, parts in modules.items():
