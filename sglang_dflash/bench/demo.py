@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,19 @@ from rich.table import Table
 
 from sglang_dflash.bench.hardware import hardware
 from sglang_dflash.bench.load import chunks
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, together
 from sglang_dflash.bench.server_config import demo_config
+from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.bench.sigterm import sigterm_as_exit
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair
 
 PROMPTS, NEW_TOKENS = 12, 128
 
 
 @dataclass
-class Arm:
+class DemoArm:
     """One way of decoding: its server, its outputs, and how long they took in seconds."""
 
     name: str
@@ -66,7 +69,7 @@ class Arm:
         )
 
 
-def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> None:
+def run_prompt(arm: DemoArm, prompt: str, live: Live | None, panels: list[DemoArm]) -> None:
     """Generate on one arm, streaming into its panel on a terminal."""
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     began = time.perf_counter()
@@ -84,7 +87,7 @@ def run_prompt(arm: Arm, prompt: str, live: Live | None, panels: list[Arm]) -> N
 
 
 def compare(
-    plain: Arm, dflash: Arm, prompts: list[str], text: str, console: Console
+    plain: DemoArm, dflash: DemoArm, prompts: list[str], text: str, console: Console
 ) -> dict[str, Any]:
     """Run all prompts on both arms, in turns, and summarize. `text`: what they are, in words."""
     for arm in (plain, dflash):
@@ -106,7 +109,7 @@ def compare(
 
 
 def outcome(
-    plain: Arm, dflash: Arm, before: dict[str, Any], after: dict[str, Any]
+    plain: DemoArm, dflash: DemoArm, before: dict[str, Any], after: dict[str, Any]
 ) -> dict[str, Any]:
     """What two arms that ran the same prompts come to.
 
@@ -146,15 +149,19 @@ def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float |
 
 
 def main() -> None:
-    with sigterm_as_exit():
-        run()
+    try:
+        with sigterm_as_exit():
+            run()
+    except KeyboardInterrupt:
+        print("ended")
 
 
 def run() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="code", help="which embedded pair: %(default)s, ...")
+    add_flags(parser, BenchSettings, {"pair": "--model"}, {"pair": "code"})
+    parser.set_defaults(pair="code")
     parser.add_argument(
         "--check", action="store_true", help="end after the comparison; the last line is JSON"
     )
@@ -165,30 +172,19 @@ def run() -> None:
         help="with --check: also write the result, with the machine",
     )
     args = parser.parse_args()
-    console, pair = Console(), demo_pair(args.model)
+    console, pair = Console(), demo_pair(args.pair)
     plain, dflash = (Server(demo_config(pair, dflash=dflash)) for dflash in (False, True))
-    started: list[Server] = []
-    try:
-        for server in (plain, dflash):
-            server.start()
-            started.append(server)
-        with console.status(
-            "starting two SGLang servers, one plain and one with DFLASH (about a minute)"
-        ):
-            plain.wait()
-            dflash.wait()
-        result = compare(
-            Arm("plain decoding", plain),
-            Arm("DFLASH", dflash),
-            pair.prompts[:PROMPTS],
-            pair.text,
-            console,
-        )
+    starting = "starting two SGLang servers, one plain and one with DFLASH (about a minute)"
+    with ExitStack() as servers:
+        with console.status(starting):
+            servers.enter_context(together((plain, dflash)))
+        arms = DemoArm("plain decoding", plain), DemoArm("DFLASH", dflash)
+        result = compare(*arms, pair.prompts[:PROMPTS], pair.text, console)
         plain.stop()
         console.print(summary(result))
         if args.check:
             if args.out is not None:
-                card = {"command": command(args.model), "hardware": hardware(), **result}
+                card = {"command": command(args.pair), "hardware": hardware(), **result}
                 args.out.write_text(json.dumps(card, indent=1) + "\n")
             print(json.dumps(result), flush=True)
             sys.exit(0 if result["identical"] else 1)
@@ -197,11 +193,6 @@ def run() -> None:
             "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it."
         )
         dflash.process.wait()
-    except KeyboardInterrupt:
-        console.print("ending")
-    finally:
-        for server in started:
-            server.stop()
 
 
 def command(model: str) -> str:

@@ -98,7 +98,8 @@ def command_line() -> argparse.ArgumentParser:
         description="Throughput and acceptance length of a running server, or of a pair over "
         "Transformers (torchrun shares the prompts out over ranks).",
     )
-    add_flags(parser, BenchSettings, SHARED, DEFAULTS)
+    counts = {**DEFAULTS, "num_prompts": f"{DEFAULTS['num_prompts']}; all for transformers"}
+    add_flags(parser, BenchSettings, SHARED, counts)
     parser.add_argument(
         "--enable-thinking",
         dest="thinking",

@@ -48,7 +48,7 @@ class BenchSettings:
         choices=("sglang", "vllm", "transformers"),
     )
     url: str = setting("http://127.0.0.1:30000", "of the running server (default: {default})")
-    pair: str | None = setting(None, "an embedded pair: dense (default), hybrid or code")
+    pair: str | None = setting(None, "an embedded pair: code, dense or hybrid (default: {default})")
     target: str | None = setting(
         None, "a folder or a hub name; of a running server, whose tokenizer it uses"
     )
@@ -130,7 +130,7 @@ class BenchSettings:
         "bench-results", "gets results.json and table.md (default: {default})", metavar="DIR"
     )
     output_file: str | None = setting(
-        None, "also append the report to this file, as one line of JSON", metavar="JSONL"
+        None, "also write the report to this file, as JSON", metavar="FILE"
     )
     picture: bool = setting(
         False,

@@ -41,7 +41,7 @@ NAMES = {
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sglang-dflash bench [options] [-- FLAGS of every server that is started]"
     large = {k: f"{v}; {getattr(BenchSettings, k)} on a CPU" for k, v in ON_ACCELERATOR.items()}
-    add_flags(parser, BenchSettings, NAMES, large)
+    add_flags(parser, BenchSettings, NAMES, {"pair": "dense", **large})
 
 
 def run(args: argparse.Namespace) -> None:

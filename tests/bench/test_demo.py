@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_dflash.bench.demo import Arm, acceptance_between, outcome
+from sglang_dflash.bench.demo import DemoArm, acceptance_between, outcome
 from sglang_dflash.serving.show.metrics import AcceptanceCounts, RequestStep
 
 FULL = RequestStep(drafts=7, accepted=7, tokens=8)
@@ -28,7 +28,7 @@ def test_the_outcome_of_two_arms() -> None:
     before = counts.report()
     counts.add([FULL._replace(accepted=3, tokens=4)] * 4)
     outputs = [[1] * 8, [2] * 8]
-    plain, dflash = (Arm(name, None, outputs) for name in ("plain", "dflash"))
+    plain, dflash = (DemoArm(name, None, outputs) for name in ("plain", "dflash"))
     plain.seconds, dflash.seconds = [4.0, 2.0], [1.0, 1.0]
     assert outcome(plain, dflash, before, counts.report()) == {
         "identical": True,
