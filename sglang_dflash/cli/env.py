@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
+from sglang_dflash.cli import environment
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs.seams import SEAMS as REPAIRS
-from sglang_dflash.seam import environment
+from sglang_dflash.seam.seam import Seam, load_plugins, state
+from sglang_dflash.seam.version import unsupported
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
 
 # The name of our entry point that puts our worker in SGLang's place.
@@ -32,19 +34,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if (args.target is None) != (args.draft is None):
-        raise ConfigError("--target and --draft: one without the other; give both or neither")
+        raise ConfigError("--target and --draft", required="give both or neither")
     report = _report(args.target, args.draft)
     print(json.dumps(report) if args.json else as_text(report))
 
 
 def _report(target: str | None, draft: str | None) -> dict[str, Any]:
-    platform, problem, unsupported = None, None, environment.unsupported_sglang()
-    installed = environment.version_of("sglang") is not None
+    platform, problem, installed = None, None, environment.version_of("sglang") is not None
     if installed:
         print("loading SGLang and its plugins ...", file=sys.stderr)
-        platform, problem = environment.load()
+        platform, problem = load_plugins()
     plugins = environment.plugins()
-    worker, reason = _worker(unsupported, problem, plugins)
+    worker, reason = _worker(installed, problem, plugins)
     if worker == _OURS and target is not None and draft is not None:
         worker, reason = _pair_worker(target, draft)
     return {
@@ -60,15 +61,16 @@ def _report(target: str | None, draft: str | None) -> dict[str, Any]:
 
 
 def _worker(
-    unsupported: str | None, problem: str | None, plugins: Iterable[Mapping[str, Any]]
+    installed: bool, problem: str | None, plugins: Iterable[Mapping[str, Any]]
 ) -> tuple[str, str]:
     """Which worker this installation gives a pair that ours can serve, and why."""
-    if unsupported == "sglang is not installed":
-        return "none", f"{unsupported}; inspect works, and generate if torch is there"
+    mismatch = unsupported()
+    if not installed:
+        return "none", f"{mismatch}; inspect works, and generate if torch is there"
     if problem is not None:
         return "none", f"a server ends at start: {problem}"
-    if unsupported is not None:
-        return _BUILTIN, unsupported
+    if mismatch is not None:
+        return _BUILTIN, mismatch
     ours = [plugin for plugin in plugins if plugin["name"] == PLUGIN]
     left_out = [plugin["left_out"] for plugin in ours if plugin["left_out"]]
     if not ours or left_out:
@@ -87,15 +89,29 @@ def _pair_worker(target: str, draft: str) -> tuple[str, str]:
 
 
 def _seams(platform: object | None) -> list[dict[str, str]]:
+    """Every row of our tables as text, with its state in this process."""
     tables = {"serving": SEAMS, "replay": REPLAY_SEAMS, "repairs": REPAIRS}
-    found = [row for name, rows in tables.items() for row in environment.seams(name, rows)]
     from sglang_dflash.platform_cpu import is_active
 
     if is_active(platform):
         from sglang_dflash.platform_cpu import seams
 
-        found += environment.seams("platform_cpu", seams.SEAMS)
-    return found
+        tables["platform_cpu"] = seams.SEAMS
+    return [_described(name, row) for name, rows in tables.items() for row in rows]
+
+
+def _described(table: str, row: Seam) -> dict[str, str]:
+    stands, detail = state(row)
+    return {
+        "table": table,
+        "target": row.target,
+        "kind": row.kind.value,
+        "ours": row.ours_name,
+        "reason": row.reason,
+        "proof": row.proof,
+        "state": stands,
+        "detail": detail,
+    }
 
 
 def as_text(report: Mapping[str, Any]) -> str:

@@ -28,4 +28,6 @@ def register() -> None:
     # their own and would lose the cores that the scheduler's OpenMP threads spin on.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     install(SEAMS)
-    choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    if ATTENTION_BACKEND not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
+        choices.add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        choices.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.platform_cpu import ATTENTION_BACKEND, pool_size, torch_ops
+from sglang_dflash.platform_cpu import pool_size, torch_ops
 from sglang_dflash.platform_cpu.gdn_ops import conv, delta_rule, elementwise, states
 from sglang_dflash.seam.seam import Kind, Seam
 
@@ -60,13 +60,6 @@ SEAMS: tuple[Seam, ...] = (
         torch_ops.torch_backends,
         "SGLang selects the attention kernels of its AMX engine for every x86 CPU.",
         f"{_PROOFS}test_sglang_selects_amx_attention",
-    ),
-    Seam(
-        "sglang.srt.arg_groups.choices.DRAFT_ATTENTION_BACKEND_CHOICES",
-        Kind.EXTEND,
-        ATTENTION_BACKEND,
-        "SGLang does not list our attention backend among those of a draft.",
-        f"{_PROOFS}test_sglang_lists_no_torch_backend_for_drafts",
     ),
     Seam(
         "sglang.srt.distributed.bootstrap._bind_threads_if_cpu",

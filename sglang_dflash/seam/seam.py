@@ -1,11 +1,12 @@
 """One change to SGLang or torch: what changes, how, why, and which test shows the need.
 
-A seams table (`serving/seams.py`, `platform_cpu/seams.py`) is a tuple of rows. `install` checks
-every row before it applies the first. A target that is gone, or that another party has changed,
-ends the process with a message that names the row: SGLang logs and swallows the exceptions of a
-plugin and would run without us, so `SeamError` derives from `SystemExit`.
+A seams table (`serving`, `repairs` and `platform_cpu` have a `seams.py`) is a tuple of rows.
 
-Hooks go through SGLang's registry, which applies them after all plugins have run.
+`install` checks every row before it applies the first. A target that is gone, or that another party
+has changed, ends the process with a message that names the row: SGLang logs and swallows the
+exceptions of a plugin and would run without us, so `SeamError` derives from `SystemExit`. Hooks go
+through SGLang's registry, which applies them after all plugins have run; `verify` then finds what
+it failed to apply, and `state` tells how a row stands.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -32,7 +34,7 @@ class Kind(Enum):
     """How a row changes its target.
 
     The first four are SGLang's hook types (`sglang.srt.plugins.hook_registry.HookType`). ASSIGN
-    sets an attribute. EXTEND appends to a list.
+    sets an attribute.
     """
 
     BEFORE = "before"
@@ -40,11 +42,10 @@ class Kind(Enum):
     AROUND = "around"
     REPLACE = "replace"
     ASSIGN = "assign"
-    EXTEND = "extend"
 
     @property
     def is_hook(self) -> bool:
-        return self not in (Kind.ASSIGN, Kind.EXTEND)
+        return self is not Kind.ASSIGN
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Seam:
     """One row.
 
     Attributes:
-        target: dotted path of the function, method, attribute or list.
+        target: dotted path of the function, method or attribute.
         kind: how it is changed.
-        ours: the function or value. A hook may be `MODULE:NAME`, imported on its first call.
+        ours: the function or value. Text is a function's `MODULE:NAME`, imported on its first call.
         reason: what SGLang does without it.
         proof: the test (`tests/...::name`) that fails without the row, or that explains why no
             test can.
@@ -81,13 +82,15 @@ class Seam:
         """Whether this process has what the row changes."""
         return self.only_if_loaded is None or self.only_if_loaded in sys.modules
 
+    @property
     def value(self) -> Any:
-        """What is registered, assigned or appended."""
-        if self.kind is Kind.EXTEND and isinstance(self.ours, str):
-            return Entry(self.ours)
-        if self.kind.is_hook and isinstance(self.ours, str):
-            return Lazy(self.ours)
-        return self.ours
+        """What is registered or assigned."""
+        return Lazy(self.ours) if isinstance(self.ours, str) else self.ours
+
+    @property
+    def ours_name(self) -> str:
+        """`MODULE:NAME` of our function, the text of another value."""
+        return _name(self.value)
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,6 @@ class Lazy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return pkgutil.resolve_name(self.path)(*args, **kwargs)
-
-
-class Entry(str):
-    """A list entry of ours: equal to its text, told from another's entry by its type."""
-
-    __slots__ = ()
 
 
 def install(rows: Iterable[Seam]) -> None:
@@ -157,20 +154,6 @@ def verify(rows: Iterable[Seam]) -> None:
         _refuse_other_hooks(row)
 
 
-def describe(rows: Iterable[Seam]) -> list[dict[str, str]]:
-    """Target, kind, our function or value, reason and proof of every row, as text."""
-    return [
-        {
-            "target": row.target,
-            "kind": row.kind.value,
-            "ours": _name(row.ours),
-            "reason": row.reason,
-            "proof": row.proof,
-        }
-        for row in rows
-    ]
-
-
 def state(row: Seam) -> tuple[str, str]:
     """How a row stands in this process, and the reason if it is not applied.
 
@@ -189,18 +172,32 @@ def state(row: Seam) -> tuple[str, str]:
     return "applied", ""
 
 
+def load_plugins() -> tuple[object | None, str | None]:
+    """Load SGLang's plugins in this process, as a server does.
+
+    Returns:
+        SGLang's platform, and why a server of this installation would end at start, or None.
+    """
+    try:
+        # What torch and SGLang warn of while they are imported would bury a report.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from sglang.srt import platforms, plugins
+
+            plugins.load_plugins()
+    except SeamError as error:
+        return None, str(error)
+    except Exception as error:  # Importing SGLang and its kernels may fail in any way.
+        return None, f"{type(error).__name__}: {error}"
+    return platforms.current_platform, None
+
+
 def check(row: Seam) -> None:
     """Raise SeamError unless the row's target exists and only its own package has defined it."""
     try:
         current = _current(row)
     except Exception as error:  # The import of the target's module may fail in any way.
         raise _error(row, f"cannot resolve it ({error})") from error
-    if row.kind is Kind.EXTEND:
-        if not isinstance(current, list):
-            raise _error(row, f"expected a list, found a {type(current).__name__}")
-        if row.ours in current:
-            raise _error(row, f"{row.ours!r} is in the list already")
-        return
     if row.kind.is_hook:
         if not callable(_function(current)):
             raise _error(row, f"expected a function, found a {type(current).__name__}")
@@ -238,21 +235,11 @@ def _current(row: Seam) -> Any:
 def _in_place(row: Seam) -> bool:
     """Whether this row, and not an equal change of another party, was applied or registered."""
     if row.kind.is_hook:
-        return (row.kind.value, row.value()) in [(kind, hook) for kind, hook, _ in _hooks(row)]
+        return (row.kind.value, row.value) in [(kind, hook) for kind, hook, _ in _hooks(row)]
     try:
-        current = _current(row)
+        return _current(row) == row.value
     except Exception:  # `check` reports it.
         return False
-    if row.kind is Kind.ASSIGN:
-        return current is row.ours
-    if isinstance(row.ours, str):  # Equal strings may be one object.
-        own = [entry for entry in _list(current) if isinstance(entry, Entry)]
-        return row.ours in own
-    return any(entry is row.ours for entry in _list(current))
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _hooks(row: Seam) -> list[tuple[str, Any, str]]:
@@ -269,7 +256,7 @@ def _refuse_other_hooks(row: Seam) -> None:
     if row.kind not in (Kind.AROUND, Kind.REPLACE):
         return
     for kind, hook, source in _hooks(row):
-        if kind in ("around", "replace") and hook != row.value():
+        if kind in ("around", "replace") and hook != row.value:
             raise _error(row, f"already changed by {_name(hook)}, hook of {source}")
 
 
@@ -318,10 +305,8 @@ def _name(value: Any) -> str:
 
 def _apply(row: Seam) -> None:
     if row.kind is Kind.ASSIGN:
-        setattr(pkgutil.resolve_name(row.parent), row.attribute, row.ours)
-    elif row.kind is Kind.EXTEND:
-        pkgutil.resolve_name(row.target).append(row.value())
+        setattr(pkgutil.resolve_name(row.parent), row.attribute, row.value)
     else:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        HookRegistry.register(row.target, row.value(), HookType(row.kind.value))
+        HookRegistry.register(row.target, row.value, HookType(row.kind.value))

@@ -15,15 +15,24 @@ def needed() -> str:
     return next(r for r in requirements if r.startswith("sglang=="))
 
 
+def unsupported() -> str | None:
+    """Why our plugins do nothing with the installed SGLang, or None."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return "sglang is not installed"
+    if needed() == f"sglang=={found}":
+        return None
+    return f"sglang-dflash needs {needed()}, this is sglang=={found}"
+
+
 def supported(what: str) -> bool:
     """Whether the installed SGLang is the pinned one; logs an error that names both if not.
 
     Args:
         what: what is left out otherwise, for the message.
     """
-    pinned = needed()
-    found = importlib.metadata.version("sglang")
-    if pinned == f"sglang=={found}":
-        return True
-    logger.error("sglang-dflash needs %s, this is sglang==%s: %s", pinned, found, what)
-    return False
+    problem = unsupported()
+    if problem is not None:
+        logger.error("%s: %s", problem, what)
+    return problem is None

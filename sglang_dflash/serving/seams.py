@@ -5,7 +5,7 @@ Rows name our functions as `MODULE:NAME`, so that this table loads without torch
 
 from __future__ import annotations
 
-from sglang_dflash.seam.seam import Kind, Lazy, Seam
+from sglang_dflash.seam.seam import Kind, Seam
 
 _SRT = "sglang.srt."
 _OURS = "sglang_dflash.serving."
@@ -29,7 +29,7 @@ SEAMS = (
     Seam(
         target=_SRT + "entrypoints.engine.Engine.server_args_class",
         kind=Kind.ASSIGN,
-        ours=staticmethod(Lazy(_OURS + "start.flags:server_args_from_kwargs")),
+        ours=_OURS + "start.flags:server_args_from_kwargs",
         reason="Engine(**kwargs) rejects our keyword arguments; it builds its arguments right "
         "after the plugins were loaded, without a command line.",
         proof="tests/serving/test_seams.py::test_engine_rejects_our_arguments_without_the_row",

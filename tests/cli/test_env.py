@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
+from sglang_dflash.cli import env
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.seam import environment
 
 PAIR = demo_pair("dense")
 WITHOUT_SGLANG = """
@@ -54,8 +55,8 @@ def test_without_sglang_it_tells_so() -> None:
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plugins are not loaded in this process: other tests need SGLang as it is."""
-    monkeypatch.setattr(environment, "load", lambda: (None, None))
-    monkeypatch.setattr(environment, "seams", lambda table, rows: [])
+    monkeypatch.setattr(env, "load_plugins", lambda: (None, None))
+    monkeypatch.setattr(env, "_seams", lambda platform: [])
     for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"):
         monkeypatch.delenv(name, raising=False)
 
@@ -69,9 +70,9 @@ def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 def test_another_sglang_serves_with_its_own_worker(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = environment.version_of
+    real = importlib.metadata.version
     monkeypatch.setattr(
-        environment, "version_of", lambda name: "0.6.0" if name == "sglang" else real(name)
+        importlib.metadata, "version", lambda name: "0.6.0" if name == "sglang" else real(name)
     )
     pair = ["--target", str(PAIR.target), "--draft", str(PAIR.draft)]
     report = reported(capsys, *pair)
@@ -94,7 +95,7 @@ def test_a_plugin_that_is_left_out_is_the_reason(
 def test_a_server_that_would_end_at_start_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "load", lambda: (None, "cannot apply the seam x"))
+    monkeypatch.setattr(env, "load_plugins", lambda: (None, "cannot apply the seam x"))
     report = reported(capsys)
     told = "a server ends at start: cannot apply the seam x"
     assert (report["worker"], report["reason"]) == ("none", told)
@@ -110,7 +111,7 @@ def test_the_worker_of_a_pair_is_that_of_inspect(
     assert report["worker"] == "SGLang's built-in worker"
     assert report["reason"].startswith("selector_rank: 8")
     assert cli.main(["env", "--target", str(PAIR.target)]) == 1
-    assert "--target and --draft: one without the other" in capsys.readouterr().err
+    assert "--target and --draft: give both" in capsys.readouterr().err
     swapped = ["--target", str(PAIR.draft), "--draft", str(PAIR.target)]
     assert cli.main(["env", *swapped]) == 1
     assert "is a draft; the target comes first" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def loaded() -> dict[str, Any]:
         "hooks": {target: len(hooks) for target, hooks in HookRegistry._hooks.items()},
         "patched": sorted(HookRegistry._patched),
         "draft_backends": choices.DRAFT_ATTENTION_BACKEND_CHOICES.count(ATTENTION_BACKEND),
-        "deterministic": ATTENTION_BACKEND in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        "deterministic": choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.count(ATTENTION_BACKEND),
         "threads": os.environ["OMP_NUM_THREADS"],
     }
 

@@ -90,5 +90,5 @@ def test_every_row_is_applied_once(loading: dict[str, Any]) -> None:
     hooks = {row.target for row in SEAMS if row.kind.is_hook}
     assert state["active"] and state["patched"] == sorted(hooks)
     assert state["hooks"] == dict.fromkeys(hooks, 1)
-    assert state["draft_backends"] == 1 and state["deterministic"]
+    assert state["draft_backends"] == state["deterministic"] == 1
     assert int(state["threads"]) == max(1, (os.cpu_count() or 1) - 1)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.platform_cpu import ATTENTION_BACKEND, torch_ops
+from sglang_dflash.platform_cpu import torch_ops
 from sglang_dflash.platform_cpu.seams import SEAMS
-from sglang_dflash.seam.seam import Entry, Seam
+from sglang_dflash.seam.seam import Seam
 from tests.platform_cpu.pools import configurator_of, published_by_sglang
 from tests.seam.originals import original
 
@@ -136,12 +136,6 @@ def test_sglang_selects_amx_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform_hook, "is_host_cpu_arm64", lambda: False)
     original("sglang.srt.arg_groups.platform_hook.handle_cpu_backends")(SimpleNamespace())
     assert declared == {"attention_backend": "intel_amx", "sampling_backend": "pytorch"}
-
-
-def test_sglang_lists_no_torch_backend_for_drafts() -> None:
-    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES as known
-
-    assert ATTENTION_BACKEND not in [name for name in known if not isinstance(name, Entry)]
 
 
 def ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

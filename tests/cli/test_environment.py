@@ -8,7 +8,7 @@ import platform
 import pytest
 from sglang.srt import plugins as sglang_plugins
 
-from sglang_dflash.seam import environment
+from sglang_dflash.cli import environment
 
 
 @pytest.mark.parametrize("variables", [{}, {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": " ,"}])
@@ -28,16 +28,10 @@ def test_plugins_are_left_out_as_sglang_leaves_them_out(
     ours = [p for p in environment.plugins() if p["group"] == environment.PLUGINS]
     assert {p["name"] for p in ours} >= {"dflash", "dflash_cpu"}
     assert {p["name"] for p in ours if p["left_out"] is None} == set(theirs)
-
-
-def test_a_platform_that_is_not_selected_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_PLATFORM", "nonesuch")
-    (ours,) = [
-        p
-        for p in environment.plugins()
-        if (p["group"], p["name"]) == (environment.PLATFORMS, "dflash_cpu")
-    ]
-    assert ours["left_out"] == "SGLANG_PLATFORM=nonesuch"
+    if platform_name is not None:
+        (platform,) = [p for p in environment.plugins() if p["group"] == environment.PLATFORMS]
+        left_out = None if platform_name == platform["name"] else "SGLANG_PLATFORM=nonesuch"
+        assert platform["left_out"] == left_out
 
 
 def test_versions_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,18 +62,3 @@ def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_devices_begin_with_the_processor() -> None:
     first, *others = environment.devices()
     assert " cores, " in first and others
-
-
-def test_what_fails_at_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_dflash.seam.seam import SeamError
-
-    for error, told in [
-        (SeamError("cannot apply the seam"), "cannot apply the seam"),
-        (ImportError("no libcuda"), "ImportError: no libcuda"),
-    ]:
-
-        def fail(error: BaseException = error) -> None:
-            raise error
-
-        monkeypatch.setattr(sglang_plugins, "load_plugins", fail)
-        assert environment.load() == (None, told)

@@ -1,4 +1,4 @@
-"""What this machine and this installation give SGLang: versions, devices, plugins and seams.
+"""What this machine and this installation give SGLang: versions, devices, variables and plugins.
 
 Works without SGLang, and with a release that we were not written for.
 """
@@ -10,13 +10,8 @@ import os
 import platform
 import shutil
 import subprocess
-import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from sglang_dflash.seam.seam import Seam, SeamError, describe, state
-from sglang_dflash.seam.version import needed
 
 PLUGINS, PLATFORMS = "sglang.srt.plugins", "sglang.srt.platforms"
 _PACKAGES = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
@@ -48,16 +43,6 @@ def versions() -> dict[str, str | None]:
     kernels = {name: version_of(name) for name in _KERNELS}
     found |= {name: version for name, version in kernels.items() if version is not None}
     return {**found, "system": platform.platform()}
-
-
-def unsupported_sglang() -> str | None:
-    """Why our plugins do nothing with the installed SGLang, or None."""
-    found = version_of("sglang")
-    if found is None:
-        return "sglang is not installed"
-    if needed() != f"sglang=={found}":
-        return f"sglang-dflash needs {needed()}, this is sglang=={found}"
-    return None
 
 
 def devices() -> list[str]:
@@ -143,34 +128,3 @@ def _left_out(entry: importlib.metadata.EntryPoint) -> str | None:
     allowed = os.environ.get("SGLANG_PLUGINS")
     names = {name.strip() for name in (allowed or "").split(",") if name.strip()}
     return f"SGLANG_PLUGINS={allowed}" if allowed and entry.name not in names else None
-
-
-def load() -> tuple[object | None, str | None]:
-    """Load SGLang's plugins in this process, as a server does.
-
-    Returns:
-        SGLang's platform, and why a server of this installation would end at start, or None.
-    """
-    try:
-        # What torch and SGLang warn of while they are imported would bury the report.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from sglang.srt.platforms import current_platform
-            from sglang.srt.plugins import load_plugins
-
-            load_plugins()
-    except SeamError as error:
-        return None, str(error)
-    except Exception as error:  # Importing SGLang and its kernels may fail in any way.
-        return None, f"{type(error).__name__}: {error}"
-    return current_platform, None
-
-
-def seams(table: str, rows: Iterable[Seam]) -> list[dict[str, str]]:
-    """`describe` of every row with the name of its table and its state in this process."""
-    rows = tuple(rows)
-    found = []
-    for row, described in zip(rows, describe(rows), strict=True):
-        stands, detail = state(row)
-        found.append({"table": table, **described, "state": stands, "detail": detail})
-    return found
