@@ -17,14 +17,9 @@ from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import draft_folder
-from sglang_dflash.transformers_loop.checks import device_named, stop_ids
+from sglang_dflash.transformers_loop.checks import device_named, dtype_named, stop_ids
 from sglang_dflash.transformers_loop.generation import sampler, spec_generate
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 # How Accelerate spreads a model over devices. A draft is small and stays on one.
 _SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 # Below it z-lab's code takes the argmax.
@@ -69,7 +64,7 @@ class DFlashDraftModel(DraftModel):
         """
         del trust_remote_code
         device = _device(device_map)
-        wanted = _dtype("dtype", dtype)
+        wanted = None if dtype in (None, "auto") else dtype_named("dtype", dtype)
         folder = draft_folder("draft", str(name), revision=revision)
         network = load_model(folder, dtype=wanted or _stored_dtype(folder), device=device)
         with torch.device("meta"):
@@ -117,9 +112,7 @@ class DFlashDraftModel(DraftModel):
             ConfigError: see `transformers_loop.spec_generate`; the temperature is out of range.
         """
         if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
-            raise ConfigError(
-                f"temperature: {temperature!r}; 0 (greedy) or a positive number is required"
-            )
+            raise ConfigError("temperature", temperature, "0 (greedy) or a positive number")
         new = spec_generate(
             self,
             target,
@@ -151,7 +144,7 @@ class DFlashDraftModel(DraftModel):
 def _device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> torch.device:
     named = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
     if len(named) != 1:
-        raise ConfigError(f"device_map: {device_map!r}; one device for the whole draft is required")
+        raise ConfigError("device_map", device_map, "one device for the whole draft")
     (name,) = named
     if name is None:
         name = "cpu"
@@ -160,21 +153,9 @@ def _device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> 
     return device_named("device_map", name)
 
 
-def _dtype(field: str, value: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype of that name, None for the checkpoint's. Raises ConfigError, naming `field`."""
-    if value is None or value == "auto":
-        return None
-    dtype = DTYPES.get(str(value).removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f"{field}: {value!r}; choose one of auto, {', '.join(DTYPES)}")
-    return dtype
-
-
 def _stored_dtype(folder: str) -> torch.dtype:
     """The dtype that a draft's config.json names; that of its weights in float32 if none."""
     raw = read_json_object(Path(folder) / "config.json", "draft checkpoint")
-    for field in ("dtype", "torch_dtype"):
-        named = _dtype(f"{field} in the draft's config.json", raw.get(field))
-        if named is not None:
-            return named
-    return torch.float32
+    named = [(field, raw[field]) for field in ("dtype", "torch_dtype") if raw.get(field)]
+    known = [(field, name) for field, name in named if name != "auto"]
+    return dtype_named(*known[0]) if known else torch.float32

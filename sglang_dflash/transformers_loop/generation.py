@@ -18,7 +18,6 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
 from sglang_dflash.transformers_loop.target_cache import TargetCache, captured_hidden
 
@@ -42,7 +41,7 @@ class Generation:
 
     @property
     def acceptance_length(self) -> float:
-        """See `core.acceptance_length`; 0.0 without a verify step."""
+        """See `drafting.acceptance_length`; 0.0 without a verify step."""
         return VerifySteps(len(self.committed), sum(self.committed)).acceptance_length or 0.0
 
 
@@ -120,7 +119,7 @@ def spec_generate(
     """Generate after a prompt.
 
     Args:
-        draft: frozen, as `core.weights.load_model` or `DFlashDraftModel.from_pretrained` gives it.
+        draft: frozen, as `load_model` or `DFlashDraftModel.from_pretrained` gives it.
         target: the causal language model of Transformers that the draft was trained for.
         prompt: int64 `[1, N]`, or what a tokenizer returns for one prompt, or a `prefill`.
         max_new_tokens: generated tokens at most.
@@ -180,32 +179,6 @@ def _drafter(
         options,
         make_attention("torch", draft.config, Setting(options.block_size, device, options.reach)),
     )
-
-
-def chat_tokens(
-    tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None = None
-) -> list[int]:
-    """Token ids of a chat, up to the beginning of the assistant's answer.
-
-    Args:
-        tokenizer: of Transformers.
-        messages: with the keys `role` and `content`.
-        thinking: the template's `enable_thinking`; None for the template's default.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-    """
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"chat template: the tokenizer of {tokenizer.name_or_path!r} has none; "
-            "send the prompt as plain text"
-        )
-    extra = {} if thinking is None else {"enable_thinking": thinking}
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **extra
-    )
-    # The text already holds the special tokens.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _extend(

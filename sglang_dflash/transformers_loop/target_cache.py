@@ -122,6 +122,5 @@ def _recurrent_module(layer: Any) -> Any:
         if "cache_params" in inspect.signature(module.forward).parameters:
             return module
     raise ConfigError(
-        f"target: {type(layer).__name__} keeps a recurrent state, "
-        "but no sub-module of it takes `cache_params`"
+        "target", type(layer).__name__, "a recurrent layer whose sub-module takes `cache_params`"
     )

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.transformers_loop.arguments import GenerateArgs
-from sglang_dflash.transformers_loop.generate import load
+from sglang_dflash.transformers_loop import load
 from tests.engine import client
 from tests.engine.nursery import ForkedServer
 from tests.engine.session import ServerSession
@@ -31,5 +30,5 @@ def test_inspect_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     draft = TracedDraft(tmp_path)
     draft.edit(auto_map={**CONFIG, **MODEL})
     assert cli.main(["inspect", str(PAIR.target), str(draft.folder), "--offline"]) == 0
-    load(GenerateArgs(target=str(PAIR.target), draft=str(draft.folder), prompt="a"))
+    load(str(PAIR.target), str(draft.folder))
     assert not draft.mark.exists()

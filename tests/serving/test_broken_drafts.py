@@ -11,8 +11,7 @@ import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.transformers_loop.arguments import GenerateArgs
-from sglang_dflash.transformers_loop.generate import load
+from sglang_dflash.transformers_loop import load
 from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields
 
 TARGET = str(PAIR.target)
@@ -27,7 +26,7 @@ def refusals(draft: str, resolve: Any, capsys: pytest.CaptureFixture[str]) -> li
     with pytest.raises(ConfigError) as by_server:
         resolve([*SERVER, DRAFT, draft])
     with pytest.raises(ConfigError) as by_generate:
-        load(GenerateArgs(target=TARGET, draft=draft, prompt="a"))
+        load(TARGET, draft)
     capsys.readouterr()
     assert cli.main(["inspect", TARGET, draft, "--offline"]) == 1
     shown = capsys.readouterr()
@@ -56,7 +55,7 @@ def test_the_table_breaks_drafts_that_are_served_otherwise(
     resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     resolve([*SERVER, DRAFT, str(PAIR.draft)])
-    load(GenerateArgs(target=TARGET, draft=str(PAIR.draft), prompt="a"))
+    load(TARGET, str(PAIR.draft))
     assert cli.main(["inspect", TARGET, str(PAIR.draft), "--offline"]) == 0
 
 

@@ -1,7 +1,9 @@
-"""What `spec_generate` refuses names the argument and says what would be right."""
+"""What `spec_generate` refuses names the argument and its value."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,63 +39,67 @@ def test_what_a_tokenizer_returns_is_a_prompt(draft: DFlashDraftModel, target: A
     assert draft.spec_generate(target, IDS.int(), NEW_TOKENS).tolist() == [[3, 9, 27, *expected]]
 
 
-@pytest.mark.parametrize(
-    "prompt, message",
-    [
-        ("a text", "input_ids: 'a text' is no tensor; call the tokenizer with return_tensors"),
-        ([[3, 9]], "input_ids: a list is no tensor"),
-        ({"input_ids": [3, 9]}, "input_ids: a list is no tensor"),
-        ({"ids": IDS}, "input_ids: a mapping of ids; the key input_ids is required"),
-        (
-            {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]])},
-            "attention_mask: 1 tokens are masked; one prompt without padding is required",
-        ),
-        (IDS[0], r"input_ids: a tensor of shape \[3\]; \[1, N\] is required"),
-        (IDS.repeat(2, 1), "input_ids: 2 rows; one prompt at a time"),
-        (IDS[:, :0], "input_ids: the prompt is empty; at least one token is required"),
-        (IDS.float(), "input_ids: a tensor of torch.float32; integers are required"),
-        (IDS + 60, "input_ids: 87 is outside the target's vocabulary of 64 ids"),
-        (IDS - 5, "input_ids: -2 is outside"),
-    ],
-)
-def test_prompts(draft: DFlashDraftModel, target: Any, prompt: Any, message: str) -> None:
-    for generate in (
-        lambda: spec_generate(draft, target, prompt, 4),
-        lambda: draft.spec_generate(target, prompt, 4),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            generate()
+PROMPTS: dict[str, tuple[Any, Any]] = {
+    "text": ("a text", "a text"),
+    "list": ([[3, 9]], [[3, 9]]),
+    "list in a mapping": ({"input_ids": [3, 9]}, [3, 9]),
+    "mapping": ({"ids": IDS}, None),
+    "no batch": (IDS[0], [3]),
+    "two prompts": (IDS.repeat(2, 1), [2, 3]),
+    "empty": (IDS[:, :0], [1, 0]),
+    "fractions": (IDS.float(), torch.float32),
+    "above the vocabulary": (IDS + 60, 87),
+    "below": (IDS - 5, -2),
+}
 
 
-def test_names_in_place_of_models(draft: DFlashDraftModel, target: Any) -> None:
-    with pytest.raises(ConfigError, match="draft: 'z-lab/Qwen3-8B-DFlash-b16' is no loaded draft"):
-        spec_generate("z-lab/Qwen3-8B-DFlash-b16", target, IDS, 4)
-    with pytest.raises(ConfigError, match=r"target: 'Qwen/Qwen3-8B' is no .*AutoModelForCausalLM"):
-        draft.spec_generate("Qwen/Qwen3-8B", IDS, 4)
-    with pytest.raises(ConfigError, match="target: Qwen3Model has no lm_head; load it with"):
-        draft.spec_generate(Qwen3Model(target.config), IDS, 4)
+def refused(call: Callable[[], object], field: str) -> ConfigError:
+    with pytest.raises(ConfigError) as raised:
+        call()
+    assert raised.value.field == field and raised.value.required
+    return raised.value
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(draft: DFlashDraftModel, target: Any, name: str) -> None:
+    prompt, value = PROMPTS[name]
+    assert refused(lambda: spec_generate(draft, target, prompt, 4), "input_ids").value == value
+    assert refused(lambda: draft.spec_generate(target, prompt, 4), "input_ids").value == value
+
+
+def test_a_padded_prompt(draft: DFlashDraftModel, target: Any) -> None:
+    padded = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1]])}
+    refused(lambda: draft.spec_generate(target, padded, 4), "attention_mask")
+
+
+def test_what_is_no_loaded_model(draft: DFlashDraftModel, target: Any) -> None:
+    refused(lambda: spec_generate("z-lab/Qwen3-8B-DFlash-b16", target, IDS, 4), "draft")
+    refused(lambda: draft.spec_generate("Qwen/Qwen3-8B", IDS, 4), "target")
+    headless = Qwen3Model(target.config)
+    assert refused(lambda: draft.spec_generate(headless, IDS, 4), "target").value == "Qwen3Model"
 
 
 def test_mixed_dtypes_and_devices(draft: DFlashDraftModel, target: Any) -> None:
-    message = "dtype: the draft is in torch.bfloat16, the target in torch.float32; load both"
-    with pytest.raises(ConfigError, match=message):
-        draft.to(torch.bfloat16).spec_generate(target, IDS, 4)
     with torch.device("meta"):
         elsewhere = Qwen3ForCausalLM(target.config)
-    with pytest.raises(ConfigError, match="device_map: the draft is on cpu, the target on meta"):
-        draft.spec_generate(elsewhere, IDS, 4)
+    assert refused(lambda: draft.spec_generate(elsewhere, IDS, 4), "device_map").value == "meta"
     elsewhere.lm_head = torch.nn.Linear(32, 64, bias=False)
-    with pytest.raises(ConfigError, match="target: its weights are on cpu, meta; one device"):
-        draft.spec_generate(elsewhere, IDS, 4)
+    assert refused(lambda: draft.spec_generate(elsewhere, IDS, 4), "device_map").value == (
+        "cpu, meta"
+    )
+    half = draft.to(torch.bfloat16)
+    assert refused(lambda: half.spec_generate(target, IDS, 4), "dtype").value == torch.float32
 
 
-@pytest.mark.parametrize("stops", [5, [None], "ab", [5.0]])
-def test_stop_tokens(draft: DFlashDraftModel, target: Any, stops: Any) -> None:
-    with pytest.raises(ConfigError, match=r"stop_token_ids: .* a list of token ids is required"):
-        draft.spec_generate(target, IDS, 4, stops)
-
-
-@pytest.mark.parametrize("count", [0, -3, 2.5])
-def test_new_tokens(draft: DFlashDraftModel, target: Any, count: Any) -> None:
-    with pytest.raises(ConfigError, match=f"max_new_tokens: {count}; a positive number"):
-        draft.spec_generate(target, IDS, count)
+@pytest.mark.parametrize(
+    "field, arguments",
+    [
+        *(("stop_token_ids", (4, stops)) for stops in (5, [None], "ab", [5.0])),
+        *(("max_new_tokens", (count,)) for count in (0, -3, 2.5)),
+        *(("temperature", (4, [], heat)) for heat in (-1.0, math.nan, math.inf, None)),
+    ],
+)
+def test_arguments(
+    draft: DFlashDraftModel, target: Any, field: str, arguments: tuple[Any, ...]
+) -> None:
+    refused(lambda: draft.spec_generate(target, IDS, *arguments), field)

@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -22,7 +18,7 @@ from transformers import (
 from sglang_dflash import DFlashDraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import save_model
-from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from tests.conftest import random_model, raw_config
 from tests.transformers_loop.test_generation import NEW_TOKENS, SHAPE, greedy, randomized
@@ -69,18 +65,6 @@ def by_transformers(target: Any, ids: torch.Tensor, count: int, stop: int | None
     return out.tolist()
 
 
-@pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_embedded_pairs_in_float32(kind: str) -> None:
-    pair = demo_pair(kind)
-    draft = DFlashDraftModel.from_pretrained(str(pair.draft), dtype="float32").eval()
-    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    for prompt in pair.prompts[:3]:
-        ids = tokenizer(prompt, return_tensors="pt")
-        out = draft.spec_generate(target, ids, 24, None, 0.0)
-        assert out.tolist() == by_transformers(target, ids["input_ids"], 24, None)
-
-
 def save_random_draft(folder: Path, **changes: Any) -> Path:
     raw = raw_config(**changes)
     save_model(random_model(raw), raw, folder, torch.float32)
@@ -103,26 +87,15 @@ def target() -> Any:
     return randomized(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)))
 
 
-def test_qwen3_and_llama_targets(draft: DFlashDraftModel, target: Any) -> None:
-    torch.manual_seed(6)
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = LlamaConfig(**SHAPE, tie_word_embeddings=False, rope_parameters=rope)
-    for model in (target, randomized(LlamaForCausalLM(config))):
-        for length in (1, 30):
-            ids = torch.randint(0, 64, (1, length))
-            out = draft.spec_generate(
-                target=model, input_ids=ids, max_new_tokens=NEW_TOKENS, stop_token_ids=None,
-                temperature=0.0,
-            )  # fmt: skip
-            assert out.dtype == torch.int64 and out.shape == (1, length + NEW_TOKENS)
-            assert out[0].tolist() == ids[0].tolist() + greedy(model, ids)
+def test_the_result_is_prompt_and_answer(draft: DFlashDraftModel, target: Any) -> None:
+    for length in (1, 30):
+        ids = torch.randint(0, 64, (1, length))
+        out = draft.spec_generate(
+            target=target, input_ids=ids, max_new_tokens=NEW_TOKENS, stop_token_ids=None,
+            temperature=0.0,
+        )  # fmt: skip
+        assert out.dtype == torch.int64 and out.shape == (1, length + NEW_TOKENS)
+        assert out[0].tolist() == ids[0].tolist() + greedy(target, ids)
 
 
 def test_the_result_ends_with_the_first_stop_token(draft: DFlashDraftModel, target: Any) -> None:
@@ -151,9 +124,6 @@ def test_a_temperature_samples_and_options_are_taken(draft: DFlashDraftModel, ta
     assert draft.spec_generate(target, ids, NEW_TOKENS, [], 1e-6)[0, 6:].tolist() == plain
     out = draft.spec_generate(target, ids, NEW_TOKENS, options=Options(block_size=2, window=4))
     assert out[0, 6:].tolist() == plain
-    for wrong in (-1.0, float("nan"), float("inf"), None):
-        with pytest.raises(ConfigError, match="temperature: "):
-            draft.spec_generate(target, ids, NEW_TOKENS, [], wrong)
 
 
 def test_dtype_as_transformers_takes_it(folder: Path) -> None:
@@ -167,8 +137,9 @@ def test_dtype_as_transformers_takes_it(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(config | {field: "float16"}))
         assert dtype("auto") == torch.float16
         (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="dtype: 'int8'; choose one of auto, float32"):
+    with pytest.raises(ConfigError) as raised:
         dtype("int8")
+    assert (raised.value.field, raised.value.value) == ("dtype", "int8")
 
 
 @pytest.mark.parametrize(
@@ -183,11 +154,10 @@ def test_device_map_as_transformers_takes_it(folder: Path, device_map: Any) -> N
 
 
 def test_devices_that_are_absent_or_several_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="device_map: 'abacus' cannot be used here"):
-        DFlashDraftModel.from_pretrained(str(folder), device_map="abacus")
-    spread = {"layers.0": "cpu", "layers.1": "meta"}
-    with pytest.raises(ConfigError, match="one device for the whole draft"):
-        DFlashDraftModel.from_pretrained(str(folder), device_map=spread)
+    for device_map in ("abacus", {"layers.0": "cpu", "layers.1": "meta"}):
+        with pytest.raises(ConfigError) as raised:
+            DFlashDraftModel.from_pretrained(str(folder), device_map=device_map)
+        assert (raised.value.field, raised.value.value) == ("device_map", device_map)
 
 
 def test_to_converts_all_of_the_draft(draft: DFlashDraftModel, target: Any) -> None:
@@ -211,8 +181,6 @@ def test_the_package_stays_light() -> None:
 
 
 def test_a_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    pair: DemoPair = demo_pair("dense")
-    with pytest.raises(ConfigError, match="draft: "):
-        DFlashDraftModel.from_pretrained(str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError):
-        DFlashDraftModel.from_pretrained(str(pair.target))
+    for folder in (tmp_path / "nowhere", demo_pair("dense").target):
+        with pytest.raises(ConfigError):
+            DFlashDraftModel.from_pretrained(str(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,7 +17,6 @@ from sglang_dflash import cli
 from sglang_dflash.facts.embedded import DemoPair, demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import chat_tokens
-from sglang_dflash.transformers_loop.text_stream import TextStream
 
 NEW_TOKENS = 40
 
@@ -107,33 +107,33 @@ def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -
     assert sampled("--top-k", "1")["tokens"] == sampled("--top-p", "1e-9")["tokens"] == greedy
 
 
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        (["--prompt", ""], "--prompt: empty"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens: 0"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature: -1.0"),
-        (["--prompt", "a", "--temperature", "nan"], "--temperature: nan"),
-        (["--prompt", "a", "--top-p", "0"], "--top-p: 0.0"),
-        (["--prompt", "a", "--top-k", "-2"], "--top-k: -2"),
-        (["--prompt", "a", "--seed", "-1"], "--seed: -1"),
-        (["--prompt", "a", "--dtype", "int8"], "--dtype: 'int8'; choose one of float32"),
-        (["--prompt", "a", "--block-size", "1"], "--block-size: 1; a number of tokens"),
-        (["--prompt", "a", "--window", "3"], "--window: 3; smaller than the block size"),
-        (["--prompt", "a", "--device", "abacus"], "--device: 'abacus' cannot be used here"),
-        (["--prompt", "a", "--target", "{nowhere}"], "--target: "),
-        (["--prompt", "a", "--draft", "{nowhere}"], "--draft: "),
-        (["--prompt-file", "{nowhere}"], "--prompt-file: "),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
+# Flags -> the flag that the error names.
+BAD = {
+    "--prompt=": "--prompt",
+    "--prompt=a --max-new-tokens=0": "--max-new-tokens",
+    "--prompt=a --temperature=-1": "--temperature",
+    "--prompt=a --temperature=nan": "--temperature",
+    "--prompt=a --top-p=0": "--top-p",
+    "--prompt=a --top-k=-2": "--top-k",
+    "--prompt=a --seed=-1": "--seed",
+    "--prompt=a --dtype=int8": "--dtype",
+    "--prompt=a --block-size=1": "--block-size",
+    "--prompt=a --window=3": "--window",
+    "--prompt=a --device=abacus": "--device",
+    "--prompt=a --target=NOWHERE": "--target",
+    "--prompt=a --draft=NOWHERE": "--draft",
+    "--prompt-file=NOWHERE": "--prompt-file",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
 def test_bad_input_is_refused_by_name(
-    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = [str(tmp_path / "nowhere") if part == "{nowhere}" else part for part in more]
+    more = flags.replace("NOWHERE", str(tmp_path / "nowhere")).split(" ")
     assert cli.main(command(demo_pair("dense"), *more)) == 1
     shown = capsys.readouterr()
-    assert not shown.out and shown.err.splitlines()[-1].startswith(f"sglang-dflash: {message}")
+    assert not shown.out and shown.err.splitlines()[-1].startswith(f"sglang-dflash: {BAD[flags]}:")
 
 
 def test_half_a_pair_and_an_unfit_pair_are_refused(
@@ -141,58 +141,37 @@ def test_half_a_pair_and_an_unfit_pair_are_refused(
 ) -> None:
     dense, hybrid = demo_pair("dense"), demo_pair("hybrid")
     assert cli.main(["generate", "--prompt", "a", "--target", str(dense.target)]) == 1
-    assert "--target and --draft: one without the other" in capsys.readouterr().err
+    assert "give --target and --draft, or neither" in capsys.readouterr().err
     mixed = replace(dense, draft=hybrid.draft)
     assert cli.main(command(mixed, "--prompt", "a")) == 1
-    message = "num_target_layers: the draft was trained on 8 target layers, this target has 6"
-    assert message in capsys.readouterr().err
+    assert "num_target_layers" in capsys.readouterr().err
 
 
 def test_a_chat_needs_a_template() -> None:
     class Plain:
         chat_template, name_or_path = None, "plain"
 
-    with pytest.raises(ConfigError, match="chat template: the tokenizer of 'plain' has none"):
+    with pytest.raises(ConfigError, match="'plain'") as raised:
         chat_tokens(Plain(), [{"role": "user", "content": "a"}])
+    assert raised.value.field == "chat template"
 
 
-def test_streamed_text_is_the_whole_text() -> None:
-    """Characters of several tokens are written whole; written text does not change."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_pair("dense").target)
-    text = "naïve, 東京 🎌 end"
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) > len(text), "some characters must take several tokens"
-    for step in (1, 2, 5):
-        pieces: list[str] = []
-        stream = TextStream(tokenizer, pieces.append)
-        for i in range(0, len(ids), step):
-            stream.add(ids[i : i + step])
-        stream.end()
-        assert "".join(pieces) == text
-        assert len(pieces) > 3 and not any("\ufffd" in piece for piece in pieces)
-    # A text that ends within a character is written, too.
-    cut: list[str] = []
-    stream = TextStream(tokenizer, cut.append)
-    stream.add(tokenizer("🎌")["input_ids"][:-1])
-    stream.end()
-    assert "".join(cut) == tokenizer.decode(tokenizer("🎌")["input_ids"][:-1])
-
-
-def test_text_of_a_tokenizer_without_a_backend_is_written_at_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Slow:
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-            return "".join(chr(i) for i in ids if i or not skip_special_tokens)
-
-    pieces: list[str] = []
-    stream = TextStream(Slow(), pieces.append)
-    stream.add([97, 0, 98])
-    assert not pieces and "Slow has no backend of the tokenizers library" in caplog.text
-    stream.end()
-    assert pieces == ["ab"]
+@pytest.mark.engine
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(given: str | None) -> None:
+    code = (
+        "import os\nfrom sglang_dflash import cli\n"
+        "assert cli.main(['generate', '--prompt', 'a', '--device', 'abacus']) == 1\n"
+        "print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    if given is not None:
+        env["OMP_WAIT_POLICY"] = given
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [given or "PASSIVE"]
 
 
 @pytest.mark.parametrize("command", [[], ["generate"], ["bench"]], ids=" ".join)

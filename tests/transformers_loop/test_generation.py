@@ -141,18 +141,15 @@ def test_samples_follow_the_targets_distribution(
     assert len(means) > 2 and chisquare(observed, means).pvalue > 1e-4
 
 
-def test_pairs_and_batches_that_do_not_fit_are_refused(
-    target: Qwen3ForCausalLM, draft: DraftModel
-) -> None:
-    with pytest.raises(ConfigError, match="input_ids: 2 rows; one prompt at a time"):
-        spec_generate(draft, target, torch.zeros(2, 3, dtype=torch.long), 4)
+def test_a_pair_that_does_not_fit_is_refused(target: Qwen3ForCausalLM, draft: DraftModel) -> None:
     narrow = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=64, hidden_size=16, num_hidden_layers=6, num_attention_heads=2, head_dim=8
         )
     )
-    with pytest.raises(ConfigError, match="hidden_size: the draft's is 32, the target's 16"):
+    with pytest.raises(ConfigError) as raised:
         spec_generate(draft, narrow, torch.zeros(1, 3, dtype=torch.long), 4)
+    assert "hidden_size" in str(raised.value)
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
