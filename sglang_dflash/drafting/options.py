@@ -11,7 +11,7 @@ from sglang_dflash.facts.errors import ConfigError
 
 # Entries of a bounded draft KV cache over what the running requests can see. The cache overwrites
 # the oldest entries that no running request reads, so requests that come and go need spare ones.
-# By simulation: docs/draft-kv.md.
+# By simulation: docs/how-it-works.md.
 DRAFT_KV_HEADROOM = 2
 
 # Positions and cache entries are 32-bit.
