@@ -38,7 +38,7 @@ def encode_turn(
     Raises:
         ConfigError: a chat, and the tokenizer has no chat template.
     """
-    from sglang_dflash.transformers_loop.generation import chat_tokens
+    from sglang_dflash.transformers_loop.pair import chat_tokens
 
     if not prompt.chat:
         return tokenizer(continued(prompt, answers))["input_ids"]

@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in without_effect(settings, values) if is_first else ():
             print(f"warning: {line}", file=sys.stderr)
         if settings.backend == "transformers":
+            # As in `sglang-dflash generate`.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             from sglang_dflash.bench import published_pair
 
             published_pair.main(settings)

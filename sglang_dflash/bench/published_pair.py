@@ -22,8 +22,6 @@ from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.transformers_loop.arguments import GenerateArgs
-from sglang_dflash.transformers_loop.generate import Loaded, load
 from sglang_dflash.transformers_loop.generation import (
     Choose,
     Prefill,
@@ -31,8 +29,8 @@ from sglang_dflash.transformers_loop.generation import (
     sampler,
     spec_generate,
 )
+from sglang_dflash.transformers_loop.pair import LoadedPair, load
 from sglang_dflash.transformers_loop.target_cache import TargetCache
-from sglang_dflash.transformers_loop.threads import threads_for
 
 T = TypeVar("T")
 
@@ -120,21 +118,13 @@ def _measure(
     device = settings.device
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    pair = load(
-        GenerateArgs(
-            target=settings.target or "",
-            draft=settings.draft or "",
-            prompt=prompts[0].turns[0],
-            options=options,
-            dtype=None if settings.dtype == "auto" else settings.dtype,
-            device=device,
-        )
-    )
+    dtype = None if settings.dtype == "auto" else settings.dtype
+    pair = load(settings.target or "", settings.draft or "", options, dtype, device)
     runner = PairRunner(settings, pair, options)
     own = range(rank, len(prompts), ranks)
     measured: list[Measured] = []
     shown = progress_bar(len(own)) if rank == 0 else nullcontext()
-    with threads_for(pair.target, pair.draft), shown as bar:
+    with shown as bar:
         runner.turn(0, prompts[0], [], min(WARM_UP_TOKENS, settings.max_new_tokens))
         for index in own:
             measured += runner.converse(index, prompts[index])
@@ -162,7 +152,7 @@ def plain_generate(
 class PairRunner:
     """Answers prompts by a pair in both ways."""
 
-    def __init__(self, settings: BenchSettings, pair: Loaded, options: Options) -> None:
+    def __init__(self, settings: BenchSettings, pair: LoadedPair, options: Options) -> None:
         self.settings, self.pair, self.options = settings, pair, options
 
     def converse(self, index: int, prompt: Prompt) -> list[Measured]:
