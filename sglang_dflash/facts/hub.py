@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_dflash.facts.errors import ConfigError, cut, shown
+from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.tensors import MASK_EMBEDDING, StoredTensor
 
 CONFIG = "config.json"
@@ -23,11 +23,13 @@ def exists(name: str) -> bool:
         return False
 
 
-def draft_folder(flag: str, name: str, *, revision: str | None = None, weights: bool = True) -> str:
+def draft_folder(
+    field: str, name: str, *, revision: str | None = None, weights: bool = True
+) -> str:
     """The local folder of a draft, fetched from the hub if `name` is no path.
 
     Args:
-        flag: what messages call the draft.
+        field: what errors call the draft.
         weights: whether to fetch the weights too; without them only JSON files are fetched.
 
     Raises:
@@ -37,10 +39,8 @@ def draft_folder(flag: str, name: str, *, revision: str | None = None, weights: 
         return name
     # A mask embedding is fetched to be refused by name: it is never read.
     patterns = ["*.json", "*.safetensors", MASK_EMBEDDING] if weights else ["*.json"]
-    with _hub_errors(
-        f"{flag}: {shown(name)} is neither a folder here nor a draft that could be fetched from "
-        "the hub"
-    ):
+    required = "it is neither a folder here nor a draft that could be fetched from the hub"
+    with _hub_errors(field, name, required):
         from huggingface_hub import snapshot_download
 
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
@@ -72,10 +72,9 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
     """
     import httpx
 
-    with _hub_errors(
-        f"{kind.upper()}: {shown(name)} is neither a folder here nor a model whose config.json "
-        f"{'is in the local cache' if offline else 'could be fetched from the hub'}"
-    ):
+    where = "is in the local cache" if offline else "could be fetched from the hub"
+    required = f"it is neither a folder here nor a model whose config.json {where}"
+    with _hub_errors(kind.upper(), name, required):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -106,7 +105,7 @@ def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | N
     """
     import httpx
 
-    with _hub_errors(f"{kind.upper()}: the safetensors headers of {shown(name)} on the hub"):
+    with _hub_errors(kind.upper(), name, "its safetensors headers are needed from the hub"):
         from huggingface_hub import get_safetensors_metadata
         from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
@@ -122,11 +121,11 @@ def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | N
 
 
 @contextmanager
-def _hub_errors(message: str) -> Iterator[None]:
-    """Raise the hub's errors as a ConfigError: `message`, then the first line of the error."""
+def _hub_errors(field: str, name: str, required: str) -> Iterator[None]:
+    """Raise the hub's errors as a ConfigError, which ends with the first line of the error."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         yield
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ConfigError(f"{message} ({cut(str(error))})") from error
+        raise ConfigError(field, name, f"{required} ({cut(str(error))})") from error

@@ -44,7 +44,7 @@ def resolve() -> Callable[..., Any]:
 def test_a_missing_draft_is_refused(resolve: Any) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"--speculative-draft-model-path: '/no/such/draft' is neither a folder here nor",
+        match=r"--speculative-draft-model-path: '/no/such/draft'; it is neither a folder here nor",
     ):
         resolve(*TARGET, "/no/such/draft")
 

@@ -103,7 +103,8 @@ def test_without_the_hub_the_cache_is_asked(hub: Hub) -> None:
 def test_hub_errors_name_argument_and_value(hub: Hub) -> None:
     hub.reachable = False
     with pytest.raises(
-        ConfigError, match=r"DRAFT: 'no/such' is neither .* \(the hub cannot be reached: no route"
+        ConfigError,
+        match=r"DRAFT: 'no/such'; it is neither .* \(the hub cannot be reached: no route",
     ):
         look_up("draft", "no/such")
     with pytest.raises(ConfigError, match=r"is in the local cache \(--offline: the hub is not"):
