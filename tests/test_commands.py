@@ -31,7 +31,7 @@ ELSEWHERE = {
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
-    "sglang-dflash doctor": "needs a server: tests/doctor/test_command.py",
+    "sglang-dflash doctor": "needs a server: tests/doctor/test_doctor.py",
     "python launch/train_": "hours; tests/launch/test_code_pair.py tests the code pair's stages",
     "python launch/measure_code_pair.py": "an hour; needs the training's texts",
     "pipx run pip-audit": "asks the network for known defects",

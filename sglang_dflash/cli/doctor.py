@@ -7,8 +7,7 @@ import json
 import sys
 
 from sglang_dflash.cli import Failed
-from sglang_dflash.doctor.findings import ENOUGH_STEPS, Finding, examine
-from sglang_dflash.doctor.reading import NotReadable, read
+from sglang_dflash.doctor import ENOUGH_STEPS, Finding, NotReadable, examine, read
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

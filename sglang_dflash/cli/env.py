@@ -81,7 +81,7 @@ def _worker(
 
 def _pair_worker(target: str, draft: str) -> tuple[str, str]:
     from sglang_dflash.facts.published import look_up
-    from sglang_dflash.inspect.report import choose_worker
+    from sglang_dflash.inspect.pair import choose_worker
 
     found, reason = choose_worker(look_up("target", target), look_up("draft", draft))
     worker = _BUILTIN if found == "builtin" else found

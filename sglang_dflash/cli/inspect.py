@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.published import look_up
 from sglang_dflash.facts.sizes import KV_DTYPES
-from sglang_dflash.inspect.memory import Serving
-from sglang_dflash.inspect.report import as_table, inspect
+from sglang_dflash.inspect.findings import Serving, inspect
+from sglang_dflash.inspect.text import as_json, as_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,16 +64,10 @@ def run(args: argparse.Namespace) -> None:
         sinks=args.sinks,
         draft_kv_tokens=args.draft_kv_tokens,
     )
-    serving = Serving(
-        max_running_requests=args.max_running_requests,
-        memory_gib=args.memory_gib,
-        mem_fraction=args.mem_fraction,
-        kv_memory_gib=args.kv_memory_gib,
-        kv_dtype=args.kv_dtype,
-        draft_kv_dtype=args.draft_kv_dtype,
-    )
+    serving = Serving(**{field.name: getattr(args, field.name) for field in fields(Serving)})
     target, draft = (
         look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft")
     )
-    report = inspect(target, draft, options, serving).report()
-    print(json.dumps(report) if args.json else as_table(report, sources=args.sources))
+    names = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(Options)}
+    found = inspect(target, draft, options, serving, names)
+    print(json.dumps(as_json(found)) if args.json else as_table(found, sources=args.sources))

@@ -11,10 +11,9 @@ import requests
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
-from sglang_dflash.doctor.findings import examine
-from sglang_dflash.doctor.reading import Reading, read
+from sglang_dflash.doctor import Reading, examine, read
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
-from tests.doctor.test_findings import HEALTHY
+from tests.doctor.test_doctor import HEALTHY
 from tests.engine.servers import (
     BUILTIN,
     CHATS_TWENTIETH,

@@ -24,8 +24,10 @@ from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.tensors import INDEX, expected_tensors, local_weight_bytes
 from sglang_dflash.facts.values import check_weights
-from sglang_dflash.inspect.report import inspect_draft
+from sglang_dflash.inspect.findings import Serving, inspect
+from sglang_dflash.inspect.text import as_json, as_table
 from tests.conftest import FUZZ, random_model, raw_config
+from tests.facts.target_fields import TARGET
 
 # Of this process: the machine may be busy with other things.
 SECONDS = 3.0
@@ -137,9 +139,20 @@ def read_or_refused(raw: dict[str, Any]) -> None:
     if config is not None:
         rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
         assert rotary.frequencies.isfinite().all() and 0 < rotary.attention_factor < 1e12
-    described = in_one_line(lambda: inspect_draft(ModelFacts("a draft", raw, None, None, "a test")))
-    served_elsewhere = described is not None and described.worker == "builtin"
-    assert (config is None) == (described is None or served_elsewhere)
+    worker = in_one_line(lambda: inspected_worker(raw, config))
+    assert (config is None) == (worker in (None, "builtin"))
+
+
+def inspected_worker(raw: dict[str, Any], config: DraftConfig | None) -> str:
+    """The worker that `sglang-dflash inspect` names, with a target that fits and room for it."""
+    target = dict(TARGET)
+    if config is not None:
+        target["hidden_size"], target["vocab_size"] = config.hidden_size, config.vocab_size
+        target["num_hidden_layers"] = config.num_target_layers
+    of_target, of_draft = (ModelFacts("x", given, None, None, "a test") for given in (target, raw))
+    found = inspect(of_target, of_draft, Options(), Serving(kv_memory_gib=1e12))
+    assert json.dumps(as_json(found)) and as_table(found)
+    return found.worker
 
 
 @bounded

@@ -1,1 +1,0 @@
-"""`sglang-dflash doctor`: what is wrong with a running server, and what to do."""

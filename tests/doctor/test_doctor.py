@@ -1,0 +1,222 @@
+"""`sglang-dflash doctor` against a server that answers with constructed values."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from sglang_dflash import cli
+from sglang_dflash.bench.server import free_port
+from sglang_dflash.doctor import CHECKS, Reading, examine, series
+
+# What a healthy server of ours shows, of what the doctor reads (tests/engine/test_alarm.py compares
+# the keys with a real server's).
+HEALTHY: dict[str, Any] = {
+    "acceptance_alarm": False,
+    "recent_acceptance_length": 4.1,
+    "verify_steps": 5000,
+    "committed_tokens": 20000,
+    "undrafted_steps": 10,
+    "nonfinite_outputs": 0,
+    "draft_context_share": 0.99,
+    "draft_kv_entries": 4160,
+    "context_length": 32768,
+    "draft_max_position_embeddings": 40960,
+    "ignored_seeds": False,
+    "simulated_acceptance": None,
+    "width": "fixed",
+}
+RETRACTED = {"sglang:num_retracted_requests_total": [30.0], "sglang:num_requests_total": [100.0]}
+
+
+def reading(*reports: dict[str, Any], metrics: Any = None, **info: Any) -> Reading:
+    """A server of ours; each report replaces keys of a healthy rank."""
+    states = [{"dflash": {**HEALTHY, **report}} for report in reports or ({},)]
+    return Reading({"speculative_algorithm": "DFLASH", "internal_states": states, **info}, metrics)
+
+
+def others(algorithm: str | None = "DFLASH", **state: Any) -> Reading:
+    return Reading({"speculative_algorithm": algorithm, "internal_states": [state]})
+
+
+STARTED = {"verify_steps": 60, "committed_tokens": 61, "recent_acceptance_length": None}
+# The findings, what they come from, and what must be said.
+CASES: list[tuple[list[str], Reading, list[str]]] = [
+    (["no-dflash"], others(None), ["plain decoding", "--speculative-algorithm DFLASH"]),
+    (["no-dflash"], others("EAGLE"), ["EAGLE"]),
+    (["builtin-worker"], others(dflash_builtin_reason="--pp-size"), ["--pp-size"]),
+    (["builtin-worker"], others(avg_spec_accept_length=4.0), ["sglang-dflash env"]),
+    # Judged by SGLang's own figure.
+    (["builtin-worker", "acceptance-near-1"], others(avg_spec_accept_length=1.05), ["1.05"]),
+    (
+        ["simulated-acceptance"],
+        reading({"simulated_acceptance": 3.5, "acceptance_alarm": True}),
+        ["3.5"],
+    ),
+    (["nonfinite-outputs"], reading({}, {"nonfinite_outputs": 7}), ["7 outputs"]),
+    (
+        ["acceptance-alarm"],
+        reading({}, {"acceptance_alarm": True, "recent_acceptance_length": 1.1}),
+        ["1.10", "another target", "leave out"],
+    ),
+    (
+        ["acceptance-near-1"],
+        reading({**STARTED, "verify_steps": 300, "committed_tokens": 310}),
+        ["1.03"],
+    ),
+    (["acceptance-below-2"], reading({"verify_steps": 1000, "committed_tokens": 1700}), ["1.70"]),
+    (
+        ["draft-kv-too-small"],
+        reading({"draft_context_share": 0.41, "draft_kv_entries": 416}),
+        ["41%", "--speculative-dflash-draft-kv-tokens (now 416)"],
+    ),
+    (["many-undrafted"], reading({"undrafted_steps": 5000}), ["50%"]),
+    (["long-contexts"], reading({"draft_max_position_embeddings": 4096}), ["32768", "4096"]),
+    (["ignored-seeds"], reading({"ignored_seeds": True}), ["--enable-deterministic"]),
+    (["retractions"], reading(metrics=RETRACTED), ["30 retractions in 100 requests"]),
+    (
+        ["nonfinite-outputs", "acceptance-alarm", "ignored-seeds"],
+        reading({"acceptance_alarm": True, "nonfinite_outputs": 9, "ignored_seeds": True}),
+        [],
+    ),
+    # An adaptive server drafts as long as that pays.
+    (
+        ["acceptance-near-1"],
+        reading({"width": "adaptive", "verify_steps": 1000, "committed_tokens": 1030}),
+        ["drafts rarely"],
+    ),
+    ([], reading({"width": "adaptive", "verify_steps": 1000, "committed_tokens": 1700}), []),
+    ([], reading({"width": "adaptive", "undrafted_steps": 10_000}), []),
+    ([], reading({}, {}), []),
+    # Too little to judge: a server that has just started.
+    ([], reading(STARTED), []),
+    ([], reading({**STARTED, "verify_steps": 0, "draft_context_share": None}), []),
+    ([], reading({"undrafted_steps": 99, "verify_steps": 0, "committed_tokens": 0}), []),
+    # The alarm ended a while ago.
+    ([], reading({"recent_acceptance_length": 1.4}), []),
+    ([], reading(metrics={**RETRACTED, "sglang:num_retracted_requests_total": [1.0]}), []),
+    ([], reading(metrics={}), []),
+    # A server with an older version of the package.
+    ([], others(dflash={"verify_steps": 10, "committed_tokens": 30}), []),
+]
+
+
+@pytest.mark.parametrize(("names", "server", "words"), CASES)
+def test_it_finds_what_is_wrong_and_nothing_else(
+    names: list[str], server: Reading, words: list[str]
+) -> None:
+    found = examine(server)
+    assert [finding.name for finding in found] == names
+    text = " ".join(f"{finding.problem} {finding.advice}" for finding in found)
+    assert all(word in text for word in words), text
+    assert all("\n" not in finding.problem for finding in found)
+
+
+def test_every_check_has_a_case() -> None:
+    assert {check for check in CHECKS for _, server, _ in CASES if check(server)} == set(CHECKS)
+
+
+@contextmanager
+def serving(answers: dict[str, tuple[int, str]], key: str | None = None) -> Iterator[str]:
+    """A server on 127.0.0.1 that gives these statuses and bodies; 404 for other paths."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.get(self.path, (404, "no"))
+            if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+                status, body = 401, "{}"
+            if status == 0:
+                time.sleep(1)
+                return
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def shown(server: Reading) -> dict[str, tuple[int, str]]:
+    return {"/server_info": (200, json.dumps(dict(server.info)))}
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    status = cli.main(["doctor", *argv])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_status_and_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(shown(reading())) as url:
+        for address in (url, f"{url}/", f"{url}/v1", f"{url}/v1/", url.removeprefix("http://")):
+            assert doctor(capsys, address) == (0, "nothing wrong found\n", "")
+    with serving(shown(reading(STARTED))) as url:
+        status, out, _ = doctor(capsys, url)
+        assert status == 0 and "; 60 verify steps are too few to judge the draft" in out
+    with serving(shown(reading({"ignored_seeds": True}))) as url:
+        status, out, err = doctor(capsys, url)
+        assert status == 1 and err == "sglang-dflash: doctor: 1 finding\n"
+        assert [line[:13] for line in out.splitlines()] == ["ignored-seeds", "    start the"]
+
+
+def test_json_holds_the_same_and_metrics_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = "".join(f'{name}{{tp_rank="0"}} {value[0]}\n' for name, value in RETRACTED.items())
+    with serving({**shown(reading()), "/metrics": (200, metrics)}) as url:
+        status, out, _ = doctor(capsys, url, "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert status == 1 and finding["name"] == "retractions"
+    assert set(finding) == {"name", "problem", "advice"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({"/server_info": (200, "{}")}, "is not that of an SGLang server"),
+        ({"/server_info": (200, "<html>")}, "is not that of an SGLang server"),
+        ({}, "answers 404"),
+        ({"/server_info": (0, "")}, "no answer within 0.3 s"),
+    ],
+)
+def test_a_server_that_cannot_be_read_is_a_finding(
+    answers: Any, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(answers) as url:
+        status, out, _ = doctor(capsys, url, "--timeout", "0.3")
+    assert status == 1 and out.startswith("not-reachable: ") and words in out
+
+
+@pytest.mark.parametrize("url", [f"127.0.0.1:{free_port()}", "http://", "http://256.0.0.1:x"])
+def test_no_server_is_a_finding(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = doctor(capsys, url, "--json")
+    (finding,) = json.loads(out)["findings"]
+    assert status == 1 and finding["name"] == "not-reachable"
+    assert "cannot be reached" in finding["problem"] and "\n" not in finding["problem"]
+
+
+def test_a_key_is_sent_and_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(shown(reading()), key="secret") as url:
+        assert doctor(capsys, url, "--api-key", "secret")[0] == 0
+        status, out, _ = doctor(capsys, url)
+    assert status == 1 and "give --api-key" in out
+
+
+def test_series_of_several_ranks_are_read_without_labels() -> None:
+    text = '# HELP a b\na{x="1 2",y="}"} 3\na{x="2"} 4.5\nb NaN\nc +Inf\n\nbroken\n'
+    assert series(text) == {"a": [3.0, 4.5]}

@@ -1,0 +1,354 @@
+"""What `sglang-dflash inspect` finds of a pair, how it prints it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from sglang_dflash import cli
+from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.published import ModelFacts
+from sglang_dflash.facts.sizes import draft_weight_bytes
+from sglang_dflash.inspect.findings import GIB, Findings, Serving, inspect, split_kv
+from sglang_dflash.inspect.pair import other_target
+from sglang_dflash.inspect.text import as_json, as_table
+from tests.commands import ROOT
+from tests.conftest import raw_config
+from tests.facts.target_fields import GDN, TARGET
+from tests.inspect.pairs import PUBLISHED_PAIRS, facts, inspected, refusal
+
+SERVING = Serving(kv_memory_gib=1)
+HYBRID = {**TARGET, "full_attention_interval": 2, **GDN}
+QUANTIZED = {**TARGET, "quantization_config": {"quant_method": "gptq", "lm_head": True}}
+OTHER_HEAD = raw_config(selector_rank=256)
+
+
+def found_of(
+    target: dict[str, Any],
+    draft: dict[str, Any],
+    options: Options | None = None,
+    serving: Serving = SERVING,
+) -> Findings:
+    return inspect(facts(target), facts(draft), options or Options(), serving)
+
+
+# -- facts ---------------------------------------------------------------------------------------
+
+
+def test_the_demo_pair_weighs_what_its_files_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = demo_pair("dense")
+    flags = ["--window", "64", "--max-running-requests", "4"]
+    report = inspected(capsys, str(pair.target), str(pair.draft), *flags)
+    with safe_open(pair.draft / "model.safetensors", framework="pt") as opened:
+        tensors = [opened.get_tensor(name) for name in opened.keys()]  # noqa: SIM118 - not iterable
+    assert report["draft_weight_bytes"] == sum(tensor.nbytes for tensor in tensors)
+    assert report["target_weight_bytes"] == (pair.target / "model.safetensors").stat().st_size
+    assert report["target_kv_bytes_per_token"] == 6 * 2 * 2 * 64 * 2
+    assert report["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 64 * 2
+    assert (report["worker"], report["worker_reason"]) == ("sglang-dflash", None)
+    assert report["block_size"] == 8
+    assert report["draft_kv_entries"] == int(DRAFT_KV_HEADROOM * 4 * (64 + 8))
+
+
+DESCRIBED = {
+    "draft_layers": "2 sliding (window 8, causal), 1 full",
+    "target_layers": "6 attention",
+    "target_layer_ids": [1, 3],
+    "mask_token_id": 63,
+    "draft_rope": "theta 10000, yarn with factor 4",
+    "draft_dtype": "bfloat16",
+    "target_dtype": "float16",
+    "draft_architecture": "DFlashDraftModel",
+    "target_architecture": "Qwen3ForCausalLM",
+    "draft_context": 4096,
+    "target_context": 512,
+    "target_vocab_size": 64,
+    "target_hidden_size": 32,
+    "recurrent_rollback": None,
+}
+
+
+def test_both_configs_are_described() -> None:
+    layers = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "sliding_window": 8}
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    draft = raw_config(**layers, rope_scaling=scaling, dtype="bfloat16")
+    target = {
+        **TARGET,
+        "architectures": ["Qwen3ForCausalLM"],
+        "torch_dtype": "float16",
+        "max_position_embeddings": 512,
+    }
+    found = found_of(target, draft).facts()
+    assert {name: found[name] for name in DESCRIBED} == DESCRIBED
+    for change, words in [
+        ({"is_causal": False}, "2 sliding (window 8), 1 full"),
+        ({"is_causal": True, "layer_types": ["full_attention"] * 3}, "3 full (causal)"),
+        ({"selector_rank": 256}, "2 sliding (window 8), 1 full"),
+    ]:
+        assert found_of(target, {**draft, **change}).draft_layers == words
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "worker", "rollback"),
+    [
+        (TARGET, raw_config(), "sglang-dflash", None),
+        (TARGET, OTHER_HEAD, "builtin", None),
+        (HYBRID, raw_config(), "sglang-dflash", "replay"),
+        # Of an unknown shape.
+        ({**TARGET, "full_attention_interval": 2}, raw_config(), "sglang-dflash", "snapshot"),
+        (HYBRID, OTHER_HEAD, "builtin", "snapshot"),
+        ({**TARGET, "quantization_config": {"lm_head": True}}, raw_config(), "builtin", None),
+        (
+            {**TARGET, "quantization_config": {"lm_head": False}},
+            raw_config(),
+            "sglang-dflash",
+            None,
+        ),
+    ],
+)
+def test_the_worker_and_its_rollback(
+    target: dict[str, Any], draft: dict[str, Any], worker: str, rollback: str | None
+) -> None:
+    found = found_of(target, draft)
+    assert (found.worker, found.recurrent_rollback) == (worker, rollback)
+    assert (found.worker_reason is None) == (worker == "sglang-dflash")
+    assert found.draft_kv_bytes_per_token == 3 * 2 * 2 * 16 * 2
+    windowed = found_of(target, draft, Options(block_size=6, window=100, sinks=4))
+    assert (found.block_size, found.window, found.sinks) == (4, None, 0)
+    assert (windowed.block_size, windowed.window, windowed.sinks) == (6, 100, 4)
+
+
+def test_what_was_not_seen_decides_nothing() -> None:
+    raw = raw_config(dflash_config={"target_layer_ids": [1, 3]})
+    partly = ModelFacts("a draft", raw, 0, None, "a test", unknown=("dflash_config.mask_token_id",))
+    found = inspect(facts(TARGET), partly, Options(), SERVING)
+    assert found.worker == "unknown" and "dflash_config.mask_token_id" in str(found.worker_reason)
+    assert (found.mask_token_id, found.draft_layers) == (None, "3 full")
+    with pytest.raises(ConfigError) as refused:
+        inspect(facts({**TARGET, "vocab_size": 65}), partly, Options(), SERVING)
+    assert refused.value.field == "vocab_size" or "vocab_size" in str(refused.value)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+def test_draft_weights_by_hand() -> None:
+    attention = 32 * 64 + 2 * 32 * 32 + 64 * 32
+    layer = attention + 3 * 32 * 48 + 2 * 32 + 2 * 16
+    of_config = DraftConfig.from_dict(raw_config())
+    assert draft_weight_bytes(of_config) == 2 * (2 * 32 * 32 + 3 * layer + 2 * 32)
+    biased = DraftConfig.from_dict(raw_config(attention_bias=True))
+    biases = 3 * (64 + 32 + 32 + 32)
+    assert draft_weight_bytes(biased) == draft_weight_bytes(of_config) + 2 * biases
+
+
+def test_a_bounded_cache_leaves_the_rest_to_the_target() -> None:
+    split = split_kv(12_000, 100, 20, entries=30)
+    assert split == (30, 600, 2000, 114, 100, 120, pytest.approx(0.14), 0.2, "bounded")
+    for slots in (None, 100, 5000):
+        whole = split_kv(12_000, 100, 20, slots)
+        assert (whole.draft_kv_entries, whole.draft_kv_bytes) == (100, 2000)
+        assert (whole.target_tokens, whole.target_tokens_gain) == (100, 0)
+        assert whole.draft_kv_map != "bounded"
+
+
+def test_memory_is_what_weights_and_states_leave() -> None:
+    serving = Serving(max_running_requests=10, memory_gib=4, mem_fraction=0.5)
+    found = inspect(facts(HYBRID, GIB), facts(raw_config()), Options(), serving)
+    state = 3 * (3 * 7 * 5 * 4 + (2 * 2 * 5 + 3 * 7) * 3 * 2)
+    # Block 4: 4 + 4 - 2 inputs of a convolution of width 4, 3 before them, and two gates of 3 heads
+    # per token.
+    replay = 3 * ((2 * 2 * 5 + 3 * 7) * (6 + 3) + 2 * 4 * 3) * 2
+    assert (found.recurrent_state_bytes, found.recurrent_replay_bytes) == (state, replay)
+    assert found.recurrent_snapshot_bytes == 3 * (4 * 3 * 7 * 5 * 4 + 41 * 6 * 2)
+    draft, steps = draft_weight_bytes(DraftConfig.from_dict(raw_config())), found.draft_step_bytes
+    # Logits and activations of 10 requests and 4 positions, and more.
+    assert steps is not None and steps > 10 * (3 * 64 + 4 * 3 * 32) * 2
+    assert found.kv_memory_bytes == 2 * GIB - GIB - draft - 10 * (state + replay) - steps
+    assert found.recurrent_layers == 3
+
+
+def test_options_size_the_cache_and_dtypes_its_entries() -> None:
+    fp8 = {"kv_memory_gib": 1.0, "kv_dtype": "fp8_e4m3"}
+    serving = Serving(max_running_requests=3, draft_kv_dtype="float32", **fp8)  # type: ignore[arg-type]
+    found = found_of(TARGET, raw_config(), Options(window=100, sinks=4), serving)
+    assert found.kv.draft_kv_entries == int(DRAFT_KV_HEADROOM * 3 * (100 + 4 + 4))
+    assert found.target_kv_bytes_per_token == 6 * 2 * 2 * 16
+    assert found.draft_kv_bytes_per_token == 3 * 2 * 2 * 16 * 4
+    chosen = found_of(TARGET, raw_config(), Options(window=100, draft_kv_tokens=7), serving)
+    assert chosen.kv.draft_kv_entries == 7
+    inherited = found_of(TARGET, raw_config(), serving=Serving(**fp8))  # type: ignore[arg-type]
+    assert inherited.draft_kv_bytes_per_token == 3 * 2 * 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "serving"),
+    [
+        ("max_running_requests", 0, {"max_running_requests": 0}),
+        ("mem_fraction", 1.5, {"mem_fraction": 1.5}),
+        ("memory_gib", -1.0, {"memory_gib": -1.0}),
+        ("kv_memory_gib", 0.0, {"kv_memory_gib": 0.0}),
+        ("kv_dtype", "int3", {"kv_dtype": "int3"}),
+        ("draft_kv_dtype", "int3", {"draft_kv_dtype": "int3"}),
+        # Too little for one token, and for the weights.
+        ("kv_memory_gib", int(1e-8 * GIB) / GIB, {"kv_memory_gib": 1e-8}),
+        ("memory_gib", 1.0, {"memory_gib": 1.0}),
+    ],
+)
+def test_serving_is_checked(field: str, value: object, serving: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        inspect(facts(TARGET, GIB), facts(raw_config()), Options(), Serving(**serving))
+    assert (refused.value.field, refused.value.value) == (field, value)
+
+
+def test_what_is_not_known_is_asked_for() -> None:
+    measured, draft = facts(None, None, kv=100), facts(raw_config())
+    as_float32 = Serving(kv_memory_gib=1, kv_dtype="float32")
+    for target, other, options, serving, field in [
+        (facts(TARGET, None), draft, Options(), Serving(), "kv_memory_gib"),
+        (measured, measured, Options(), SERVING, "block_size"),
+        (measured, measured, Options(block_size=4), as_float32, "kv_dtype"),
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            inspect(target, other, options, serving)
+        assert refused.value.field == field
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+def test_the_table_begins_with_the_verdict_and_hides_empty_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*PUBLISHED_PAIRS[2], "--window", "1024", "--max-running-requests", "16"]
+    report = inspected(capsys, *arguments)
+    for flags in ([], ["--sources"]):
+        assert cli.main(["inspect", *arguments, "--offline", *flags]) == 0
+        head, _, table = capsys.readouterr().out.partition("\n\n")
+        first, weights, assumed = head.replace("\nbfloat16", " bfloat16").splitlines()
+        lines = table.splitlines()
+        gain = "window 1024 leaves +12.6 % KV tokens for the target"
+        assert first == report["verdict"] == f"served by sglang-dflash; {gain}"
+        assert weights.startswith("draft weights: not checked")
+        assert assumed == report["assumptions"] and "16 running requests" in assumed
+        shown = {line.split()[0] for line in lines if not line.startswith(" ")}
+        known = {name for name, value in report.items() if value not in (None, 0)}
+        expected = known - {"verdict", "assumptions", "warnings", "sources"}
+        assert shown == (expected | {"source"} if flags else expected)
+        assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "words"),
+    [
+        (raw_config(), Options(window=10**8), "frees nothing: 48 running requests need as many"),
+        # 384 of 768 + 384 bytes of a token are the draft's.
+        (raw_config(), Options(), "takes 33.3 % of the KV memory, a window leaves up to +50.0 %"),
+        (OTHER_HEAD, Options(), "because of selector_rank"),
+    ],
+)
+def test_the_verdict(draft: dict[str, Any], options: Options, words: str) -> None:
+    found = found_of(TARGET, draft, options)
+    assert words in as_json(found)["verdict"] and words in " ".join(as_table(found).split())
+
+
+def test_warnings_and_assumptions_are_shown() -> None:
+    target = {**TARGET, "max_position_embeddings": 8192}
+    found = found_of(target, raw_config(), Options(block_size=5, window=9000))
+    assert len(found.warnings) == 3 and found.warnings == as_json(found)["warnings"]
+    shown = " ".join(as_table(found).split())
+    assert all(f"warning: {text}" in shown for text in found.warnings)
+    assert "1 GiB for both KV pools (--kv-memory-gib), 48 running requests" in shown
+    serving = Serving(memory_gib=40, mem_fraction=0.75, kv_dtype="fp8_e4m3")
+    words = as_json(found_of(TARGET, raw_config(), serving=serving))["assumptions"]
+    assert "40 GiB x 0.75 of device memory" in words and "fp8_e4m3 KV" in words
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "warned"),
+    [
+        ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.5-27B-DFlash", True),
+        ("qwen/qwen3.5-27b", "z-lab/Qwen3.5-27B-DFlash", False),
+        ("Qwen/Qwen3.5-27B", "somebody/else", False),
+    ],
+)
+def test_a_draft_for_another_target_gives_a_warning(target: str, draft: str, warned: bool) -> None:
+    assert bool(other_target(target, draft)) == warned
+
+
+def test_the_docs_explain_every_fact() -> None:
+    page = (ROOT / "docs/inspect.md").read_text()
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    names = sorted(re.findall(r"`(\w+)`", " ".join(table)))
+    assert names == sorted(as_json(found_of(TARGET, raw_config())))
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_errors_name_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "sglang-dflash: --window: 3; " in refusal(capsys, *PUBLISHED_PAIRS[2], "--window", "3")
+    shown = refusal(capsys, *PUBLISHED_PAIRS[2], "--memory-gib", "1")
+    assert "sglang-dflash: --memory-gib: 1.0; with --mem-fraction 0.9, " in shown
+
+
+def test_names_are_found_in_any_case_and_near_ones_are_suggested(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    target, draft = PUBLISHED_PAIRS[2]
+    report = inspected(capsys, target.upper(), draft.lower())
+    assert (report["target"], report["draft"]) == (target, draft)
+    for name in ("Qwen3-8B", "Qwen/Qwen3-8b-", "qwen/qwen-3-8b", "Qwen3-8"):
+        shown = refusal(capsys, name, draft)
+        assert "did you mean 'Qwen/Qwen3-8B'" in shown and "gpt-oss" not in shown
+    shown = refusal(capsys, "Qwen/Nonesuch", draft)
+    assert "'Qwen/Nonesuch'" in shown and "did you mean" not in shown
+    assert all(published in shown for published, _ in PUBLISHED_PAIRS)
+
+
+def test_what_cannot_be_read_and_a_swapped_pair_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target, draft = PUBLISHED_PAIRS[2]
+    for text in (None, "{", "[]"):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        assert str(tmp_path) in refusal(capsys, target, str(tmp_path))
+    pair = demo_pair("dense")
+    swapped = "is a draft; the target comes first"
+    for first, second, words in [
+        (draft, target, swapped),
+        (str(pair.draft), str(pair.target), swapped),
+        (target, target, "is a target"),
+        (str(pair.target), str(pair.target), "no DFlash draft"),
+    ]:
+        assert words in refusal(capsys, first, second)
+
+
+def test_help_and_inspect_import_no_engine() -> None:
+    pair = demo_pair("dense")
+    code = (
+        "import sys, contextlib, io\n"
+        "from sglang_dflash.cli import main\n"
+        "for argv in (['--help'], ['inspect', '--help']):\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "        main(argv)\n"
+        "pair = ['Qwen/Qwen3-8B', 'z-lab/Qwen3-8B-DFlash-b16']\n"
+        "assert main(['inspect', *pair, '--offline']) == 0\n"
+        f"assert main(['inspect', {str(pair.target)!r}, {str(pair.draft)!r}, '--json']) == 0\n"
+        "assert not {'torch', 'sglang', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert json.loads(shown.stdout.splitlines()[-1])["worker"] == "sglang-dflash"
