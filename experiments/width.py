@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from experiments.runner import Arms, Experiment, Progress, all_at_once, option, 
 from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.bench.server_config import FlagValue, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
@@ -111,12 +112,35 @@ def server(kind: str, flags: dict[str, FlagValue] | None) -> Any:
     return demo_config(pair, dflash=flags is not None).with_flags({**limits, **(flags or {})})
 
 
+class NeverDrafts(FixedWidth):
+    """Width 1 in every step; the draft KV cache is kept up nonetheless."""
+
+    drafts = False
+
+    def __init__(self, block_size: int) -> None:
+        self.widths = (1, block_size)
+
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
+        return 1
+
+
+def never_drafts(_target_worker: Any) -> Any:
+    """For --speculative-dflash-extension."""
+    # Of SGLang, which this machine may lack.
+    from sglang_dflash.serving.step.extension import Extension
+
+    return Extension(width_policy=NeverDrafts)
+
+
+FIXED: dict[str, FlagValue] = {"--speculative-dflash-width": "fixed"}
 ARMS: tuple[tuple[str, dict[str, FlagValue] | None], ...] = (
     (PLAIN, None),
     (AGAIN, None),
-    (WIDTH_1, {"--speculative-dflash-extension": "experiments.undrafted:extension"}),
-    ("fixed 8", {}),
-    (f"fixed {NARROW}", {"--speculative-num-draft-tokens": NARROW}),
+    (WIDTH_1, {"--speculative-dflash-extension": "experiments.width:never_drafts"}),
+    ("fixed 8", FIXED),
+    (f"fixed {NARROW}", {**FIXED, "--speculative-num-draft-tokens": NARROW}),
     (ADAPTIVE, {"--speculative-dflash-width": "adaptive"}),
 )
 
@@ -234,7 +258,6 @@ def row(point: Point, found: Measured) -> dict[str, Any]:
         "noise": ratio(speeds[AGAIN], speeds[PLAIN]),
         "best_fixed": best,
         "over_best_fixed": ratio(speeds[ADAPTIVE], speeds[best]),
-        "over_width_1": ratio(speeds[ADAPTIVE], speeds[WIDTH_1]),
         "acceptance_length": round(fixed_8.acceptance_length or 0.0, 3),
         "width_steps": found.width_steps,
         "deciding_share": round(

@@ -298,8 +298,7 @@ class AdaptiveWidth:
         tokens = list(accumulate(survivors, initial=float(running)))
         rate = {width: tokens[width - 1] / seconds[width] for width in allowed}
         best = max(allowed, key=rate.__getitem__)
-        # A limit by the end of requests holds for this step only.
-        if best != self._best and (len(allowed) == len(self.widths) or 1 in (best, self._best)):
+        if best != self._best:
             self._best, self._pause = best, 1.0
         if self._seen and 2 * len(self._seen.intersection(requests)) < len(requests):
             self._seen, self._pause = frozenset(), 1.0
