@@ -134,13 +134,12 @@ def never_drafts(_target_worker: Any) -> Any:
     return Extension(width_policy=NeverDrafts)
 
 
-FIXED: dict[str, FlagValue] = {"--speculative-dflash-width": "fixed"}
 ARMS: tuple[tuple[str, dict[str, FlagValue] | None], ...] = (
     (PLAIN, None),
     (AGAIN, None),
     (WIDTH_1, {"--speculative-dflash-extension": "experiments.width:never_drafts"}),
-    ("fixed 8", FIXED),
-    (f"fixed {NARROW}", {**FIXED, "--speculative-num-draft-tokens": NARROW}),
+    ("fixed 8", {}),
+    (f"fixed {NARROW}", {"--speculative-num-draft-tokens": NARROW}),
     (ADAPTIVE, {"--speculative-dflash-width": "adaptive"}),
 )
 

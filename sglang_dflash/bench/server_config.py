@@ -68,8 +68,12 @@ class ServerConfig:
 
 
 def dflash_flags(draft: str) -> dict[str, FlagValue]:
-    """Flags that make a server draft with the checkpoint `draft`."""
-    return {"--speculative-algorithm": "DFLASH", "--speculative-draft-model-path": draft}
+    """Flags that make a server draft whole blocks with the checkpoint `draft`, in every step."""
+    return {
+        "--speculative-algorithm": "DFLASH",
+        "--speculative-draft-model-path": draft,
+        "--speculative-dflash-width": "fixed",
+    }
 
 
 def demo_config(pair: DemoPair, *, dflash: bool) -> ServerConfig:

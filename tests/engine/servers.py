@@ -70,10 +70,18 @@ NO_COMPILER = ServerConfig().with_env(TORCHDYNAMO_DISABLE="1")
 PLAIN = NO_COMPILER.named("plain").having(
     model_path=PAIR.target, dtype="float32", sleep_on_idle=True, max_total_tokens=32768
 )
-DFLASH_FLAGS: dict[str, Any] = {
-    "speculative_algorithm": "DFLASH",
-    "speculative_draft_model_path": PAIR.draft,
-}
+
+
+def drafting(draft: object) -> dict[str, Any]:
+    """Flags of a server that drafts whole blocks in every step, however little they pay."""
+    return {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": draft,
+        "speculative_dflash_width": "fixed",
+    }
+
+
+DFLASH_FLAGS = drafting(PAIR.draft)
 DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
 # On two ranks: it serves what we do not, and the platform must support that, too.
 BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin", tp_size=2)
@@ -159,14 +167,12 @@ HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     max_running_requests=8,
 )
 HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
-    speculative_algorithm="DFLASH",
-    speculative_draft_model_path=HYBRID_PAIR.draft,
+    **drafting(HYBRID_PAIR.draft),
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
 HYBRID_PAIR_GRAPHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
-    speculative_algorithm="DFLASH",
-    speculative_draft_model_path=HYBRID_PAIR.draft,
+    **drafting(HYBRID_PAIR.draft),
     speculative_dflash_recurrent_rollback="snapshot",
     **RECORDED,
 )
@@ -182,8 +188,7 @@ SOAK = (
 SOAK_HYBRID = (
     HYBRID_PAIR_PLAIN.named("soak-hybrid")
     .having(
-        speculative_algorithm="DFLASH",
-        speculative_draft_model_path=HYBRID_PAIR.draft,
+        **drafting(HYBRID_PAIR.draft),
         **WATCHED,
     )
     # The state of a recurrent layer cannot be taken back to an earlier token.
@@ -199,7 +204,7 @@ BY_WIDTH: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random
 RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**BY_WIDTH, **WINDOW)
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
-    speculative_algorithm="DFLASH", speculative_draft_model_path=HYBRID_PAIR.draft, **BY_WIDTH
+    **drafting(HYBRID_PAIR.draft), **BY_WIDTH
 )
 ADAPTIVE = DFLASH.named("adaptive").having(speculative_dflash_width="adaptive", enable_metrics=True)
 
@@ -243,9 +248,7 @@ SEEDED_PLAIN = SIZED.named("seeded-plain").having(enable_deterministic_inference
 SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True)
 CODE_PAIR = demo_pair("code")
 SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
-SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(
-    speculative_algorithm="DFLASH", speculative_draft_model_path=CODE_PAIR.draft
-)
+SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
 
 # -- request features: what all of them need of a server, at once
 
@@ -309,8 +312,7 @@ def _plain_hybrid(name: str, base: ServerConfig, **flags: Any) -> ServerConfig:
 def _hybrid(name: str, base: ServerConfig, plain: ServerConfig, **flags: Any) -> ServerConfig:
     """Drafts are made of the answers of `plain`, which must have been recorded before the start."""
     config = base.named(name).having(
-        speculative_algorithm="DFLASH",
-        speculative_draft_model_path=f"{FILES}/hybrid-draft",
+        **drafting(f"{FILES}/hybrid-draft"),
         speculative_dflash_extension="tests.engine.oracle:extension",
         **flags,
     )
