@@ -7,7 +7,7 @@ wait, and are projected together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +25,7 @@ class PlainContext:
     changes, or by a prefill: everything must be absorbed before.
     """
 
-    def __init__(self, drafter: Callable[[], Proposer]) -> None:
-        """
-        Args:
-            drafter: gives the one to absorb.
-        """
+    def __init__(self, drafter: Proposer) -> None:
         self._drafter = drafter
         self._requests: list[Hashable] = []
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -65,7 +61,7 @@ class PlainContext:
                 torch.cat(parts) for parts in zip(*self._waiting, strict=True)
             )
             self._waiting.clear()
-            self._drafter().absorb(hidden, positions, slots)
+            self._drafter.absorb(hidden, positions, slots)
         return waited
 
     def clear(self) -> None:

@@ -115,7 +115,7 @@ def worker_of(
     worker.req_to_token_pool = SimpleNamespace(req_to_token=table)
     worker._target_worker = Target(model.config.target_hidden_width, device, padding)
     worker.target = TargetForward(worker._target_worker)
-    worker.plain_context = PlainContext(lambda: worker.drafter)
+    worker.plain_context = PlainContext(worker.drafter)
     worker.prefill = Prefill(
         worker._target_worker, table, worker.options, worker._ranks, worker._max_running_requests
     )

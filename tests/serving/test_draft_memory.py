@@ -204,7 +204,7 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
         config, cache = setup.model.config, setup.cache(RUNNING * POSITIONS, RUNNING, bounded=True)
         attention = setup.attention(cache, RUNNING, POSITIONS)
         drafter = Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
-        waiting = PlainContext(lambda: drafter)
+        waiting = PlainContext(drafter)
         hidden = setup.model.fc.weight.new_empty(RUNNING, config.target_hidden_width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()

@@ -96,7 +96,6 @@ class DFlashWorker(BaseSpecWorker):
         self._names = flags.names(server_args)
         self.block_size = self.speculative_num_draft_tokens = self.options.block_size
         self.speculative_num_steps = 1
-        self.plain_context = PlainContext(lambda: self.drafter)
         self.extension = load_extension(extension_path, target_worker)
         self.widths = self._step_widths(self.extension.width_policy or width_policy)
         self.target = TargetForward(target_worker)
@@ -201,6 +200,7 @@ class DFlashWorker(BaseSpecWorker):
                 ATTENTION[self._attention].capabilities.capturable,
                 self._self_check,
             )
+        self.plain_context = PlainContext(self.drafter)
 
     def clear_cache_pool(self) -> None:
         self.drafter.cache.clear()
