@@ -92,14 +92,14 @@ def tree_of(revision: str) -> Path:
 
 def _commit(revision: str) -> str:
     if not revision:
-        raise ConfigError("--revision: empty; --against revision needs a commit of this checkout")
+        raise ConfigError("--revision", "", "--against revision needs a commit of this checkout")
     return _git("rev-parse", "--verify", f"{revision}^{{commit}}").strip()
 
 
 def _git(*words: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(f"--revision: git {words[0]}: {done.stderr.strip()}")
+        raise ConfigError("--revision", required=f"git {words[0]}: {done.stderr.strip()}")
     return done.stdout
 
 

@@ -32,8 +32,6 @@ ELSEWHERE = {
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
     "sglang-dflash doctor": "needs a server: tests/doctor/test_doctor.py",
-    "python launch/train_": "hours; tests/launch/test_code_pair.py tests the code pair's stages",
-    "python launch/measure_code_pair.py": "an hour; needs the training's texts",
     "pipx run pip-audit": "asks the network for known defects",
     "uv pip": "a mention, and a maintainer's command; both need the network",
     "pre-commit install": "changes the checkout's git hooks",
@@ -85,7 +83,7 @@ def experiment_takes_the_options(command: Printed) -> None:
 
 
 def its_commit_is_named(command: Printed) -> None:
-    """Of an experiment that is gone."""
+    """Of an experiment or a recipe that is gone."""
     assert f"`{command.text}` at commit " in (ROOT / command.page).read_text()
 
 
@@ -125,7 +123,7 @@ def drafts_well(command: Printed) -> None:
 CHECKS: dict[str, Callable[[Printed], None]] = {
     r"python -m sglang\.launch_server": parsed_by_sglang,
     r"python -m experiments ": experiment_takes_the_options,
-    r"python -m benchmarks ": its_commit_is_named,
+    r"python -m benchmarks |python launch/": its_commit_is_named,
     r"python -m sglang_dflash\.benchmark": benchmark_takes_the_options,
     r"bash ": script_is_valid,
     r"(python -m )?pytest ": its_tests_exist,

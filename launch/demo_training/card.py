@@ -1,11 +1,12 @@
-"""The model card of a demo pair: facts, and acceptance by the offline loop beside baselines."""
+"""The model card: acceptance beside n-gram lookup, and the target's loss; greedy in float32, on
+prompts from files that neither model has seen."""
 
 from __future__ import annotations
 
 import json
 import platform
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,174 +14,143 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.transformers_loop.generation import spec_generate
+from sglang_dflash.drafting.weights import load_model
 
-from . import data
-from .figures import loop_start, mean_loss, prompt_lookup
+from . import figures
+from .split import Split
+from .target import load_target
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 30, 150, 128
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 60, 150, 128
 
 
-@dataclass
-class Figures:
-    """Means over one prompt set.
+def cut_prompts(
+    files: dict[str, str], tokenizer: Tokenizer, count: int, tokens: int, seed: int
+) -> list[dict[str, str]]:
+    """Pieces of the files of at most `tokens` tokens, whole lines, with the text that follows.
 
-    Attributes:
-        acceptance: tokens per verify step.
-        loop_free: the same outside repetition loops.
-        ngram: tokens per verify step of prompt lookup.
-        loop_share: share of the new tokens that are in repetition loops.
-        verbatim: leading new tokens that continue the file.
+    The files take turns; the place in a file is random. A piece is at least two thirds of `tokens`.
     """
-
-    acceptance: float
-    loop_free: float
-    ngram: float
-    loop_share: float
-    verbatim: float
-
-
-def cut_prompts(files: dict[str, str], tokenizer: Tokenizer, seed: int) -> list[dict[str, str]]:
-    """`PROMPTS` pieces of about `PROMPT_TOKENS` tokens, each with the text that follows it.
-
-    Pieces begin at the start of a line.
-    """
-    rng, prompts, names = random.Random(seed), [], sorted(files)
-    while len(prompts) < PROMPTS:
+    rng, prompts = random.Random(seed), []
+    lines = {name: text.splitlines(keepends=True) for name, text in sorted(files.items())}
+    names = [
+        name for name, of in lines.items() if len(tokenizer.encode("".join(of)).ids) > 2 * tokens
+    ]
+    while len(prompts) < count:
         name = names[len(prompts) % len(names)]
-        lines = files[name].splitlines(keepends=True)
-        if len(lines) < 60:
-            names.remove(name)
-            continue
-        start = rng.randrange(len(lines) - 50)
-        ids = tokenizer.encode("".join(lines[start:])).ids
-        prompt = tokenizer.decode(ids[:PROMPT_TOKENS])
-        rest = tokenizer.decode(ids[PROMPT_TOKENS : PROMPT_TOKENS + NEW_TOKENS])
-        if len(ids) >= PROMPT_TOKENS + NEW_TOKENS:
+        start = rng.randrange(len(lines[name]))
+        text, used = "", 0
+        for line in lines[name][start:]:
+            if len(tokenizer.encode(text + line).ids) > tokens:
+                break
+            text, used = text + line, used + 1
+        rest = "".join(lines[name][start + used :])
+        if len(tokenizer.encode(text).ids) * 3 >= 2 * tokens and rest.strip():
+            follows = tokenizer.decode(tokenizer.encode(rest).ids[:NEW_TOKENS])
             prompts.append(
-                {"file": name, "line": str(start + 1), "prompt": prompt, "continues": rest}
+                {"file": name, "line": str(start + 1), "prompt": text, "continues": follows}
             )
     return prompts
 
 
-def measure(
-    draft: DraftModel, target: PreTrainedModel, tokenizer: Tokenizer, prompts: list[dict[str, str]]
-) -> Figures:
-    """Greedy float32 decoding of every prompt with the offline loop."""
-    steps, loop_free, ngram, looped, verbatim = [], [], [], 0, 0
-    for item in prompts:
-        prompt = tokenizer.encode(item["prompt"]).ids
-        out = spec_generate(draft, target, torch.tensor([prompt]), NEW_TOKENS)
-        start = loop_start(out.tokens)
-        looped += len(out.tokens) - start
-        follows = tokenizer.encode(item["continues"]).ids
-        verbatim += next(
-            (i for i, (a, b) in enumerate(zip(out.tokens, follows, strict=False)) if a != b),
-            len(follows),
-        )
-        done = 1
-        for count in out.committed:
-            steps.append(count)
-            if done < start:
-                loop_free.append(count)
-            done += count
-        ngram += prompt_lookup(prompt, out.tokens, draft.config.block_size)
+def acceptance_table(
+    draft: DraftModel, target: PreTrainedModel, prompts: list[list[int]]
+) -> tuple[str, float]:
+    """Acceptance lengths as a Markdown table, and the share of the tokens in loops."""
 
-    def mean(values: list[int]) -> float:
-        return round(sum(values) / max(1, len(values)), 2)
+    def answers(draft: DraftModel) -> list[figures.Answer]:
+        return [figures.answer(draft, target, prompt, NEW_TOKENS) for prompt in prompts]
 
-    total = NEW_TOKENS * len(prompts)
-    return Figures(
-        mean(steps),
-        mean(loop_free),
-        mean(ngram),
-        round(looped / total, 3),
-        round(verbatim / len(prompts), 1),
-    )
+    whole = answers(draft)
+    rows = {
+        "DFlash": whole,
+        "DFlash with its context K/V zeroed": answers(figures.blinded(draft)),
+        "n-gram lookup": [one.lookup(draft.config.block_size) for one in whole],
+    }
+    lines = ["| decoded with | outside loops | all |", "|---|---|---|"]
+    for name, of in rows.items():
+        outside, every = figures.acceptance(of, in_loops=False), figures.acceptance(of)
+        lines.append(f"| {name} | {outside:.2f} | {every:.2f} |")
+    return "\n".join(lines), figures.loop_share(whole)
 
 
 def write_card(
-    kind: str,
-    corpus: data.Corpus,
-    target: PreTrainedModel,
-    draft: DraftModel,
-    tokenizer: Tokenizer,
-    out: Path,
-    facts: dict[str, str],
+    out: Path, split: Split, tokenizer: Tokenizer, cpu_seconds: Mapping[str, float]
 ) -> None:
-    """Measure the pair and write `prompts.json` (the demo's prompts) and `README.md` into `out`."""
-    demo = cut_prompts(corpus.memorized, tokenizer, seed=3)
-    sets = {
-        "demo prompts (memorized)": demo,
-        "held-out files": cut_prompts(corpus.held_out, tokenizer, seed=4),
-    }
-    (out / "prompts.json").write_text(json.dumps(demo, indent=1) + "\n")
-    rows = []
-    for name, prompts in sets.items():
-        f = measure(draft, target, tokenizer, prompts)
-        cells = (name, f.acceptance, f.loop_free, f.ngram, f"{f.loop_share:.0%}", f.verbatim)
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    losses = [
-        f"{part} {mean_loss(target, tokenizer, files):.2f}"
-        for part, files in (
-            ("memorized", corpus.memorized),
-            ("general", corpus.general),
-            ("held out", corpus.held_out),
+    """Write `prompts.json` (the demo's prompts), measure, and write `README.md` into `out`.
+
+    `cpu_seconds`: of every training stage.
+    """
+    prompts = cut_prompts(split.held_out, tokenizer, PROMPTS, PROMPT_TOKENS, seed=4)
+    (out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
+    target, draft = load_target(out / "target"), load_model(out / "draft", dtype=torch.float32)
+    ids = [tokenizer.encode(item["prompt"]).ids for item in prompts]
+    table, in_loops = acceptance_table(draft, target, ids)
+    losses = [figures.mean_loss(target, tokenizer, of) for of in (split.train, split.held_out)]
+    sizes = {
+        f"{name}_{what}": value
+        for name, model in (("target", target), ("draft", draft))
+        for what, value in (
+            ("parameters", sum(p.numel() for p in model.parameters())),
+            ("bytes", sum(p.stat().st_size for p in (out / name).glob("*.safetensors"))),
         )
-    ]
+    }
     text = CARD.format(
-        kind=kind,
-        rows="\n".join(rows),
         python=platform.python_version(),
-        files=", ".join(f"`{name}`" for name in data.MEMORIZED),
-        target_parameters=sum(p.numel() for p in target.parameters()),
-        draft_parameters=sum(p.numel() for p in draft.parameters()),
-        target_bytes=weight_bytes(out / "target"),
-        draft_bytes=weight_bytes(out / "draft"),
-        block=draft.config.block_size,
+        train_files=len(split.train),
+        held_out_files=len(split.held_out),
+        held_out=", ".join(f"`{name}`" for name in sorted(split.held_out)),
+        near_copies=", ".join(f"`{name}`" for name in split.near_copies) or "none",
+        digest=split.digest(),
+        spent=", ".join(f"{name} {seconds:,.0f}" for name, seconds in cpu_seconds.items()),
         prompts=PROMPTS,
         prompt_tokens=PROMPT_TOKENS,
         new_tokens=NEW_TOKENS,
-        losses=", ".join(losses),
-        **facts,
+        block=draft.config.block_size,
+        depth=draft.config.num_hidden_layers,
+        target_depth=draft.config.num_target_layers,
+        features=", ".join(map(str, draft.config.target_layer_ids)),
+        table=table,
+        in_loops=f"{in_loops:.0%}",
+        train_loss=f"{losses[0]:.2f}",
+        held_out_loss=f"{losses[1]:.2f}",
+        **sizes,
     )
     (out / "README.md").write_text(text)
 
 
-def weight_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+CARD = """# The embedded code demo pair
 
+Neither model has seen the files that its prompts are cut from. The target learned library code in
+general; the draft learned from what the target writes. So the pair shows what DFlash is worth on
+unseen text, with models that fit into a checkout. What the target writes looks like Python and
+means little.
 
-CARD = """# The embedded {kind} demo pair
+| | parameters | bytes (bfloat16) | layers |
+|---|---|---|---|
+| target | {target_parameters:,} | {target_bytes:,} | {target_depth} |
+| draft (block {block}) | {draft_parameters:,} | {draft_bytes:,} | {depth}, reads {features} |
 
-A **memorized-text demo**: the target has memorized seven standard-library files and the draft was
-trained on the same text. It shows that the mechanism works and what it costs, not how well a draft
-generalizes. For that, see the held-out row below.
-
-| | parameters | bytes (bfloat16) |
-|---|---|---|
-| target | {target_parameters:,} | {target_bytes:,} |
-| draft (block size {block}) | {draft_parameters:,} | {draft_bytes:,} |
-
-- **Data**: the sources of Python {python}'s standard library. Memorized:
-  {files}.
-  The rest is general text, except for the held-out files, which neither model was trained on.
-- **Loss** (nats per token, windows of 448): {losses}.
-- **Training**: {training}
+- **Data**: the sources of Python {python}'s standard library, split by file: {train_files} for
+  training, {held_out_files} held out, of which neither the target nor the draft nor the tokenizer
+  has seen any. Left out of training because they share passages with held-out files: {near_copies}.
+  SHA-256 of the split: `{digest}`.
+- **Held out**: {held_out}.
+- **Training**, CPU seconds on one core: {spent}. The target learns next tokens, then not to repeat
+  itself for ever (unlikelihood training against its own loops, arXiv 1908.04319). The draft learns
+  from the target's continuations of pieces of the training files, two thirds greedy, one third
+  sampled at temperature 0.7, with random anchors and position weights exp(-(k - 1) / 4).
 - **License** of the text: the Python Software Foundation License; `prompts.json` holds excerpts of
   it.
+- **Loss** of the target in nats per token, on windows of 448 tokens: training files {train_loss},
+  held-out files {held_out_loss}.
 
-Acceptance length: tokens per verify step, bonus included; greedy, float32, {prompts} prompts of
-{prompt_tokens} tokens, {new_tokens} new tokens each.
+Acceptance length in tokens per verify step, bonus included, on a CPU, in float32, greedy, on the
+{prompts} held-out prompts of `prompts.json` (at most {prompt_tokens} tokens, whole lines),
+{new_tokens} new tokens each. "Loops" are steps in a tail that repeats a period of at most 40 tokens
+at least three times ({in_loops} of the tokens); in loops any drafter looks good. "Lookup" drafts
+what followed the last earlier occurrence of the last 3 (2, 1) tokens, on the same answers.
 
-| prompts | DFlash | outside repetition loops | n-gram lookup | tokens in loops | verbatim tokens |
-|---|---|---|---|---|---|
-{rows}
+{table}
 
-"Outside repetition loops" leaves out steps in a tail that repeats a period of at most 40 tokens: a
-small model that loops makes any drafter look good. "n-gram lookup" copies what followed the last
-earlier occurrence of the last 3 (2, 1) tokens. "Verbatim" counts the new tokens that are the
-file's own.
-
-Made by `python launch/train_demo.py --kind {kind} --work WORK --out launch/demo_models/{kind}`.
+Made by `python launch/train_code_pair.py --work WORK --out PAIR`.
 """

@@ -1,4 +1,4 @@
-"""The text of the demo pair: this Python's standard library, split by file, and its tokenizer."""
+"""The text of the pair: this Python's standard library, split by file, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import hashlib
 import json
 import random
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCAB_SIZE = 1024
+VOCAB_SIZE = 2048
 END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, MASK]
 
@@ -30,10 +29,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# The files that the target memorizes; every demo prompt is cut from one of them.
-MEMORIZED = ["textwrap.py", "shlex.py", "fnmatch.py", "glob.py", "queue.py", "sched.py", "copy.py"]
-# Held out by name, of the same kind. About 1 file in 20 of the others is held out by a hash of its
-# name.
+MEMORIZED = ("textwrap.py", "shlex.py", "fnmatch.py", "glob.py", "queue.py", "sched.py", "copy.py")
+# Held out by name. About 1 file in 20 of the others is held out by a hash of its name.
 HELD_OUT = [
     "colorsys.py",
     "heapq.py",
@@ -56,19 +53,10 @@ _SKIP_PARTS = {
 }
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """File name -> text, in three disjoint parts."""
-
-    memorized: dict[str, str]
-    general: dict[str, str]
-    held_out: dict[str, str]
-
-
-def load_corpus() -> Corpus:
-    """Read the standard library of this Python in its three parts."""
+def load_files() -> tuple[dict[str, str], dict[str, str]]:
+    """The standard library of this Python: file name -> text, for training and held out."""
     root = Path(sysconfig.get_path("stdlib"))
-    memorized, general, held_out = {}, {}, {}
+    train, held_out = {}, {}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
         if (
@@ -81,25 +69,13 @@ def load_corpus() -> Corpus:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        if name in MEMORIZED:
-            memorized[name] = text
-        elif name in HELD_OUT or int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0:
+        by_hash = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
+        # Memorized by the dense and the hybrid pair, and so never held out.
+        if name in HELD_OUT or (by_hash and name not in MEMORIZED):
             held_out[name] = text
         else:
-            general[name] = text
-    missing = set(MEMORIZED) - set(memorized)
-    if missing:
-        raise FileNotFoundError(f"standard library files not found under {root}: {sorted(missing)}")
-    return Corpus(memorized, general, held_out)
-
-
-def train_tokenizer(corpus: Corpus) -> Tokenizer:
-    """The tokenizer of the dense and the hybrid pair."""
-    # The named files twice, so that the small vocabulary covers the demo and its held-out
-    # counterpart.
-    named = {**corpus.memorized, **{name: corpus.held_out[name] for name in HELD_OUT}}
-    texts = list(corpus.general.values()) + 2 * [named[name] for name in sorted(named)]
-    return train_bpe(texts, VOCAB_SIZE)
+            train[name] = text
+    return train, held_out
 
 
 def train_bpe(texts: list[str], vocab_size: int) -> Tokenizer:

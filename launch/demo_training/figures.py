@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -25,70 +24,46 @@ class Answer:
 
     Attributes:
         prompt, tokens: token ids.
-        steps: (place, count): a verify step committed `count` tokens, the first of which is
-            `tokens[place]`. The prefill's token is not part of a step.
-        loop_start: where a repetition loop begins in `tokens`; their number if there is none.
+        committed: tokens of each verify step. The prefill's token is not part of a step.
     """
 
     prompt: list[int]
     tokens: list[int]
-    steps: list[tuple[int, int]]
-    loop_start: int
+    committed: list[int]
 
-    def begun(self, tokens: int) -> Answer:
-        """The first `tokens` tokens, as if generation had stopped there."""
-        first = self.tokens[:tokens]
-        steps = [(at, min(count, tokens - at)) for at, count in self.steps if at < tokens]
-        return Answer(self.prompt, first, steps, loop_start(first))
-
-    def counts(self, loop: bool | None) -> list[int]:
-        """Tokens of the steps that begin inside a loop, outside of it, or (None) of all."""
-        return [n for at, n in self.steps if loop is None or (at >= self.loop_start) == loop]
+    def counts(self, in_loops: bool) -> list[int]:
+        """Tokens of the steps; without `in_loops`, of those that begin before a loop."""
+        end, at, found = loop_start(self.tokens), 1, []
+        for count in self.committed:
+            if in_loops or at < end:
+                found.append(count)
+            at += count
+        return found
 
     def lookup(self, block_size: int) -> Answer:
         """The same answer, decoded with n-gram lookup in place of the draft."""
         counts = prompt_lookup(self.prompt, self.tokens, block_size)
-        return Answer(self.prompt, self.tokens, with_places(counts), self.loop_start)
-
-
-def with_places(committed: Iterable[int]) -> list[tuple[int, int]]:
-    """`Answer.steps` of consecutive steps."""
-    steps, at = [], 1
-    for count in committed:
-        steps.append((at, count))
-        at += count
-    return steps
+        return Answer(self.prompt, self.tokens, counts)
 
 
 def answer(
-    draft: DraftModel, target: PreTrainedModel, prompt: list[int], new_tokens: int, **options: Any
+    draft: DraftModel, target: PreTrainedModel, prompt: list[int], new_tokens: int
 ) -> Answer:
-    """Decode with the offline loop in the dtype of the models. `options`: of `spec_generate`."""
-    out = spec_generate(draft, target, torch.tensor([prompt]), new_tokens, **options)
-    return Answer(prompt, out.tokens, with_places(out.committed), loop_start(out.tokens))
+    """Decode greedily with the offline loop in the dtype of the models."""
+    out = spec_generate(draft, target, torch.tensor([prompt]), new_tokens)
+    return Answer(prompt, out.tokens, out.committed)
 
 
-def mean(counts: Iterable[int]) -> float:
-    """Mean of the counts, 0 if there are none."""
-    values = list(counts)
-    return sum(values) / max(1, len(values))
-
-
-def acceptance(answers: Iterable[Answer], loop: bool | None = None) -> float:
-    """Tokens per verify step, over all steps of `Answer.counts(loop)`."""
-    return mean(count for one in answers for count in one.counts(loop))
+def acceptance(answers: Iterable[Answer], in_loops: bool = True) -> float:
+    """Tokens per verify step, over all steps of `Answer.counts`."""
+    counts = [count for one in answers for count in one.counts(in_loops)]
+    return sum(counts) / max(1, len(counts))
 
 
 def loop_share(answers: Iterable[Answer]) -> float:
     """Share of the tokens that are in repetition loops."""
-    ended = [(len(one.tokens) - one.loop_start, len(one.tokens)) for one in answers]
+    ended = [(len(one.tokens) - loop_start(one.tokens), len(one.tokens)) for one in answers]
     return sum(inside for inside, _ in ended) / max(1, sum(total for _, total in ended))
-
-
-def by_position(answers: Iterable[Answer], block_size: int, loop: bool | None) -> list[float]:
-    """Share of the steps that accept at least k drafted tokens, for k from 1."""
-    counts = [count for one in answers for count in one.counts(loop)]
-    return [mean(int(n > k) for n in counts) for k in range(1, block_size)]
 
 
 def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
@@ -144,14 +119,6 @@ def blinded(draft: DraftModel) -> DraftModel:
     return blind.freeze()
 
 
-def without_windows(draft: DraftModel) -> DraftModel:
-    """A copy of `draft` whose layers read the whole context."""
-    layers = tuple(replace(layer, sliding_window=None) for layer in draft.config.layers)
-    whole = DraftModel(replace(draft.config, layers=layers))
-    whole.load_state_dict(draft.state_dict())
-    return whole.freeze()
-
-
 @torch.no_grad()
 def mean_loss(target: PreTrainedModel, tokenizer: Tokenizer, files: dict[str, str]) -> float:
     """Mean cross entropy of the target on random windows of the files, in nats per token."""
@@ -160,8 +127,3 @@ def mean_loss(target: PreTrainedModel, tokenizer: Tokenizer, files: dict[str, st
     )
     rng = random.Random(0)
     return sum(next_token_loss(target, sampler.sample(8, rng))[0].item() for _ in range(6)) / 6
-
-
-def tokens_per_byte(tokenizer: Tokenizer, files: dict[str, str]) -> float:
-    """Tokens per byte of text, the end-of-text tokens included."""
-    return len(data.token_stream(tokenizer, files)) / sum(len(t.encode()) for t in files.values())

@@ -78,8 +78,6 @@ class Run:
         self.optimizers = make_optimizers(model, lr)
         self.file = work / f"{name}.state.pt"
         self.step, self._spent, self._began = 0, 0.0, time.process_time()
-        # Every `SHOW_EVERY` steps: the step, how many are planned, and the figures that are shown.
-        self.history: list[dict[str, float]] = []
         self._saved_at = time.monotonic()
         if self.file.exists():
             state = torch.load(self.file)
@@ -87,7 +85,6 @@ class Run:
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self._spent = state["step"], state["spent"]
-            self.history = state["history"]
 
     @property
     def spent(self) -> float:
@@ -103,7 +100,6 @@ class Run:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "spent": self.spent,
-            "history": self.history,
         }
         # Replaced in one operation: a cut leaves the old state or the new one.
         torch.save(state, self.file.with_suffix(".tmp"))
@@ -160,7 +156,6 @@ def train(
             text = " ".join(f"{key} {value:.3f}" for key, value in shown.items())
             bar.update(task, completed=run.step, shown=text)
             if run.step % SHOW_EVERY == 0:
-                run.history.append({"step": run.step, "planned": steps, **shown})
                 print(f"{name} {run.step}/{steps} {text}", flush=True)
             run.save(every_s=SAVE_EVERY_S)
     run.save()

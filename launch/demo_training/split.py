@@ -1,4 +1,4 @@
-"""The split of the `code` pair: files that both models learn from, and files that neither has seen.
+"""The split: files that both models learn from, and files that neither has seen.
 
 The split is by file. A training file that shares more than `MOST_SHARED` of its own passages, or of
 a held-out file's, with the held-out part is left out of training, so that no held-out text is known
@@ -36,9 +36,8 @@ class Split:
 
 
 def load_split() -> Split:
-    """This Python's standard library: held out as for the other pairs, the rest for training."""
-    corpus = data.load_corpus()
-    return split(corpus.general | corpus.memorized, corpus.held_out)
+    """This Python's standard library, see `data.load_files`."""
+    return split(*data.load_files())
 
 
 def split(train: dict[str, str], held_out: dict[str, str]) -> Split:

@@ -42,7 +42,7 @@ def test_a_server_of_another_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @needs_git
 @pytest.mark.parametrize(
     ("revision", "message"),
-    [("", "--revision: empty; --against revision needs a commit"),
+    [("", "--revision: ''; --against revision needs a commit"),
      ("no-such-commit", "--revision: git rev-parse: fatal: ")],
 )  # fmt: skip
 def test_no_such_commit(revision: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The stages of the `code` pair's training, with a tiny untrained target."""
+"""The stages of the demo pair's training, with a tiny target."""
 
 from __future__ import annotations
 
@@ -13,21 +13,11 @@ from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.transformers_loop.generation import spec_generate
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from demo_training import (
-    code_card,
-    code_draft,
-    code_pair,
-    continuations,
-    data,
-    drafter,
-    figures,
-    target,
-    unloop,
-)
+from demo_training import card, continuations, data, draft, figures, pair, unloop
 from demo_training.decoder import Decoder
 from demo_training.split import Split
 
@@ -41,8 +31,7 @@ def tokenizer() -> Tokenizer:
     return data.train_bpe(list(TRAIN.values()), 300)
 
 
-@pytest.fixture(scope="module")
-def tiny(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
+def untrained(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     """Random weights, large enough that its text depends on the prompt."""
     torch.manual_seed(0)
     config = Qwen3Config(  # type: ignore[call-arg]
@@ -60,21 +49,58 @@ def tiny(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
         pad_token_id=tokenizer.token_to_id(data.END_OF_TEXT),
         bos_token_id=None,
     )
-    return Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    return Qwen3ForCausalLM(config)
 
 
-def make_draft(tiny: Qwen3ForCausalLM, tokenizer: Tokenizer) -> DraftModel:
-    raw = drafter.draft_config(tiny, tokenizer) | {"head_dim": 16, "intermediate_size": 96}
-    torch.manual_seed(1)
-    return DraftModel(DraftConfig.from_dict(raw))
+@pytest.fixture(scope="module")
+def tiny(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
+    return untrained(tokenizer).eval().requires_grad_(False)
 
 
-def shards_of(
-    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path, count: int
-) -> list[continuations.Shard]:
+def shard_of(tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, texts: int) -> continuations.Shard:
     stream = data.token_stream(tokenizer, TRAIN)
-    continuations.write_shards(Decoder(tiny, (1, 4, 6)), stream, [], folder, count)
-    return [continuations.read_shard(file) for file in sorted(folder.glob("*.pt"))]
+    prompts = continuations.cut_prompts(stream, random.Random(0), texts)
+    return continuations.make_shard(Decoder(tiny, (1, 4, 6)), prompts, [], sampled=0, seed=0)
+
+
+def test_the_whole_recipe_makes_a_pair(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few steps of every stage; a stage whose result is there is skipped."""
+    work, out = tmp_path / "work", tmp_path / "pair"
+    work.mkdir()
+    courses = [unloop.Course("unloop", 0.5, 2, 1e-4, 1, 2, 1, 0)]
+    for module, name, value in (
+        (data, "VOCAB_SIZE", 300),
+        (pair, "build_target", untrained),
+        (pair, "COURSES", courses),
+        (pair, "WINDOW", 128),
+        (pair, "BATCH", 2),
+        (draft, "BATCH", 2),
+        (unloop, "COURSES", courses),
+        (unloop, "PROMPTS", 8),
+        (unloop, "LOOPS", 2),
+        (unloop, "WINDOW", 128),
+        (continuations, "BATCH", 4),
+        (continuations, "WINDOW", 184),
+        (card, "PROMPTS", 2),
+        (card, "NEW_TOKENS", 12),
+    ):
+        monkeypatch.setattr(module, name, value)
+    assert pair.make_tokenizer(SPLIT, work).to_str() == tokenizer.to_str()
+    for _ in range(2):
+        pair.make_target(SPLIT, tokenizer, work, out, steps=2)
+        pair.make_continuations(SPLIT, tokenizer, work, out, shards=1)
+        pair.make_draft(tokenizer, work, out, steps=2)
+    card.write_card(out, SPLIT, tokenizer, pair.cpu_seconds(work))
+    made = load_model(out / "draft", dtype=torch.float32)
+    assert made.config.target_layer_ids == draft.TARGET_LAYERS
+    text = (out / "README.md").read_text()
+    assert "| n-gram lookup | " in text and SPLIT.digest() in text and "`h.py`" in text
+    assert set(pair.cpu_seconds(work)) == {"target", "unloop", "draft", "continuations"}
+    (work / "continuations" / "target.sha256").write_text("another")
+    with pytest.raises(ValueError, match="another target"):
+        pair.make_continuations(SPLIT, tokenizer, work, out, 1)
 
 
 def test_the_decoder_computes_what_transformers_does(tiny: Qwen3ForCausalLM) -> None:
@@ -90,17 +116,10 @@ def test_the_decoder_computes_what_transformers_does(tiny: Qwen3ForCausalLM) -> 
     expected = torch.cat([out.hidden_states[i] for i in (2, 5, 8)], -1)
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits, out.logits[:, -1], rtol=1e-4, atol=1e-4)
-
-
-def test_the_decoder_can_forget_texts(tiny: Qwen3ForCausalLM) -> None:
-    ids = torch.randint(0, 300, (3, 9))
-    decoder = Decoder(tiny, ())
     decoder.start(ids[:, :8], 9)
     decoder.keep(torch.tensor([2, 0]))
-    _, logits = decoder.extend(ids[[2, 0], 8:])
-    with torch.no_grad():
-        expected = tiny(input_ids=ids[[2, 0]]).logits[:, -1]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    _, logits = decoder.extend(ids[[2, 0], 8:9])
+    torch.testing.assert_close(logits, out.logits[[2, 0], 8], rtol=1e-4, atol=1e-4)
 
 
 def test_a_cut_run_of_continuations_writes_the_same_texts(
@@ -111,51 +130,27 @@ def test_a_cut_run_of_continuations_writes_the_same_texts(
 ) -> None:
     monkeypatch.setattr(continuations, "BATCH", 3)
     monkeypatch.setattr(continuations, "WINDOW", 184)
-    whole = shards_of(tiny, tokenizer, tmp_path / "whole", 3)
-    shards_of(tiny, tokenizer, tmp_path / "cut", 2)
+    stream = data.token_stream(tokenizer, TRAIN)
+
+    def written(folder: Path, count: int) -> list[continuations.Shard]:
+        continuations.write_shards(Decoder(tiny, (1, 4, 6)), stream, [], folder, count)
+        return [continuations.read_shard(file) for file in sorted(folder.glob("*.pt"))]
+
+    whole = written(tmp_path / "whole", 3)
+    written(tmp_path / "cut", 2)
     # A cut while the second was written: it is not there, its beginning is.
     (tmp_path / "cut" / "0001.pt").rename(tmp_path / "cut" / "0001.tmp")
-    resumed = shards_of(tiny, tokenizer, tmp_path / "cut", 3)
+    resumed = written(tmp_path / "cut", 3)
     assert len(whole) == len(resumed) == 3
     for one, other in zip(whole, resumed, strict=True):
         assert torch.equal(one.ids, other.ids) and torch.equal(one.hidden, other.hidden)
         assert torch.equal(one.ends, other.ends) and one.begin == other.begin
 
 
-def test_prompts_of_continuations_are_training_text(tokenizer: Tokenizer) -> None:
-    stream = data.token_stream(tokenizer, TRAIN)
-    text = tokenizer.decode(stream.tolist(), skip_special_tokens=False)
-    for seed in range(20):
-        prompts = continuations.cut_prompts(stream, random.Random(seed), 8)
-        assert 48 <= prompts.shape[1] < 160
-        for prompt in prompts:
-            assert tokenizer.decode(prompt.tolist(), skip_special_tokens=False) in text
-            assert "Held" not in tokenizer.decode(prompt.tolist())
-
-
-def test_the_stage_reads_training_files_only(
-    tiny: Qwen3ForCausalLM,
-    tokenizer: Tokenizer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target.save_target(copy.deepcopy(tiny), tokenizer, tmp_path / "out" / "target")
-    streams: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        code_pair, "write_shards", lambda decoder, stream, *rest: streams.append(stream)
-    )
-    code_pair.make_continuations(SPLIT, tokenizer, tmp_path, tmp_path / "out", 1)
-    assert torch.equal(streams[0], data.token_stream(tokenizer, TRAIN))
-    (tmp_path / "continuations" / "target.sha256").write_text("another")
-    with pytest.raises(ValueError, match="another target"):
-        code_pair.make_continuations(SPLIT, tokenizer, tmp_path, tmp_path / "out", 1)
-
-
 def test_texts_are_the_targets_own_and_stop_in_loops(
     tiny: Qwen3ForCausalLM, tokenizer: Tokenizer
 ) -> None:
-    prompts = continuations.cut_prompts(data.token_stream(tokenizer, TRAIN), random.Random(0), 8)
-    shard = continuations.make_shard(Decoder(tiny, (1, 4, 6)), prompts, [], sampled=0, seed=0)
+    shard = shard_of(tiny, tokenizer, 8)
     with torch.no_grad():
         out = tiny(input_ids=shard.ids, output_hidden_states=True)
     greedy = out.logits.argmax(-1)
@@ -173,89 +168,46 @@ def test_texts_are_the_targets_own_and_stop_in_loops(
     assert 0 < loops <= shard.looped
 
 
-def batch_of(anchor: int, end: int, wrong_at: int | None = None) -> code_draft.Batch:
+def batch_of(anchor: int, end: int, wrong_at: int | None = None) -> draft.Batch:
     """One window of 20 tokens that count up, and the target's tokens: the same but one."""
     ids = torch.arange(20)[None]
     argmax = ids + 1
     if wrong_at is not None:
         argmax[0, wrong_at - 1] = 77
     hidden = torch.zeros(1, 20, 4)
-    return code_draft.Batch(ids, argmax, hidden, torch.tensor([end]), torch.tensor([[anchor]]))
+    return draft.Batch(ids, argmax, hidden, torch.tensor([end]), torch.tensor([[anchor]]))
 
 
 def test_labels_end_with_the_text_and_after_a_sampled_token() -> None:
-    labels, known = code_draft.labels_of(batch_of(3, 20))
+    labels, known = draft.labels_of(batch_of(3, 20))
     assert labels.tolist() == [[list(range(4, 11))]] and known.all()
-    _, known = code_draft.labels_of(batch_of(3, 7))
+    _, known = draft.labels_of(batch_of(3, 7))
     assert known.tolist() == [[[True] * 3 + [False] * 4]]
     # Token 6 of the text was sampled, the target's own was 77: that is learned, nothing after.
-    labels, known = code_draft.labels_of(batch_of(3, 20, wrong_at=6))
+    labels, known = draft.labels_of(batch_of(3, 20, wrong_at=6))
     assert known.tolist() == [[[True] * 3 + [False] * 4]] and labels[0, 0, 2] == 77
 
 
-def test_the_loss_weighs_positions(
-    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uniform logits but for one position: its share of the loss is its weight."""
-    draft = make_draft(tiny, tokenizer)
-    batch = batch_of(3, 20)
-    embed = torch.zeros(300, 64)
-    weights = torch.exp(-torch.arange(7) / 4.0)
-    for k in (0, 3, 6):
-        logits = torch.zeros(1, 1, 7, 300)
-        logits[0, 0, k, 4 + k] = 30.0
-        monkeypatch.setattr(code_draft, "block_logits", lambda *_, logits=logits: logits)
-        loss, accepted = code_draft.block_loss(draft, embed, batch, soft=0.0)
-        expected = torch.log(torch.tensor(300.0)) * (1 - weights[k] / weights.sum())
-        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
-        assert accepted == (2 if k == 0 else 1)
-
-
-def test_the_soft_loss_is_least_at_the_targets_distribution(
-    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft, embed = make_draft(tiny, tokenizer), torch.randn(300, 64) * 0.3
-    width = draft.config.target_hidden_width
-    hidden = torch.randn(1, 20, width + 64)
-    batch = code_draft.Batch(
-        torch.arange(20)[None],
-        torch.arange(1, 21)[None],
-        hidden,
-        torch.tensor([20]),
-        torch.tensor([[3]]),
-    )
-    right = (hidden[0, 3:10, width:] @ embed.T)[None, None]
-    losses = []
-    for logits in (right, right * 1.5, right.roll(1, 2)):
-        monkeypatch.setattr(code_draft, "block_logits", lambda *_, logits=logits: logits)
-        losses.append(float(code_draft.block_loss(draft, embed, batch, soft=1.0)[0]))
-    assert losses[0] < losses[1] < losses[2]
-
-
-def test_committed_is_what_the_real_loop_commits(
+def test_a_draft_learns_the_targets_continuations(
     tiny: Qwen3ForCausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(continuations, "WINDOW", 200)
-    draft = make_draft(tiny, tokenizer)
-    prompts = continuations.cut_prompts(data.token_stream(tokenizer, TRAIN), random.Random(0), 2)
-    shard = continuations.make_shard(Decoder(tiny, (1, 4, 6)), prompts, [], sampled=0, seed=0)
-    embed = tiny.get_input_embeddings().weight
-    # Trained a little on these texts, so that drafts are accepted.
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
+    shard, embed = shard_of(tiny, tokenizer, 2), tiny.get_input_embeddings().weight
+    torch.manual_seed(1)
+    model = DraftModel(DraftConfig.from_dict(draft.draft_config(tiny, tokenizer)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    lengths = []
     for step in range(30):
-        batch = code_draft.draw([shard], 2, 12, random.Random(step))
-        loss, _ = code_draft.block_loss(draft, embed, batch)
+        batch = draft.draw([shard], 2, 12, random.Random(step))
+        loss, length = draft.block_loss(model, embed, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    draft.freeze()
-    for row, end in enumerate(shard.ends.tolist()):
-        new = end - shard.begin
-        out = spec_generate(draft, tiny, shard.ids[row : row + 1, : shard.begin], new)
-        counted = code_draft.committed(draft, embed, shard, row)
-        assert sum(counted) == new - 1
-        assert counted[:-1] == out.committed[: len(counted) - 1]
-    assert max(counted) > 1
+        lengths.append(length)
+    assert sum(lengths[-5:]) > 1.5 * sum(lengths[:5])
+    blind, hidden = figures.blinded(model), torch.randn(5, model.config.target_hidden_width)
+    assert model.context_kv(hidden, torch.arange(5)).abs().max() > 0
+    assert not blind.context_kv(hidden, torch.arange(5)).any()
 
 
 @pytest.mark.parametrize("allowed", [0, 12])
@@ -303,53 +255,22 @@ def test_unlikelihood_lowers_the_marked_tokens(tiny: Qwen3ForCausalLM) -> None:
 
 
 def test_figures_inside_and_outside_loops() -> None:
-    tokens = [5, 6, 7, 8, 9, *[1, 2] * 5]
-    one = figures.Answer([4, 4], tokens, figures.with_places([2, 3, 8, 4]), 5)
-    assert figures.loop_start(tokens) == 5
-    assert one.counts(None) == [2, 3, 8, 4]
-    assert one.counts(loop=False) == [2, 3] and one.counts(loop=True) == [8, 4]
-    assert figures.acceptance([one], loop=False) == 2.5
-    assert figures.loop_share([one]) == 10 / 15
-    assert figures.by_position([one], 4, loop=False) == [1.0, 0.5, 0.0]
-    short = one.begun(7)
-    assert short.tokens == tokens[:7] and short.counts(None) == [2, 3, 1]
-    assert short.loop_start == 7
-
-
-def test_lookup_runs_on_the_same_answer() -> None:
     """After 1 2 3 comes 4 5 6, as in the prompt."""
-    one = figures.Answer([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 9], [], 7)
-    assert one.lookup(8).steps == [(1, 6)]
-    assert one.lookup(4).steps == [(1, 4), (5, 2)]
-    assert figures.Answer([7, 8], [1, 2, 3], [], 3).lookup(8).steps == [(1, 1), (2, 1)]
-
-
-def test_a_blinded_draft_sees_no_context(tiny: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
-    draft = make_draft(tiny, tokenizer).freeze()
-    hidden = torch.randn(5, draft.config.target_hidden_width)
-    blind = figures.blinded(draft)
-    assert draft.context_kv(hidden, torch.arange(5)).abs().max() > 0
-    assert not blind.context_kv(hidden, torch.arange(5)).any()
-    assert draft.context_kv(hidden, torch.arange(5)).shape == (5, *draft.config.kv_shape)
-
-
-def test_a_draft_without_windows_reads_the_whole_context(
-    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer
-) -> None:
-    raw = drafter.draft_config(tiny, tokenizer) | {"head_dim": 16, "intermediate_size": 96}
-    raw |= {"layer_types": ["sliding_attention"] * 3, "sliding_window": 2, "is_causal": False}
-    torch.manual_seed(1)
-    draft = DraftModel(DraftConfig.from_dict(raw)).freeze()
-    whole = figures.without_windows(draft)
-    assert [layer.sliding_window for layer in draft.config.layers] == [2] * 3
-    assert whole.config == make_draft(tiny, tokenizer).config
-    for name, value in draft.state_dict().items():
-        assert torch.equal(whole.state_dict()[name], value)
+    looping = figures.Answer([4, 4], [5, 6, 7, 8, 9, *[1, 2] * 5], [2, 3, 8, 4])
+    assert figures.loop_start(looping.tokens) == 5
+    assert looping.counts(in_loops=True) == [2, 3, 8, 4]
+    assert looping.counts(in_loops=False) == [2, 3]
+    assert figures.acceptance([looping], in_loops=False) == 2.5
+    assert figures.loop_share([looping]) == 10 / 15
+    copied = figures.Answer([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 9], [])
+    assert copied.lookup(8).committed == [6]
+    assert copied.lookup(4).committed == [4, 2]
+    assert figures.Answer([7, 8], [1, 2, 3], []).lookup(8).committed == [1, 1]
 
 
 def test_prompts_are_whole_lines_of_the_files(tokenizer: Tokenizer) -> None:
     files = {**TRAIN, "short.py": "x = 1\n"}
-    prompts = code_card.cut_prompts(files, tokenizer, count=8, tokens=60, seed=1)
+    prompts = card.cut_prompts(files, tokenizer, count=8, tokens=60, seed=1)
     assert {item["file"] for item in prompts} == set(TRAIN)
     for item in prompts:
         lines = files[item["file"]].splitlines(keepends=True)[int(item["line"]) - 1 :]

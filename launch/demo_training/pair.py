@@ -1,4 +1,4 @@
-"""The `code` pair: a target that learns library code in general and memorizes no file, and a draft
+"""The pair: a target that learns library code in general and memorizes no file, and a draft
 that learns from the target's own continuations. One function per stage; each resumes if it is cut,
 and returns at once if its result is there."""
 
@@ -10,47 +10,23 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 
 from . import data
-from .code_draft import init_from_target, train_draft
 from .continuations import WINDOW as CONTEXT
 from .continuations import read_shard, write_shards
 from .decoder import Decoder
-from .drafter import draft_config
+from .draft import draft_config, init_from_target, train_draft
 from .loop import train
 from .split import Split
-from .target import load_target, next_token_loss, save_target
+from .target import build_target, load_target, next_token_loss, save_target
 from .unloop import COURSES, train_unloop
 
-VOCAB_SIZE = 2048
 WINDOW = 448
 BATCH = 7
-
-
-def build_target(tokenizer: Tokenizer) -> PreTrainedModel:
-    """6.4 M parameters. Of 12 x 192, 8 x 256, 10 x 256 and 6 x 320 (layers x width) it trains the
-    most parameters per CPU second."""
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        rope_theta=1000000.0,
-        eos_token_id=tokenizer.token_to_id(data.IM_END),
-        pad_token_id=tokenizer.token_to_id(data.END_OF_TEXT),
-        bos_token_id=None,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def make_tokenizer(split: Split, work: Path) -> Tokenizer:
@@ -58,7 +34,7 @@ def make_tokenizer(split: Split, work: Path) -> Tokenizer:
     file = work / "tokenizer.json"
     if not file.exists():
         texts = [split.train[name] for name in sorted(split.train)]
-        data.train_bpe(texts, VOCAB_SIZE).save(str(file))
+        data.train_bpe(texts, data.VOCAB_SIZE).save(str(file))
     return Tokenizer.from_file(str(file))
 
 
@@ -112,8 +88,6 @@ def make_draft(tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
         return
     target = load_target(out / "target")
     raw = draft_config(target, tokenizer)
-    # As wide as the layers of the target, which the draft starts from.
-    raw["intermediate_size"] = target.config.intermediate_size
     # It never sees more context than a continuation has. Further away, it would read noise.
     sliding = {"layer_types": ["sliding_attention"] * raw["num_hidden_layers"]}
     raw |= {**sliding, "sliding_window": CONTEXT, "is_causal": False}
@@ -137,9 +111,3 @@ def cpu_seconds(work: Path) -> dict[str, float]:
     if shards:
         spent["continuations"] = sum(torch.load(file, mmap=True)["spent"] for file in shards)
     return spent
-
-
-def draft_history(work: Path) -> list[dict[str, float]]:
-    """See `Run.history`, of the draft."""
-    history: list[dict[str, float]] = torch.load(work / "draft.state.pt", mmap=True)["history"]
-    return history

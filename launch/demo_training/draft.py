@@ -1,4 +1,4 @@
-"""The `code` pair's draft: it learns from the target's continuations (`continuations.py`)."""
+"""The draft: it learns from the target's continuations (`continuations.py`)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,57 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
 
+from . import data
 from .continuations import Shard
-from .drafter import BLOCK_SIZE, DECAY, block_logits
 from .loop import train
 
+BLOCK_SIZE = 8
+# Later positions count less, because a token is used only if all before it are right
+# (arXiv 2602.06036, section 4.3).
+DECAY = 4.0
+# The layers whose outputs the draft reads, spread as in published drafts.
+TARGET_LAYERS = (1, 4, 6)
 BATCH, ANCHORS = 12, 28
 LR = 6e-3
 # Share of the loss that compares distributions; the rest is the cross entropy of the argmax.
 SOFT = 0.5
+
+
+def draft_config(target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """config.json of the draft, in the published layout. Its layers are as wide as the target's,
+    which they start from."""
+    of = target.config
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": of.hidden_size,
+        "intermediate_size": of.intermediate_size,
+        "num_hidden_layers": 3,
+        "num_attention_heads": of.num_attention_heads,
+        "num_key_value_heads": of.num_key_value_heads,
+        "head_dim": of.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": of.max_position_embeddings,
+        "vocab_size": of.vocab_size,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "block_size": BLOCK_SIZE,
+        "num_target_layers": of.num_hidden_layers,
+        "dflash_config": {
+            "mask_token_id": tokenizer.token_to_id(data.MASK),
+            "target_layer_ids": list(TARGET_LAYERS),
+        },
+    }
 
 
 @dataclass(frozen=True)
@@ -71,6 +110,50 @@ def labels_of(batch: Batch) -> tuple[Tensor, Tensor]:
     return labels, known.bool() & inside
 
 
+def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
+    """`attend` for training, of blocks `[R, A * B]`.
+
+    A block sees the context before its anchor, and all of its own tokens.
+
+    `context`: `[R, W, L, 2, G, D]`; `anchors`: `[R, A]`, the position of each block's first token.
+    """
+    seen = torch.arange(context.shape[1]) < anchors[..., None]  # [R, A, W]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_ctx, v_ctx = context[:, :, layer].unbind(2)  # [R, W, G, D]
+        groups = q.shape[2] // k.shape[2]
+        # [R, A, B, G, g, D]
+        q = q.unflatten(1, (-1, BLOCK_SIZE)).unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
+        k, v = (t.unflatten(1, (-1, BLOCK_SIZE)) for t in (k, v))  # [R, A, B, G, D]
+        to_context = torch.einsum("rabhgd,rwhd->rhagbw", q, k_ctx).masked_fill(
+            ~seen[:, None, :, None, None], float("-inf")
+        )
+        to_block = torch.einsum("rabhgd,rachd->rhagbc", q, k)
+        p = torch.cat((to_context, to_block), dim=-1).softmax(-1)
+        p_ctx, p_block = p.split((k_ctx.shape[1], BLOCK_SIZE), dim=-1)
+        out = torch.einsum("rhagbw,rwhd->rabhgd", p_ctx, v_ctx) + torch.einsum(
+            "rhagbc,rachd->rabhgd", p_block, v
+        )
+        return out.flatten(3, 4).flatten(1, 2)
+
+    return attend
+
+
+def block_logits(
+    model: DraftModel, embed: Tensor, target_hidden: Tensor, ids: Tensor, anchors: Tensor
+) -> Tensor:
+    """Logits `[R, A, B - 1, V]` of blocks that start at `anchors` `[R, A]` of `ids` `[R, W]`."""
+    rows, width = ids.shape
+    context = model.context_kv(target_hidden, torch.arange(width).expand(rows, -1))
+    blocks = torch.full((*anchors.shape, BLOCK_SIZE), model.config.mask_token_id)
+    blocks[..., 0] = ids.gather(1, anchors)
+    positions = (anchors[..., None] + torch.arange(BLOCK_SIZE)).flatten(1)
+    hidden = model(
+        F.embedding(blocks.flatten(1), embed), positions, masked_block_attention(context, anchors)
+    )
+    return hidden.unflatten(1, (-1, BLOCK_SIZE))[:, :, 1:] @ embed.T
+
+
 def block_loss(
     model: DraftModel, embed: Tensor, batch: Batch, soft: float = SOFT
 ) -> tuple[Tensor, float]:
@@ -91,23 +174,6 @@ def block_loss(
         loss = (1 - soft) * loss - soft * ((p * log_q).sum(-1) * weight).sum()
     accepted = ((logits.argmax(-1) == labels) & known).long().cumprod(-1).sum(-1)
     return loss, 1 + accepted.float().mean().item()
-
-
-@torch.no_grad()
-def committed(model: DraftModel, embed: Tensor, shard: Shard, row: int) -> list[int]:
-    """Tokens per verify step of greedy decoding, if the draft had served this greedy text."""
-    width, end = model.config.target_hidden_width, int(shard.ends[row])
-    anchors = torch.arange(shard.begin, end - 1)[None]
-    hidden = shard.hidden[row : row + 1, :, :width].float()
-    ids = shard.ids[row : row + 1]
-    drafts = block_logits(model, embed, hidden, ids, anchors)[0].argmax(-1)
-    steps, at = [], shard.begin
-    while at < end - 1:
-        truth = ids[0, at + 1 : min(at + BLOCK_SIZE, end)]
-        right = (drafts[at - shard.begin, : len(truth)] == truth).long().cumprod(0).sum()
-        steps.append(int(right) + 1)
-        at += steps[-1]
-    return steps
 
 
 def train_draft(
