@@ -160,8 +160,8 @@ def test_its_wrapper_is_made_as_it_takes_it(
     """By `flashinfer`, as for a server; a warning says what it costs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1 << 16)
-    setting: Any = SimpleNamespace(device=torch.device("cpu"), block_size=BLOCK, scratch=61)
-    config: Any = SimpleNamespace(layers=LAYERS)
+    setting = Setting(BLOCK, torch.device("cpu"), WHOLE_CONTEXT, scratch=61)
+    config: Any = SimpleNamespace(layers_within=lambda _: LAYERS)
     attention = flashinfer_attention.flashinfer(config, setting)
     assert "every step waits for the device" in caplog.text
     compare(attention, ragged([4, 9]), [4, 9])
