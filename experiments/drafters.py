@@ -14,13 +14,12 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, finite
-from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.recording import Recorder
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
 from sglang_dflash.serving.start.draft_setup import DraftSetup

@@ -11,7 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.recording import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +26,17 @@ logger = logging.getLogger(__name__)
 PADDING_SLOT = 0
 # Columns of the narrowest table without a window; each wider one has four times as many.
 LEAST_COLUMNS = 1024
+
+
+class Recorder(Protocol):
+    """Turns a run into a function that repeats it.
+
+    `run` reads and writes tensors that exist before it and stay where they are. It is executed
+    before it is recorded, more than once.
+    """
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Raises an error of its own if `run` cannot be repeated without the host."""
 
 
 class Key(NamedTuple):

@@ -83,7 +83,7 @@ SEAMS = (
         target=_SRT + "managers.scheduler_components.internal_state"
         ".SchedulerInternalStateController._add_speculative",
         kind=Kind.AFTER,
-        ours=_OURS + "show.metrics:add_report",
+        ours=_OURS + "show.figures:add_report",
         reason="/server_info shows nothing of an out-of-tree worker.",
         proof="tests/serving/test_seams.py::test_server_info_shows_no_worker_without_the_row",
     ),
@@ -91,7 +91,7 @@ SEAMS = (
         target=_SRT + "managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor.process_batch_result_decode",
         kind=Kind.AROUND,
-        ours=_OURS + "show.metrics:count_kept_tokens",
+        ours=_OURS + "step.outcome:count_kept_tokens",
         reason="The worker does not learn which steps and tokens of its result a request keeps.",
         proof=_ENGINE + "test_counts.py::test_all_accounts_of_the_acceptance_agree",
     ),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sglang_dflash.bench.demo import DemoArm, acceptance_between, outcome
-from sglang_dflash.serving.show.metrics import AcceptanceCounts, RequestStep
+from sglang_dflash.serving.show.counts import AcceptanceCounts, RequestStep
 
 FULL = RequestStep(drafts=7, accepted=7, tokens=8)
+
+
+def shown(counts: AcceptanceCounts) -> dict[str, Any]:
+    """Of /server_info."""
+    total = counts.drafted
+    return {"verify_steps": total.steps, "committed_tokens": total.tokens}
 
 
 @pytest.mark.parametrize("earlier", [0, 1, 1237])
@@ -15,22 +23,22 @@ def test_the_acceptance_between_two_readings_is_exact(earlier: int) -> None:
     """13 steps of 8 tokens are 8.0. The mean before, 6.333..., is rounded in the report."""
     counts = AcceptanceCounts(8)
     counts.add([FULL, FULL, RequestStep(7, 2, 3)] * earlier)
-    before = counts.report()
+    before = shown(counts)
     assert acceptance_between(before, before) is None
     counts.add([FULL] * 13)
-    assert acceptance_between(before, counts.report()) == 8.0
+    assert acceptance_between(before, shown(counts)) == 8.0
 
 
 def test_the_outcome_of_two_arms() -> None:
     """Two prompts of 8 tokens: 4 s and 2 s without a draft; with it, 1 s each for a prefill and
     2 steps."""
     counts = AcceptanceCounts(8)
-    before = counts.report()
+    before = shown(counts)
     counts.add([FULL._replace(accepted=3, tokens=4)] * 4)
     outputs = [[1] * 8, [2] * 8]
     plain, dflash = (DemoArm(name, None, outputs) for name in ("plain", "dflash"))
     plain.seconds, dflash.seconds = [4.0, 2.0], [1.0, 1.0]
-    assert outcome(plain, dflash, before, counts.report()) == {
+    assert outcome(plain, dflash, before, shown(counts)) == {
         "identical": True,
         "acceptance_length": 4.0,
         "ar_tok_s": 2.67,
@@ -42,4 +50,4 @@ def test_the_outcome_of_two_arms() -> None:
         "step_ratio": 0.889,
     }
     dflash.outputs = [[1] * 8, [2] * 7 + [3]]
-    assert not outcome(plain, dflash, before, counts.report())["identical"]
+    assert not outcome(plain, dflash, before, shown(counts))["identical"]

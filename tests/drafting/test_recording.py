@@ -17,8 +17,8 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.recording import OpRecorder, RecordingError
 from tests.conftest import random_model, raw_config
+from tests.recording import OpRecorder, RecordingError
 
 RAW = raw_config()
 ROWS, COLUMNS, ENTRIES = 9, 64, 150

@@ -17,7 +17,6 @@ from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.recording import OpRecorder
 from sglang_dflash.drafting.self_check import (
     SelfCheckFailed,
     check_attention,
@@ -27,6 +26,7 @@ from sglang_dflash.drafting.self_check import (
 from tests.conftest import random_model, raw_config
 from tests.drafting.test_paged_attention import plain_kernel
 from tests.drafting.test_recording import drafter_of, table
+from tests.recording import OpRecorder
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
        "prepare_block", "accept"]  # fmt: skip

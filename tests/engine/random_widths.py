@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.drafting.width import FixedWidth
-from sglang_dflash.serving.step import worker
+from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.engine import oracle
@@ -55,8 +55,8 @@ def extension(_target_worker: Any) -> Extension:
 
 def by_width(_target_worker: Any) -> Extension:
     def made(target_worker: Any, widths: Sequence[int], _device: Any) -> TargetForwardByWidth:
-        return TargetForwardByWidth(target_worker, widths[:-1])
+        return TargetForwardByWidth(target_worker, widths)
 
     # A process of SGLang's own has one worker.
-    worker.target_forward = made
+    build.target_forward = made
     return Extension(width_policy=RandomWidth)

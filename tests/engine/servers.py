@@ -150,7 +150,7 @@ DEVICE_LENGTHS = DFLASH.named("device-lengths").having(
 # -- the drafter's steps from recordings; most batches have up to 8 requests
 
 RECORDED: dict[str, Any] = {
-    "speculative_dflash_draft_graphs": "recorded",
+    "speculative_dflash_extension": "tests.engine.recorded_steps:extension",
     "max_running_requests": 8,
 }
 GRAPHS = replace(

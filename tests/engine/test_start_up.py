@@ -111,7 +111,10 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
     given = resolve(*TARGET, str(PAIR.draft), *typed, "--speculative-dflash-worker", "builtin")
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
-    assert flags.builtin_requested(given) and flags.options(given, settings).draft_kv_tokens == 999
+    assert (
+        flags.ServerFlags.of(given).worker == "builtin"
+        and flags.options(given, settings).draft_kv_tokens == 999
+    )
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
@@ -210,7 +213,7 @@ def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_p
         for flag in action.option_strings
         if flag.startswith("--") and flag != "--help"
     ]
-    assert len(ours) == len(flags.DEFAULTS) + len(flags.ALIASES)
+    assert len(ours) == len(flags.NAMES)
     done = servers.nursery.run("sglang.launch_server", "--help", log=tmp_path / "log")
     assert done.status == 0
     shown = "\n".join(done.lines)
@@ -223,7 +226,7 @@ def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_p
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
     from types import SimpleNamespace
 
-    from sglang_dflash.serving.step.target_model import unserved_target
+    from sglang_dflash.serving.start.target_model import unserved_target
 
     def target(weight: torch.Tensor | None) -> Any:
         return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))

@@ -132,9 +132,9 @@ class Served:
     def __init__(self, window: int | None) -> None:
         torch.manual_seed(5)
         self.worker = worker_of(window, entries=90)
-        self.target = SecretTarget(self.worker.config.target_hidden_width)
+        self.target = SecretTarget(self.worker.drafter.model.config.target_hidden_width)
         self.worker.target_worker.forward_batch_generation = self.target.forward_batch_generation
-        self.table = self.worker.req_to_token_pool.req_to_token
+        self.table = self.worker.req_to_token
         self.free = list(range(1, SLOTS))
         self.running: dict[int, Request] = {}
         propose = self.worker.drafter.propose

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 from torch import Tensor
 
 from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
 from sglang_dflash.serving.step.penalties import BlockPenalties
-from sglang_dflash.serving.step.sampling import repeated_sampling_info
+from sglang_dflash.serving.step.sampling import Ranks, repeated_sampling_info
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from tests.drafting.test_recording import Requests, drafter_of, graphed, table
 from tests.serving.in_process import ONE_RANK
@@ -68,7 +67,7 @@ def test_every_position_draws_its_own_random_number() -> None:
     sampler = NotedPositions()
     positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
     block, logits = torch.zeros(2, BLOCK, dtype=torch.int64), torch.randn(2 * BLOCK, VOCAB)
-    TargetTokens(sampler, SpecTpSync(ONE_RANK), no_penalties())(
+    TargetTokens(sampler, Ranks(ONE_RANK), no_penalties())(
         batch_of(sampling_info()), logits, block, positions, None
     )
     assert sampler.positions.tolist() == [7, 8, 9, 20, 21, 22]
@@ -104,7 +103,7 @@ def test_penalties_and_a_bias_apply_to_every_position() -> None:
     logits[:, 9] = 1.0
     block = torch.zeros(2, BLOCK, dtype=torch.int64)
     penalised = Penalised(2, BLOCK, torch.device("cpu"))
-    tokens = TargetTokens(NotedPositions(), SpecTpSync(ONE_RANK), penalised)(
+    tokens = TargetTokens(NotedPositions(), Ranks(ONE_RANK), penalised)(
         batch_of(info), logits, block, block, None
     )
     assert tokens.tolist() == [[2, 0, 0], [4, 4, 4]]

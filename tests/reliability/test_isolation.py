@@ -60,7 +60,7 @@ def test_a_long_prompt_leaves_nothing_of_its_slots_last_owner() -> None:
     """Tokens that no draft sees are not written: their slots must be marked dead. A shorter request
     that finds them in the prefix cache would read another one's K/V."""
     worker = filled(worker_of(7), [12])
-    slots = worker.req_to_token_pool.req_to_token[1].long()
+    slots = worker.req_to_token[1].long()
     assert worker.drafter.cache.find(slots[5:12])[1].all()
     worker.forward_batch_generation(prefill_of([0], [20]))
     live = worker.drafter.cache.find(slots[:20])[1]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, fold_
-from sglang_dflash.serving.hybrid import rollback
-from sglang_dflash.serving.hybrid.rollback import Replay, checkpoints_due
+from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.serving.step import batch as our_batch
+from sglang_dflash.serving.step.batch import checkpoints_due
 from tests.drafting.test_recurrent_fold import (
     BLOCK,
     CHANNELS,
@@ -78,7 +79,7 @@ class Target:
 def commit(target: Target, tracked: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     replay = Replay(target.runner, fold_)
     monkeypatch.setattr(replay, "layers", lambda: target.layers)
-    monkeypatch.setattr(rollback, "mamba_track_grid", lambda _page: GRID)
+    monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: GRID)
     batch: Any = SimpleNamespace(
         mamba_track_indices=None if tracked is None else torch.tensor(tracked),
         tree_cache=SimpleNamespace(page_size=1),

@@ -19,7 +19,7 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.serving.hybrid import rollback
+from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import prompt
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 
@@ -133,7 +133,7 @@ def replace_everywhere(original: Any, ours: Any) -> None:
 
 def count_in_worker(rare: Counter[str]) -> None:
     """Count recomputed tails and crossed boundaries, where the worker finds out about them."""
-    missing, due = prompt.missing_tails, rollback.checkpoints_due
+    missing, due = prompt.missing_tails, our_batch.checkpoints_due
 
     def missing_tails(*args: Any) -> list[int]:
         tails = missing(*args)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.speculative.spec_tp_sync import SpecTpSync
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import accept
@@ -21,13 +20,15 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.drafting.width import FixedWidth
-from sglang_dflash.serving.show.metrics import PhaseTimes
+from sglang_dflash.serving.show.counts import AcceptanceCounts, PhaseTimes
+from sglang_dflash.serving.show.figures import Figures, Sources
+from sglang_dflash.serving.show.watch import DraftWatch
 from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
-from sglang_dflash.serving.step.extension import Extension
+from sglang_dflash.serving.step.extension import StepObserver
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.prefill import Prefill
+from sglang_dflash.serving.step.sampling import Ranks
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepWidths
@@ -88,37 +89,38 @@ def worker_of(
     rollback: Any = None,
     dtype: torch.dtype = torch.float32,
     widths: StepWidths | None = None,
+    labels: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A worker for a draft of random weights, as `DFlashWorker.__init__` and `alloc_memory_pool`
-    leave it. With a window, the draft KV cache is a ring of `entries`; its K/V is of `dtype`."""
+    """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
+    `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any."""
     with torch.device(device):
         model = random_model(RAW).freeze()
-    worker: Any = DFlashWorker.__new__(DFlashWorker)
-    worker.device, worker.config = torch.device(device), model.config
-    worker.options = Options(window=window).resolve(model.config)
-    worker.block_size = worker.options.block_size
-    worker._offsets = torch.arange(worker.block_size, device=device)
-    worker._max_running_requests, worker._accept = 2, accept
-    worker.times, worker.widths = (
-        PhaseTimes(),
-        widths or StepWidths(FixedWidth(worker.block_size), TensorParallel()),
-    )
-    worker.extension, worker.rollback = Extension(), rollback
-    worker._ranks = SpecTpSync(group)
-    worker.block_penalties = BlockPenalties(ROWS, worker.block_size, worker.device)
-    worker.target_tokens = TargetTokens(sampler, worker._ranks, worker.block_penalties)
+    options = Options(window=window).resolve(model.config)
     cache: DraftKVCache = DirectKVCache(SLOTS, model.kv_shape, dtype, device)
     if window is not None:
         cache = RingKVCache(entries, SLOTS, model.kv_shape, dtype, device)
-    worker.drafter = drafter_of(model, cache, worker.options, device)
+    drafter = drafter_of(model, cache, options, device)
+    block, ranks = options.block_size, Ranks(group)
+    widths = widths or StepWidths(FixedWidth(block), TensorParallel())
+    penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
-    worker.req_to_token_pool = SimpleNamespace(req_to_token=table)
-    worker._target_worker = Target(model.config.target_hidden_width, device, padding)
-    worker.target = TargetForward(worker._target_worker)
-    worker.plain_context = PlainContext(worker.drafter)
-    worker.prefill = Prefill(
-        worker._target_worker, table, worker.options, worker._ranks, worker._max_running_requests
-    )
+    target: Any = Target(model.config.target_hidden_width, device, padding)
+    prefill = Prefill(target, drafter, table, options, ranks, 2)
+    sources = Sources(
+        worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
+        model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
+        seeds=prefill.ignored_seeds, counts=AcceptanceCounts(block),
+        watch=DraftWatch(drafter.counters, cache.num_entries), times=PhaseTimes(),
+        width_steps=widths.steps,
+    )  # fmt: skip
+    worker: Any = DFlashWorker(
+        block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
+        target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
+        accept=accept, rollback=rollback, ranks=ranks, figures=Figures(sources, labels),
+        observer=StepObserver(),
+    )  # fmt: skip
+    # For tests to change.
+    worker.target_worker = target
     return worker
 
 
@@ -167,7 +169,9 @@ def prepared(verify_input: Any, batch: Any, _worker: Any) -> tuple[Any, bool]:
 
 def filled(worker: Any, lengths: Sequence[int]) -> Any:
     """The worker, after the prefill of requests of these lengths."""
-    worker.forward_batch_generation(prefill_of([0] * len(lengths), lengths, str(worker.device)))
+    worker.forward_batch_generation(
+        prefill_of([0] * len(lengths), lengths, str(worker.req_to_token.device))
+    )
     return worker
 
 

@@ -58,18 +58,18 @@ def draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TracedDraft:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "config": ({"auto_map": CONFIG}, [TRUST], r"'trace\.TracingConfig' as AutoConfig, which --tr"),
-    "config, built-in": ({"auto_map": CONFIG}, [TRUST, *BUILTIN], r"as AutoConfig, which --trust"),
-    "both": ({"auto_map": {**CONFIG, **MODEL}}, [TRUST], r"as AutoConfig, which --trust-remote-c"),
+    "config": ({"auto_map": CONFIG}, [TRUST], r"--trust-remote-code would run its AutoConfig"),
+    "config, built-in": ({"auto_map": CONFIG}, [TRUST, *BUILTIN], r"--trust-remote-code"),
+    "both": ({"auto_map": {**CONFIG, **MODEL}}, [TRUST], r"--trust-remote-code"),
     "model": (
         {"auto_map": MODEL, "architectures": ["TracingModel"]},
         BUILTIN,
-        r"SGLang has no class for the architectures \['TracingModel'\]",
+        r"SGLang has no class for \['TracingModel'\]",
     ),
     "names that are none": (
         {"auto_map": MODEL, "architectures": [{}, None]},
         BUILTIN,
-        r"SGLang has no class for the architectures \[\{\}, None\]",
+        r"SGLang has no class for \[\{\}, None\]",
     ),
     "model of transformers": (
         {"auto_map": MODEL},
@@ -85,8 +85,9 @@ def test_a_draft_whose_code_would_run_is_refused(
 ) -> None:
     fields, flags, message = REFUSED[what]
     draft.edit(**fields)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as refused:
         resolve(draft.command(*flags))
+    assert (refused.value.field, refused.value.value) == ("auto_map", fields["auto_map"])
     assert not draft.mark.exists()
 
 

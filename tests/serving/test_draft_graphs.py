@@ -9,9 +9,12 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
-from sglang_dflash.serving.gpu.graphs import AUTO, OFF, RECORDED, captured_sizes, largest_recorded
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+from sglang_dflash.serving.gpu.graphs import (
+    CudaGraphRecorder,
+    captured_sizes,
+    cuda_recorder,
+    largest_recorded,
+)
 
 
 @pytest.fixture
@@ -38,24 +41,23 @@ def test_without_sizes_they_are_powers_of_two(sizes: Any) -> None:
     assert captured_sizes(6) == (1, 2, 4, 6)
 
 
+def test_the_largest_recorded_batch(sizes: Any) -> None:
+    assert largest_recorded(20, True) == 16 and largest_recorded(20, False) == 0
+
+
 @pytest.mark.parametrize(
-    ("asked", "device", "capturable", "expected"),
+    ("device", "capturable", "target_has", "expected"),
     [
-        (OFF, CUDA, True, 0),
-        (AUTO, CPU, True, 0),
-        (AUTO, CUDA, False, 0),
-        (AUTO, CUDA, True, 16),
-        (RECORDED, CPU, False, 16),
+        ("cpu", True, True, None),
+        ("cuda", False, True, None),
+        ("cuda", True, False, None),
+        ("cuda", True, True, CudaGraphRecorder),
     ],
 )
-def test_the_largest_recorded_batch(
-    asked: str, device: torch.device, capturable: bool, expected: int, sizes: Any
+def test_steps_are_captured_if_the_targets_are(
+    device: str, capturable: bool, target_has: bool, expected: type | None, sizes: Any
 ) -> None:
-    assert largest_recorded(asked, device, capturable, 20) == expected
-
-
-def test_none_is_recorded_if_the_targets_are_not(sizes: Any) -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    sizes.backend = Backend.DISABLED
-    assert largest_recorded(AUTO, CUDA, True, 20) == 0
+    sizes.backend = "full" if target_has else Backend.DISABLED
+    assert cuda_recorder(torch.device(device), capturable) is expected

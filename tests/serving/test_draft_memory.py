@@ -29,7 +29,6 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS, PlainContext
-from sglang_dflash.drafting.recording import OpRecorder
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.sizes import (
     BYTES_PER_ENTRY,
@@ -45,6 +44,7 @@ from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.memory import draft_memory, plan_memory, size_state_pool
 from tests.conftest import raw_config
 from tests.drafting.test_paged_attention import plain_kernel
+from tests.recording import OpRecorder
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROCESSORS, RUNNING, POSITIONS = 132, 5, 3000
@@ -269,7 +269,7 @@ def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
         model_config: Any = SimpleNamespace(
             context_len=2048, head_dim=16, get_num_attention_heads=heads
         )
-        needed = plan_memory(setup, model_config, "auto", False, widths).needed
+        needed = plan_memory(setup, model_config, False, False, widths).needed
     target = {
         "positions": 2048, "query_width": 64, "captured": (1, RUNNING),
         "hidden_width": setup.model.config.target_hidden_width,
@@ -287,7 +287,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     model_config: Any = SimpleNamespace(context_len=2048)
     setup = setup_of("torch", 300, DraftConfig.from_dict(raw_config()))
     with caplog.at_level("INFO"):
-        plan = plan_memory(setup, model_config, "auto", True, ())
+        plan = plan_memory(setup, model_config, True, True, ())
     assert plan.needed.total == sum(plan.needed) and plan.replay and plan.recorded
     assert plan.needed.after_graphs(plan.recorded) == 0
     entries = setup.options.draft_kv_entries(RUNNING)
@@ -298,7 +298,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     assert "attention workspace 64.0, graph buffers 0.0, logits" in line
     # Eager steps allocate when they run.
     monkeypatch.setattr(memory, "largest_recorded", lambda *_: 0)
-    eager = plan_memory(setup, model_config, "off", False, ())
+    eager = plan_memory(setup, model_config, False, False, ())
     later = eager.needed.after_graphs(eager.recorded)
     assert later == eager.needed.logits + eager.needed.activations and not eager.replay
     assert eager.needed.waiting_hidden == eager.needed.graph_buffers == 0

@@ -61,10 +61,10 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
 REFUSED_BY_THE_PARSER: dict[tuple[str, ...], str] = {
     (STATES_ALIAS, "bogus"): "invalid choice: 'bogus' (choose from ",
     (STATES_ALIAS, ""): "invalid choice: '' (choose from ",
-    (WINDOW, "64", WINDOW_ALIAS, "128"): f"argument {WINDOW_ALIAS}: 128, but {WINDOW}, of which it "
+    (WINDOW, "64", WINDOW_ALIAS, "128"): f"argument {WINDOW_ALIAS}: 128; but {WINDOW}, of which it "
     "is an alias, is 64; give one of them",
     (STATES, "no_buffer", STATES_ALIAS, "extra_buffer"): f"argument {STATES_ALIAS}: 'extra_buffer'"
-    f", but {STATES}, of which it is an alias, is 'no_buffer'; give one of them",
+    f"; but {STATES}, of which it is an alias, is 'no_buffer'; give one of them",
     (WINDOW_ALIAS, "many"): "invalid int value: 'many'",
     (ENTRIES, "1e3"): "invalid int value: '1e3'",
     ("--speculative-dflash-worker", "mine"): "invalid choice: 'mine' (choose from ",

@@ -16,7 +16,6 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.repairs.penalties import count
-from sglang_dflash.serving.hybrid import rollback
 from sglang_dflash.serving.hybrid.rollback import Replay
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import penalties as block_penalties
@@ -60,8 +59,8 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
     policy = AdaptiveWidth((1, 3, 4))
     worker = worker_of(None, "cuda", widths=StepWidths(policy, TensorParallel()))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
-    worker._target_worker.model_runner = runner
-    worker.target = TargetForwardByWidth(worker._target_worker, ())
+    worker.target_worker.model_runner = runner
+    worker.target = TargetForwardByWidth(worker.target_worker, (4,))
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     batches = [decode_of(LENGTHS, "cuda", reqs=[request("a"), request("b")]) for _ in range(24)]
     gpu.crossings.clear()
@@ -201,13 +200,13 @@ def test_replays_commit_stays_on_the_device(
     folded: list[Any] = []
     replay = Replay(runner, lambda *args: folded.append(args))
     lengths = torch.ones(2, dtype=torch.int64, device="cuda")
-    monkeypatch.setattr(rollback, "mamba_track_grid", lambda _page: 8)
+    monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: 8)
     batch = SimpleNamespace(
         mamba_track_indices=lengths.int() if with_checkpoints else None,
         tree_cache=SimpleNamespace(page_size=1),
     )
     gpu.crossings.clear()
-    replay.commit(lengths, rollback.checkpoints_due(batch, lengths + 6, lengths))
+    replay.commit(lengths, our_batch.checkpoints_due(batch, lengths + 6, lengths))
     assert gpu.crossings == [] and len(folded) == 1 + with_checkpoints
 
 

@@ -16,9 +16,8 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.start import choose_worker
+from sglang_dflash.serving.start import choose_worker, target_model
 from sglang_dflash.serving.start.choose_worker import unserved_setting
-from sglang_dflash.serving.step import target_model
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.serving.in_process import decode_of, filled, prepared
 from tests.serving.in_process import worker_of as worker_of_step

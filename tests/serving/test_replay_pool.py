@@ -156,7 +156,7 @@ def test_new_weights_are_stacked_again() -> None:
     recorded[1].dt_bias.fill_(5)
     recorded[1].bias.fill_(5)
     assert layers.conv_weight[1].unique().item() == 1.0
-    manager = SimpleNamespace(draft_worker=SimpleNamespace(rollback=replay))
+    manager = SimpleNamespace(draft_worker=SimpleNamespace(dflash=SimpleNamespace(rollback=replay)))
     replay_pool.note_new_weights(manager, "target")
     assert replay.layers() is layers
     assert [t[1].unique().item() for t in stacked if t is not None] == [5.0] * 4

@@ -10,8 +10,9 @@ import pytest
 
 from sglang_dflash.seam.seam import Kind, Seam, check
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
-from sglang_dflash.serving.show import metrics
+from sglang_dflash.serving.show import figures
 from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import request_fixes
 from tests.seam.originals import original
 
@@ -47,9 +48,9 @@ def test_our_values_are_dropped_without_the_row() -> None:
     made = original(row_of("from_cli_args").target)
     made = getattr(made, "__func__", made)
     server_args = made(ServerArgs, parsed)
-    assert not flags.builtin_requested(server_args)
+    assert flags.ServerFlags.of(server_args).worker == "auto"
     flags.keep_flags(server_args, ServerArgs, parsed)
-    assert flags.builtin_requested(server_args)
+    assert flags.ServerFlags.of(server_args).worker == "builtin"
 
 
 def test_engine_rejects_our_arguments_without_the_row() -> None:
@@ -59,7 +60,7 @@ def test_engine_rejects_our_arguments_without_the_row() -> None:
     with pytest.raises(TypeError, match="speculative_dflash_worker"):
         ServerArgs(**ours)
     made = flags.server_args_from_kwargs(**ours)
-    assert flags.builtin_requested(made)
+    assert flags.ServerFlags.of(made).worker == "builtin"
 
 
 def test_the_builtin_worker_serves_without_the_row() -> None:
@@ -81,10 +82,8 @@ def test_hidden_states_are_accepted_without_the_row() -> None:
 
 def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of 4 prompt and 3 output tokens: 6 have been through the target, SGLang counts 7."""
-    from sglang.srt import runtime_context
-
     spec = SimpleNamespace(speculative_algorithm="DFLASH")
-    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    monkeypatch.setattr(our_batch, "get_spec", lambda: spec)
     kv = SimpleNamespace(kv_committed_len=7)
     sessions = SimpleNamespace(slots={"s": SimpleNamespace(kv=kv)})
     request = SimpleNamespace(
@@ -108,7 +107,7 @@ def test_server_info_shows_no_worker_without_the_row() -> None:
         (reporting, {"dflash": {"worker": "ours"}}),
     ):
         controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=draft_worker))
-        metrics.add_report(None, controller, state)
+        figures.add_report(None, controller, state)
         assert state == shown
 
 

@@ -198,7 +198,7 @@ def test_every_committed_token_reaches_the_drafter(
         monkeypatch.setattr(plain_context, "MOST_STEPS", waiting)
         worker, lengths = steps_of(widths, window)
         assert lengths[0] >= LENGTHS[0] + len(widths)
-        worker.plain_context.absorb()
+        worker._plain_context.absorb()
         written.append(draft_kv(worker, slots_of(lengths)))
     assert not (written[0] == STALE).any()
     torch.testing.assert_close(written[0], written[1])

@@ -17,6 +17,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from sglang_dflash.serving.step.target_forward import (
     TargetForward,
@@ -73,7 +74,8 @@ def _spec(monkeypatch: pytest.MonkeyPatch) -> None:
         spec.width = BLOCK
 
     spec.override = override
-    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    for module in (runtime_context, our_batch):
+        monkeypatch.setattr(module, "get_spec", lambda: spec)
 
 
 def by_width(runner: Any) -> TargetForwardByWidth:
@@ -206,8 +208,8 @@ def test_width_1_is_verified_and_recurrent_states_follow(monkeypatch: pytest.Mon
     torch.manual_seed(1)
     rollback, widths = Rollback(runner), [1, 3, BLOCK, 1]
     worker = worker_of(rollback=rollback, widths=StepWidths(Scripted(widths), TensorParallel()))
-    worker._target_worker.model_runner = runner
-    worker.target = TargetForwardByWidth(worker._target_worker, (1, 3))
+    worker.target_worker.model_runner = runner
+    worker.target = TargetForwardByWidth(worker.target_worker, (1, 3, BLOCK))
     run_steps(worker, widths)
     assert verified == [(width, width) for width in widths]
     assert [width for width, _ in rollback.found] == widths

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import prometheus_client
 import pytest
 import torch
 
-from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
+from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
 from sglang_dflash.drafting.draft_counters import DraftCounters
-from sglang_dflash.serving.show.metrics import AcceptanceCounts, RequestStep
+from sglang_dflash.serving.show.counts import RequestStep
 from sglang_dflash.serving.show.watch import DraftWatch
 
 
@@ -20,7 +19,7 @@ class Fed:
 
     def __init__(self, caplog: pytest.LogCaptureFixture, **kwargs: Any) -> None:
         self.counters, self._caplog = DraftCounters("cpu"), caplog
-        self.watch = DraftWatch(self.counters, draft_kv_entries=416, **kwargs)
+        self.watch = DraftWatch(self.counters, 416, **kwargs)
 
     def step(self, steps: int, length: float, nonfinite: int = 0, found: float = 1.0) -> None:
         self.counters.add_nonfinite(torch.ones(nonfinite, dtype=torch.bool))
@@ -28,7 +27,7 @@ class Fed:
         entries = columns.where(columns < 100 * found, -1)[None]
         self.counters.add_context(torch.tensor([100]), entries)
         self.counters.send()
-        self.watch.add(VerifySteps(steps, round(steps * length)))
+        self.watch.add([RequestStep(7, round(length) - 1, round(length))] * steps)
 
     @property
     def logged(self) -> list[str]:
@@ -40,12 +39,8 @@ def test_a_useful_draft_is_not_mentioned(caplog: pytest.LogCaptureFixture) -> No
     for _ in range(8):
         fed.step(JUDGED_STEPS // 2, 3.0)
     assert fed.logged == []
-    assert fed.watch.report() == {
-        "acceptance_alarm": False,
-        "recent_acceptance_length": 3.0,
-        "nonfinite_outputs": 0,
-        "draft_context_share": 1.0,
-    }
+    assert not fed.watch.alarm.raised and fed.watch.recent_acceptance_length == 3.0
+    assert fed.watch.health.nonfinite == 0 and fed.watch.context_share == 1.0
 
 
 def test_drafts_of_no_use_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,7 +49,7 @@ def test_drafts_of_no_use_are_warned_of_once(caplog: pytest.LogCaptureFixture) -
         fed.step(JUDGED_STEPS // 2, 1.0)
     (warning,) = fed.logged
     assert "acceptance length 1.00" in warning and "sglang-dflash doctor" in warning
-    assert fed.watch.report()["acceptance_alarm"] is True
+    assert fed.watch.alarm.raised
 
 
 def test_a_draft_that_is_not_finite_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -63,7 +58,7 @@ def test_a_draft_that_is_not_finite_is_warned_of_once(caplog: pytest.LogCaptureF
         fed.step(1, 1.0, nonfinite=7)
     (warning,) = fed.logged
     assert "NaN or Inf" in warning
-    assert fed.watch.report()["nonfinite_outputs"] == 56
+    assert fed.watch.health.nonfinite == 56
 
 
 def test_a_cache_that_is_too_small_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +68,7 @@ def test_a_cache_that_is_too_small_is_warned_of_once(caplog: pytest.LogCaptureFi
     (warning,) = fed.logged
     assert "held 50% of the context" in warning
     assert "--speculative-dflash-draft-kv-tokens (now 416)" in warning
-    assert fed.watch.report()["draft_context_share"] == 0.5
+    assert fed.watch.context_share == 0.5
 
 
 def test_a_few_steps_are_no_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,39 +84,9 @@ def test_other_ranks_do_not_log(caplog: pytest.LogCaptureFixture) -> None:
     assert fed.logged == [] and fed.watch.alarm.raised
 
 
-def test_the_series_follow(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    registry = prometheus_client.CollectorRegistry()
-    for kind in ("Counter", "Gauge"):
-        real = getattr(prometheus_client, kind)
-        monkeypatch.setattr(
-            prometheus_client,
-            kind,
-            lambda *args, real=real, **more: real(*args, registry=registry, **more),
-        )
-    fed = Fed(caplog, labels={"model_name": "m"})
-
-    def values() -> tuple[float | None, float | None]:
-        names = ("acceptance_alarm", "nonfinite_outputs_total")
-        alarm, nonfinite = (
-            registry.get_sample_value(f"sglang_dflash_{name}", {"model_name": "m"})
-            for name in names
-        )
-        return alarm, nonfinite
-
-    assert values() == (0, 0)
-    fed.step(JUDGED_STEPS, 1.0, nonfinite=3)
-    fed.step(1, 1.0, nonfinite=2)
-    assert values() == (1, 5)
-    fed.step(JUDGED_STEPS, 4.0)
-    assert values() == (0, 5)
-
-
 def test_only_steps_with_drafts_reach_it(caplog: pytest.LogCaptureFixture) -> None:
     fed = Fed(caplog)
-    counts = AcceptanceCounts(8, watch=fed.watch)
-    counts.add([RequestStep(0, 0, 1)] * (2 * JUDGED_STEPS))
+    fed.watch.add([RequestStep(0, 0, 1)] * (2 * JUDGED_STEPS))
     assert fed.watch.alarm.recent is None
-    counts.add([RequestStep(7, 0, 1), RequestStep(7, 2, 3)] * JUDGED_STEPS)
+    fed.watch.add([RequestStep(7, 0, 1), RequestStep(7, 2, 3)] * JUDGED_STEPS)
     assert fed.watch.alarm.recent == 2.0

@@ -42,7 +42,7 @@ def test_a_prompts_slots_are_known_before_the_forward(window: int | None) -> Non
         torch.manual_seed(1)
         worker = worker_of(window)
         if changed:
-            table = worker.req_to_token_pool.req_to_token
+            table = worker.req_to_token
             worker.target_worker.on_launch = lambda table=table: table.fill_(99)
         worker.forward_batch_generation(prefill_of([0, 0], LENGTHS))
         written.append(draft_kv(worker, slots_of(LENGTHS)))

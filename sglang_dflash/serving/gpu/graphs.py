@@ -1,4 +1,4 @@
-"""Whether the drafter's steps are recorded, at which batch sizes, and the recorder for CUDA."""
+"""Recorded steps of the drafter: at which batch sizes, and the recorder for CUDA."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.drafter import Drafter, Proposer
-from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets
-from sglang_dflash.drafting.recording import OpRecorder, Recorder
+from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder, batch_buckets
 from sglang_dflash.drafting.self_check import check_recording
-from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.start.flags import DRAFT_GRAPHS
 
 logger = logging.getLogger(__name__)
-
-FLAG = "--speculative-dflash-draft-graphs"
-AUTO, OFF, RECORDED = DRAFT_GRAPHS
 
 
 class CudaGraphRecorder:
@@ -56,54 +50,45 @@ class CudaGraphRecorder:
         return graph.replay
 
 
-def check_graphs(asked: str, device: torch.device, tp_size: int) -> None:
-    """Raise ConfigError if the value `asked` of the flag cannot be served there."""
-    if asked != RECORDED:
-        return
-    if device.type != "cpu":
-        raise ConfigError(
-            f"{FLAG}: {asked!r} lists torch operations, and {device.type} computes with Triton "
-            f"kernels; choose {AUTO!r} for CUDA graphs, or {OFF!r}"
-        )
-    if tp_size > 1:
-        raise ConfigError(
-            f"{FLAG}: {asked!r} with --tp-size {tp_size}: an exchange between ranks is not "
-            f"recorded; use --tp-size 1, or {OFF!r}"
-        )
-
-
-def largest_recorded(asked: str, device: torch.device, capturable: bool, most: int) -> int:
-    """Requests of the largest batch whose steps are recorded, of up to `most`; 0 if none are.
+def cuda_recorder(device: torch.device, capturable: bool) -> type[CudaGraphRecorder] | None:
+    """The recorder if the target's decode steps are captured there; else None.
 
     Args:
-        asked: the flag's value.
-        capturable: see `graphed`.
+        capturable: whether the draft attention backend can be captured.
     """
-    records = asked == RECORDED or (asked == AUTO and capturable and target_has_graphs(device))
-    return captured_sizes(most)[-1] if records else 0
+    if not target_has_graphs(device):
+        return None
+    if not capturable:
+        logger.warning(
+            "DFLASH: draft steps run without CUDA graphs: the draft attention backend cannot be "
+            "captured"
+        )
+        return None
+    return CudaGraphRecorder
+
+
+def largest_recorded(most: int, recorded: bool) -> int:
+    """Requests of the largest batch whose steps are recorded, of up to `most`; 0 if none are."""
+    return captured_sizes(most)[-1] if recorded else 0
 
 
 def graphed(
-    drafter: Proposer,
-    asked: str,
-    device: torch.device,
-    req_to_token: Tensor,
-    capturable: bool,
-    self_check: bool,
+    drafter: Proposer, recorder: Recorder, req_to_token: Tensor, self_check: bool
 ) -> Proposer:
-    """The drafter with its steps recorded, or the drafter itself if they are not.
+    """The drafter with its steps recorded; the drafter itself if they cannot be.
 
     Args:
-        asked: the flag's value.
         req_to_token: int32 `[rows, positions]`; the first row is SGLang's for padding.
-        capturable: whether the draft attention backend can be captured in a CUDA graph.
         self_check: whether a recorded proposal is compared with an eager one.
 
     Raises:
         SelfCheckFailed: they differ.
     """
-    recorder = _recorder(drafter, asked, device, capturable)
-    if recorder is None or not isinstance(drafter, Drafter):
+    if not (isinstance(drafter, Drafter) and drafter.capturable):
+        logger.warning(
+            "DFLASH: draft steps run without CUDA graphs: those of a %s cannot be recorded",
+            type(drafter).__name__,
+        )
         return drafter
     began, buckets = time.perf_counter(), captured_sizes(len(req_to_token) - 1)
     # Recordings are made and replayed without gradients.
@@ -119,22 +104,6 @@ def graphed(
         made.describe(),
     )
     return made
-
-
-def _recorder(
-    drafter: Proposer, asked: str, device: torch.device, capturable: bool
-) -> Recorder | None:
-    if asked == OFF or (asked == AUTO and not target_has_graphs(device)):
-        return None
-    reason = None
-    if not drafter.capturable:
-        reason = f"those of a {type(drafter).__name__} cannot be recorded"
-    elif asked == AUTO and not capturable:
-        reason = "the draft attention backend cannot be captured"
-    if reason is not None:
-        logger.warning("DFLASH: draft steps run without CUDA graphs: %s", reason)
-        return None
-    return CudaGraphRecorder() if asked == AUTO else OpRecorder()
 
 
 def target_has_graphs(device: torch.device) -> bool:

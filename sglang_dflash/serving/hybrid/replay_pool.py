@@ -115,4 +115,4 @@ def verify_without_snapshots(original: Any, dispatcher: Any, *args: Any, **kwarg
 
 def note_new_weights(manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before SGLang chooses the runners whose weights an update replaces: replay has copies."""
-    manager.draft_worker.rollback.weights_change()
+    manager.draft_worker.dflash.rollback.weights_change()

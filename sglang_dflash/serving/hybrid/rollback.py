@@ -13,14 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
-from sglang.srt.runtime_context import mamba_track_grid
 from torch import Tensor
 
+from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs, fold_
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.seams import REPLAY_SEAMS
-from sglang_dflash.serving.step.batch import PADDING_SLOT, ScheduleBatch
 
 # See `fold_` in drafting/recurrent/replay.py.
 Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Tensor, Tensor, Tensor, Tensor], None]
@@ -52,23 +51,6 @@ class Rollback(Protocol):
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
         B) tokens."""
-
-
-def checkpoints_due(batch: ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:
-    """Which track boundaries a step crosses; None if the prefix cache keeps no checkpoints.
-
-    Args:
-        batch: the running requests.
-        seq_lens: int64 `[R]`, committed tokens before the step.
-        lengths: int64 `[R]`, tokens that it commits.
-    """
-    if batch.mamba_track_indices is None:
-        return None
-    grid = mamba_track_grid(batch.tree_cache.page_size)
-    after = seq_lens + lengths
-    crossed = seq_lens // grid != after // grid
-    steps = torch.where(crossed, after // grid * grid - seq_lens - 1, -1)
-    return Checkpoints(batch.mamba_track_indices.long(), steps)
 
 
 class Snapshots:
@@ -161,8 +143,10 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
     if kind != GATED_DELTA_NET:
         if requested == "replay":
             raise ConfigError(
-                f"--speculative-dflash-recurrent-rollback: 'replay' is for {GATED_DELTA_NET} "
-                f"layers, this target's are {kind}; give 'snapshot' or leave it at 'auto'"
+                "recurrent_rollback",
+                requested,
+                f"it is for {GATED_DELTA_NET} layers, this target's are {kind}; give 'snapshot' or "
+                "leave it at 'auto'",
             )
         return Snapshots(model_runner)
     if requested == "snapshot":

@@ -19,7 +19,7 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import dummy_model, load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.values import check_weights
 from sglang_dflash.seam.seam import verify
@@ -30,10 +30,9 @@ from sglang_dflash.serving.gpu.backends import (
     kv_dtype,
     unserved_attention,
 )
-from sglang_dflash.serving.gpu.graphs import check_graphs
+from sglang_dflash.serving.seams import SEAMS
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.draft_code import refuse_code
-from sglang_dflash.serving.start.refusal import ends_the_server
 from sglang_dflash.serving.start.width import width_policy
 
 logger = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ def check_pair(server_args: Any) -> None:
 
 def _check(server_args: Any, settings: Any) -> None:
     """`check_pair`. Errors name settings."""
-    if flags.builtin_requested(server_args):
+    if flags.ServerFlags.of(server_args).worker == "builtin":
         refuse_code(_folder(settings, weights=False), settings)
         return
     folder = _folder(settings)
@@ -103,7 +102,6 @@ def _check(server_args: Any, settings: Any) -> None:
     if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
         device = torch.device(settings.device or "cpu")
         _check_device(server_args, settings, config, device)
-        check_graphs(flags.draft_graphs(server_args), device, settings.tp_size)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
@@ -134,8 +132,10 @@ def _check_as_sglang_reads_it(folder: str, settings: Any) -> None:
     # Transformers raises errors of many types.
     except Exception as error:
         raise ConfigError(
-            f"draft checkpoint: the config.json in {shown(folder)} cannot be read by Transformers, "
-            f"which SGLang uses ({cut(str(error))})"
+            "draft checkpoint",
+            folder,
+            "Transformers, which SGLang uses, cannot read the config.json in this folder "
+            f"({cut(str(error))})",
         ) from error
 
 
@@ -148,14 +148,17 @@ def _check_recurrent_target(options: Options, settings: Any) -> None:
     """Raise ConfigError for settings that a target with recurrent layers cannot serve."""
     if options.recompute_tail:
         raise ConfigError(
-            f"--speculative-dflash-recompute-tail: {options.recompute_tail}, but this target has "
-            "recurrent layers, whose state cannot be taken back to an earlier token; leave it at 0"
+            "recompute_tail",
+            options.recompute_tail,
+            "this target has recurrent layers, whose state cannot be taken back to an earlier "
+            "token; leave it at 0",
         )
     if settings.enable_streaming_session:
         raise ConfigError(
-            "--enable-streaming-session: not supported for targets with recurrent layers: a turn "
-            "could start from a state that includes tokens that were not returned to the client. "
-            "Use sessions without streaming"
+            "--enable-streaming-session",
+            required="not supported for targets with recurrent layers: a turn could start from a "
+            "state that includes tokens that were not returned to the client. Use sessions without "
+            "streaming",
         )
 
 
@@ -178,7 +181,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     """Around SGLang's choice of the speculative worker's class, in the scheduler process."""
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
-    if flags.builtin_requested(server_args):
+    if flags.ServerFlags.of(server_args).worker == "builtin":
         flag = "--speculative-dflash-worker builtin"
         logger.info("DFLASH: SGLang's built-in worker, as requested by %s", flag)
         return _showing(flag, original(algorithm, server_args))
@@ -189,25 +192,15 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     if reason is not None:
         return _fall_back(reason, builtin)
     load = dummy_model if dummy_weights(settings) else load_model
-    return functools.partial(
-        _build_worker,
-        builtin,
-        load_draft=functools.partial(load, folder),
-        options=flags.options(server_args, settings),
-        attention=asked_attention(server_args),
-        draft_graphs=flags.draft_graphs(server_args),
-        self_check=flags.self_check(server_args),
-        width_policy=functools.partial(width_policy, server_args, settings),
-        extension_path=flags.extension_path(server_args),
-    )
+    return functools.partial(_build_worker, builtin, load_draft=functools.partial(load, folder))
 
 
 def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     """What SGLang calls as the worker's class. By now all plugins have run, and the target is
     loaded and can be examined."""
-    from sglang_dflash.serving.seams import SEAMS
-    from sglang_dflash.serving.step.target_model import unserved_target
-    from sglang_dflash.serving.step.worker import DFlashWorker
+    # The launching process, which checks the pair, does not need what serves it.
+    from sglang_dflash.serving.start.build import DFlashSpecWorker
+    from sglang_dflash.serving.start.target_model import unserved_target
 
     # A row with `only_if_loaded` may be of the launcher, another process.
     verify(row for row in SEAMS if not row.only_if_loaded)
@@ -216,8 +209,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
         # SGLang's own arguments.
         theirs = ("server_args", "gpu_id", "nccl_port", "target_worker")
         return _fall_back(reason, builtin)(**{name: kwargs[name] for name in theirs})
-    with ends_the_server(flags.names(kwargs["server_args"])):
-        return DFlashWorker(**kwargs)
+    return DFlashSpecWorker(**kwargs)
 
 
 def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:

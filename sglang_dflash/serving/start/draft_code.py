@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.facts.fields import read_json_object
-
-REMEDY = "Code of a draft is never run; remove the entry from auto_map"
 
 
 def refuse_code(folder: str, settings: Any) -> None:
@@ -27,19 +25,18 @@ def refuse_code(folder: str, settings: Any) -> None:
     auto_map = raw.get("auto_map")
     if not isinstance(auto_map, Mapping) or not auto_map:
         return
-    code = f"draft checkpoint: auto_map of {str(path)!r} names"
+    would_run = None
     if "AutoConfig" in auto_map and settings.trust_remote_code:
+        would_run = "--trust-remote-code would run its AutoConfig"
+    elif settings.model_impl == "transformers":
+        would_run = "--model-impl transformers would run it"
+    elif not _has_class(raw.get("architectures")):
+        would_run = f"SGLang has no class for {shown(raw.get('architectures'))} and would run it"
+    if would_run is not None:
         raise ConfigError(
-            f"{code} {auto_map['AutoConfig']!r} as AutoConfig, which --trust-remote-code would "
-            f"run. {REMEDY}"
-        )
-    if settings.model_impl == "transformers":
-        raise ConfigError(f"{code} code, which --model-impl transformers would run. {REMEDY}")
-    architectures = raw.get("architectures")
-    if not _has_class(architectures):
-        raise ConfigError(
-            f"{code} code, which would run because SGLang has no class for the architectures "
-            f"{architectures!r}. {REMEDY}"
+            "auto_map",
+            dict(auto_map),
+            f"{would_run}; code of a draft is never run: remove the entry from {str(path)!r}",
         )
 
 

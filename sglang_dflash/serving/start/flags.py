@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options
@@ -15,6 +15,10 @@ from sglang_dflash.serving.start.refusal import use_one_line
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "speculative_dflash_"
+BLOCK_FLAG = "--speculative-num-draft-tokens"
+# SGLang's own, of another field.
+BLOCK_ALIAS = "--speculative-dflash-block-size"
 # The published commands' spelling -> SGLang 0.5.23's field.
 ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
@@ -23,31 +27,106 @@ ALIASES = {
 # The published commands export these; SGLang 0.5.23 knows neither. It still reads the two others
 # that they export: SGLANG_ENABLE_OVERLAP_PLAN_STREAM, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.
 RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
-BLOCK_FLAG = "--speculative-num-draft-tokens"
-BLOCK_ALIAS = "--speculative-dflash-block-size"  # SGLang's own, of another field.
-WORKERS = ("auto", "builtin")
-SELF_CHECK = ("on", "off")
-DRAFT_GRAPHS = ("auto", "off", "recorded")
-WIDTHS = ("auto", "adaptive", "fixed")
-CHOICES = {
-    "speculative_dflash_worker": WORKERS,
-    guard.FIELD: guard.CHOICES,
-    "speculative_dflash_draft_graphs": DRAFT_GRAPHS,
-    "speculative_dflash_self_check": SELF_CHECK,
-    "speculative_dflash_width": WIDTHS,
-}
-DEFAULTS: dict[str, Any] = {
-    "speculative_dflash_worker": "auto",
-    "speculative_dflash_draft_kv_tokens": None,
-    "speculative_dflash_recompute_tail": Options.recompute_tail,
-    "speculative_dflash_recurrent_rollback": Options.recurrent_rollback,
-    "speculative_dflash_extension": None,
-    guard.FIELD: "on",
-    "speculative_dflash_draft_graphs": "auto",
-    "speculative_dflash_self_check": "on",
-    "speculative_dflash_width": "fixed",
-    "speculative_dflash_widths": None,
-}
+
+
+def _flag(default: Any, help: str, **others: Any) -> Any:
+    """A row of the table; `others` are `add_argument`'s."""
+    return field(default=default, metadata={"help": help, **others})
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """Our flags as they were given. `--speculative-dflash-` stands before each name."""
+
+    worker: str = _flag(
+        "auto",
+        "Which DFLASH worker serves: 'auto' takes that of sglang-dflash if it can serve the pair, "
+        "'builtin' takes SGLang's own.",
+        choices=("auto", "builtin"),
+    )
+    draft_kv_tokens: int | None = _flag(
+        None,
+        "Entries of the draft KV cache under a draft window. Default: twice what the running "
+        "requests can see.",
+        type=int,
+    )
+    recompute_tail: int = _flag(
+        Options.recompute_tail,
+        "Cached prompt tokens, at most, that the target computes again if the bounded draft KV "
+        f"cache has lost them. Default: {Options.recompute_tail}.",
+        type=int,
+    )
+    recurrent_rollback: str = _flag(
+        Options.recurrent_rollback,
+        "How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the state "
+        "after every drafted token, 'replay' keeps their inputs and folds the accepted ones in. "
+        "Default: auto, replay for Gated DeltaNet layers.",
+        choices=RECURRENT_ROLLBACKS,
+    )
+    draft_graphs: str = _flag(
+        "auto",
+        "'auto' captures the drafter's steps in CUDA graphs if the target's are captured, 'off' "
+        "does not. Default: auto.",
+        choices=("auto", "off"),
+    )
+    self_check: str = _flag(
+        "on",
+        "Whether kernels and graphs of the drafter are compared with torch at start-up: a few "
+        "milliseconds, and a server that does not start if one is wrong. Default: on.",
+        choices=("on", "off"),
+    )
+    width: str = _flag(
+        "fixed",
+        "How many tokens of a block the target verifies: 'fixed' is all of them in every step, "
+        "'adaptive' is as many as pay off, down to 1, plain decoding. 'auto' is adaptive on a CPU "
+        "and fixed elsewhere. Default: fixed.",
+        choices=("auto", "adaptive", "fixed"),
+    )
+    widths: str | None = _flag(
+        None,
+        "Widths that an adaptive server may choose. Default: 1,4,8 and the block size.",
+        metavar="1,...,BLOCK_SIZE",
+    )
+    request_guard: str = _flag(
+        "on",
+        "Whether requests that would end the server are refused with HTTP 400, under any "
+        "--speculative-algorithm and without one. Default: on.",
+        choices=guard.CHOICES,
+    )
+    extension: str | None = _flag(
+        None,
+        "For experiments: a function that supplies another drafter or watches every step "
+        "(sglang_dflash.serving.step.extension).",
+        metavar="MODULE:FUNCTION",
+    )
+
+    @classmethod
+    def of(cls, server_args: Any) -> ServerFlags:
+        """Those of SGLang's arguments."""
+        given = _given(server_args)
+        named = {each.name: PREFIX + each.name for each in fields(cls)}
+        return cls(**{name: given[long] for name, long in named.items() if long in given})
+
+    def listed_widths(self) -> tuple[int, ...] | None:
+        """The numbers of --speculative-dflash-widths; None if it was not given.
+
+        Raises:
+            ConfigError: it is no list of numbers.
+        """
+        if self.widths is None:
+            return None
+        try:
+            return tuple(int(number) for number in self.widths.split(","))
+        except (AttributeError, ValueError):
+            raise ConfigError(
+                "widths",
+                self.widths,
+                "numbers separated by commas are required, such as 1,4,8,16",
+            ) from None
+
+
+# Keyword arguments of `sglang.Engine` that are ours.
+NAMES = (*(PREFIX + each.name for each in fields(ServerFlags)), *ALIASES)
 
 
 class AliasAction(argparse.Action):
@@ -74,130 +153,47 @@ class AliasAction(argparse.Action):
             getattr(namespace, self.alias, None),
         )
         if is_typed and before != values:
-            raise argparse.ArgumentError(
-                self, f"{shown(values)}, but {_conflict(self.alias, before)}"
-            )
+            conflict = _conflict(self.alias, values, before)
+            raise argparse.ArgumentError(self, f"{shown(values)}; {conflict.required}")
         setattr(namespace, self.dest, values)
         setattr(namespace, self.alias, values)
 
 
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
+def _typed(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def _conflict(alias: str, other: Any) -> str:
-    return f"{_flag(ALIASES[alias])}, of which it is an alias, is {shown(other)}; give one of them"
-
-
-def _add_widths(add: Callable[..., None]) -> None:
-    add(
-        "--speculative-dflash-width",
-        choices=WIDTHS,
-        help="How many tokens of a block the target verifies: 'fixed' is all of them in every "
-        "step, 'adaptive' is as many as pay off, down to 1, plain decoding. 'auto' is adaptive on "
-        "a CPU and fixed elsewhere. Default: fixed.",
-    )
-    add(
-        "--speculative-dflash-widths",
-        metavar="1,...,BLOCK_SIZE",
-        help="Widths that an adaptive server may choose. Default: 1,4,8 and the block size.",
-    )
-
-
-def _add_switches(add: Callable[..., None]) -> None:
-    """Flags with a few values each, most of them for when something is wrong."""
-    add(
-        "--speculative-dflash-draft-graphs",
-        choices=DRAFT_GRAPHS,
-        help="'auto' captures the drafter's steps in CUDA graphs if the target's are captured, "
-        "'off' does not. 'recorded' replays lists of torch operations instead, on a CPU: the same "
-        "path, for tests. Default: auto.",
-    )
-    add(
-        "--speculative-dflash-self-check",
-        choices=SELF_CHECK,
-        help="Whether kernels and graphs of the drafter are compared with torch at start-up: a few "
-        "milliseconds, and a server that does not start if one is wrong. Default: on.",
-    )
-    add(
-        "--speculative-dflash-request-guard",
-        choices=guard.CHOICES,
-        help="Whether requests that would end the server are refused with HTTP 400, under any "
-        "--speculative-algorithm and without one. Default: on.",
+def _conflict(alias: str, value: Any, other: Any) -> ConfigError:
+    of = _typed(ALIASES[alias])
+    return ConfigError(
+        _typed(alias),
+        value,
+        f"but {of}, of which it is an alias, is {shown(other)}; give one of them",
     )
 
 
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     """After `ServerArgs.add_cli_args`: our flags, and aliases of SGLang's."""
     group = parser.add_argument_group("sglang-dflash")
-
-    def add(flag: str, **others: Any) -> None:
-        group.add_argument(flag, default=argparse.SUPPRESS, **others)
-
-    def add_alias(alias: str, **others: Any) -> None:
-        others |= {"dest": ALIASES[alias], "action": AliasAction, "alias": alias}
-        add(_flag(alias), **others)
-
-    add(
-        "--speculative-dflash-worker",
-        choices=WORKERS,
-        help="Which DFLASH worker serves: 'auto' takes that of sglang-dflash if it can serve the "
-        "pair, 'builtin' takes SGLang's own.",
-    )
-    add(
-        "--speculative-dflash-draft-kv-tokens",
-        type=int,
-        help="Entries of the draft KV cache under a draft window. Default: twice what the running "
-        "requests can see.",
-    )
-    add(
-        "--speculative-dflash-recompute-tail",
-        type=int,
-        help="Cached prompt tokens, at most, that the target computes again if the bounded draft "
-        f"KV cache has lost them. Default: {Options.recompute_tail}.",
-    )
-    add(
-        "--speculative-dflash-recurrent-rollback",
-        choices=RECURRENT_ROLLBACKS,
-        help="How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the "
-        "state after every drafted token, 'replay' keeps their inputs and folds the accepted ones "
-        "in. Default: auto, replay for Gated DeltaNet layers.",
-    )
-    add(
-        "--speculative-dflash-extension",
-        metavar="MODULE:FUNCTION",
-        help="For experiments: a function that supplies another drafter or watches every step "
-        "(sglang_dflash.serving.step.extension).",
-    )
-    _add_widths(add)
-    _add_switches(add)
-    add_alias(
-        "speculative_dflash_draft_window_size",
-        type=int,
-        help="Alias of --speculative-draft-window-size: committed tokens that the draft attends "
-        "to.",
-    )
-    add_alias(
-        "mamba_scheduler_strategy",
-        choices=_choices(parser, ALIASES["mamba_scheduler_strategy"]),
-        help="Alias of --mamba-radix-cache-strategy.",
-    )
+    for row in fields(ServerFlags):
+        group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **row.metadata)
+    for alias, field_name in ALIASES.items():
+        of = _action(parser, field_name)
+        like: dict[str, Any] = {} if of is None else {"type": of.type, "choices": of.choices}
+        group.add_argument(
+            _typed(alias),
+            dest=field_name,
+            alias=alias,
+            action=AliasAction,
+            default=argparse.SUPPRESS,
+            help=f"Alias of {_typed(field_name)}.",
+            **like,
+        )
 
 
-def _choices(parser: argparse.ArgumentParser, field: str) -> list[str] | None:
-    """The values that SGLang's flag of that field takes; None for any, or without such a flag."""
-    actions = (action for action in parser._actions if action.dest == field)
-    found = next((action.choices for action in actions if action.choices), None)
-    return None if found is None else list(found)
-
-
-def _check_choice(alias: str, value: Any, server_args_class: Any) -> None:
-    """Raise ConfigError unless SGLang's flag takes the value. Keyword arguments pass no parser."""
-    parser = argparse.ArgumentParser()
-    server_args_class.add_cli_args(parser)
-    choices = _choices(parser, ALIASES[alias])
-    if choices is not None and value not in choices:
-        raise ConfigError(_flag(alias), value, f"choose one of {', '.join(choices)}")
+def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
+    """SGLang's flag of that field, if it has one."""
+    return next((action for action in parser._actions if action.dest == name), None)
 
 
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
@@ -207,8 +203,7 @@ def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> A
         ConfigError: a flag and its alias were given different values.
     """
     use_one_line()
-    names = (*DEFAULTS, *ALIASES)
-    given = {name: getattr(namespace, name) for name in names if hasattr(namespace, name)}
+    given = {name: getattr(namespace, name) for name in NAMES if hasattr(namespace, name)}
     return _attach(server_args, given)
 
 
@@ -216,23 +211,31 @@ def server_args_from_kwargs(**kwargs: Any) -> Any:
     """For `sglang.Engine(**kwargs)`: SGLang's arguments, ours attached and aliases resolved."""
     from sglang.srt.server_args import ServerArgs
 
-    given = {name: kwargs.pop(name) for name in (*DEFAULTS, *ALIASES) if name in kwargs}
-    for alias, field in ALIASES.items():
+    given = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
+    for alias, of in ALIASES.items():
         if alias in given:
-            _check_choice(alias, given[alias], ServerArgs)
-            kwargs.setdefault(field, given[alias])
+            # Keyword arguments pass no parser.
+            parser = argparse.ArgumentParser()
+            ServerArgs.add_cli_args(parser)
+            action = _action(parser, of)
+            _check_choice(_typed(alias), given[alias], None if action is None else action.choices)
+            kwargs.setdefault(of, given[alias])
     return _attach(ServerArgs(**kwargs), given)
 
 
+def _check_choice(flag: str, value: Any, choices: Any) -> None:
+    if choices is not None and value not in choices:
+        raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")
+
+
 def _attach(server_args: Any, given: dict[str, Any]) -> Any:
-    for name, choices in CHOICES.items():
-        value = given.get(name, DEFAULTS[name])
-        if value not in choices:
-            raise ConfigError(name, value, f"choose one of {', '.join(choices)}")
-    for alias, field in ALIASES.items():
-        value = getattr(server_args, field)
+    for row in fields(ServerFlags):
+        name = PREFIX + row.name
+        _check_choice(_typed(name), given.get(name, row.default), row.metadata.get("choices"))
+    for alias, of in ALIASES.items():
+        value = getattr(server_args, of)
         if alias in given and given[alias] != value:
-            raise ConfigError(_flag(alias), given[alias], f"but {_conflict(alias, value)}")
+            raise _conflict(alias, given[alias], value)
     setattr(server_args, guard.ATTRIBUTE, given)
     return server_args
 
@@ -258,48 +261,9 @@ def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
         )
 
 
-def builtin_requested(server_args: Any) -> bool:
-    return _given(server_args)["speculative_dflash_worker"] == "builtin"
-
-
-def draft_graphs(server_args: Any) -> str:
-    """The value of --speculative-dflash-draft-graphs."""
-    return _given(server_args)["speculative_dflash_draft_graphs"]
-
-
-def self_check(server_args: Any) -> bool:
-    """Whether --speculative-dflash-self-check is on."""
-    return _given(server_args)["speculative_dflash_self_check"] == "on"
-
-
-def width(server_args: Any) -> tuple[str, tuple[int, ...] | None]:
-    """The values of --speculative-dflash-width and --speculative-dflash-widths.
-
-    Raises:
-        ConfigError: the second is no list of numbers.
-    """
-    given = _given(server_args)
-    kind, listed = given["speculative_dflash_width"], given["speculative_dflash_widths"]
-    if listed is None:
-        return kind, None
-    try:
-        return kind, tuple(int(number) for number in listed.split(","))
-    except (AttributeError, ValueError):
-        raise ConfigError(
-            _flag("speculative_dflash_widths"),
-            listed,
-            "numbers separated by commas are required, such as 1,4,8,16",
-        ) from None
-
-
-def extension_path(server_args: Any) -> str | None:
-    """The value of --speculative-dflash-extension."""
-    return _given(server_args)["speculative_dflash_extension"]
-
-
 def options(server_args: Any, resolved: Any) -> Options:
     """`Options` from SGLang's resolved fields and ours. Raises ConfigError."""
-    given = _given(server_args)
+    ours = ServerFlags.of(server_args)
     block, alias = resolved.speculative_num_draft_tokens, resolved.speculative_dflash_block_size
     if alias is not None and block not in (None, alias):
         raise ConfigError(
@@ -309,29 +273,25 @@ def options(server_args: Any, resolved: Any) -> Options:
         block_size=alias if block is None else block,
         window=resolved.speculative_draft_window_size,
         sinks=resolved.speculative_draft_sink_size or 0,
-        draft_kv_tokens=given["speculative_dflash_draft_kv_tokens"],
-        recompute_tail=given["speculative_dflash_recompute_tail"],
-        recurrent_rollback=given["speculative_dflash_recurrent_rollback"],
+        draft_kv_tokens=ours.draft_kv_tokens,
+        recompute_tail=ours.recompute_tail,
+        recurrent_rollback=ours.recurrent_rollback,
     )
 
 
 def names(server_args: Any) -> dict[str, str]:
-    """What the user typed, or would type, for each setting that errors of the drafter name."""
+    """What the user typed, or would type, for each setting that an error may name."""
     window, block = "speculative_dflash_draft_window_size", server_args.speculative_num_draft_tokens
     is_alias = block is None and server_args.speculative_dflash_block_size is not None
     return {
+        **{each.name: _typed(PREFIX + each.name) for each in fields(ServerFlags)},
         "block_size": BLOCK_ALIAS if is_alias else BLOCK_FLAG,
-        "window": _flag(window if window in _given(server_args) else ALIASES[window]),
+        "window": _typed(window if window in _given(server_args) else ALIASES[window]),
         "sinks": "--speculative-draft-sink-size",
-        "draft_kv_tokens": "--speculative-dflash-draft-kv-tokens",
-        "recompute_tail": "--speculative-dflash-recompute-tail",
-        "recurrent_rollback": "--speculative-dflash-recurrent-rollback",
         "attention": "--speculative-draft-attention-backend",
         "tp_size": "--tp-size",
-        "worker": "--speculative-dflash-worker",
-        "self_check": "--speculative-dflash-self-check",
     }
 
 
 def _given(server_args: Any) -> dict[str, Any]:
-    return {**DEFAULTS, **getattr(server_args, guard.ATTRIBUTE, {})}
+    return getattr(server_args, guard.ATTRIBUTE, {})

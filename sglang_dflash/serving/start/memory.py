@@ -72,20 +72,18 @@ class PlannedDraft(SpecAuxHiddenStateConfig):
 
 
 def plan_memory(
-    setup: DraftSetup, model_config: Any, draft_graphs: str, replay: bool, widths: Sequence[int]
+    setup: DraftSetup, model_config: Any, recorded: bool, replay: bool, widths: Sequence[int]
 ) -> MemoryPlan:
     """What a server's sizing is to know and to leave free. One log line.
 
     Args:
         model_config: SGLang's, of the target.
-        draft_graphs: the value of --speculative-dflash-draft-graphs.
-        replay: see `MemoryPlan`.
+        recorded, replay: see `MemoryPlan`.
         widths: verify widths below the block size.
     """
-    capturable = setup.backend.capabilities.capturable
-    recorded = largest_recorded(draft_graphs, setup.device, capturable, setup.running)
+    largest = largest_recorded(setup.running, recorded)
     positions = table_positions(model_config.context_len)
-    needed = draft_memory(setup, positions, recorded, narrow=bool(widths))
+    needed = draft_memory(setup, positions, largest, narrow=bool(widths))
     needed = needed._replace(narrow_widths=_narrow_widths(setup, model_config, widths, positions))
     logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
     entries = setup.options.draft_kv_entries(setup.running)
@@ -93,7 +91,7 @@ def plan_memory(
         bounded_draft_kv_bytes=None if entries is None else entries * _kv_bytes_per_token(setup),
         replay=replay,
         needed=needed,
-        recorded=recorded > 0,
+        recorded=recorded,
     )
 
 

@@ -27,7 +27,8 @@ def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolic
         ConfigError: the widths do not fit the block size, or are given with a fixed width; or
             `adaptive` is given with a setting that excludes it.
     """
-    kind, widths = flags.width(server_args)
+    ours = flags.ServerFlags.of(server_args)
+    kind, widths = ours.width, ours.listed_widths()
     excluded = _excluded(settings)
     if kind == "adaptive" and excluded is not None:
         raise ConfigError(WIDTH_FLAG, kind, excluded)

@@ -4,7 +4,7 @@ it, and what the next step is given."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,24 +18,26 @@ from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
+from sglang_dflash.drafting.graphs import PADDING_SLOT
+from sglang_dflash.serving.hybrid.rollback import Checkpoints
+
 __all__ = [
-    "PADDING_SLOT",
     "CaptureHiddenMode",
     "DraftInput",
     "GenerationBatchResult",
     "ScheduleBatch",
+    "at_width",
     "can_recompute_cached_tail",
+    "checkpoints_due",
     "decode_batch",
     "draft_input",
     "host_lengths",
     "recompute_cached_tail",
     "record_stream",
+    "serves_dflash",
     "to_device",
     "verify_batch",
 ]
-
-# SGLang's pools keep slot 0 for padding: it is written and never read.
-PADDING_SLOT = 0
 
 
 @contextmanager
@@ -169,6 +171,23 @@ def recompute_cached_tail(batch: ScheduleBatch, counts: list[int]) -> Iterator[N
         yield
 
 
+def checkpoints_due(batch: ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:
+    """Which track boundaries a step crosses; None if the prefix cache keeps no checkpoints.
+
+    Args:
+        batch: the running requests.
+        seq_lens: int64 `[R]`, committed tokens before the step.
+        lengths: int64 `[R]`, tokens that it commits.
+    """
+    if batch.mamba_track_indices is None:
+        return None
+    grid = mamba_track_grid(batch.tree_cache.page_size)
+    after = seq_lens + lengths
+    crossed = seq_lens // grid != after // grid
+    steps = torch.where(crossed, after // grid * grid - seq_lens - 1, -1)
+    return Checkpoints(batch.mamba_track_indices.long(), steps)
+
+
 class DraftInput(DFlashDraftInputV2):
     """What SGLang carries from one step to the next.
 
@@ -230,6 +249,17 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, width: int) -> Draft
     )
     made.newest = width
     return made
+
+
+def at_width(width: int) -> AbstractContextManager[Any]:
+    """While this is open, attention backends and graphs that SGLang makes verify that many tokens
+    per request."""
+    return get_spec().override(speculative_num_draft_tokens=width)
+
+
+def serves_dflash() -> bool:
+    """Whether this process serves with DFLASH."""
+    return (get_spec().speculative_algorithm or "").upper() == "DFLASH"
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

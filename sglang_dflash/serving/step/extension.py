@@ -1,4 +1,4 @@
-"""What an experiment or a test may add to the worker: its own drafter, and eyes on every step.
+"""What an experiment or a test may add to the worker: parts of its own, and eyes on every step.
 
     --speculative-dflash-extension PACKAGE.MODULE:FUNCTION
 
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
-from sglang_dflash.drafting.drafter import Drafter, DrafterFactory
+from sglang_dflash.drafting.drafter import DrafterFactory
+from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts.errors import ConfigError
 
@@ -57,36 +58,37 @@ class StepObserver:
 
 @dataclass(frozen=True)
 class Extension:
-    """What is added to the worker.
+    """What is added to the worker. None leaves the worker's own.
 
     Attributes:
-        make_drafter: makes the drafter; by default DFlash's.
+        make_drafter: makes the drafter.
         observer: is shown every decode step.
-        width_policy: makes the policy that chooses verify widths, from the block size; None for the
-            one that the flags name.
+        width_policy: makes the policy that chooses verify widths, from the block size.
+        recorder: makes what records the drafter's steps, where the worker records none.
     """
 
-    make_drafter: DrafterFactory = Drafter
+    make_drafter: DrafterFactory | None = None
     observer: StepObserver = field(default_factory=StepObserver)
     width_policy: Callable[[int], WidthPolicy] | None = None
+    recorder: Callable[[], Recorder] | None = None
 
 
 def load_extension(path: str | None, target_worker: Any) -> Extension:
-    """Call the function that `path` names, `MODULE:FUNCTION`; None is the default extension.
+    """Call the function that `path` names, `MODULE:FUNCTION`. None adds nothing.
 
     Raises:
         ConfigError: there is no such function, or it returns something else.
     """
     if path is None:
         return Extension()
-    flag = f"--speculative-dflash-extension: {path!r}"
     if path.count(":") != 1:
-        raise ConfigError(f"{flag}; give MODULE:FUNCTION")
+        raise ConfigError("extension", path, "give MODULE:FUNCTION")
     try:
         function = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{flag} cannot be imported ({error})") from error
+        raise ConfigError("extension", path, f"it cannot be imported ({error})") from error
     made = function(target_worker)
     if not isinstance(made, Extension):
-        raise ConfigError(f"{flag} returned a {type(made).__name__}, not an Extension")
+        kind = type(made).__name__
+        raise ConfigError("extension", path, f"it returned a {kind}, not an Extension")
     return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from torch import Tensor
 
 from sglang_dflash.drafting.drafter import Proposer
@@ -21,6 +20,7 @@ from sglang_dflash.serving.step.batch import (
 )
 from sglang_dflash.serving.step.prompt import PromptWrites, missing_tails, place_prompt
 from sglang_dflash.serving.step.request_fixes import IgnoredSeeds
+from sglang_dflash.serving.step.sampling import Ranks
 
 Publish = Callable[[Tensor], None]
 Barrier = Callable[[], None]
@@ -36,19 +36,20 @@ class Prefill:
     def __init__(
         self,
         target_worker: Any,
+        drafter: Proposer,
         req_to_token: Tensor,
         options: ResolvedOptions,
-        ranks: SpecTpSync,
+        ranks: Ranks,
         max_running_requests: int,
     ) -> None:
-        self._target_worker, self._table = target_worker, req_to_token
+        self._target_worker, self._drafter = target_worker, drafter
+        self._table = req_to_token
         self._options, self._ranks = options, ranks
         self._max_running_requests = max_running_requests
         self.ignored_seeds = IgnoredSeeds()
 
     def __call__(
         self,
-        drafter: Proposer,
         batch: ScheduleBatch,
         publish: Publish,
         barrier: Barrier | None,
@@ -60,18 +61,19 @@ class Prefill:
             # must have seen their last ones.
             barrier()
         self.ignored_seeds.warn_once(batch)
-        recomputed = self._lost_of_prefix(batch, drafter.cache)
-        writes = place_prompt(batch, recomputed, self._table, drafter.cache, self._options.reach)
+        cache = self._drafter.cache
+        recomputed = self._lost_of_prefix(batch, cache)
+        writes = place_prompt(batch, recomputed, self._table, cache, self._options.reach)
         with recompute_cached_tail(batch, recomputed):
             result = self._target_worker.forward_batch_generation(
                 batch,
                 pp_proxy_tensors=pp_proxy_tensors,
                 capture_hidden_mode=CaptureHiddenMode.FULL,
             )
-        self._ranks.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
+        self._ranks.prompt_tokens(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
-        self._absorb(drafter, writes, len(batch.reqs), result.logits_output)
+        self._absorb(writes, len(batch.reqs), result.logits_output)
         result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, width=1)
         return result
 
@@ -83,9 +85,9 @@ class Prefill:
             return [0] * len(batch.prefix_lens)
         return missing_tails(batch, self._table, cache, self._options.reach, most)
 
-    def _absorb(self, drafter: Proposer, writes: PromptWrites, requests: int, output: Any) -> None:
+    def _absorb(self, writes: PromptWrites, requests: int, output: Any) -> None:
         """Pass the hidden states of prompt tokens of that many requests to the drafter."""
-        quota = requests * drafter.cache.num_entries // self._max_running_requests
+        quota = requests * self._drafter.cache.num_entries // self._max_running_requests
         features = writes.features(output.hidden_states)
-        drafter.absorb(features, writes.positions, writes.slots, quota=quota)
+        self._drafter.absorb(features, writes.positions, writes.slots, quota=quota)
         output.hidden_states = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang_dflash.serving.step.batch import serves_dflash
+
 logger = logging.getLogger(__name__)
 
 
@@ -20,9 +22,7 @@ def without_last_token(kept: bool, sessions: Any, request: Any) -> bool:
     That token may be the target's own after the accepted drafts, which no forward has read. The
     next turn then computes it.
     """
-    from sglang.srt.runtime_context import get_spec
-
-    if kept and (get_spec().speculative_algorithm or "").upper() == "DFLASH":
+    if kept and serves_dflash():
         kv = sessions.slots[request.session.session_id].kv
         computed = len(request.origin_input_ids) + max(len(request.output_ids) - 1, 0)
         kv.kv_committed_len = min(kv.kv_committed_len, computed)

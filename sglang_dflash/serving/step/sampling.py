@@ -15,6 +15,7 @@ from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
@@ -27,6 +28,7 @@ from sglang_dflash.drafting.acceptance import Accepted, simulate_acceptance
 
 __all__ = [
     "LogitsProcessorOutput",
+    "Ranks",
     "accept_rule",
     "adjusts_logits",
     "apply_logit_adjustments",
@@ -36,7 +38,6 @@ __all__ = [
     "mask_output",
     "repeated_sampling_info",
     "simulated_acceptance_length",
-    "sync_across_ranks",
     "warn_of_simulation",
 ]
 
@@ -112,10 +113,32 @@ def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatch
     )
 
 
-def sync_across_ranks(tokens: Tensor, sampler: Any, info: SamplingBatchInfo) -> None:
-    """Take rank 0's tokens in the cases in which plain decoding does (grammars,
-    SYNC_TOKEN_IDS_ACROSS_TP)."""
-    sampler._sync_token_ids_across_tp(tokens, info)
+class Ranks:
+    """Choices that every tensor-parallel rank takes over from the first (SGLANG_SPEC_TP_SYNC)."""
+
+    def __init__(self, group: Any) -> None:
+        """`group`: SGLang's, of the ranks."""
+        self._sync = SpecTpSync(group)
+
+    def prompt_tokens(self, tokens: Tensor) -> None:
+        """The first tokens, in place."""
+        self._sync.sync(SpecTpSyncSite.DFLASH_TARGET, tokens)
+
+    def drafts(self, block: Tensor) -> Tensor:
+        """A block."""
+        # SGLang has no site for the drafts of its own v1 worker; this one is for choosing drafts.
+        return self._sync.sync(SpecTpSyncSite.DFLASH_SELECTOR, block)
+
+    def target_tokens(self, tokens: Tensor, info: SamplingBatchInfo | None, sampler: Any) -> None:
+        """The target's tokens, in place. Without the site, in the cases in which plain decoding
+        does (grammars, SYNC_TOKEN_IDS_ACROSS_TP)."""
+        site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        if info is None or info.is_all_greedy:
+            site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
+        if self._sync.enabled(site):
+            self._sync.sync(site, tokens)
+        elif info is not None:
+            sampler._sync_token_ids_across_tp(tokens, info)
 
 
 def mask_output(

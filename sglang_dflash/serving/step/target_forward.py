@@ -15,6 +15,7 @@ from torch import Tensor
 from sglang_dflash.serving.step.batch import (
     GenerationBatchResult,
     ScheduleBatch,
+    at_width,
     decode_batch,
     verify_batch,
 )
@@ -72,15 +73,16 @@ class TargetForwardByWidth(TargetForward):
     SGLang's own adaptive speculation does: a decode batch would replay the graph of a block.
     """
 
-    def __init__(self, target_worker: Any, narrow: Sequence[int]) -> None:
+    def __init__(self, target_worker: Any, widths: Sequence[int]) -> None:
         """To be called after SGLang has captured the graphs of the whole block.
 
         Args:
-            narrow: the other widths.
+            widths: ascending, the last is the block size.
         """
         super().__init__(target_worker)
+        self._runner, self._block_size = target_worker.model_runner, widths[-1]
         # Graphs share their memory: the largest come first.
-        self._runner, self._widths = target_worker.model_runner, sorted(narrow)[::-1]
+        self._widths = widths[-2::-1]
         self._make()
 
     def _make(self) -> None:
@@ -88,7 +90,9 @@ class TargetForwardByWidth(TargetForward):
         self._block_graphs = _reference(self._runner.decode_cuda_graph_runner)
         # The memory of those before is needed for these.
         self._narrow: dict[int, _AtWidth] = {}
-        self._narrow = {width: _at_width(self._runner, width) for width in self._widths}
+        self._narrow = {
+            width: _make_at(width, self._runner, self._block_size) for width in self._widths
+        }
 
     def decodes(self, width: int) -> bool:
         return False
@@ -122,17 +126,14 @@ def target_forward(
     """The one for these widths, of which the last is the block size."""
     if device.type == "cpu" or len(widths) == 1:
         return TargetForward(target_worker)
-    return TargetForwardByWidth(target_worker, widths[:-1])
+    return TargetForwardByWidth(target_worker, widths)
 
 
-def _at_width(runner: Any, width: int) -> _AtWidth:
+def _make_at(width: int, runner: Any, block_size: int) -> _AtWidth:
     """Made as by SGLang for its own adaptive speculation (eagle_worker_v2.py)."""
-    from sglang.srt.runtime_context import get_spec
-
     began, graphs = time.perf_counter(), runner.decode_cuda_graph_runner
-    block_size = get_spec().speculative_num_draft_tokens
     # Backends and graphs read the width while they are made.
-    with get_spec().override(speculative_num_draft_tokens=width):
+    with at_width(width):
         attention = runner._get_attention_backend()
         attention.prefill_attention_backend_str = runner.prefill_attention_backend_str
         attention.decode_attention_backend_str = runner.decode_attention_backend_str

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from torch import Tensor
 
 from sglang_dflash.serving.step import sampling
@@ -23,10 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class TargetTokens:
-    """Picks the target's token at every block position."""
+    """Picks the target's token at every block position.
 
-    def __init__(self, sampler: Any, ranks: SpecTpSync, penalties: BlockPenalties) -> None:
-        self._sampler, self._ranks, self._penalties = sampler, ranks, penalties
+    Attributes:
+        penalties: of the block.
+    """
+
+    def __init__(self, sampler: Any, ranks: sampling.Ranks, penalties: BlockPenalties) -> None:
+        self._sampler, self._ranks, self.penalties = sampler, ranks, penalties
         self._warned = False
 
     def __call__(
@@ -55,21 +58,17 @@ class TargetTokens:
             first = by_position[:, 0].clone()
             sampling.apply_logit_adjustments(first, info)
             if width > 1 and sampling.has_penalties(info):
-                self._penalties.apply(by_position, block)
+                self.penalties.apply(by_position, block)
             if info.logit_bias is not None:
                 by_position += info.logit_bias[:, None]
             by_position[:, 0] = first
         if mask is not None:
             mask.apply(logits)
         if info is None or info.is_all_greedy:
-            site, tokens = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, logits.argmax(-1)
+            tokens = logits.argmax(-1)
         else:
-            site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
             tokens = self._sample(batch, logits, positions)
-        if self._ranks.enabled(site):
-            self._ranks.sync(site, tokens)
-        elif info is not None:
-            sampling.sync_across_ranks(tokens, self._sampler, info)
+        self._ranks.target_tokens(tokens, info, self._sampler)
         return tokens.view(rows, width)
 
     def _sample(self, batch: ScheduleBatch, logits: Tensor, positions: Tensor) -> Tensor:

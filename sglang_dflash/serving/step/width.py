@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -94,31 +94,32 @@ class StepClock:
 
 
 class StepWidths:
-    """Chooses widths, measures steps, and passes outcomes on to the policy."""
+    """Chooses widths, measures steps, and passes outcomes on to the policy.
+
+    Attributes:
+        steps: decode steps by width.
+    """
 
     def __init__(
         self,
         policy: WidthPolicy,
         tp: TensorParallel,
-        labels: Mapping[str, Any] | None = None,
         clock: StepClock | None = None,
     ) -> None:
         """
         Args:
-            labels: of this process's series in /metrics; None for none.
             clock: measures steps; None for the host's.
         """
         self.policy, self._tp = policy, tp
         self._clock = clock or StepClock(torch.device("cpu"))
-        self._counters = {} if labels is None else _prometheus(labels, policy.widths)
+        self.steps = Counter(dict.fromkeys(policy.widths, 0))
         self._is_fixed = len(policy.widths) == 1
         self._steps_alike, self._drafts, self._told = 0, True, True
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width of the step that begins now."""
         width = self.policy.widths[0] if self._is_fixed else self._chosen(batch)
-        if self._counters:
-            self._counters[width].inc()
+        self.steps[width] += 1
         return width
 
     def _chosen(self, batch: ScheduleBatch) -> int:
@@ -167,14 +168,3 @@ class StepWidths:
             else "plain decoding is faster than drafting for what is served now; a step now and "
             "then tries drafts again",
         )
-
-
-def _prometheus(labels: Mapping[str, Any], widths: Sequence[int]) -> dict[int, Any]:
-    """A counter in /metrics for each width, with the labels of SGLang's own series."""
-    # Imported late: SGLang first sets the directory in which its processes share metrics.
-    from prometheus_client import Counter
-
-    steps = Counter(
-        "sglang_dflash_steps", "Decode steps of a batch, by verify width.", [*labels, "width"]
-    )
-    return {width: steps.labels(**labels, width=width) for width in widths}

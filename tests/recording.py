@@ -10,23 +10,12 @@ pass through torch's dispatcher and are not recorded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-
-
-class Recorder(Protocol):
-    """Turns a run into a function that repeats it.
-
-    `run` reads and writes tensors that exist before it and stay where they are. It is executed
-    before it is recorded, more than once.
-    """
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Raises RecordingError if `run` cannot be repeated without the host."""
 
 
 class RecordingError(RuntimeError):
@@ -66,7 +55,7 @@ class _Op(NamedTuple):
 
 
 class OpRecorder:
-    """A `Recorder` by torch's dispatcher."""
+    """A `sglang_dflash.drafting.graphs.Recorder` by torch's dispatcher."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         # What a first run caches is not part of the recording.

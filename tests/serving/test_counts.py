@@ -7,15 +7,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import prometheus_client
 import pytest
 
-from sglang_dflash.serving.show.metrics import (
-    AcceptanceCounts,
-    PrometheusCounters,
-    RequestStep,
-    count_kept_tokens,
-)
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.serving.show.counts import AcceptanceCounts
+from sglang_dflash.serving.step.outcome import count_kept_tokens
 from sglang_dflash.serving.step.request_fixes import IgnoredSeeds
 
 
@@ -60,7 +56,10 @@ def processed(
         for request, process in zip(batch.reqs, work, strict=True):
             process(request)
 
-    processor = SimpleNamespace(model_worker=SimpleNamespace(counts=counts))
+    worker = None
+    if counts is not None:
+        worker = SimpleNamespace(learn=lambda steps, _width, _accepted: counts.add(steps))
+    processor = SimpleNamespace(model_worker=SimpleNamespace(dflash=worker))
     result = SimpleNamespace(speculative_num_draft_tokens=width)
     count_kept_tokens(original, processor, SimpleNamespace(reqs=requests), result)
 
@@ -78,12 +77,11 @@ def test_what_a_request_does_not_keep_is_not_counted() -> None:
         takes(2, kept=3),
     ]
     processed(counts, [Request(i + 1) for i in range(5)], work)
-    report = counts.report()
-    assert (report["verify_steps"], report["committed_tokens"]) == (4, 4 + 2 + 1 + 3)
-    assert report["acceptance_length"] == 2.5
-    assert report["accepted_drafts"] == [4, 3, 1, 0, 0, 0, 0]
-    assert report["acceptance_by_position"] == [1.0, 0.75, 0.25, 0, 0, 0, 0]
-    assert (report["undrafted_steps"], report["undrafted_tokens"]) == (0, 0)
+    assert counts.drafted == VerifySteps(4, 4 + 2 + 1 + 3)
+    assert counts.acceptance_length == 2.5
+    assert counts.accepted == [4, 3, 1, 0, 0, 0, 0]
+    assert counts.by_position() == [1.0, 0.75, 0.25, 0, 0, 0, 0]
+    assert counts.undrafted == VerifySteps()
 
 
 def test_steps_without_drafts_are_counted_separately() -> None:
@@ -91,49 +89,26 @@ def test_steps_without_drafts_are_counted_separately() -> None:
     single.custom_logit_processor = "one"
     processed(counts, [single, free], [takes(0), takes(4)])
     processed(counts, [single, free], [takes(0), takes(0)], width=1)
-    report = counts.report()
-    assert (report["verify_steps"], report["committed_tokens"]) == (1, 5)
-    assert (report["undrafted_steps"], report["undrafted_tokens"]) == (3, 3)
+    assert counts.drafted == VerifySteps(1, 5) and counts.undrafted == VerifySteps(3, 3)
 
 
 def test_a_position_is_divided_by_the_steps_that_drafted_it() -> None:
     counts = AcceptanceCounts(8)
     processed(counts, [Request()], [takes(1)], width=4)
     processed(counts, [Request()], [takes(7)], width=8)
-    report = counts.report()
-    assert report["accepted_drafts"] == [2, 1, 1, 1, 1, 1, 1]
-    assert report["acceptance_by_position"] == [1.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
+    assert counts.accepted == [2, 1, 1, 1, 1, 1, 1]
+    assert counts.by_position() == [1.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
 
 
 def test_a_server_without_steps_has_no_acceptance() -> None:
-    report = AcceptanceCounts(8).report()
-    assert report["acceptance_length"] is None and report["acceptance_by_position"] == []
-    assert report["verify_steps"] == report["committed_tokens"] == 0
+    counts = AcceptanceCounts(8)
+    assert counts.acceptance_length is None and counts.by_position() == []
 
 
 def test_another_worker_is_left_alone() -> None:
     request = Request()
     processed(None, [request], [takes(3)])
     assert len(request.output_ids) == 5
-
-
-def test_prometheus_counts_what_the_report_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = prometheus_client.CollectorRegistry()
-    real = prometheus_client.Counter
-    monkeypatch.setattr(
-        prometheus_client, "Counter", lambda *args, **more: real(*args, registry=registry, **more)
-    )
-    counts = AcceptanceCounts(4, PrometheusCounters({"model_name": "m"}, 4))
-    counts.add([RequestStep(3, 2, 3), RequestStep(3, 1, 1), RequestStep(0, 0, 1)])
-    report = counts.report()
-    for name in ("verify_steps", "committed_tokens", "undrafted_steps", "undrafted_tokens"):
-        assert (
-            registry.get_sample_value(f"sglang_dflash_{name}_total", {"model_name": "m"})
-            == report[name]
-        )
-    for position, accepted in enumerate(report["accepted_drafts"], 1):
-        labels = {"model_name": "m", "position": str(position)}
-        assert registry.get_sample_value("sglang_dflash_accepted_drafts_total", labels) == accepted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,207 @@
+"""All that a server shows of our worker: one table for /server_info and /metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sglang_dflash.drafting.drafter import Proposer
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.serving.show.counts import AcceptanceCounts, PhaseTimes, RequestStep
+from sglang_dflash.serving.show.watch import DraftWatch
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the figures come from.
+
+    Attributes:
+        worker: the name of its class.
+        ranks: of the tensor-parallel group.
+        attention: the draft attention backend.
+        memory: bytes reserved for the drafter, by use.
+        context_length: tokens of a request, at most.
+        simulated: the acceptance length that SGLang's variables ask for; None for none.
+        rollback: of recurrent layers; None without them.
+        seeds: `IgnoredSeeds`.
+    """
+
+    worker: str
+    ranks: int
+    attention: str
+    memory: Mapping[str, int]
+    context_length: int
+    simulated: float | None
+    model: DraftModel
+    options: ResolvedOptions
+    drafter: Proposer
+    rollback: Any
+    policy: WidthPolicy
+    seeds: Any
+    counts: AcceptanceCounts
+    watch: DraftWatch
+    times: PhaseTimes
+    width_steps: Mapping[int, int]
+
+
+class Figure(NamedTuple):
+    """A row.
+
+    Attributes:
+        key: in /server_info; "" if it is in /metrics only.
+        source: the value: a number, numbers by position from 1 on, or numbers by width.
+        series: its name in /metrics behind `sglang_dflash_`; "" if it is in /server_info only.
+        help: of the series.
+        label: what tells several numbers apart.
+        goes_down: whether the series is a gauge.
+    """
+
+    key: str
+    source: Callable[[Sources], Any]
+    series: str = ""
+    help: str = ""
+    label: str = ""
+    goes_down: bool = False
+
+
+# Known when the server starts.
+SET_UP = (
+    Figure("worker", lambda s: s.worker),
+    Figure("tensor_parallel", lambda s: s.ranks),
+    Figure("block_size", lambda s: s.options.block_size),
+    Figure("window", lambda s: s.options.reach.tokens),
+    Figure("sinks", lambda s: s.options.reach.sinks),
+    Figure("draft_kv_entries", lambda s: s.drafter.cache.num_entries),
+    Figure("draft_kv_is_bounded", lambda s: s.drafter.cache.is_bounded),
+    Figure("recompute_tail", lambda s: s.options.recompute_tail),
+    Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name),
+    Figure("recurrent_scratch_bytes", lambda s: s.rollback and s.rollback.scratch_bytes),
+    Figure("draft_kv_bytes", lambda s: s.drafter.cache.nbytes),
+    Figure("draft_memory_bytes", lambda s: s.memory),
+    Figure("draft_kv_dtype", lambda s: str(s.drafter.cache.kv.dtype).removeprefix("torch.")),
+    Figure("draft_attention", lambda s: s.attention),
+    Figure("draft_ops", lambda s: type(s.model.ops).__name__),
+    Figure("simulated_acceptance", lambda s: s.simulated),
+    Figure("context_length", lambda s: s.context_length),
+    Figure("draft_max_position_embeddings", lambda s: s.model.config.max_position_embeddings),
+)
+# What steps change.
+COUNTS = (
+    Figure("draft_kv_live_share", lambda s: round(s.drafter.cache.live_share(), 4)),
+    Figure("verify_steps", lambda s: s.counts.drafted.steps,
+           "verify_steps", "Verify steps, one per live request and forward."),
+    Figure("committed_tokens", lambda s: s.counts.drafted.tokens,
+           "committed_tokens", "Tokens kept from verify steps, bonus tokens included."),
+    Figure("acceptance_length", lambda s: s.counts.acceptance_length),
+    Figure("accepted_drafts", lambda s: s.counts.accepted, "accepted_drafts",
+           "Verify steps in which the drafted token at this position was accepted and kept.",
+           label="position"),
+    Figure("acceptance_by_position", lambda s: s.counts.by_position()),
+    Figure("undrafted_steps", lambda s: s.counts.undrafted.steps,
+           "undrafted_steps", "Decode steps of live requests without drafts."),
+    Figure("undrafted_tokens", lambda s: s.counts.undrafted.tokens,
+           "undrafted_tokens", "Tokens kept from undrafted steps."),
+    Figure("acceptance_alarm", lambda s: s.watch.alarm.raised, "acceptance_alarm",
+           "1 while the acceptance length stays near 1, else 0.", goes_down=True),
+    Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
+    Figure("nonfinite_outputs", lambda s: s.watch.health.nonfinite,
+           "nonfinite_outputs", "Outputs of the draft that held NaN or Inf."),
+    Figure("draft_context_share", lambda s: s.watch.context_share),
+    Figure("", lambda s: s.width_steps,
+           "steps", "Decode steps of a batch, by verify width.", label="width"),
+    Figure("ignored_seeds", lambda s: s.seeds.found),
+    Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
+    Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()}),
+)  # fmt: skip
+
+
+class Series:
+    """The table's series of this process, with the labels of SGLang's own."""
+
+    def __init__(self, sources: Sources, labels: Mapping[str, Any]) -> None:
+        # Imported late: SGLang first sets the directory in which its processes share metrics.
+        from prometheus_client import Counter, Gauge
+
+        self._sources, self._labels = sources, labels
+        self._metrics: list[tuple[Figure, Any]] = []
+        self._shown: dict[tuple[str, int], float] = {}
+        for row in COUNTS:
+            if row.series:
+                names = [*labels, row.label] if row.label else [*labels]
+                more = {"multiprocess_mode": "mostrecent"} if row.goes_down else {}
+                kind: Any = Gauge if row.goes_down else Counter
+                metric = kind(f"sglang_dflash_{row.series}", row.help, names, **more)
+                self._metrics.append((row, metric))
+        self.update(first=True)
+
+    def update(self, first: bool = False) -> None:
+        """Show the values of now. A change is a write to a file.
+
+        Args:
+            first: show zeros too.
+        """
+        for row, metric in self._metrics:
+            for at, value in _numbered(row.source(self._sources)):
+                change = value - self._shown.get((row.series, at), 0)
+                if not change and not first:
+                    continue
+                self._shown[row.series, at] = value
+                series = metric.labels(**self._labels, **({row.label: at} if row.label else {}))
+                if row.goes_down:
+                    series.set(value)
+                else:
+                    series.inc(change)
+
+
+def _numbered(value: Any) -> Iterable[tuple[int, float]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return enumerate(value, 1) if isinstance(value, Sequence) else [(0, value)]
+
+
+class Figures:
+    """The figures of one server.
+
+    Attributes:
+        times: host time of the step's phases.
+    """
+
+    def __init__(self, sources: Sources, labels: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            labels: of this process's series in /metrics; None for none.
+        """
+        self._sources, self.times = sources, sources.times
+        self._series = None if labels is None else Series(sources, labels)
+
+    def add(self, steps: Sequence[RequestStep]) -> None:
+        """Take in what live requests got from one decode step."""
+        self._sources.counts.add(steps)
+        self._sources.watch.add(steps)
+        if self._series is not None:
+            self._series.update()
+
+    def describe(self) -> dict[str, Any]:
+        """The set-up, for the log."""
+        rows = {row.key: row.source(self._sources) for row in SET_UP}
+        return {**rows, **self._sources.drafter.describe()}
+
+    def report(self) -> dict[str, Any]:
+        """The set-up and all counts since the start, for /server_info."""
+        counts = {row.key: row.source(self._sources) for row in COUNTS if row.key}
+        policy, drafter = self._sources.policy.report(), self._sources.drafter.report()
+        return {**self.describe(), **counts, **policy, **drafter}
+
+
+def add_report(_result: None, controller: Any, state: dict[str, Any]) -> None:
+    """After SGLang has added its speculative figures to the state that /server_info shows: ours."""
+    worker = controller.scheduler.draft_worker
+    report = getattr(worker, "report", None)
+    if report is not None:
+        state["dflash"] = report()
+    reason = getattr(worker, "builtin_reason", None)
+    if reason is not None:
+        state["dflash_builtin_reason"] = reason

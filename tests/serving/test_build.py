@@ -1,0 +1,125 @@
+"""The worker is made from what SGLang gives at each of its three calls, and serves a step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.repairs.flag import ATTRIBUTE
+from sglang_dflash.serving.start import build
+from sglang_dflash.serving.start.build import DFlashSpecWorker
+from sglang_dflash.serving.step.batch import DFlashVerifyInput
+from sglang_dflash.serving.step.extension import Extension
+from tests.conftest import random_model
+from tests.recording import OpRecorder
+from tests.serving.in_process import (
+    COLUMNS,
+    HIDDEN,
+    ONE_RANK,
+    RAW,
+    ROWS,
+    SLOTS,
+    VOCAB,
+    Target,
+    decode_of,
+    prefill_of,
+    prepared,
+)
+
+RECORDED = "tests.serving.test_build:recorded"
+
+
+def recorded(_target_worker: Any) -> Extension:
+    return Extension(recorder=OpRecorder)
+
+
+@pytest.fixture(autouse=True)
+def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang knows in a scheduler process."""
+    embedding = torch.randn(VOCAB, HIDDEN)
+    head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
+    for name, made in (
+        ("tensor_parallel", TensorParallel()),
+        ("draft_kv_dtype", torch.float32),
+        ("target_head", head),
+        ("metric_labels", None),
+    ):
+        monkeypatch.setattr(build.target_model, name, lambda *_, made=made: made)
+    for name, given in (
+        ("table_positions", COLUMNS),
+        ("hand_plan_to_sizing", None),
+        ("is_bounded", True),
+        ("largest_recorded", 2),
+    ):
+        monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)
+    monkeypatch.setattr(build, "get_dp_tp_group", lambda: ONE_RANK)
+    monkeypatch.setattr(build, "make_rollback", lambda *_: None)
+    monkeypatch.setattr(build, "resolving_view", lambda server_args: server_args)
+    monkeypatch.setattr("sglang_dflash.serving.gpu.graphs.captured_sizes", lambda _most: (2,))
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
+
+
+def started(kv_tokens: int = SLOTS - 1, **ours: Any) -> Any:
+    """After SGLang's three calls."""
+    model = random_model(RAW).freeze()
+    target: Any = Target(model.config.target_hidden_width, "cpu")
+    target.model_runner = SimpleNamespace(
+        device="cpu",
+        dtype=torch.float32,
+        model=None,
+        sampler=None,
+        model_config=SimpleNamespace(context_len=COLUMNS),
+    )
+    given: Any = SimpleNamespace(
+        device="cpu",
+        enable_deterministic_inference=False,
+        speculative_num_draft_tokens=None,
+        speculative_dflash_block_size=None,
+        speculative_draft_window_size=7,
+        speculative_draft_sink_size=None,
+        speculative_draft_attention_backend=None,
+        max_running_requests=2,
+    )
+    setattr(given, ATTRIBUTE, {f"speculative_dflash_{k}": v for k, v in ours.items()})
+    worker: Any = DFlashSpecWorker(
+        server_args=given, gpu_id=0, nccl_port=0, target_worker=target, load_draft=lambda **_: model
+    )
+    table = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).int() + 1
+    worker.alloc_memory_pool(
+        req_to_token_pool=SimpleNamespace(size=ROWS - 1, req_to_token=table),
+        token_to_kv_pool_allocator=SimpleNamespace(size=kv_tokens, page_size=1),
+    )
+    worker.init_cuda_graphs()
+    return worker
+
+
+@pytest.mark.parametrize("extension", [None, RECORDED])
+def test_a_started_worker_serves(extension: str | None) -> None:
+    worker = started(extension=extension, draft_kv_tokens=60)
+    lengths = [9, 14]
+    worker.forward_batch_generation(prefill_of([0, 0], lengths))
+    result = worker.forward_batch_generation(decode_of(lengths))
+    assert result.accept_lens.tolist() != [] and result.next_draft_input is not None
+    assert worker.block_penalties is worker.dflash.target_tokens.penalties
+    drafter, report = worker.dflash.drafter, worker.report()
+    assert isinstance(drafter.cache, RingKVCache) and report["draft_kv_entries"] == 60
+    assert isinstance(drafter, GraphedDrafter) == (extension is not None)
+    assert report.get("draft_graph_proposals", 1) == 1
+    assert report["decode_steps"] == 1 and report["draft_kv_live_share"] > 0
+    worker.clear_cache_pool()
+    assert worker.report()["draft_kv_live_share"] == 0
+
+
+def test_a_pool_without_room_is_refused() -> None:
+    """In a scheduler process the same error ends the server (tests/serving/test_refusal.py)."""
+    with pytest.raises(ConfigError) as refused:
+        started(kv_tokens=15)
+    assert refused.value.value == RAW["block_size"]
