@@ -119,7 +119,7 @@ class ServerFlags:
             return tuple(int(number) for number in self.widths.split(","))
         except (AttributeError, ValueError):
             raise ConfigError(
-                "widths",
+                _typed(PREFIX + "widths"),
                 self.widths,
                 "numbers separated by commas are required, such as 1,4,8,16",
             ) from None
