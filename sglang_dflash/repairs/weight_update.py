@@ -28,7 +28,7 @@ async def check_and_update(original: Any, manager: Any, obj: Any, request: Any =
         try:
             await asyncio.to_thread(check_folder, obj.model_path, manager.model_path)
         except ConfigError as error:
-            return False, f"model_path: {error}. The weights are unchanged", 0
+            return False, f"{error}. The weights are unchanged", 0
     return await original(manager, obj, request)
 
 
@@ -44,7 +44,7 @@ def check_folder(folder: str, served: str) -> None:
         return
     new, old = architectures(folder), architectures(served)
     if new != old:
-        raise ConfigError(f"{folder!r} holds {new}; the served model is {old}, of {served!r}")
+        raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
     if any(Path(served).glob("*.safetensors")):
         old_shapes = tensor_shapes(served, "served")
         check_tensors(folder, tensor_shapes(folder, "new"), old_shapes)
@@ -61,10 +61,9 @@ def check_tensors(
     """Raise ConfigError unless the tensors of both checkpoints have the same names and shapes."""
     for name in sorted({*new, *old}):
         if name not in new and name not in TIED:
-            raise ConfigError(f"{folder!r}: tensor {name!r} of the served model is missing")
+            raise ConfigError("model_path", folder, f"no tensor {name!r} of the served model")
         if name not in old and name not in TIED:
-            raise ConfigError(f"{folder!r}: tensor {name!r} is none of the served model's")
+            raise ConfigError("model_path", folder, f"tensor {name!r} is not the served model's")
         if name in new and name in old and list(new[name]) != list(old[name]):
-            raise ConfigError(
-                f"{folder!r}: {name} is {list(new[name])}, the served model's {list(old[name])}"
-            )
+            required = f"{name} is {list(new[name])}, the served model's {list(old[name])}"
+            raise ConfigError("model_path", folder, required)

@@ -45,8 +45,8 @@ def drop_a_norm(tensors: Tensors) -> None:
 
 BAD: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "shape": (transpose_a_projection, r"layers\.0\.mlp\.up_proj\.weight is \[192, \d+\], the serv"),
-    "missing": (drop_a_norm, r"tensor 'layers\.1\.input_layernorm\.weight' of the served model is"),
-    "more": (lambda t: t.update(extra=torch.zeros(1)), r"tensor 'extra' is none of the served"),
+    "missing": (drop_a_norm, r"tensor 'layers\.1\.input_layernorm\.weight' of the served model"),
+    "more": (lambda t: t.update(extra=torch.zeros(1)), r"tensor 'extra' is not the served"),
 }
 
 
