@@ -258,7 +258,7 @@ FIELDS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "block of half the context": (
         fields(block_size=20_000),
-        "block_size: 20000 is more than half of the target's context of 32768 tokens",
+        "block_size of the draft: 20000; more than half of the target's context of 32768 tokens",
     ),
     "long value": (fields(block_size=100_000 * "8"), "8888...8888"),
 }

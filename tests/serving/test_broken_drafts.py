@@ -73,7 +73,7 @@ def test_a_path_that_cannot_be_one_is_named_with_its_flag(
     what: str, resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages = refusals(NOT_A_FOLDER[what], resolve, capsys)
-    for flag, message in zip((DRAFT, "--draft", "DRAFT"), messages, strict=True):
+    for flag, message in zip((DRAFT, "draft", "DRAFT"), messages, strict=True):
         assert message.startswith(f"{flag}: '") and " is neither a folder here nor " in message
         assert "\n" not in message and len(message) < 2 * LONGEST
 

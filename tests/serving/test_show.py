@@ -61,12 +61,13 @@ def test_every_key_and_series_is_documented() -> None:
     keys = {row.key for row in (*SET_UP, *COUNTS) if row.key}
     assert keys <= set(worker.figures.report())
     keys |= {*graphed.describe(), *graphed.report()}
-    table, series = PAGE.split("| series | counts |")
+    table = PAGE.split("| key | meaning |")[1].split("\n\n")[0]
+    series = PAGE.split("| series | counts |")[1].split("\n\n")[0]
     first_columns = re.findall(r"^\| (`.*?) \|", table, re.M)
     named = {name for cell in first_columns for name in re.findall(r"`(\w+)`", cell)}
     # Of a width policy: docs/width.md.
     assert named - {"width", "width_now", "width_steps"} == keys
     rows = {f"sglang_dflash_{row.series}" for row in COUNTS if row.series}
     counters = {f"{name}_total" for name in rows if not name.endswith("_alarm")}
-    shown = re.findall(r"`(sglang_dflash_\w+)", series.split("\n## ")[0])
+    shown = re.findall(r"`(sglang_dflash_\w+)", series)
     assert set(shown) == counters | {"sglang_dflash_acceptance_alarm"}
