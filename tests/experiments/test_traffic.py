@@ -29,7 +29,8 @@ def test_the_goals(shape: str, load: tuple[int, int, int | None]) -> None:
         assert found[f"{part}_bytes"] >= found[f"{part}_floor"]
         assert found[f"{part}_ratio"] <= goal, part
     depth = traffic.config_of(shape).num_hidden_layers
-    assert found["propose_launches"] <= 11 * depth + 10
+    # 7 of them find the argmax's ids and mark those that are not finite.
+    assert found["propose_launches"] <= 11 * depth + 17
 
 
 def test_bytes_grow_with_the_window_and_not_with_the_context() -> None:
