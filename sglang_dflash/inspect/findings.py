@@ -16,6 +16,7 @@ from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.inspect.pair import (
     OURS,
+    KnownDraft,
     context_of,
     describe_draft,
     describe_target,
@@ -179,25 +180,16 @@ def inspect(
     geometry, known, worker, reason = judge(target, draft)
     resolved, context = known.resolve(options), context_of(target)
     requests, block_size = serving.max_running_requests, resolved.block_size
-    itemsize = KV_DTYPES[serving.kv_dtype or "bfloat16"]
-    target_kv = sizes.target_kv_bytes(geometry, itemsize) if geometry else None
-    draft_kv = known.kv_bytes(KV_DTYPES.get(serving.draft_kv_dtype or "", itemsize))
-    if target_kv is None:
-        target_kv = _stated_kv_bytes(target, "kv_dtype", serving.kv_dtype)
-    if draft_kv is None:
-        draft_kv = _stated_kv_bytes(draft, "draft_kv_dtype", serving.draft_kv_dtype)
-    recurrent = _recurrent(geometry, block_size)
+    target_kv, draft_kv = _kv_bytes(target, geometry, known, serving)
+    recurrent = _recurrent(geometry, worker, block_size)
     steps = None
     if worker == OURS and known.config is not None:
         steps = _step_bytes(known.config, resolved, requests, context)
     weights = sizes.draft_weight_bytes(known.config) if known.config else draft.weight_bytes
-    states = (recurrent["state"] or 0) + (recurrent["replay"] or 0)
+    states = sum(recurrent[f"recurrent_{part}_bytes"] or 0 for part in ("state", "replay"))
     memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
     kv = split_kv(memory, target_kv, draft_kv, resolved.draft_kv_entries(requests))
     options.check_room(resolved, context=context, kv_tokens=kv.target_tokens)
-    rollback = None
-    if geometry is not None and geometry.recurrent_layers:
-        rollback = "replay" if geometry.recurrent is not None and worker == OURS else "snapshot"
     return Findings(
         serving=serving,
         warnings=[
@@ -222,11 +214,7 @@ def inspect(
         draft_step_bytes=steps,
         draft_tensors=len(draft.tensors) if known.config and draft.tensors else None,
         draft_values="finite" if known.config and draft.weights else None,
-        recurrent_layers=geometry.recurrent_layers if geometry else None,
-        recurrent_rollback=rollback,
-        recurrent_state_bytes=recurrent["state"],
-        recurrent_snapshot_bytes=recurrent["snapshot"],
-        recurrent_replay_bytes=recurrent["replay"],
+        **recurrent,
         kv=kv,
         sources=[f"target: {target.source}", f"draft: {draft.source}"],
     )
@@ -309,16 +297,32 @@ def _step_bytes(
     ).total
 
 
-def _recurrent(geometry: TargetGeometry | None, block_size: int) -> dict[str, int | None]:
-    shape = geometry.recurrent if geometry else None
-    if shape is None:
-        # No layers, or layers of an unknown shape.
-        none = geometry is not None and not geometry.recurrent_layers
-        return {"state": 0 if none else None, "snapshot": None, "replay": None}
+def _kv_bytes(
+    target: ModelFacts, geometry: TargetGeometry | None, known: KnownDraft, serving: Serving
+) -> tuple[int, int]:
+    """KV bytes of one token, of the target and of the draft."""
+    itemsize = KV_DTYPES[serving.kv_dtype or "bfloat16"]
+    of_target = sizes.target_kv_bytes(geometry, itemsize) if geometry else None
+    of_draft = known.kv_bytes(KV_DTYPES.get(serving.draft_kv_dtype or "", itemsize))
+    if of_target is None:
+        of_target = _stated_kv_bytes(target, "kv_dtype", serving.kv_dtype)
+    if of_draft is None:
+        of_draft = _stated_kv_bytes(known.facts, "draft_kv_dtype", serving.draft_kv_dtype)
+    return of_target, of_draft
+
+
+def _recurrent(geometry: TargetGeometry | None, worker: str, block_size: int) -> dict[str, Any]:
+    """The facts of recurrent layers in `Findings`."""
+    shape, layers = (geometry.recurrent, geometry.recurrent_layers) if geometry else (None, None)
+    rollback = "replay" if shape is not None and worker == OURS else "snapshot"
     return {
-        "state": sizes.state_bytes(shape),
-        "snapshot": sizes.snapshot_bytes(shape, block_size),
-        "replay": sizes.replay_bytes(shape, block_size),
+        "recurrent_layers": layers,
+        "recurrent_rollback": rollback if layers else None,
+        "recurrent_state_bytes": sizes.state_bytes(shape)
+        if shape
+        else (None if layers else layers),
+        "recurrent_snapshot_bytes": sizes.snapshot_bytes(shape, block_size) if shape else None,
+        "recurrent_replay_bytes": sizes.replay_bytes(shape, block_size) if shape else None,
     }
 
 

@@ -77,6 +77,13 @@ extremes = st.dictionaries(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _torch_is_complete() -> None:
+    """It imports 800 modules for the first tensor on "meta", which takes seconds."""
+    with torch.device("meta"):
+        torch.nn.Linear(1, 1)
+
+
 def in_one_line(read: Callable[[], Any]) -> Any:
     """What `read` returns, None if it refuses; any other error and a delay are failures."""
     began = time.process_time()
