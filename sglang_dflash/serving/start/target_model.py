@@ -65,7 +65,7 @@ def unserved_target(model: Any) -> str | None:
 
 
 def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of draft K/V in a scheduler process (`draft_backends.kv_dtype`)."""
+    """The dtype of draft K/V in a scheduler process (`gpu.backends.kv_dtype`)."""
     spec = get_spec()
     return kv_dtype(
         get_model().kv_cache_dtype,
