@@ -1,1 +1,1 @@
-"""hybrid"""
+"""How recurrent states of the target follow an accepted prefix."""

@@ -1,1 +1,1 @@
-"""show"""
+"""What is counted, warned of and shown."""
