@@ -114,4 +114,4 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     lines = log.read_text().splitlines()
     assert not [line for line in lines if "Traceback" in line]
     (line,) = [line for line in lines if "sglang-dflash: block_size" in line]
-    assert "sglang-dflash: block_size: 8500 is too large for a KV pool of" in line
+    assert "block_size of the draft: 8500; too large for a KV pool of" in line
