@@ -27,7 +27,7 @@ WINDOW, WINDOW_ALIAS = (
 )  # fmt: skip
 SINKS = "--speculative-draft-sink-size"
 ENTRIES, TAIL = "--speculative-dflash-draft-kv-tokens", "--speculative-dflash-recompute-tail"
-STATES, STATES_ALIAS = "--mamba-radix-cache-strategy", "--mamba-scheduler-strategy"
+STATES_ALIAS = "--mamba-scheduler-strategy"
 HUGE = "99999999999"
 
 # Flags -> the one that the error names, and its value.
@@ -41,8 +41,7 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     ("--max-total-tokens", "7"): ("block_size of the draft", 8),
     (BLOCK_ALIAS, "64", "--context-length", "100"): (BLOCK_ALIAS, 64),
     **{(WINDOW, text): (WINDOW, int(text)) for text in ("0", "-64", "7", HUGE)},
-    (WINDOW_ALIAS, "7"): (WINDOW_ALIAS, 7),
-    (WINDOW_ALIAS, HUGE): (WINDOW_ALIAS, int(HUGE)),
+    (WINDOW_ALIAS, "7"): (WINDOW, 7),
     (WINDOW, "15", BLOCK, "16"): (WINDOW, 15),
     (WINDOW, "64", SINKS, HUGE): (SINKS, int(HUGE)),
     (WINDOW, "64", SINKS, "-1"): (SINKS, -1),
@@ -53,18 +52,11 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     (TAIL, "64"): (TAIL, 64),
     (TAIL, "-1"): (TAIL, -1),
     (WINDOW, "64", TAIL, HUGE): (TAIL, int(HUGE)),
-    (WINDOW_ALIAS, "128", WINDOW, "64"): (WINDOW_ALIAS, 128),
-    (STATES_ALIAS, "extra_buffer", STATES, "no_buffer"): (STATES_ALIAS, "extra_buffer"),
 }
 
 # Flags -> the end of argparse's message.
 REFUSED_BY_THE_PARSER: dict[tuple[str, ...], str] = {
     (STATES_ALIAS, "bogus"): "invalid choice: 'bogus' (choose from ",
-    (STATES_ALIAS, ""): "invalid choice: '' (choose from ",
-    (WINDOW, "64", WINDOW_ALIAS, "128"): f"argument {WINDOW_ALIAS}: 128; but {WINDOW}, of which it "
-    "is an alias, is 64; give one of them",
-    (STATES, "no_buffer", STATES_ALIAS, "extra_buffer"): f"argument {STATES_ALIAS}: 'extra_buffer'"
-    f"; but {STATES}, of which it is an alias, is 'no_buffer'; give one of them",
     (WINDOW_ALIAS, "many"): "invalid int value: 'many'",
     (ENTRIES, "1e3"): "invalid int value: '1e3'",
     ("--speculative-dflash-worker", "mine"): "invalid choice: 'mine' (choose from ",
@@ -76,12 +68,11 @@ SERVED: list[list[str]] = [
     [],
     [BLOCK, "8", BLOCK_ALIAS, "8"],
     [BLOCK, "128"],
-    [WINDOW, "64", WINDOW_ALIAS, "64"],
-    [WINDOW_ALIAS, "64", WINDOW_ALIAS, "128"],
+    [WINDOW, "4", WINDOW_ALIAS, "64"],
     [WINDOW, "64", SINKS, "0"],
     [TAIL, "0"],
     [WINDOW_ALIAS, "64", ENTRIES, "999", TAIL, "16"],
-    [STATES_ALIAS, "no_buffer", STATES, "no_buffer"],
+    [STATES_ALIAS, "no_buffer"],
 ]
 
 
@@ -124,26 +115,10 @@ def test_flags_that_work_are_served(flags: list[str], resolve: Callable[..., Any
     resolve([*PAIR_FLAGS, *flags])
 
 
-@pytest.mark.parametrize("flag", ["--speculative-num-steps", "--speculative-eagle-topk"])
-def test_a_flag_without_effect_is_named_in_one_warning(
-    flag: str, resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
-) -> None:
-    resolve([*PAIR_FLAGS, flag, "4"])
-    name = flag.removeprefix("--").replace("-", "_")
-    found = [line for line in capfd.readouterr().err.splitlines() if f"{name}=4" in line]
-    assert len(found) == 1 and "DFLASH only supports" in found[0]
-
-
 def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
     make = flags.server_args_from_kwargs
-    with pytest.raises(ConfigError, match=r"^--mamba-scheduler-strategy: 'bogus'; choose one of "):
-        make(model_path="m", mamba_scheduler_strategy="bogus")
-    with pytest.raises(ConfigError, match=r"-window-size: 128; but .* is 64; give one of them$"):
-        make(
-            model_path="m",
-            speculative_dflash_draft_window_size=128,
-            speculative_draft_window_size=64,
-        )
+    made = make(model_path="m", speculative_dflash_draft_window_size=128)
+    assert made.speculative_draft_window_size == 128
     pair = {
         "model_path": str(PAIR.target),
         "speculative_algorithm": "DFLASH",
@@ -156,7 +131,7 @@ def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
 
 
 NUMBERS = ["-1", "0", "1", "2", "7", "8", "16", "64", "129", "1000", HUGE, "x", "", "1.5"]
-FLAGS = [BLOCK, BLOCK_ALIAS, WINDOW, WINDOW_ALIAS, SINKS, ENTRIES, TAIL]
+FLAGS = [BLOCK, BLOCK_ALIAS, WINDOW, SINKS, ENTRIES, TAIL]
 
 
 @pytest.fixture(scope="module")

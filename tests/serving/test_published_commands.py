@@ -152,40 +152,6 @@ def test_a_draft_without_the_algorithm_is_warned_of(resolve: Any, folders: Any, 
     assert len(warned) == 1 and "add --speculative-algorithm DFLASH" in warned[0]
 
 
-def test_retired_variables_are_warned_of_in_one_line(
-    resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    argv = on_this_machine(local(flags(LINE), folders))
-    resolve(argv)
-    assert "SGLANG_ENABLE" not in capfd.readouterr().err
-    for name in (
-        "SGLANG_ENABLE_SPEC_V2",
-        "SGLANG_ENABLE_DFLASH_SPEC_V2",
-        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
-    ):
-        monkeypatch.setenv(name, "1")
-    resolve(argv)
-    warned = [line for line in capfd.readouterr().err.splitlines() if "SGLANG_ENABLE" in line]
-    assert (
-        len(warned) == 1
-        and "SGLANG_ENABLE_SPEC_V2, SGLANG_ENABLE_DFLASH_SPEC_V2: SGLang no longer reads this"
-        in warned[0]
-    )
-    assert "PLAN_STREAM" not in warned[0]
-
-
-def test_the_warning_about_variables_is_true_of_this_sglang() -> None:
-    """A new SGLang may take one up again, or drop another."""
-    from sglang.srt.environ import envs
-
-    from sglang_dflash.serving.start.flags import RETIRED_VARIABLES
-
-    assert not any(hasattr(envs, name) for name in RETIRED_VARIABLES)
-    assert hasattr(envs, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM") and hasattr(
-        envs, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"
-    )
-
-
 def test_the_plan_stream_is_still_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.speculative.dflash_info_v2 import _get_overlap_plan_stream
 

@@ -29,15 +29,14 @@ def test_our_errors_are_shown_in_one_line(capsys: pytest.CaptureFixture[str]) ->
 def test_a_command_line_uses_it() -> None:
     code = (
         "import argparse\nfrom types import SimpleNamespace\n"
-        "from sglang_dflash.serving.start import flags as arguments\n"
-        "of = SimpleNamespace(speculative_draft_window_size=64, mamba_radix_cache_strategy=1)\n"
-        "typed = argparse.Namespace(speculative_dflash_draft_window_size=128)\n"
-        "arguments.keep_flags(of, None, typed)"
+        "from sglang_dflash.serving.start import flags\n"
+        "typed = argparse.Namespace(speculative_dflash_worker='mine')\n"
+        "flags.keep_flags(SimpleNamespace(), None, typed)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and done.stdout == ""
-    assert line.startswith("sglang-dflash: --speculative-dflash-draft-window-size: 128; but ")
+    assert line.startswith("sglang-dflash: --speculative-dflash-worker: 'mine'; choose one of ")
 
 
 def _scheduler() -> None:

@@ -14,7 +14,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs.flag import ATTRIBUTE
-from sglang_dflash.serving.start.width import width_policy
+from sglang_dflash.serving.start.flags import width_policy
 from sglang_dflash.serving.step import batch as serving_batch
 from sglang_dflash.serving.step import width as step_width
 from sglang_dflash.serving.step.batch import DFlashVerifyInput, ForwardBatch
@@ -254,12 +254,12 @@ WIDTH, WIDTHS = "--speculative-dflash-width", "--speculative-dflash-widths"
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, object]] = {
     "no numbers": ({"widths": "1,x"}, {}, WIDTHS, "1,x"),
     "a number": ({"widths": 8}, {}, WIDTHS, 8),
-    "no plain step": ({"widths": "4,8"}, {}, WIDTHS, [4, 8]),
-    "above the block": ({"widths": "1,16"}, {}, WIDTHS, [1, 16]),
-    "not ascending": ({"widths": "1,6,4,8"}, {}, WIDTHS, [1, 6, 4, 8]),
-    "with a fixed width": ({"width": "fixed", "widths": "1,8"}, {}, WIDTHS, [1, 8]),
+    "no plain step": ({"widths": "4,8"}, {}, WIDTHS, "4,8"),
+    "above the block": ({"widths": "1,16"}, {}, WIDTHS, "1,16"),
+    "not ascending": ({"widths": "1,6,4,8"}, {}, WIDTHS, "1,6,4,8"),
+    "with a fixed width": ({"width": "fixed", "widths": "1,8"}, {}, WIDTHS, "1,8"),
     "with auto, where it is fixed": (
-        {"width": "auto", "widths": "1,8"}, {"device": "cuda"}, WIDTHS, [1, 8]
+        {"width": "auto", "widths": "1,8"}, {"device": "cuda"}, WIDTHS, "1,8"
     ),
     "determinism": ({}, {"enable_deterministic_inference": True}, WIDTH, "adaptive"),
     "another device": ({}, {"device": "xpu"}, WIDTH, "adaptive"),

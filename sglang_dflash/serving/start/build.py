@@ -34,7 +34,6 @@ from sglang_dflash.serving.show.watch import DraftWatch
 from sglang_dflash.serving.start import flags, memory, target_model
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
-from sglang_dflash.serving.start.width import width_policy
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.extension import Extension, load_extension
@@ -97,7 +96,7 @@ def reserve(
     options = asked.resolve(model.config)
     extension = load_extension(ours.extension, target_worker)
     if extension.width_policy is None:
-        policy = width_policy(server_args, settings, options.block_size)
+        policy = flags.width_policy(server_args, settings, options.block_size)
     else:
         policy = extension.width_policy(options.block_size)
     attention = choose_attention(asked_attention(server_args), model.config, device, ATTENTION)

@@ -33,7 +33,6 @@ from sglang_dflash.serving.gpu.backends import (
 from sglang_dflash.serving.seams import SEAMS
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.draft_code import refuse_code
-from sglang_dflash.serving.start.width import width_policy
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ def check_pair(server_args: Any) -> None:
         )
     if not _dflash_requested(settings):
         return
-    flags.warn_retired_env()
     try:
         _check(server_args, settings)
     except ConfigError as error:
@@ -87,7 +85,7 @@ def _check(server_args: Any, settings: Any) -> None:
     resolved = options.resolve(config)
     model = model_config_of(server_args)
     # Raises if the width flags do not fit the server.
-    width_policy(server_args, settings, resolved.block_size)
+    flags.width_policy(server_args, settings, resolved.block_size)
     options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
     if mambaish_config(model) is not None:
         _check_recurrent_target(options, settings)

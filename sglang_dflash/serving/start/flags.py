@@ -1,14 +1,15 @@
-"""Our flags, the aliases of the published commands, and their way into the scheduler process."""
+"""Our flags, the published commands' spelling of SGLang's, and their way into the scheduler."""
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options
+from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.repairs import flag as guard
 from sglang_dflash.serving.start.refusal import use_one_line
@@ -24,9 +25,9 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
-# The published commands export these; SGLang 0.5.23 knows neither. It still reads the two others
-# that they export: SGLANG_ENABLE_OVERLAP_PLAN_STREAM, SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.
-RETIRED_VARIABLES = ("SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2")
+WIDTH_FLAG, WIDTHS_FLAG = "--speculative-dflash-width", "--speculative-dflash-widths"
+# Widths below the block size that are tried by default.
+DEFAULT_WIDTHS = (1, 4, 8)
 
 
 def _flag(default: Any, help: str, **others: Any) -> Any:
@@ -103,105 +104,32 @@ class ServerFlags:
     @classmethod
     def of(cls, server_args: Any) -> ServerFlags:
         """Those of SGLang's arguments."""
-        given = _given(server_args)
+        given = getattr(server_args, guard.ATTRIBUTE, {})
         named = {each.name: PREFIX + each.name for each in fields(cls)}
         return cls(**{name: given[long] for name, long in named.items() if long in given})
 
-    def listed_widths(self) -> tuple[int, ...] | None:
-        """The numbers of --speculative-dflash-widths; None if it was not given.
-
-        Raises:
-            ConfigError: it is no list of numbers.
-        """
-        if self.widths is None:
-            return None
-        try:
-            return tuple(int(number) for number in self.widths.split(","))
-        except (AttributeError, ValueError):
-            raise ConfigError(
-                _typed(PREFIX + "widths"),
-                self.widths,
-                "numbers separated by commas are required, such as 1,4,8,16",
-            ) from None
-
 
 # Keyword arguments of `sglang.Engine` that are ours.
-NAMES = (*(PREFIX + each.name for each in fields(ServerFlags)), *ALIASES)
-
-
-class AliasAction(argparse.Action):
-    """Stores the value under SGLang's field, and under the alias to tell that it was typed.
-
-    Another value of the field that was typed before is an error of the command line. One that is
-    typed later is found by `keep_flags`.
-    """
-
-    def __init__(self, *args: Any, alias: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.alias = alias
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest, None)
-        is_typed = before not in (
-            parser.get_default(self.dest),
-            getattr(namespace, self.alias, None),
-        )
-        if is_typed and before != values:
-            conflict = _conflict(self.alias, values, before)
-            raise argparse.ArgumentError(self, f"{shown(values)}; {conflict.required}")
-        setattr(namespace, self.dest, values)
-        setattr(namespace, self.alias, values)
+NAMES = tuple(PREFIX + each.name for each in fields(ServerFlags))
 
 
 def _typed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _conflict(alias: str, value: Any, other: Any) -> ConfigError:
-    of = _typed(ALIASES[alias])
-    return ConfigError(
-        _typed(alias),
-        value,
-        f"but {of}, of which it is an alias, is {shown(other)}; give one of them",
-    )
-
-
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
-    """After `ServerArgs.add_cli_args`: our flags, and aliases of SGLang's."""
+    """After `ServerArgs.add_cli_args`: our flags, and another spelling of two of SGLang's."""
     group = parser.add_argument_group("sglang-dflash")
     for row in fields(ServerFlags):
         group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **row.metadata)
-    for alias, field_name in ALIASES.items():
-        of = _action(parser, field_name)
-        like: dict[str, Any] = {} if of is None else {"type": of.type, "choices": of.choices}
-        group.add_argument(
-            _typed(alias),
-            dest=field_name,
-            alias=alias,
-            action=AliasAction,
-            default=argparse.SUPPRESS,
-            help=f"Alias of {_typed(field_name)}.",
-            **like,
-        )
-
-
-def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
-    """SGLang's flag of that field, if it has one."""
-    return next((action for action in parser._actions if action.dest == name), None)
+    known = parser._option_string_actions
+    for alias, name in ALIASES.items():
+        action = known[_typed(alias)] = known[_typed(name)]
+        action.option_strings = [*action.option_strings, _typed(alias)]
 
 
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
-    """After `ServerArgs.from_cli_args`: keep the values of our flags with SGLang's.
-
-    Raises:
-        ConfigError: a flag and its alias were given different values.
-    """
+    """After `ServerArgs.from_cli_args`: keep the values of our flags with SGLang's."""
     use_one_line()
     given = {name: getattr(namespace, name) for name in NAMES if hasattr(namespace, name)}
     return _attach(server_args, given)
@@ -212,43 +140,21 @@ def server_args_from_kwargs(**kwargs: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     given = {name: kwargs.pop(name) for name in NAMES if name in kwargs}
-    for alias, of in ALIASES.items():
-        if alias in given:
-            # Keyword arguments pass no parser.
-            parser = argparse.ArgumentParser()
-            ServerArgs.add_cli_args(parser)
-            action = _action(parser, of)
-            _check_choice(_typed(alias), given[alias], None if action is None else action.choices)
-            kwargs.setdefault(of, given[alias])
+    for alias, name in ALIASES.items():
+        if alias in kwargs:
+            kwargs[name] = kwargs.pop(alias)
     return _attach(ServerArgs(**kwargs), given)
-
-
-def _check_choice(flag: str, value: Any, choices: Any) -> None:
-    if choices is not None and value not in choices:
-        raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")
 
 
 def _attach(server_args: Any, given: dict[str, Any]) -> Any:
     for row in fields(ServerFlags):
-        name = PREFIX + row.name
-        _check_choice(_typed(name), given.get(name, row.default), row.metadata.get("choices"))
-    for alias, of in ALIASES.items():
-        value = getattr(server_args, of)
-        if alias in given and given[alias] != value:
-            raise _conflict(alias, given[alias], value)
+        # The command line's parser has checked them; keyword arguments pass none.
+        choices, value = row.metadata.get("choices"), given.get(PREFIX + row.name, row.default)
+        if choices is not None and value not in choices:
+            flag = _typed(PREFIX + row.name)
+            raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")
     setattr(server_args, guard.ATTRIBUTE, given)
     return server_args
-
-
-def warn_retired_env() -> None:
-    """Log one line on variables of the published commands that are set and have no effect."""
-    found = [name for name in RETIRED_VARIABLES if name in os.environ]
-    if found:
-        logger.warning(
-            "%s: SGLang no longer reads this. What it switched on is the default: speculative "
-            "steps overlap with scheduling unless --disable-overlap-schedule is given",
-            ", ".join(found),
-        )
 
 
 def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
@@ -281,17 +187,87 @@ def options(server_args: Any, resolved: Any) -> Options:
 
 def names(server_args: Any) -> dict[str, str]:
     """What the user typed, or would type, for each setting that an error may name."""
-    window, block = "speculative_dflash_draft_window_size", server_args.speculative_num_draft_tokens
+    block = server_args.speculative_num_draft_tokens
     is_alias = block is None and server_args.speculative_dflash_block_size is not None
     return {
         **{each.name: _typed(PREFIX + each.name) for each in fields(ServerFlags)},
         "block_size": BLOCK_ALIAS if is_alias else BLOCK_FLAG,
-        "window": _typed(window if window in _given(server_args) else ALIASES[window]),
+        "window": "--speculative-draft-window-size",
         "sinks": "--speculative-draft-sink-size",
         "attention": "--speculative-draft-attention-backend",
         "tp_size": "--tp-size",
     }
 
 
-def _given(server_args: Any) -> dict[str, Any]:
-    return getattr(server_args, guard.ATTRIBUTE, {})
+def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolicy:
+    """The policy that the flags name.
+
+    `auto` is `adaptive` on a plain CPU, unless a setting excludes it, and `fixed` elsewhere.
+
+    Args:
+        settings: SGLang's, resolved.
+        block_size: B.
+
+    Raises:
+        ConfigError: the widths do not fit the block size, or are given with a fixed width; or
+            `adaptive` is given with a setting that excludes it.
+    """
+    ours = ServerFlags.of(server_args)
+    kind, excluded = ours.width, _excluded(settings)
+    if kind == "adaptive" and excluded is not None:
+        raise ConfigError(WIDTH_FLAG, kind, excluded)
+    if kind == "auto":
+        kind = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
+    if kind == "adaptive":
+        return AdaptiveWidth(_listed(ours.widths, block_size))
+    if ours.widths is not None:
+        required = f"no effect with a fixed width; give {WIDTH_FLAG} adaptive"
+        raise ConfigError(WIDTHS_FLAG, ours.widths, required)
+    return FixedWidth(block_size)
+
+
+def _listed(given: str | None, block_size: int) -> Sequence[int]:
+    if given is None:
+        return (*(width for width in DEFAULT_WIDTHS if width < block_size), block_size)
+    try:
+        widths = [int(number) for number in given.split(",")]
+    except (AttributeError, ValueError):
+        required = "numbers separated by commas are required, such as 1,4,8,16"
+        raise ConfigError(WIDTHS_FLAG, given, required) from None
+    if widths[0] != 1 or widths[-1] != block_size or widths != sorted(set(widths)):
+        required = f"give ascending numbers from 1 (plain decoding) to the block size, {block_size}"
+        raise ConfigError(WIDTHS_FLAG, given, required)
+    return widths
+
+
+def _device(settings: Any) -> str:
+    return settings.device or "cpu"
+
+
+def _excluded(settings: Any) -> str | None:
+    """Why the width cannot be adaptive with these settings, and what to give instead; or None."""
+    device = _device(settings)
+    if settings.enable_deterministic_inference:
+        return (
+            "depends on how long steps take, and --enable-deterministic-inference is given; give "
+            "fixed"
+        )
+    if device not in ("cpu", "cuda"):
+        return f"is served on CPUs and CUDA, not on {device!r}; give fixed"
+    if device == "cuda" and _verifies_with_flashinfer(settings):
+        return (
+            "verifies single tokens, and FlashInfer's kernel for recurrent layers is for more than "
+            "one; give --linear-attn-verify-backend triton"
+        )
+    if device == "cuda" and settings.enable_lora:
+        return (
+            "has CUDA graphs of several widths, and SGLang keeps the buffers of LoRA for one; give "
+            "fixed, or leave out --enable-lora"
+        )
+    return None
+
+
+def _verifies_with_flashinfer(settings: Any) -> bool:
+    """Whether recurrent layers would, by SGLang's rule (layers/attention/linear/utils.py)."""
+    decode = settings.linear_attn_decode_backend or settings.linear_attn_backend
+    return (settings.linear_attn_verify_backend or decode) == "flashinfer"
