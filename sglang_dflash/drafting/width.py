@@ -47,13 +47,9 @@ class WidthPolicy(Protocol):
 
     Attributes:
         widths: ascending; the last one is the block size.
-        drafts: whether steps draft, apart from tries.
     """
 
     widths: tuple[int, ...]
-
-    @property
-    def drafts(self) -> bool: ...
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
@@ -82,8 +78,6 @@ class WidthPolicy(Protocol):
 
 class FixedWidth:
     """Every step verifies the whole block."""
-
-    drafts = True
 
     def __init__(self, block_size: int) -> None:
         self.widths: tuple[int, ...] = (block_size,)
@@ -262,10 +256,6 @@ class AdaptiveWidth:
         self._open: deque[_Chosen] = deque(maxlen=4)
         self._steps, self._probes = Counter[int](), 0
         self._spent, self._spent_probing = 0.0, 0.0
-
-    @property
-    def drafts(self) -> bool:
-        return self._best > 1
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0

@@ -68,14 +68,14 @@ SEAMS = (
     Seam(
         target=_SRT + "speculative.dflash_utils.validate_dflash_request",
         kind=Kind.AROUND,
-        ours=_OURS + "step.request_fixes:refuse_hidden_states",
+        ours=_OURS + "step.scheduler:refuse_hidden_states",
         reason="Without overlap, return_hidden_states is accepted and answered with an empty list.",
         proof="tests/serving/test_seams.py::test_hidden_states_are_accepted_without_the_row",
     ),
     Seam(
         target=_SRT + "session.streaming_session.StreamingSession.try_cache_finished_req",
         kind=Kind.AFTER,
-        ours=_OURS + "step.request_fixes:without_last_token",
+        ours=_OURS + "step.scheduler:without_last_token",
         reason="A streaming session's next turn attends to a slot that no forward has written.",
         proof="tests/serving/test_seams.py::test_a_session_counts_an_unwritten_token",
     ),
@@ -91,7 +91,7 @@ SEAMS = (
         target=_SRT + "managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor.process_batch_result_decode",
         kind=Kind.AROUND,
-        ours=_OURS + "step.outcome:count_kept_tokens",
+        ours=_OURS + "step.scheduler:count_kept_tokens",
         reason="The worker does not learn which steps and tokens of its result a request keeps.",
         proof=_ENGINE + "test_counts.py::test_all_accounts_of_the_acceptance_agree",
     ),

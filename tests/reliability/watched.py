@@ -20,7 +20,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step import prompt
+from sglang_dflash.serving.step import prefill
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -133,7 +133,7 @@ def replace_everywhere(original: Any, ours: Any) -> None:
 
 def count_in_worker(rare: Counter[str]) -> None:
     """Count recomputed tails and crossed boundaries, where the worker finds out about them."""
-    missing, due = prompt.missing_tails, our_batch.checkpoints_due
+    missing, due = prefill.missing_tails, our_batch.checkpoints_due
 
     def missing_tails(*args: Any) -> list[int]:
         tails = missing(*args)

@@ -20,18 +20,17 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import FixedWidth
-from sglang_dflash.serving.show.counts import AcceptanceCounts, PhaseTimes
-from sglang_dflash.serving.show.figures import Figures, Sources
-from sglang_dflash.serving.show.watch import DraftWatch
+from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
+from sglang_dflash.serving.show.counts import DraftWatch
+from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
 from sglang_dflash.serving.step.extension import StepObserver
 from sglang_dflash.serving.step.penalties import BlockPenalties
-from sglang_dflash.serving.step.prefill import Prefill
+from sglang_dflash.serving.step.prefill import PrefillStep
 from sglang_dflash.serving.step.sampling import Ranks
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
-from sglang_dflash.serving.step.width import StepWidths
+from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
 from tests.conftest import random_model, raw_config
 
@@ -79,6 +78,11 @@ def drafter_of(model: DraftModel, cache: DraftKVCache, options: Any, device: str
     return Drafter(model, head, cache, options, attention)
 
 
+def widths_of(policy: WidthPolicy, tp: TensorParallel | None = None) -> StepWidths:
+    """A chooser of widths, by the host's clock."""
+    return StepWidths(policy, tp or TensorParallel(), StepClock(torch.device("cpu")))
+
+
 def worker_of(
     window: int | None = None,
     device: str = "cpu",
@@ -101,22 +105,21 @@ def worker_of(
         cache = RingKVCache(entries, SLOTS, model.kv_shape, dtype, device)
     drafter = drafter_of(model, cache, options, device)
     block, ranks = options.block_size, Ranks(group)
-    widths = widths or StepWidths(FixedWidth(block), TensorParallel())
+    widths = widths or widths_of(FixedWidth(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     target: Any = Target(model.config.target_hidden_width, device, padding)
-    prefill = Prefill(target, drafter, table, options, ranks, 2)
-    sources = Sources(
+    prefill = PrefillStep(target, drafter, table, options, ranks, 2)
+    figures = Figures(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
         model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
-        seeds=prefill.ignored_seeds, counts=AcceptanceCounts(block),
-        watch=DraftWatch(drafter.counters, cache.num_entries), times=PhaseTimes(),
-        width_steps=widths.steps,
+        seeds=prefill.ignored_seeds, watch=DraftWatch(drafter.counters, cache.num_entries),
+        width_steps=widths.steps, labels=labels,
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
-        accept=accept, rollback=rollback, ranks=ranks, figures=Figures(sources, labels),
+        accept=accept, rollback=rollback, ranks=ranks, figures=figures,
         observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.serving.show.counts import AcceptanceCounts
-from sglang_dflash.serving.step.outcome import count_kept_tokens
-from sglang_dflash.serving.step.request_fixes import IgnoredSeeds
+from sglang_dflash.serving.show.counts import AcceptanceCounts, IgnoredSeeds
+from sglang_dflash.serving.step.scheduler import count_kept_tokens
 
 
 class Request:

@@ -13,7 +13,6 @@ from torch import Tensor
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.repairs.penalties import count
 from sglang_dflash.serving.hybrid.rollback import Replay
@@ -22,9 +21,8 @@ from sglang_dflash.serving.step import penalties as block_penalties
 from sglang_dflash.serving.step import worker as our_worker
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
-from sglang_dflash.serving.step.width import StepWidths
 from tests.serving.fake_cuda import Crossing, FakeCuda
-from tests.serving.in_process import decode_of, prefill_of, prepared, worker_of
+from tests.serving.in_process import decode_of, prefill_of, prepared, widths_of, worker_of
 from tests.serving.test_step_width import request
 
 LENGTHS = [9, 14]
@@ -57,7 +55,7 @@ def test_a_decode_step_copies_nothing_and_reads_nothing(gpu: FakeCuda, window: i
 def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
     """The policy chooses from what the host knows already."""
     policy = AdaptiveWidth((1, 3, 4))
-    worker = worker_of(None, "cuda", widths=StepWidths(policy, TensorParallel()))
+    worker = worker_of(None, "cuda", widths=widths_of(policy))
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None)
     worker.target_worker.model_runner = runner
     worker.target = TargetForwardByWidth(worker.target_worker, (4,))

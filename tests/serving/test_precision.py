@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.start import choose_worker, target_model
+from sglang_dflash.serving.start import choose_worker, draft_setup
 from sglang_dflash.serving.start.choose_worker import unserved_setting
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.serving.in_process import decode_of, filled, prepared
@@ -54,9 +54,9 @@ def worker_of(given: Any) -> str:
 
 def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Of draft K/V, for a model in bfloat16, as our worker decides it."""
-    monkeypatch.setattr(target_model, "get_model", lambda: settings)
-    monkeypatch.setattr(target_model, "get_spec", lambda: settings)
-    return target_model.draft_kv_dtype(torch.bfloat16)
+    monkeypatch.setattr(draft_setup, "get_model", lambda: settings)
+    monkeypatch.setattr(draft_setup, "get_spec", lambda: settings)
+    return draft_setup.draft_kv_dtype(torch.bfloat16)
 
 
 KV = {

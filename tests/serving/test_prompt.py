@@ -11,7 +11,7 @@ from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.facts.draft_config import Reach
 from sglang_dflash.serving.step.batch import recompute_cached_tail
-from sglang_dflash.serving.step.prompt import PromptTokens, missing_tails
+from sglang_dflash.serving.step.prefill import PromptTokens, missing_tails
 
 REACH = Reach(tokens=6, sinks=2)
 

@@ -13,7 +13,7 @@ from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
 from sglang_dflash.serving.show import figures
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step import request_fixes
+from sglang_dflash.serving.step import scheduler
 from tests.seam.originals import original
 
 ROWS = [*SEAMS, *REPLAY_SEAMS]
@@ -76,7 +76,7 @@ def test_hidden_states_are_accepted_without_the_row() -> None:
     validate = original(row_of("validate_dflash_request").target)
     request = SimpleNamespace(return_hidden_states=True, sampling_params=SimpleNamespace())
     assert validate(request, False) is None
-    refusal = request_fixes.refuse_hidden_states(validate, request, False)
+    refusal = scheduler.refuse_hidden_states(validate, request, False)
     assert refusal is not None and "hidden" in refusal
 
 
@@ -91,11 +91,11 @@ def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) ->
         output_ids=[5, 6, 7],
         session=SimpleNamespace(session_id="s"),
     )
-    assert request_fixes.without_last_token(True, sessions, request) is True
+    assert scheduler.without_last_token(True, sessions, request) is True
     assert kv.kv_committed_len == 6
     spec.speculative_algorithm = None
     kv.kv_committed_len = 7
-    request_fixes.without_last_token(True, sessions, request)
+    scheduler.without_last_token(True, sessions, request)
     assert kv.kv_committed_len == 7
 
 

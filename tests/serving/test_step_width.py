@@ -25,6 +25,7 @@ from tests.serving.in_process import (
     filled,
     prefill_of,
     prepared,
+    widths_of,
     worker_of,
 )
 from tests.serving.test_worker import LENGTHS, slots_of
@@ -85,7 +86,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
     clock += [1.0]
     policy = Scripted([4])
-    widths = StepWidths(policy, TensorParallel())
+    widths = widths_of(policy)
     width = widths.choose(
         batch(
             request("a", most=10, output=7),
@@ -98,7 +99,7 @@ def test_the_policy_is_told_what_a_step_may_take(clock: list[float]) -> None:
 def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     clock += [1.0, 1.25, 9.0, 9.5]
     policy = Scripted([8, 1, 4, 4])
-    widths, one = StepWidths(policy, TensorParallel()), batch(request("a"))
+    widths, one = widths_of(policy), batch(request("a"))
     widths.choose(one)
     widths.choose(one)
     widths.interrupted()
@@ -110,27 +111,13 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
 def test_every_rank_takes_the_first_ones_width(clock: list[float]) -> None:
     clock += [1.0]
     tp = TensorParallel(rank=1, size=2, from_first=lambda own: {4: 8}[own])
-    assert StepWidths(Scripted([4]), tp).choose(batch(request("a"))) == 8
+    assert widths_of(Scripted([4]), tp).choose(batch(request("a"))) == 8
 
 
 def test_a_fixed_width_asks_nothing() -> None:
-    widths = StepWidths(FixedWidth(8), TensorParallel())
+    widths = widths_of(FixedWidth(8))
     assert widths.choose(None) == 8  # type: ignore[arg-type]
     widths.observe(8, {"a": 3})
-
-
-def test_plain_decoding_that_lasts_is_logged_once(
-    clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    policy = Scripted([1] * 10_000)
-    widths, one = StepWidths(policy, TensorParallel()), batch(request("a"))
-    clock += [float(i) for i in range(10_000)]
-    for drafts, steps in ((True, 300), (False, 200), (True, 300), (False, 600), (True, 600)):
-        policy.drafts = drafts
-        for _ in range(steps):
-            widths.choose(one)
-    assert ["plain decoding is faster" in line for line in caplog.messages] == [True, False]
 
 
 # -- what the drafter gets
@@ -148,7 +135,7 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
 def steps_of(widths: Sequence[int], window: int | None) -> tuple[Any, list[int]]:
     """A worker after the prefill and a step of each width, and the committed lengths."""
     torch.manual_seed(1)
-    worker = worker_of(window, widths=StepWidths(Scripted(widths), TensorParallel()))
+    worker = worker_of(window, widths=widths_of(Scripted(widths)))
     worker.drafter.cache.kv.fill_(STALE)
     return worker, run_steps(worker, widths)
 
@@ -181,7 +168,7 @@ def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
         def begins_now(self) -> None:
             begun.append("now")
 
-    steps = StepWidths(Scripted(widths), TensorParallel(), clock=Clock(torch.device("cpu")))
+    steps = StepWidths(Scripted(widths), TensorParallel(), Clock(torch.device("cpu")))
     run_steps(worker_of(None, widths=steps), widths)
     assert begun == ["begins", "begins", "begins", "now", "begins", "begins"]
 

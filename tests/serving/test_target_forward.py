@@ -16,7 +16,6 @@ from sglang.srt import runtime_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from sglang_dflash.serving.step.target_forward import (
@@ -24,8 +23,7 @@ from sglang_dflash.serving.step.target_forward import (
     TargetForwardByWidth,
     target_forward,
 )
-from sglang_dflash.serving.step.width import StepWidths
-from tests.serving.in_process import prepared, worker_of
+from tests.serving.in_process import prepared, widths_of, worker_of
 from tests.serving.test_step_width import Scripted, run_steps
 
 BLOCK = 4
@@ -207,7 +205,7 @@ def test_width_1_is_verified_and_recurrent_states_follow(monkeypatch: pytest.Mon
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", noted)
     torch.manual_seed(1)
     rollback, widths = Rollback(runner), [1, 3, BLOCK, 1]
-    worker = worker_of(rollback=rollback, widths=StepWidths(Scripted(widths), TensorParallel()))
+    worker = worker_of(rollback=rollback, widths=widths_of(Scripted(widths)))
     worker.target_worker.model_runner = runner
     worker.target = TargetForwardByWidth(worker.target_worker, (1, 3, BLOCK))
     run_steps(worker, widths)

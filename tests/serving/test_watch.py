@@ -10,8 +10,7 @@ import torch
 
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
 from sglang_dflash.drafting.draft_counters import DraftCounters
-from sglang_dflash.serving.show.counts import RequestStep
-from sglang_dflash.serving.show.watch import DraftWatch
+from sglang_dflash.serving.show.counts import DraftWatch, RequestStep
 
 
 class Fed:

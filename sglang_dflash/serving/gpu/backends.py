@@ -11,13 +11,12 @@ from sglang_dflash.drafting.attention.backend import (
     BACKENDS,
     Backend,
     Capabilities,
-    DraftAttention,
-    Setting,
     choose_attention,
 )
 from sglang_dflash.drafting.ops import DraftOps, TorchOps
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.seam.seam import Lazy
 
 # SGLang's name for its torch backend on a plain CPU.
 SAME = {"torch_native": "torch"}
@@ -25,77 +24,32 @@ SAME = {"torch_native": "torch"}
 FP8_CAPABILITY = (8, 9)
 
 
-def _triton(config: DraftConfig, setting: Setting) -> DraftAttention:
-    from dflash_kernels.draft_attention import make
-
-    return make(config, setting)
-
-
-def _triton_workspace(config: DraftConfig, setting: Setting) -> int:
-    from dflash_kernels.draft_attention import workspace_bytes
-
-    return workspace_bytes(config, setting)
-
-
-def _fa3(config: DraftConfig, setting: Setting) -> DraftAttention:
-    from sglang_dflash.serving.gpu.flash_attention import fa3
-
-    return fa3(config, setting)
-
-
-def _fa4(config: DraftConfig, setting: Setting) -> DraftAttention:
-    from sglang_dflash.serving.gpu.flash_attention import fa4
-
-    return fa4(config, setting)
-
-
-def _flashinfer(config: DraftConfig, setting: Setting) -> DraftAttention:
-    from sglang_dflash.serving.gpu.flashinfer_attention import flashinfer
-
-    return flashinfer(config, setting)
-
-
-def _flashinfer_workspace(config: DraftConfig, setting: Setting) -> int:
-    from sglang_dflash.serving.gpu.flashinfer_attention import WORKSPACE_BYTES, WRAPPER_BYTES
-
-    return WORKSPACE_BYTES + WRAPPER_BYTES * len(set(config.layers))
-
-
 _CUDA = frozenset({"cuda"})
 # Of kernels whose queries and keys are of one dtype, a tensor core's.
 _HALF = frozenset({torch.bfloat16, torch.float16})
+_TRITON, _GPU = "dflash_kernels.draft_attention:", "sglang_dflash.serving.gpu."
 # The preferred ones first. Their modules are loaded when they are made: each needs another package.
 ATTENTION: Mapping[str, Backend] = {
     "triton": Backend(
         Capabilities(devices=_CUDA, head_dims=frozenset({16, 32, 64, 128, 256}), capturable=True),
-        _triton,
-        _triton_workspace,
+        Lazy(_TRITON + "make"),
+        Lazy(_TRITON + "workspace_bytes"),
     ),
     **BACKENDS,
     "fa3": Backend(
         Capabilities(
-            _CUDA,
-            head_dims=frozenset({64, 128, 256}),
-            capturable=True,
-            scratch=True,
-            kv_dtypes=_HALF,
+            _CUDA, frozenset({64, 128, 256}), capturable=True, scratch=True, kv_dtypes=_HALF
         ),
-        _fa3,
+        Lazy(_GPU + "flash_attention:fa3"),
     ),
     "fa4": Backend(
-        Capabilities(
-            _CUDA,
-            head_dims=frozenset({64, 128}),
-            capturable=True,
-            scratch=True,
-            kv_dtypes=_HALF,
-        ),
-        _fa4,
+        Capabilities(_CUDA, frozenset({64, 128}), capturable=True, scratch=True, kv_dtypes=_HALF),
+        Lazy(_GPU + "flash_attention:fa4"),
     ),
     "flashinfer": Backend(
         Capabilities(_CUDA, head_dims=frozenset({64, 128, 256}), scratch=True, kv_dtypes=_HALF),
-        _flashinfer,
-        _flashinfer_workspace,
+        Lazy(_GPU + "flashinfer_attention:flashinfer"),
+        Lazy(_GPU + "flashinfer_attention:workspace_bytes"),
     ),
 }
 

@@ -105,6 +105,11 @@ class FlashInferKernel:
         )
 
 
+def workspace_bytes(config: DraftConfig, _setting: Setting) -> int:
+    """What FlashInfer keeps on the device, with a wrapper for each kind of layer."""
+    return WORKSPACE_BYTES + WRAPPER_BYTES * len(set(config.layers))
+
+
 def flashinfer(config: DraftConfig, setting: Setting) -> PagedAttention:
     """The backend for the GPU of `setting`. Raises ConfigError if this GPU has no kernel, or the
     package cannot be imported."""

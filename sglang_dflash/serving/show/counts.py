@@ -1,14 +1,23 @@
-"""What is counted of decode steps: kept tokens, accepted drafts and host time."""
+"""What is counted of decode steps, and the warnings that follow from it, each logged once."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import (
+    JUDGED_STEPS,
+    LOW_CONTEXT_SHARE,
+    AcceptanceAlarm,
+    VerifySteps,
+)
+from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
+
+logger = logging.getLogger(__name__)
 
 
 class RequestStep(NamedTuple):
@@ -83,3 +92,107 @@ class PhaseTimes:
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
         self.calls[phase] = self.calls.get(phase, 0) + 1
+
+
+class DraftWatch:
+    """Looks at every decode step's counts, and logs each finding once.
+
+    Attributes:
+        alarm: whether drafts are of no use.
+    """
+
+    def __init__(self, counters: DraftCounters, draft_kv_entries: int, speaks: bool = True) -> None:
+        """
+        Args:
+            counters: the drafter's.
+            draft_kv_entries: for the message.
+            speaks: whether to log; of the ranks of one server, one should.
+        """
+        self.alarm = AcceptanceAlarm()
+        self._seen = self._window_start = DraftHealth()
+        self._counters, self._speaks, self._entries = counters, speaks, draft_kv_entries
+        self._steps = 0
+        self._warned_of_context = False
+
+    def add(self, steps: Sequence[RequestStep]) -> None:
+        """Take in what live requests got from one decode step."""
+        drafted = [step.tokens for step in steps if step.drafts]
+        warning = self.alarm.add(VerifySteps(len(drafted), sum(drafted)))
+        if warning is not None:
+            self._warn(f"{warning}. `sglang-dflash doctor URL` examines the server.")
+        counts = self.health
+        if counts.nonfinite and not self._seen.nonfinite:
+            self._warn(
+                "the draft's output is NaN or Inf. Such drafts are replaced and never accepted; "
+                "outputs stay the target's. Likely causes: values that overflow "
+                "(serve in bfloat16 or float32 if this is float16), or a broken draft checkpoint"
+            )
+        self._seen = counts
+        self._steps += len(drafted)
+        if self._steps >= JUDGED_STEPS:
+            self._judge_context(counts - self._window_start)
+            self._steps, self._window_start = 0, counts
+
+    def _judge_context(self, recent: DraftHealth) -> None:
+        share = recent.context_share
+        if share is None or share >= LOW_CONTEXT_SHARE or self._warned_of_context:
+            return
+        self._warned_of_context = True
+        self._warn(
+            f"the draft KV cache held {share:.0%} of the context that recent drafts were to see, "
+            f"which lowers acceptance: raise --speculative-dflash-draft-kv-tokens (now "
+            f"{self._entries}). If requests share long prompts, "
+            "--speculative-dflash-recompute-tail computes again what was lost of them"
+        )
+
+    def _warn(self, message: str) -> None:
+        if self._speaks:
+            logger.warning("DFLASH: %s", message)
+
+    @property
+    def health(self) -> DraftHealth:
+        """What drafting counted on the device, until the last step or shortly before."""
+        return self._counters.read()
+
+    @property
+    def recent_acceptance_length(self) -> float | None:
+        """Of the verify steps that were judged last, rounded; None before."""
+        return None if self.alarm.recent is None else round(self.alarm.recent, 4)
+
+    @property
+    def context_share(self) -> float | None:
+        """Of the context that drafts were to see, what they found; None if it is not bounded."""
+        share = self.health.context_share
+        return None if share is None else round(share, 4)
+
+
+class IgnoredSeeds:
+    """Warns once, at the first sampled request whose seed SGLang drops.
+
+    SGLang hands seeds to its sampler only under --enable-deterministic-inference
+    (`SamplingBatchInfo.from_schedule_batch`), with and without speculation.
+
+    Attributes:
+        found: whether there was such a request.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+
+    def warn_once(self, batch: Any) -> None:
+        """`batch`: a ScheduleBatch of new requests."""
+        info = batch.sampling_info
+        if self.found or info is None or info.sampling_seed is not None:
+            return
+        for request in batch.reqs:
+            params = request.sampling_params
+            seed, is_greedy = params.sampling_seed, params.top_k == 1
+            if seed is not None and not is_greedy:
+                self.found = True
+                logger.warning(
+                    "DFLASH: a request has the seed %d, which SGLang ignores: its samples cannot "
+                    "be repeated, and are not those of a run without speculation. Start the server "
+                    "with --enable-deterministic-inference. Further requests get no warning.",
+                    seed,
+                )
+                return

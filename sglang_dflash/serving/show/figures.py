@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
-from sglang_dflash.serving.show.counts import AcceptanceCounts, PhaseTimes, RequestStep
-from sglang_dflash.serving.show.watch import DraftWatch
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where the figures come from.
-
-    Attributes:
-        worker: the name of its class.
-        ranks: of the tensor-parallel group.
-        attention: the draft attention backend.
-        memory: bytes reserved for the drafter, by use.
-        context_length: tokens of a request, at most.
-        simulated: the acceptance length that SGLang's variables ask for; None for none.
-        rollback: of recurrent layers; None without them.
-        seeds: `IgnoredSeeds`.
-    """
-
-    worker: str
-    ranks: int
-    attention: str
-    memory: Mapping[str, int]
-    context_length: int
-    simulated: float | None
-    model: DraftModel
-    options: ResolvedOptions
-    drafter: Proposer
-    rollback: Any
-    policy: WidthPolicy
-    seeds: Any
-    counts: AcceptanceCounts
-    watch: DraftWatch
-    times: PhaseTimes
-    width_steps: Mapping[int, int]
+from sglang_dflash.serving.show.counts import (
+    AcceptanceCounts,
+    DraftWatch,
+    IgnoredSeeds,
+    PhaseTimes,
+    RequestStep,
+)
 
 
 class Figure(NamedTuple):
@@ -60,7 +32,7 @@ class Figure(NamedTuple):
     """
 
     key: str
-    source: Callable[[Sources], Any]
+    source: Callable[[Figures], Any]
     series: str = ""
     help: str = ""
     label: str = ""
@@ -121,7 +93,7 @@ COUNTS = (
 class Series:
     """The table's series of this process, with the labels of SGLang's own."""
 
-    def __init__(self, sources: Sources, labels: Mapping[str, Any]) -> None:
+    def __init__(self, sources: Figures, labels: Mapping[str, Any]) -> None:
         # Imported late: SGLang first sets the directory in which its processes share metrics.
         from prometheus_client import Counter, Gauge
 
@@ -162,37 +134,60 @@ def _numbered(value: Any) -> Iterable[tuple[int, float]]:
     return enumerate(value, 1) if isinstance(value, Sequence) else [(0, value)]
 
 
+@dataclass(eq=False, kw_only=True)
 class Figures:
-    """The figures of one server.
+    """The figures of one server, and where they come from.
 
     Attributes:
+        worker: the name of its class.
+        ranks: of the tensor-parallel group.
+        attention: the draft attention backend.
+        memory: bytes reserved for the drafter, by use.
+        context_length: tokens of a request, at most.
+        simulated: the acceptance length that SGLang's variables ask for; None for none.
+        rollback: of recurrent layers; None without them.
         times: host time of the step's phases.
+        labels: of this process's series in /metrics; None for none.
     """
 
-    def __init__(self, sources: Sources, labels: Mapping[str, Any] | None = None) -> None:
-        """
-        Args:
-            labels: of this process's series in /metrics; None for none.
-        """
-        self._sources, self.times = sources, sources.times
-        self._series = None if labels is None else Series(sources, labels)
+    worker: str
+    ranks: int
+    attention: str
+    memory: Mapping[str, int]
+    context_length: int
+    simulated: float | None
+    model: DraftModel
+    options: ResolvedOptions
+    drafter: Proposer
+    rollback: Any
+    policy: WidthPolicy
+    seeds: IgnoredSeeds
+    watch: DraftWatch
+    width_steps: Mapping[int, int]
+    labels: Mapping[str, Any] | None = None
+    counts: AcceptanceCounts = field(init=False)
+    times: PhaseTimes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts, self.times = AcceptanceCounts(self.options.block_size), PhaseTimes()
+        self._series = None if self.labels is None else Series(self, self.labels)
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""
-        self._sources.counts.add(steps)
-        self._sources.watch.add(steps)
+        self.counts.add(steps)
+        self.watch.add(steps)
         if self._series is not None:
             self._series.update()
 
     def describe(self) -> dict[str, Any]:
         """The set-up, for the log."""
-        rows = {row.key: row.source(self._sources) for row in SET_UP}
-        return {**rows, **self._sources.drafter.describe()}
+        rows = {row.key: row.source(self) for row in SET_UP}
+        return {**rows, **self.drafter.describe()}
 
     def report(self) -> dict[str, Any]:
         """The set-up and all counts since the start, for /server_info."""
-        counts = {row.key: row.source(self._sources) for row in COUNTS if row.key}
-        policy, drafter = self._sources.policy.report(), self._sources.drafter.report()
+        counts = {row.key: row.source(self) for row in COUNTS if row.key}
+        policy, drafter = self.policy.report(), self.drafter.report()
         return {**self.describe(), **counts, **policy, **drafter}
 
 

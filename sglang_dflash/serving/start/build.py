@@ -28,17 +28,16 @@ from sglang_dflash.facts.sizes import DraftMemory
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import Rollback, make_rollback
-from sglang_dflash.serving.show.counts import AcceptanceCounts, PhaseTimes
-from sglang_dflash.serving.show.figures import Figures, Sources
-from sglang_dflash.serving.show.watch import DraftWatch
-from sglang_dflash.serving.start import flags, memory, target_model
+from sglang_dflash.serving.show.counts import DraftWatch
+from sglang_dflash.serving.show.figures import Figures
+from sglang_dflash.serving.start import draft_setup, flags, memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.extension import Extension, load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
-from sglang_dflash.serving.step.prefill import Prefill
+from sglang_dflash.serving.step.prefill import PrefillStep
 from sglang_dflash.serving.step.target_forward import target_forward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
@@ -89,7 +88,7 @@ def reserve(
     settings = resolving_view(server_args)
     asked = flags.options(server_args, settings)
     runner = target_worker.model_runner
-    device, tp = torch.device(runner.device), target_model.tensor_parallel()
+    device, tp = torch.device(runner.device), draft_setup.tensor_parallel()
     began = time.perf_counter()
     model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
     load_seconds = time.perf_counter() - began
@@ -106,7 +105,7 @@ def reserve(
     rollback = make_rollback(options.recurrent_rollback, runner)
     setup = DraftSetup(
         model, options, ATTENTION[attention], tp, device,
-        target_model.draft_kv_dtype(runner.dtype), server_args.max_running_requests or 48,
+        draft_setup.draft_kv_dtype(runner.dtype), server_args.max_running_requests or 48,
     )  # fmt: skip
     replay = rollback is not None and rollback.name == "replay"
     plan = memory.plan_memory(
@@ -141,7 +140,7 @@ def allocate(reserved: Reserved, runner: Any, requests: Any, allocator: Any) -> 
     attention = setup.attention(cache, rows, positions)
     if reserved.self_check:
         setup.check(attention, cache)
-    head = target_model.target_head(runner.model)
+    head = draft_setup.target_head(runner.model)
     make = reserved.extension.make_drafter or Drafter
     return make(setup.model, head, cache, setup.options, attention)
 
@@ -164,10 +163,10 @@ def build(
         drafter = graphed(drafter, reserved.recorder(), req_to_token, reserved.self_check)
     runner, ranks = target_worker.model_runner, sampling.Ranks(get_dp_tp_group())
     penalties = BlockPenalties(len(req_to_token), block, setup.device)
-    prefill = Prefill(target_worker, drafter, req_to_token, setup.options, ranks, setup.running)
+    prefill = PrefillStep(target_worker, drafter, req_to_token, setup.options, ranks, setup.running)
     widths = StepWidths(policy, setup.tp, StepClock(setup.device))
     watch = DraftWatch(drafter.counters, drafter.cache.num_entries, speaks=setup.tp.rank == 0)
-    sources = Sources(
+    figures = Figures(
         worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
         ranks=setup.tp.size,
         attention=reserved.attention,
@@ -180,12 +179,10 @@ def build(
         rollback=reserved.rollback,
         policy=policy,
         seeds=prefill.ignored_seeds,
-        counts=AcceptanceCounts(block),
         watch=watch,
-        times=PhaseTimes(),
         width_steps=widths.steps,
+        labels=draft_setup.metric_labels(),
     )
-    figures = Figures(sources, target_model.metric_labels())
     logger.info("DFLASH: sglang-dflash serves: %s", figures.describe())
     return DFlashWorker(
         block_size=block,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import dummy_model, load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
+from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.values import check_weights
 from sglang_dflash.seam.seam import verify
@@ -32,7 +34,6 @@ from sglang_dflash.serving.gpu.backends import (
 )
 from sglang_dflash.serving.seams import SEAMS
 from sglang_dflash.serving.start import flags
-from sglang_dflash.serving.start.draft_code import refuse_code
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,49 @@ def _check(server_args: Any, settings: Any) -> None:
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
         with torch.device("meta"):
             DraftModel(config, TensorParallel(size=settings.tp_size))
+
+
+def refuse_code(folder: str, settings: Any) -> None:
+    """Raise ConfigError if SGLang would run a file of the draft's folder. No Python of it is ever
+    run, whatever --trust-remote-code says of the target.
+
+    SGLang and Transformers run what `auto_map` of a checkpoint's config.json names: `AutoConfig`
+    when the config is read and remote code is trusted, everything when SGLang has no class for the
+    model, or is told not to use it. Published drafts name an `AutoModel`, which SGLang ignores
+    because it has a class of its own.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():  # `DraftConfig` has the message, or SGLang's worker has another format.
+        return
+    raw = read_json_object(path, "draft checkpoint")
+    auto_map = raw.get("auto_map")
+    if not isinstance(auto_map, Mapping) or not auto_map:
+        return
+    would_run = None
+    if "AutoConfig" in auto_map and settings.trust_remote_code:
+        would_run = "--trust-remote-code would run its AutoConfig"
+    elif settings.model_impl == "transformers":
+        would_run = "--model-impl transformers would run it"
+    elif not _has_class(raw.get("architectures")):
+        would_run = f"SGLang has no class for {shown(raw.get('architectures'))} and would run it"
+    if would_run is not None:
+        raise ConfigError(
+            "auto_map",
+            dict(auto_map),
+            f"{would_run}; code of a draft is never run: remove the entry from {str(path)!r}",
+        )
+
+
+def _has_class(architectures: Any) -> bool:
+    """Whether SGLang serves one of the architectures with a class of its own."""
+    if architectures == ["DFlashDraftModel"]:
+        return True
+    if not isinstance(architectures, list):
+        return False
+    from sglang.srt.models.registry import ModelRegistry  # Imports every model.
+
+    names = [name for name in architectures if isinstance(name, str)]
+    return any(ModelRegistry.is_arch_supported(name) for name in names)
 
 
 def _check_device(
@@ -198,7 +242,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     loaded and can be examined."""
     # The launching process, which checks the pair, does not need what serves it.
     from sglang_dflash.serving.start.build import DFlashSpecWorker
-    from sglang_dflash.serving.start.target_model import unserved_target
+    from sglang_dflash.serving.start.draft_setup import unserved_target
 
     # A row with `only_if_loaded` may be of the launcher, another process.
     verify(row for row in SEAMS if not row.only_if_loaded)

@@ -1,15 +1,21 @@
-"""A prefill: the target computes the prompt, the drafter takes in what it can ever see of it."""
+"""A prefill: the target computes the prompt, the drafter takes in what it can ever see of it, and
+cached tokens whose draft K/V is lost are computed again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.facts.draft_config import Reach
+from sglang_dflash.serving.show.counts import IgnoredSeeds
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,
@@ -17,16 +23,15 @@ from sglang_dflash.serving.step.batch import (
     can_recompute_cached_tail,
     draft_input,
     recompute_cached_tail,
+    to_device,
 )
-from sglang_dflash.serving.step.prompt import PromptWrites, missing_tails, place_prompt
-from sglang_dflash.serving.step.request_fixes import IgnoredSeeds
 from sglang_dflash.serving.step.sampling import Ranks
 
 Publish = Callable[[Tensor], None]
 Barrier = Callable[[], None]
 
 
-class Prefill:
+class PrefillStep:
     """Prefill steps of the worker.
 
     Attributes:
@@ -91,3 +96,138 @@ class Prefill:
         features = writes.features(output.hidden_states)
         self._drafter.absorb(features, writes.positions, writes.slots, quota=quota)
         output.hidden_states = None
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The tokens of one prefill forward, request after request. All on the host.
+
+    Attributes:
+        rows: int64 `[N]`, rows of the batch.
+        positions: int64 `[N]`.
+        visible: bool `[N]`, whether a draft can ever see the token.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        lengths: Sequence[int],
+        reach: Reach,
+    ) -> PromptTokens:
+        """Positions `starts ... ends - 1` of requests with `lengths` tokens before their first
+        draft."""
+        counts = torch.tensor(ends) - torch.tensor(starts)
+        rows = torch.arange(len(counts)).repeat_interleave(counts)
+        positions = torch.cat(
+            [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        )
+        visible = ever_visible(positions, torch.tensor(lengths)[rows], reach)
+        return cls(rows, positions, visible)
+
+    @property
+    def age(self) -> Tensor:
+        """Int64 `[N]`: tokens between each one and its request's last one here."""
+        requests = int(self.rows.max()) + 1 if len(self.rows) else 0
+        last = torch.zeros(requests, dtype=torch.int64)
+        last.scatter_reduce_(0, self.rows, self.positions, "amax")
+        return last[self.rows] - self.positions
+
+
+def lengths_before_drafting(batch: ScheduleBatch) -> list[int]:
+    """Tokens per request when its prefill is complete; a chunk is a part of it."""
+    return [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
+
+
+class PromptWrites(NamedTuple):
+    """What the drafter takes in of a prefill forward, on the device. Known before the forward.
+
+    Attributes:
+        tokens: N, the tokens of the forward. Rows of its hidden states after them are padding.
+        kept: int64 `[M]`, rows of the tokens to write, in the order in which to write them; a slice
+            if all are written where they are.
+        positions: int64 `[M]`.
+        slots: int64 `[M]`, in the target's KV pool.
+    """
+
+    tokens: int
+    kept: Tensor | slice
+    positions: Tensor
+    slots: Tensor
+
+    def features(self, target_hidden: Tensor) -> Tensor:
+        """The rows `[M, F * E]` to write, of the forward's hidden states `[>= N, F * E]`."""
+        return target_hidden[: self.tokens][self.kept]
+
+
+def place_prompt(
+    batch: ScheduleBatch,
+    recomputed: Sequence[int],
+    req_to_token: Tensor,
+    cache: DraftKVCache,
+    reach: Reach,
+) -> PromptWrites:
+    """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
+
+    To be called before the target's forward starts. SGLang may change the request-to-token table as
+    soon as that forward has read it, and a copy from the host after it would wait for it.
+
+    Args:
+        batch: the prefill.
+        recomputed: cached tokens per request that the forward computes again.
+        req_to_token: int `[rows, positions]`, the request-to-token table.
+        cache: the draft KV cache.
+        reach: what drafts see.
+    """
+    starts = [prefix - n for prefix, n in zip(batch.prefix_lens, recomputed, strict=True)]
+    ends = [prefix + n for prefix, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+    tokens = PromptTokens.of(starts, ends, lengths_before_drafting(batch), reach)
+    rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
+    slots = req_to_token[batch.req_pool_indices.long()[rows], positions].long()
+    # What these slots held before must not be read, whether or not their tokens are written.
+    cache.forget(slots)
+    kept = cache.prompt_tokens_to_write(tokens.visible, tokens.age)
+    if isinstance(kept, Tensor):
+        kept = to_device(kept, req_to_token.device)
+    return PromptWrites(len(slots), kept, positions[kept], slots[kept])
+
+
+def missing_tails(
+    batch: ScheduleBatch,
+    req_to_token: Tensor,
+    cache: DraftKVCache,
+    reach: Reach,
+    limit: int,
+) -> list[int]:
+    """Cached prefix tokens per request, counted back from the prefix's end, that the target should
+    compute again for the drafter.
+
+    The tail begins at the first visible token without draft K/V and has at most `limit` tokens.
+    Reads the device once per prefill.
+
+    Args:
+        batch: the prefill.
+        req_to_token: int `[rows, positions]`, the request-to-token table.
+        cache: the draft KV cache.
+        reach: what drafts see.
+        limit: tokens at most.
+    """
+    starts = [max(0, prefix - limit) for prefix in batch.prefix_lens]
+    lengths = lengths_before_drafting(batch)
+    tokens = PromptTokens.of(starts, batch.prefix_lens, lengths, reach)
+    if not len(tokens.positions):
+        return [0] * len(starts)
+    rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
+    _, live = cache.find(req_to_token[batch.req_pool_indices.long()[rows], positions].long())
+    lost = tokens.visible & ~live.cpu()
+    missing = [0] * len(starts)
+    # Backwards, so that each request's first lost position is the one that counts.
+    lost_rows, lost_positions = tokens.rows[lost].tolist(), tokens.positions[lost].tolist()
+    for row, position in zip(lost_rows[::-1], lost_positions[::-1], strict=True):
+        missing[row] = batch.prefix_lens[row] - position
+    return missing

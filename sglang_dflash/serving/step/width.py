@@ -3,7 +3,6 @@ long steps take."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -15,11 +14,6 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.step.batch import ScheduleBatch
 from sglang_dflash.serving.step.target_tokens import takes_one_token
-
-logger = logging.getLogger(__name__)
-
-# Steps without drafts, or with, before a line in the log.
-LONG = 256
 
 
 class Timed(NamedTuple):
@@ -100,21 +94,10 @@ class StepWidths:
         steps: decode steps by width.
     """
 
-    def __init__(
-        self,
-        policy: WidthPolicy,
-        tp: TensorParallel,
-        clock: StepClock | None = None,
-    ) -> None:
-        """
-        Args:
-            clock: measures steps; None for the host's.
-        """
-        self.policy, self._tp = policy, tp
-        self._clock = clock or StepClock(torch.device("cpu"))
+    def __init__(self, policy: WidthPolicy, tp: TensorParallel, clock: StepClock) -> None:
+        self.policy, self._tp, self._clock = policy, tp, clock
         self.steps = Counter(dict.fromkeys(policy.widths, 0))
         self._is_fixed = len(policy.widths) == 1
-        self._steps_alike, self._drafts, self._told = 0, True, True
 
     def choose(self, batch: ScheduleBatch) -> int:
         """The width of the step that begins now."""
@@ -137,7 +120,6 @@ class StepWidths:
         # Durations differ between ranks.
         width = self._tp.from_first(self.policy.choose(drafting, context, most, undrafted))
         self._clock.is_of(len(batch.reqs), context, width)
-        self._tell()
         return width
 
     def begins_now(self) -> None:
@@ -152,19 +134,3 @@ class StepWidths:
         """Outcome of a step, by request: accepted drafts of those that took drafts and live."""
         if not self._is_fixed:
             self.policy.observe(list(accepted), width, list(accepted.values()))
-
-    def _tell(self) -> None:
-        """One line if plain decoding lasts, and one if drafting is back to stay."""
-        drafts = self.policy.drafts
-        self._steps_alike = self._steps_alike + 1 if drafts == self._drafts else 0
-        self._drafts = drafts
-        if self._steps_alike < LONG or drafts == self._told or self._tp.rank:
-            return
-        self._told = drafts
-        logger.info(
-            "DFLASH: %s",
-            "drafting is faster than plain decoding again"
-            if drafts
-            else "plain decoding is faster than drafting for what is served now; a step now and "
-            "then tries drafts again",
-        )

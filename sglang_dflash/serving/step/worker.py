@@ -31,7 +31,7 @@ from sglang_dflash.serving.step.batch import (
     record_stream,
 )
 from sglang_dflash.serving.step.extension import Step, StepObserver
-from sglang_dflash.serving.step.prefill import Barrier, Prefill, Publish
+from sglang_dflash.serving.step.prefill import Barrier, PrefillStep, Publish
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepWidths
@@ -54,7 +54,7 @@ class DFlashWorker:
     req_to_token: Tensor
     widths: StepWidths
     drafter: Proposer
-    prefill: Prefill
+    prefill: PrefillStep
     target: TargetForward
     target_tokens: TargetTokens
     accept: sampling.AcceptRule

@@ -1,11 +1,31 @@
-"""What live requests keep of a decode step, from what SGLang's scheduler does with its result."""
+"""Around SGLang's scheduler: requests that it is to refuse, and what live ones keep of a step."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sglang_dflash.serving.show.counts import RequestStep
+from sglang_dflash.serving.step.batch import serves_dflash
 from sglang_dflash.serving.step.target_tokens import takes_one_token
+
+
+def refuse_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
+    """Around `validate_dflash_request`: refuse `return_hidden_states` without overlap too."""
+    del enable_overlap
+    return original(request, True)
+
+
+def without_last_token(kept: bool, sessions: Any, request: Any) -> bool:
+    """After a turn of a streaming session: do not count its last token's KV as computed.
+
+    That token may be the target's own after the accepted drafts, which no forward has read. The
+    next turn then computes it.
+    """
+    if kept and serves_dflash():
+        kv = sessions.slots[request.session.session_id].kv
+        computed = len(request.origin_input_ids) + max(len(request.output_ids) - 1, 0)
+        kv.kv_committed_len = min(kv.kv_committed_len, computed)
+    return kept
 
 
 def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) -> None:
