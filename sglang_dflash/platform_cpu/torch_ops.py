@@ -41,21 +41,14 @@ def torch_backends(server_args: Any) -> None:
             server_args, "plain_cpu_platform", speculative_draft_attention_backend=ATTENTION_BACKEND
         )
         settings = resolving_view(server_args)
-    asked = {f"--{name.replace('_', '-')}": getattr(settings, name) for name in flags}
-    wrong = [
-        f"{flag}: {value!r}"
-        for flag, value in asked.items()
-        if value not in (None, ATTENTION_BACKEND)
-    ]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)} cannot run on a plain CPU; {ATTENTION_BACKEND!r} can"
-        )
+    for name in flags:
+        flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
+        if value not in (None, ATTENTION_BACKEND):
+            required = f"cannot run on a plain CPU; give {ATTENTION_BACKEND!r} for each backend"
+            raise ConfigError(flag, value, required)
     if settings.lora_backend not in (LORA_DEFAULT, LORA_BACKEND):
-        raise ConfigError(
-            f"--lora-backend: {settings.lora_backend!r} cannot run on a plain CPU; "
-            f"{LORA_BACKEND!r} can"
-        )
+        required = f"cannot run on a plain CPU; {LORA_BACKEND!r} can"
+        raise ConfigError("--lora-backend", settings.lora_backend, required)
     ours = {
         "attention_backend": ATTENTION_BACKEND,
         "sampling_backend": "pytorch",

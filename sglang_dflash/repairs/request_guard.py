@@ -35,6 +35,8 @@ FLOAT32_TINY = 2.0**-126
 MAX_CHOICES = 4096
 # What a batch gives once, or as a list of one value per request.
 ONE_EACH = (
+    "sampling_params",
+    "positional_embed_overrides",
     "return_logprob",
     "logprob_start_len",
     "top_logprobs_num",
@@ -108,97 +110,82 @@ def check_and_create(
     return tokenized
 
 
+def _require(holds: bool, field: str, value: Any, required: str) -> None:
+    """Raise ValueError, which names the value as in Python, cut to what fits a message."""
+    if not holds:
+        raise ValueError(f"{field}: {reprlib.repr(value)}; {required}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# -- a request as it was given ---------------------------------------------------------------------
+
+
 def _check_fields(obj: Any) -> None:
-    size = _batch_size(obj)
-    for name in (*ONE_EACH, "sampling_params"):
-        _check_one_each(name, getattr(obj, name), size)
-    for name in ONE_EACH_OF_A_BATCH if size is not None else ():
+    size, sampling, nested = _batch_size(obj), obj.sampling_params, obj.token_ids_logprob
+    _require(
+        size is not None or not isinstance(obj.rid, list),
+        "rid", obj.rid, "one request takes one id, a string",
+    )  # fmt: skip
+    names = [*ONE_EACH, *(ONE_EACH_OF_A_BATCH if size is not None else ())]
+    if isinstance(nested, list) and nested and isinstance(nested[0], list):
+        names.append("token_ids_logprob")
+    for name in names:
         # SGLang fills in modalities that are empty.
         if name != "modalities" or obj.modalities:
             _check_one_each(name, getattr(obj, name), size)
-    if size is None and isinstance(obj.rid, list):
-        raise ValueError(f"rid: {_short(obj.rid)}; one request takes one id, a string")
-    nested = obj.token_ids_logprob
-    if isinstance(nested, list) and nested and isinstance(nested[0], list):
-        _check_one_each("token_ids_logprob", nested, size)
-    sampling, choices = obj.sampling_params, 1
-    for params in sampling if isinstance(sampling, list) else [sampling]:
-        if params is None and not isinstance(sampling, list):
-            continue
-        if not isinstance(params, dict):
-            raise ValueError(f"sampling_params: {_short(params)}; an object of named values")
-        _check_choices(params)
-        choices = max(choices, params.get("n", 1))
-    _check_unrepeated(obj, size, choices)
-    _check_overrides(obj.positional_embed_overrides, size)
-    _check_session(obj.session_params)
+    choices = 1
+    for params in (
+        sampling if isinstance(sampling, list) else [{} if sampling is None else sampling]
+    ):
+        _require(isinstance(params, dict), "sampling_params", params, "an object of named values")
+        n = params.get("n", 1)
+        fits = _is_int(n) and 1 <= n <= MAX_CHOICES
+        _require(fits, "sampling_params.n", n, f"an integer from 1 to {MAX_CHOICES}")
+        choices = max(choices, n)
+    for name in UNREPEATED:
+        value = getattr(obj, name)
+        required = f"not with sampling_params.n, {choices}, above 1"
+        _require(value is None or choices == 1, name, value, required)
+        fits = value is None or size is None or isinstance(value, list)
+        _require(fits, name, value, f"a list of one value for each of {size}")
+    overrides = obj.positional_embed_overrides
+    for one in overrides if isinstance(overrides, list) else [overrides]:
+        _require(
+            one is None or isinstance(one, PositionalEmbeds),
+            "positional_embed_overrides", overrides,
+            "a PositionalEmbeds of sglang.srt.managers.embed_types, which HTTP cannot send",
+        )  # fmt: skip
+    session, known = obj.session_params, io_struct.SessionParams.__struct_fields__
+    if session is not None:
+        required = f"an object with any of {known}"
+        _require(isinstance(session, dict), "session_params", session, required)
+        _check_known("session_params", session, known)
 
 
 def _batch_size(obj: Any) -> int | None:
     """The number of requests of a batch, None for a request that is no batch."""
-    if obj.text is not None:
-        texts = obj.text if isinstance(obj.text, list) else [obj.text]
-        for text in texts:
-            if not isinstance(text, str):
-                raise ValueError(f"text: {_short(obj.text)}; a string, or a list of strings")
-        return len(texts) if isinstance(obj.text, list) else None
-    if obj.input_ids is not None:
-        ids = obj.input_ids
+    text, ids, embeds = obj.text, obj.input_ids, obj.input_embeds
+    if text is not None:
+        texts = text if isinstance(text, list) else [text]
+        are_strings = all(isinstance(one, str) for one in texts)
+        _require(are_strings, "text", text, "a string, or a list of strings")
+        return len(texts) if isinstance(text, list) else None
+    if ids is not None:
         return None if len(ids) == 0 or isinstance(ids[0], int) else len(ids)
-    if obj.input_embeds is None:
+    if embeds is None:
         return None
-    embeds = obj.input_embeds
-    if not embeds or not embeds[0]:
-        raise ValueError(f"input_embeds: {_short(embeds)}; an embedding for at least 1 token")
+    has_one = bool(embeds and embeds[0])
+    _require(has_one, "input_embeds", embeds, "an embedding for at least 1 token")
     return None if isinstance(embeds[0][0], float) else len(embeds)
 
 
 def _check_one_each(name: str, value: Any, size: int | None) -> None:
-    if not isinstance(value, list):
-        return
-    if size is None:
-        raise ValueError(f"{name}: {_short(value)}; one request takes one value, no list")
-    if len(value) != size:
-        raise ValueError(f"{name}: a list of {len(value)} for a batch of {size}; one value each")
-
-
-def _check_choices(params: Mapping[str, Any]) -> None:
-    n = params.get("n", 1)
-    if not _is_int(n) or not 1 <= n <= MAX_CHOICES:
-        raise ValueError(f"sampling_params.n: {_short(n)}; an integer from 1 to {MAX_CHOICES}")
-
-
-def _check_overrides(overrides: Any, size: int | None) -> None:
-    each = overrides if isinstance(overrides, list) else [overrides]
-    for one in each:
-        if one is not None and not isinstance(one, PositionalEmbeds):
-            raise ValueError(
-                f"positional_embed_overrides: {_short(overrides)}; a PositionalEmbeds of "
-                "sglang.srt.managers.embed_types, which HTTP cannot send"
-            )
-    _check_one_each("positional_embed_overrides", overrides, size)
-
-
-def _check_unrepeated(obj: Any, size: int | None, choices: int) -> None:
-    for name in UNREPEATED:
-        value = getattr(obj, name)
-        if value is None:
-            continue
-        if choices > 1:
-            raise ValueError(
-                f"{name}: {_short(value)}; not with sampling_params.n, {choices}, above 1"
-            )
-        if size is not None and not isinstance(value, list):
-            raise ValueError(f"{name}: {_short(value)}; a list of one value for each of {size}")
-
-
-def _check_session(params: Any) -> None:
-    if params is None:
-        return
-    known = io_struct.SessionParams.__struct_fields__
-    if not isinstance(params, dict):
-        raise ValueError(f"session_params: {_short(params)}; an object with any of {known}")
-    _check_known("session_params", params, known)
+    if isinstance(value, list):
+        _require(size is not None, name, value, "one request takes one value, no list")
+        _require(len(value) == size, name, value, f"a list of {len(value)} for a batch of {size}")
 
 
 def _check_known(what: str, given: Iterable[str], known: tuple[str, ...]) -> None:
@@ -207,102 +194,86 @@ def _check_known(what: str, given: Iterable[str], known: tuple[str, ...]) -> Non
             raise ValueError(f"{what}.{name}: unknown; it takes {', '.join(known)}")
 
 
+# -- a single request, tokenized -------------------------------------------------------------------
+
+
 def _check_tokens(obj: Any, input_ids: Any, vocab_size: int) -> None:
     """Raise ValueError unless there are tokens, all of the vocabulary."""
     if input_ids is None:
         return
     session = getattr(obj, "session_params", None)
-    history = isinstance(session, dict) and bool(session.get("id"))
-    if len(input_ids) == 0 and not history and obj.input_embeds is None:
-        field = "input_ids (prompt)" if obj.text is None else "text (prompt)"
-        given = [] if obj.text is None else obj.text
-        raise ValueError(f"{field}: {_short(given)} has no tokens; a prompt needs at least 1")
+    has_history = isinstance(session, dict) and bool(session.get("id"))
+    field, given = ("input_ids", input_ids) if obj.text is None else ("text", obj.text)
+    has_prompt = len(input_ids) > 0 or has_history or obj.input_embeds is not None
+    _require(has_prompt, f"{field} (prompt)", given, "no tokens; a prompt needs at least 1")
+    required = f"token ids are integers from 0 to {vocab_size - 1}"
     try:
         tokens = array("q", input_ids)
     except (TypeError, OverflowError) as error:
-        raise ValueError(
-            f"input_ids (prompt): {error}; token ids are integers from 0 to {vocab_size - 1}"
-        ) from error
+        raise ValueError(f"input_ids (prompt): {error}; {required}") from error
     values = np.frombuffer(tokens, dtype=np.int64)
     outside = np.flatnonzero((values < 0) | (values >= vocab_size))
     if len(outside):
         place = int(outside[0])
-        raise ValueError(
-            f"input_ids (prompt): token {place} is {tokens[place]}; token ids are integers from 0 "
-            f"to {vocab_size - 1}, the vocabulary of {vocab_size}"
-        )
+        raise ValueError(f"input_ids (prompt): token {place} is {tokens[place]}; {required}")
 
 
 def _check_logprobs(obj: Any, vocab_size: int) -> None:
-    top = obj.top_logprobs_num
-    if not _is_int(top) or not 0 <= top <= vocab_size:
-        raise ValueError(
-            f"top_logprobs_num (logprobs, top_logprobs): {_short(top)}; an integer from 0 to "
-            f"{vocab_size}, the vocabulary's size"
-        )
-    start = obj.logprob_start_len
-    if not _is_int(start) or (obj.return_logprob and start < -1):
-        raise ValueError(
-            f"logprob_start_len: {_short(start)}; an integer from 0 to the prompt's length, or -1 "
-            "for the output only"
-        )
+    top, start = obj.top_logprobs_num, obj.logprob_start_len
+    _require(
+        _is_int(top) and 0 <= top <= vocab_size,
+        "top_logprobs_num (logprobs, top_logprobs)", top,
+        f"an integer from 0 to {vocab_size}, the vocabulary's size",
+    )  # fmt: skip
+    _require(
+        _is_int(start) and (start >= -1 or not obj.return_logprob),
+        "logprob_start_len", start,
+        "an integer from 0 to the prompt's length, or -1 for the output only",
+    )  # fmt: skip
 
 
 def _check_positions(name: str, positions: Any, tokens: int) -> None:
     """Raise ValueError unless these are places in a prompt of so many tokens."""
-    if positions is None:
-        return
-    are_inside = isinstance(positions, list) and all(
-        _is_int(position) and 0 <= position < tokens for position in positions
+    are_inside = positions is None or (
+        isinstance(positions, list)
+        and bool(positions)
+        and all(_is_int(position) and 0 <= position < tokens for position in positions)
     )
-    if not (are_inside and positions):
-        raise ValueError(
-            f"{name}: {_short(positions)}; a list of positions in the prompt, 0 to {tokens - 1}"
-        )
+    required = f"a list of positions in the prompt, 0 to {tokens - 1}"
+    _require(are_inside, name, positions, required)
 
 
 def _check_sampling(params: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that SGLang does not check, or checks with another error."""
     _check_known("sampling_params", params, SamplingParams.__struct_fields__)
+    given = {name: value for name, value in params.items() if value is not None}
     kinds = _sampling_kinds()
-    for name, value in params.items():
-        if value is not None and name not in ("stop_token_ids", "watermark"):
+    for name, value in given.items():
+        if name not in ("stop_token_ids", "watermark"):
             _check_kind(f"sampling_params.{name}", value, kinds[name])
-    for token in params.get("stop_token_ids") or ():
+    for token in given.get("stop_token_ids") or ():
         if token is not None:
             _check_kind("sampling_params.stop_token_ids", token, int)
-    top_k = params.get("top_k")
-    if top_k is not None and top_k > INT32_MAX:
-        raise ValueError(
-            f"sampling_params.top_k: {top_k}; an integer from 1 to {INT32_MAX}, or -1 for all"
-        )
-    for name in ("temperature", "repetition_penalty"):
-        _check_float32(name, params.get(name))
-    penalty = params.get("repetition_penalty")
-    if penalty is not None and 0 < penalty < FLOAT32_TINY:
-        raise ValueError(
-            f"sampling_params.repetition_penalty: {penalty}; from {FLOAT32_TINY:.3g} to 2"
-        )
-    for token, bias in (params.get("logit_bias") or {}).items():
-        _check_float32(f"logit_bias[{token}]", bias)
-    _check_stop_regex(params.get("stop_regex"))
-
-
-def _check_float32(name: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and abs(value) <= FLOAT32_MAX):
-        raise ValueError(
-            f"sampling_params.{name}: {value}; a finite number, at most {FLOAT32_MAX:.3g}"
-        )
-
-
-def _check_stop_regex(patterns: str | list[str] | None) -> None:
-    for pattern in [patterns] if isinstance(patterns, str) else patterns or ():
+    top_k, penalty = given.get("top_k", 1), given.get("repetition_penalty", 1)
+    required = f"an integer from 1 to {INT32_MAX}, or -1 for all"
+    _require(top_k <= INT32_MAX, "sampling_params.top_k", top_k, required)
+    _require(
+        not 0 < penalty < FLOAT32_TINY,
+        "sampling_params.repetition_penalty", penalty, f"from {FLOAT32_TINY:.3g} to 2",
+    )  # fmt: skip
+    floats = {"temperature": given.get("temperature", 1), "repetition_penalty": penalty}
+    biases = given.get("logit_bias", {}).items()
+    for name, value in {**floats, **{f"logit_bias[{k}]": v for k, v in biases}}.items():
+        fits = math.isfinite(value) and abs(value) <= FLOAT32_MAX
+        required = f"a finite number, at most {FLOAT32_MAX:.3g}"
+        _require(fits, f"sampling_params.{name}", value, required)
+    patterns = given.get("stop_regex", [])
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"sampling_params.stop_regex: {_short(pattern)} is no regular expression: {error}"
-            ) from error
+            required = f"no regular expression: {error}"
+            _require(False, "sampling_params.stop_regex", pattern, required)
 
 
 def _check_encoding(tokenized: Any) -> None:
@@ -318,8 +289,9 @@ def _check_encoding(tokenized: Any) -> None:
         msgpack_decode_explained(io_struct.msgpack_encode(small))
     except (MsgpackDecodeError, TypeError, OverflowError) as error:
         field = re.search(r"\$\.(\w+)", str(error))
-        given = f"{field[1]}: {_short(getattr(tokenized, field[1]))}; " if field else ""
-        raise ValueError(f"{given}{error}") from error
+        if field is None:
+            raise ValueError(str(error)) from error
+        _require(False, field[1], getattr(tokenized, field[1]), str(error))
 
 
 @functools.cache
@@ -338,13 +310,4 @@ def _check_kind(name: str, value: Any, kind: Any) -> None:
     try:
         _decoder(kind).decode(msgspec.msgpack.encode(value, enc_hook=enc_hook))
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise ValueError(f"{name}: {_short(value)}; {error}") from error
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _short(value: Any) -> str:
-    """The value as in Python, cut to what fits a message."""
-    return reprlib.repr(value)
+        _require(False, name, value, str(error))

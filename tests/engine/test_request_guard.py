@@ -127,13 +127,13 @@ ENGINE = {
     "max_total_tokens": 8192,
 }
 MESSAGES = {
-    "no tokens": "has no tokens; a prompt needs at least 1",
-    "no tokens in a batch": "has no tokens; a prompt needs at least 1",
+    "no tokens": "no tokens; a prompt needs at least 1",
+    "no tokens in a batch": "no tokens; a prompt needs at least 1",
     "token above": "token 1 is 1024; token ids are integers from 0 to 1023",
     "top_k": f"top_k: {2**40}; an integer from 1 to {2**31 - 1}",
     "type": "max_new_tokens: 2.5; Expected `int | null`",
     "top logprobs": "2000; an integer from 0 to 1024",
-    "list": "sampling_params: a list of 1 for a batch of 2",
+    "list": "a list of 1 for a batch of 2",
     "streamed": f"top_k: {2**40}; an integer from 1 to {2**31 - 1}",
 }
 

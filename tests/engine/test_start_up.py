@@ -55,10 +55,10 @@ def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
 
 
 BAD_FLAGS = {
-    r"--attention-backend: 'fa3' cannot run on a plain CPU; 'torch_native' can": [
+    r"--attention-backend: 'fa3'; cannot run on a plain CPU; give 'torch_native' for each": [
         *("--attention-backend", "fa3", "--device", "cpu")
     ],
-    r"--lora-backend: 'triton' cannot run on a plain CPU; 'torch_native' can": [
+    r"--lora-backend: 'triton'; cannot run on a plain CPU; 'torch_native' can": [
         *("--enable-lora", "--lora-backend", "triton")
     ],
 }

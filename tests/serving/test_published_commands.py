@@ -51,10 +51,10 @@ def test_a_backend_of_another_machine_is_refused_by_name(
     name: str, resolve: Any, folders: Any
 ) -> None:
     argv = local(flags(PUBLISHED[name]), folders)
-    asked = [f"{flag}: {argv[argv.index(flag) + 1]!r}" for flag in BACKENDS if flag in argv]
     with pytest.raises(ConfigError, match=r"cannot run on a plain CPU") as refusal:
         resolve(argv)
-    assert str(refusal.value) == f"{', '.join(asked)} cannot run on a plain CPU; 'torch_native' can"
+    asked = argv[argv.index(BACKENDS[0]) + 1]
+    assert (refusal.value.field, refusal.value.value) == (BACKENDS[0], asked)
 
 
 @needs_plain_cpu
@@ -71,9 +71,9 @@ def test_no_other_backend_flag_slips_through(
 ) -> None:
     """One line, as every ConfigError (tests/serving/test_refusal.py)."""
     argv = on_this_machine(local(flags(LINE), folders))
-    message = f"^{flag}: '{name}' cannot run on a plain CPU; 'torch_native' can$"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError) as refusal:
         resolve([*argv, flag, name])
+    assert (refusal.value.field, refusal.value.value) == (flag, name)
 
 
 @needs_plain_cpu
@@ -150,28 +150,3 @@ def test_a_draft_without_the_algorithm_is_warned_of(resolve: Any, folders: Any, 
     resolve(argv[:at] + argv[at + 2 :])
     warned = [line for line in capfd.readouterr().err.splitlines() if "has no effect with" in line]
     assert len(warned) == 1 and "add --speculative-algorithm DFLASH" in warned[0]
-
-
-def test_the_plan_stream_is_still_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.speculative.dflash_info_v2 import _get_overlap_plan_stream
-
-    assert _get_overlap_plan_stream("cpu")[0] is None
-    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
-    assert _get_overlap_plan_stream("cpu")[0] is not None
-
-
-@needs_plain_cpu
-def test_a_longer_context_still_needs_its_variable(
-    resolve: Any, folders: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    argv = [
-        *on_this_machine(local(flags(PUBLISHED["qwen3.5-35b-a3b"]), folders)),
-        "--context-length",
-        "10000",
-    ]
-    for name in ("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_IS_IN_CI", "GITHUB_ACTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match="SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1"):
-        resolve(argv)
-    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    resolve(argv)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.recurrent import gated_delta as gdn
-from sglang_dflash.platform_cpu.gdn_ops.arguments import real_rows, refuse
+from sglang_dflash.platform_cpu.gdn_ops import real_rows, refuse
 
 
 def causal_conv1d_fn(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.recurrent import gated_delta as gdn
 from sglang_dflash.drafting.recurrent import replay
-from sglang_dflash.platform_cpu.gdn_ops.arguments import real_rows, refuse
+from sglang_dflash.platform_cpu.gdn_ops import real_rows, refuse
 
 
 def fused_gdn_gating(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from sglang_dflash.drafting.recurrent import gated_delta as gdn
-from sglang_dflash.platform_cpu.gdn_ops.arguments import refuse
+from sglang_dflash.platform_cpu.gdn_ops import refuse
 
 
 def fused_qkvzba_split_reshape_cat_contiguous(
