@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_dflash.bench.datasets import unseen_documents
+from experiments.texts import unseen_documents
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.facts.embedded import DemoPair
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.conversations import AT_A_TIME, Answers, branches, chats, texts
 from experiments.runner import Arms, Experiment, Progress, one_after_another, option
-from sglang_dflash.bench.server_config import FlagValue, demo_config
+from sglang_dflash.bench.server import FlagValue, demo_config
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair

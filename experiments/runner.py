@@ -23,9 +23,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.server_config import ServerConfig
-from sglang_dflash.bench.sigterm import sigterm_as_exit
+from sglang_dflash.bench.machine import hardware, progress_bar
+from sglang_dflash.bench.server import ServerConfig, sigterm_as_exit
 from sglang_dflash.facts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -179,8 +178,6 @@ def main(argv: Sequence[str]) -> int:
 
 def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
     """Run one experiment with its arguments; the exit status."""
-    from sglang_dflash.bench.hardware import hardware
-
     args = _parser(experiment).parse_args(argv)
     options = experiment.options(**{f.name: getattr(args, f.name) for f in _fields(experiment)})
     with _Stages() as progress:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.runner import Arms, Experiment, NoOptions, Progress, one_after_another
-from sglang_dflash.bench.server_config import FlagValue, ServerConfig, demo_config
+from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
 from sglang_dflash.facts.embedded import demo_pair
 
 WINDOW, RUNNING, MEMORY_FRACTION = 512, 16, 0.2

@@ -15,9 +15,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from experiments import texts
 from experiments.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
-from sglang_dflash.bench.prompt import Prompt
-from sglang_dflash.bench.server_config import FlagValue, demo_config
+from sglang_dflash.bench.datasets import Prompt, encoder
+from sglang_dflash.bench.server import FlagValue, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.facts.embedded import demo_pair
@@ -45,7 +46,7 @@ REQUESTS = 32
 
 
 class Point(NamedTuple):
-    """A pair, a data set of `sglang-dflash bench`, and the number of requests at a time."""
+    """A pair, a data set (`texts.load`), and the number of requests at a time."""
 
     pair: str
     dataset: str
@@ -177,11 +178,9 @@ def workload(arms: Arms, options: Options, progress: Progress) -> dict[Point, Me
 
 def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Progress) -> Measured:
     from sglang_dflash.bench import load
-    from sglang_dflash.bench.datasets import default_cache
-    from sglang_dflash.bench.datasets import load as prompts_of
 
     count = PROMPTS_OF_SET.get(point.dataset, PROMPTS[point.concurrency])
-    prompts = prompts_of(point.dataset, rounds * count, model=point.pair, cache=default_cache())
+    prompts = texts.load(point.dataset, rounds * count, point.pair)
     endpoints = {name: load.SGLang(server.url) for name, server in servers.items()}
     spread = SPREAD if point.concurrency >= MANY else 0
     full, warm = asking(point.pair, NEW_TOKENS, spread), asking(point.pair, WARM_TOKENS)
@@ -210,9 +209,7 @@ def asking(
     kind: str, tokens: int, spread: int = 0
 ) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
     """Asks for `tokens` new tokens, or for `spread` less or more: the same for the same prompt."""
-    from sglang_dflash.bench.prompt import encoder
-
-    encode = encoder(str(demo_pair(kind).target), None)
+    encode = encoder(str(demo_pair(kind).target))
 
     def ask(to: Endpoint, prompt: Prompt, answers: list[str]) -> Answer:
         ids = encode(prompt, answers)
@@ -271,9 +268,9 @@ def answer_ids(one: Pass) -> list[tuple[int, ...] | None]:
 
 
 def step_ms(passes: Sequence[Pass]) -> float:
-    """Median time between two tokens of a request, in milliseconds."""
-    gaps = [gap for one in passes for turns in one.answers for a in turns for gap in a.gaps_s]
-    return 1000 * statistics.median(gaps)
+    """Median over answers of the mean time between two tokens, in milliseconds."""
+    answers = (answer for one in passes for turns in one.answers for answer in turns)
+    return 1000 * statistics.median(answer.per_token_s or 0.0 for answer in answers)
 
 
 def ratio(speeds: Sequence[float], base: Sequence[float]) -> dict[str, float]:

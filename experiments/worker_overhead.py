@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments import measure
 from experiments.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
-from sglang_dflash.bench.server_config import FlagValue, ServerConfig, demo_config
+from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError

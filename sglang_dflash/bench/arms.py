@@ -6,22 +6,24 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from sglang_dflash.bench.load import Endpoint, SGLang, endpoint
-from sglang_dflash.bench.server import Server, together
-from sglang_dflash.bench.server_config import FlagValue, ServerConfig, demo_config, dflash_flags
-from sglang_dflash.bench.settings import BLOCK_ARMS, BenchSettings, check_block
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.bench.server import (
+    FlagValue,
+    Server,
+    ServerConfig,
+    demo_config,
+    dflash_flags,
+    together,
+)
+from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.errors import ConfigError
 
-_SIMULATION = "SGLANG_SIMULATE_ACC_"
+SIMULATED_LENGTH = "SGLANG_SIMULATE_ACC_LEN"
 # Share of the memory that servers side by side take together for weights and KV; the rest is for
 # other processes.
 MEMORY_SHARED = 0.6
-# KV tokens of a request of the data set "unseen-long": the document and its answer, with room.
-LONG_TOKENS = 9216
 
 # Arm -> the server to start, or the URL of one that runs.
 Arms = dict[str, ServerConfig | str]
@@ -31,56 +33,46 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     """The arms in the order asked for; the others are compared with the first.
 
     Raises:
-        ConfigError: an arm cannot be served on this machine.
+        ConfigError: the environment simulates acceptance, or there is no such embedded pair.
     """
     if settings.base_url:
         return dict(settings.servers)
-    if "ngram" in settings.arms and not accelerator:
-        required = "needs SGLang's compiled kernels, which load on an accelerator only"
-        raise ConfigError("arms", "ngram", required)
+    if SIMULATED_LENGTH in os.environ:
+        required = "would reach every server unseen; unset it, and give {simulated_acceptance}"
+        raise ConfigError(SIMULATED_LENGTH, os.environ[SIMULATED_LENGTH], required)
+    names = settings.arms or ("ar", "dflash")
     if settings.embedded:
-        pair = demo_pair(settings.embedded)
-        target, draft = str(pair.target), str(pair.draft)
-    else:
-        target, draft = settings.target or "", settings.draft or ""
-    _check_simulation(settings, draft)
-    # Name -> kind, and the flags of its block size.
-    arms: dict[str, tuple[str, dict[str, FlagValue]]] = {}
-    for kind in settings.kinds:
-        for size in settings.block_size if kind in BLOCK_ARMS else ():
-            arms[f"{kind}@{size}"] = kind, {"--speculative-num-draft-tokens": size}
-        if not settings.block_size or kind not in BLOCK_ARMS:
-            arms[kind] = kind, {}
-    if settings.embedded:
+        draft = str(demo_pair(settings.embedded).draft)
         base = _embedded_server(settings)
     else:
-        base = _given_server(settings, target, accelerator, len(arms))
-    return {
-        name: _arm_server(settings, kind, base, draft).with_flags(block)
-        for name, (kind, block) in arms.items()
+        draft = settings.draft or ""
+        base = _given_server(settings, accelerator, len(names))
+    dflash = dflash_flags(draft)
+    flags: dict[str, dict[str, FlagValue]] = {
+        "ar": {},
+        "dflash": dflash,
+        "builtin": {**dflash, "--speculative-dflash-worker": "builtin"},
     }
-
-
-def _check_simulation(settings: BenchSettings, draft: str) -> None:
-    for name, value in os.environ.items():
-        if name.startswith(_SIMULATION):
-            required = "would reach every server unseen; unset it, and give {simulated_acceptance}"
-            raise ConfigError(name, value, required)
-    # Only its server fetches a draft from the hub; the report says if less was committed.
-    if settings.simulated_acceptance is None or settings.block_size or not Path(draft).is_dir():
-        return
-    try:
-        check_block(settings.simulated_acceptance, DraftConfig.from_pretrained(draft).block_size)
-    except UnsupportedDraft:
-        # The built-in worker serves it, and reads its block size itself.
-        return
+    simulated = {}
+    if settings.simulated_acceptance is not None:
+        simulated = {
+            SIMULATED_LENGTH: f"{settings.simulated_acceptance:g}",
+            "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+        }
+    return {
+        name: replace(
+            base.with_flags(flags[name]),
+            # The user's own flags come last and win.
+            extra_args=settings.server_flags,
+            env={} if name == "ar" else simulated,
+        )
+        for name in names
+    }
 
 
 def _embedded_server(settings: BenchSettings) -> ServerConfig:
     pair = demo_pair(settings.embedded or "")
-    config = demo_config(pair, dflash=False)
-    if "unseen-long" in settings.datasets:
-        config = config.with_flags({"--max-total-tokens": LONG_TOKENS * max(settings.levels)})
+    config = demo_config(pair, dflash=False).with_flags(_for_all(settings))
     if not pair.is_hybrid:
         return config
     # Twice the clients: with few free request slots SGLang admits no new request.
@@ -90,13 +82,12 @@ def _embedded_server(settings: BenchSettings) -> ServerConfig:
     )
 
 
-def _given_server(
-    settings: BenchSettings, target: str, accelerator: bool, arms: int
-) -> ServerConfig:
-    flags: dict[str, FlagValue] = {"--model-path": target}
+def _given_server(settings: BenchSettings, accelerator: bool, arms: int) -> ServerConfig:
+    flags: dict[str, FlagValue] = {"--model-path": settings.target or "", **_for_all(settings)}
     if not accelerator:
         flags["--sleep-on-idle"] = True
-    if settings.random_weights:
+    if settings.simulated_acceptance is not None:
+        # No answer means anything, so no weights are read.
         flags["--load-format"] = "dummy"
     if arms > 1 and not settings.in_turn:
         # By default each would take almost all of the memory.
@@ -104,46 +95,24 @@ def _given_server(
     return ServerConfig(flags)
 
 
-def _arm_server(settings: BenchSettings, kind: str, base: ServerConfig, draft: str) -> ServerConfig:
-    """The server of a kind of arm; the user's own flags come last and win."""
-    dflash = dflash_flags(draft)
-    by_kind: dict[str, dict[str, FlagValue]] = {
-        "ar": {},
-        "dflash": dflash,
-        "builtin": {**dflash, "--speculative-dflash-worker": "builtin"},
-        "ngram": {"--speculative-algorithm": "NGRAM"},
-    }
-    flags: dict[str, FlagValue] = {
-        "--dtype": settings.dtype,
-        # To stream the whole text with every step costs the slower arm more than the faster one.
-        "--incremental-streaming-output": True,
-    }
-    env = {}
-    if settings.simulated_acceptance is not None and kind in BLOCK_ARMS:
-        env[f"{_SIMULATION}LEN"] = f"{settings.simulated_acceptance:g}"
-        env[f"{_SIMULATION}TOKEN_MODE"] = "real-draft-token"
-    config = base.with_flags(flags | by_kind[kind])
-    return replace(config, extra_args=settings.server_flags, env=env)
+def _for_all(settings: BenchSettings) -> dict[str, FlagValue]:
+    # To stream the whole text with every step costs the slower arm more than the faster one.
+    return {"--dtype": settings.dtype, "--incremental-streaming-output": True}
 
 
 @contextmanager
-def opened(
-    arms: Arms, timeout_s: float = 1800, port: int | None = None
-) -> Iterator[dict[str, Endpoint]]:
+def opened(arms: Arms) -> Iterator[dict[str, Endpoint]]:
     """The arms' endpoints. Servers that are started here all run at once, until the end.
-
-    Args:
-        port: of the first server that is started, the next ones for the others; None for any.
 
     Raises:
         ServerFailed: a server does not start.
         RequestFailed: a running server does not answer.
     """
-    started: dict[str, Server] = {}
-    for name, server in arms.items():
-        if isinstance(server, ServerConfig):
-            at = None if port is None else port + len(started)
-            started[name] = Server(server, timeout_s=timeout_s, port=at)
+    started = {
+        name: Server(config, timeout_s=1800)
+        for name, config in arms.items()
+        if isinstance(config, ServerConfig)
+    }
     with together(started.values()):
         yield {
             name: endpoint(server) if isinstance(server, str) else SGLang(started[name].url)

@@ -1,25 +1,39 @@
-"""Prompts by data set: embedded, from this Python's library, made up, from a file, or from the
-hub."""
+"""Prompts by data set: embedded, from this Python's library, from a file, or from the hub; and how
+their turns become requests."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import inspect
 import json
 import os
 import random
-import string
-import sysconfig
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError, cut
+
+# What is sent: a text, token ids, or the messages of a chat.
+Input = str | list[int] | list[dict[str, str]]
+
+
+class Prompt(NamedTuple):
+    """A user's turns.
+
+    `chat`: whether they go through the chat template; otherwise they are one text to continue, to
+    which each later turn is added after the answer to the turn before.
+    """
+
+    turns: tuple[str, ...]
+    chat: bool
+
+
+# A prompt and the answers to its turns so far -> what is sent next.
+Encode = Callable[[Prompt, list[str]], Input]
 
 
 class HubSet(NamedTuple):
@@ -61,9 +75,7 @@ HUB = {
         lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))],
     ),
 }
-BUILT_IN = ("demo", "unseen", "unseen-long", "stdlib", "agents", "alternating", "random")
-# Their order is part of the workload.
-_ORDERED = ("agents", "alternating")
+BUILT_IN = ("demo", "unseen", "stdlib")
 NAMES = (*BUILT_IN, *HUB)
 # A count that no set reaches.
 ALL = 10**9
@@ -72,59 +84,28 @@ ALL = 10**9
 # launch/demo_training/data.py.
 HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
 _LEAST_LINES = 8
-# Bytes of a document of "unseen-long": 4,000 to 8,000 tokens of the `code` pair, which has 3.07
-# bytes per token on its held-out files.
-LONG_BYTES = (12_500, 24_500)
-AGENTS, TURNS, SHARED_TURNS = 16, 5, 2
-# A phase is this many requests: all easy, then all hard.
-PHASE = 4
-RANDOM_TEXTS, RANDOM_CHARACTERS = 64, 200
 
 
-def default_cache() -> Path:
-    """Folder of fetched data sets."""
-    from platformdirs import user_cache_path
+def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> list[Prompt]:
+    """`count` prompts of one of `NAMES`, the same ones for a seed; all of them if there are fewer.
 
-    return user_cache_path("sglang-dflash", appauthor=False) / "datasets"
-
-
-def check_name(name: str) -> None:
-    """Raise ConfigError, with near matches, if there is no such data set."""
-    if name in NAMES:
-        return
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), NAMES)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    required = f"{meant}choose from {', '.join(NAMES)}, or give {{dataset_file}}"
-    raise ConfigError("dataset", name, required)
-
-
-def load(name: str, count: int, *, model: str | None, cache: Path, seed: int = 0) -> list[Prompt]:
-    """`count` prompts of a set, the same ones for a seed; all of them if there are fewer.
+    Args:
+        model: the embedded pair whose texts are "demo"; None for "dense".
 
     Raises:
-        ConfigError: no such set, or it is not cached and cannot be fetched.
+        ConfigError: it is not cached and cannot be fetched.
     """
-    check_name(name)
-    built_in: dict[str, Callable[[], list[Prompt]]] = {
-        "demo": lambda: _texts(demo_pair(model or "dense").prompts),
-        "unseen": lambda: _texts(demo_pair("code").prompts),
-        "unseen-long": unseen_documents,
-        "stdlib": stdlib_functions,
-        "agents": lambda: agents([prompt.turns[0] for prompt in stdlib_functions()]),
-        "alternating": lambda: alternating(
-            _texts(demo_pair(model or "dense").prompts), stdlib_functions()
-        ),
-        "random": random_texts,
-    }
-    found = built_in[name]() if name in built_in else from_file(_cached(name, cache))
-    return found[:count] if name in _ORDERED else select(found, count, seed)
+    if name in HUB:
+        found = from_file(_cached(name))
+    elif name == "stdlib":
+        found = stdlib_functions()
+    else:
+        texts = demo_pair("code" if name == "unseen" else model or "dense").prompts
+        found = [Prompt((text,), chat=False) for text in texts]
+    return select(found, count, seed)
 
 
-def _texts(texts: Iterable[str]) -> list[Prompt]:
-    return [Prompt((text,), chat=False) for text in texts]
-
-
-def select(prompts: list[Prompt], count: int, seed: int = 0) -> list[Prompt]:
+def select(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
     """`count` of them, drawn with a seed, because sets are often ordered by kind."""
     return random.Random(seed).sample(prompts, min(count, len(prompts)))
 
@@ -146,64 +127,6 @@ def stdlib_functions() -> list[Prompt]:
     return list(dict.fromkeys(found))
 
 
-def unseen_documents() -> list[Prompt]:
-    """Long documents: the modules that were held out of the `code` pair's training, one after the
-    other in a fixed random order, cut at whole lines into pieces of `LONG_BYTES`."""
-    root, rng = Path(sysconfig.get_path("stdlib")), random.Random(0)
-    files = sorted({item["file"] for item in demo_pair("code").cut})
-    rng.shuffle(files)
-    found, lines, room = [], list[str](), rng.randrange(*LONG_BYTES)
-    for file in files:
-        for line in (root / file).read_text(encoding="utf-8").splitlines(keepends=True):
-            if len(line) > room:
-                found.append("".join(lines))
-                lines, room = [], rng.randrange(*LONG_BYTES)
-            lines.append(line)
-            room -= len(line)
-    return _texts(found)
-
-
-def agents(functions: Sequence[str]) -> list[Prompt]:
-    """Sessions that read and answer in turns. All begin with the same list of tools; two at a time
-    share their first turns and then go different ways. A turn's text is a tool's result.
-
-    Args:
-        functions: source texts, of which results are made. At least `AGENTS` of them.
-    """
-    rng = random.Random(0)
-    tools = [{"tool": name, "arguments": ["path"]} for name in ("read", "search", "edit", "run")]
-    header = "# tools\n" + "".join(f"{json.dumps(tool)}\n" for tool in tools)
-
-    def results(count: int) -> list[str]:
-        return [f"\n# result of read\n{text}" for text in rng.sample(functions, count)]
-
-    found = []
-    for _ in range(AGENTS // 2):
-        trunk = results(SHARED_TURNS)
-        for _ in range(2):
-            first, *rest = trunk + results(TURNS - SHARED_TURNS)
-            found.append(Prompt((header + first, *rest), chat=False))
-    return found
-
-
-def alternating(easy: Sequence[Prompt], hard: Sequence[Prompt]) -> list[Prompt]:
-    """`PHASE` prompts of one kind, then as many of the other, as long as there are any of both."""
-    found: list[Prompt] = []
-    for i in range(0, min(len(easy), len(hard)) - PHASE + 1, PHASE):
-        found += [*easy[i : i + PHASE], *hard[i : i + PHASE]]
-    return found
-
-
-def random_texts() -> list[Prompt]:
-    """Letters, digits and marks, drawn evenly."""
-    rng = random.Random(0)
-    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
-    return [
-        Prompt(("".join(rng.choices(letters, k=RANDOM_CHARACTERS)),), chat=False)
-        for _ in range(RANDOM_TEXTS)
-    ]
-
-
 def from_file(path: Path) -> list[Prompt]:
     """Prompts of a JSONL file.
 
@@ -215,10 +138,8 @@ def from_file(path: Path) -> list[Prompt]:
     """
     if not path.is_file():
         raise ConfigError("dataset_file", str(path), "there is no such file")
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            found.append(_parsed(line, number))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [_parsed(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError("dataset_file", str(path), "it holds no prompt")
     return found
@@ -227,23 +148,21 @@ def from_file(path: Path) -> list[Prompt]:
 def _parsed(line: str, number: int) -> Prompt:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
-        row = None
-    row = row if isinstance(row, dict) else {}
-    turns = row.get("turns", [row.get("prompt")])
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, str) and turn for turn in turns)
-    ):
-        required = '{"prompt": TEXT} or {"turns": [TEXT, ...]} in JSON is required'
-        raise ConfigError("dataset_file", line[:60], f"line {number}: {required}")
-    return Prompt(tuple(turns), chat="turns" in row)
+        turns = row["turns"] if "turns" in row else [row["prompt"]]
+        if isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns):
+            return Prompt(tuple(turns), chat="turns" in row)
+    except (ValueError, TypeError, KeyError):
+        pass
+    required = '{"prompt": TEXT} or {"turns": [TEXT, ...]} in JSON is required'
+    raise ConfigError("dataset_file", line[:60], f"line {number}: {required}")
 
 
-def _cached(name: str, cache: Path) -> Path:
-    """The set as JSONL in `cache`, fetched from the hub on first use."""
-    path, of = cache / f"{name}.jsonl", HUB[name]
+def _cached(name: str) -> Path:
+    """The set as JSONL in the user's cache, fetched from the hub on first use."""
+    from platformdirs import user_cache_path
+
+    cache, of = user_cache_path("sglang-dflash", appauthor=False) / "datasets", HUB[name]
+    path = cache / f"{name}.jsonl"
     if path.is_file():
         return path
     from datasets import load_dataset
@@ -265,3 +184,60 @@ def _cached(name: str, cache: Path) -> Path:
         raise ConfigError("dataset", name, required) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def messages(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
+    """A chat up to its next turn."""
+    found = []
+    for turn, answer in zip(prompt.turns, answers, strict=False):
+        found += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+    return [*found, {"role": "user", "content": prompt.turns[len(answers)]}]
+
+
+def continued(prompt: Prompt, answers: list[str]) -> str:
+    """The text of a prompt without chats, up to its next turn."""
+    before = "".join(turn + answer for turn, answer in zip(prompt.turns, answers, strict=False))
+    return before + prompt.turns[len(answers)]
+
+
+def encode_turn(
+    tokenizer: Any, prompt: Prompt, answers: list[str], thinking: str | None
+) -> list[int]:
+    """Token ids of the next turn of a prompt.
+
+    Args:
+        tokenizer: of Transformers.
+        thinking: what the chat template is told, "on" or "off"; None to leave it to the template.
+
+    Raises:
+        ConfigError: a chat, and the tokenizer has no chat template.
+    """
+    from sglang_dflash.transformers_loop.pair import chat_tokens
+
+    if not prompt.chat:
+        return tokenizer(continued(prompt, answers))["input_ids"]
+    asked = None if thinking is None else thinking == "on"
+    return chat_tokens(tokenizer, messages(prompt, answers), asked)
+
+
+def encoder(source: str | None, thinking: str | None = None) -> Encode:
+    """How prompts are sent: token ids by the tokenizer of `source`, so that all servers read the
+    same; texts and messages if no tokenizer is known.
+
+    Args:
+        source: a folder or a hub name.
+        thinking: as in `encode_turn`.
+
+    Raises:
+        ConfigError: there is no such tokenizer.
+    """
+    if source is None:
+        return lambda prompt, answers: (messages if prompt.chat else continued)(prompt, answers)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        required = f"it has no tokenizer that can be loaded ({cut(str(error))})"
+        raise ConfigError("target", source, required) from error
+    return lambda prompt, answers: encode_turn(tokenizer, prompt, answers, thinking)

@@ -25,12 +25,10 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from sglang_dflash.bench.hardware import hardware
 from sglang_dflash.bench.load import chunks
-from sglang_dflash.bench.server import Server, together
-from sglang_dflash.bench.server_config import demo_config
+from sglang_dflash.bench.machine import hardware
+from sglang_dflash.bench.server import Server, demo_config, sigterm_as_exit, together
 from sglang_dflash.bench.settings import BenchSettings
-from sglang_dflash.bench.sigterm import sigterm_as_exit
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair

@@ -54,12 +54,11 @@ def title(result: dict[str, Any]) -> list[str]:
     """The title, line by line. A simulated acceptance comes first, as in the report."""
     machine = result["hardware"]
     where = machine["accelerator"] or f"{machine['cores']} CPU cores"
-    subject = f"{result['model']} on {where}, {result['dtype']}, {machine['date']}"
     simulated = [] if result["simulated_acceptance"] is None else [result["outputs"]]
     return [
         *simulated,
-        f"Output throughput: {subject}; on the bars: ratio to "
-        f"{result['arms'][0]} (~: within noise) and range over rounds",
+        f"Output throughput: {result['model']} on {where}, {result['dtype']}, {machine['date']}; "
+        f"on the bars: ratio to {result['arms'][0]} (~: within noise) and range over rounds",
     ]
 
 
@@ -68,8 +67,8 @@ def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
     width = 0.8 / len(arms)
     for i, arm in enumerate(arms):
         by_level = {row["concurrency"]: row for row in rows if row["arm"] == arm}
-        at = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
         found = [by_level[level] for level in levels]
+        at = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
         rates = [one["output_tok_s"] for one in found]
         ranges = [
             [rate - one["output_tok_s_min"] for rate, one in zip(rates, found, strict=True)],

@@ -9,18 +9,18 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice, zip_longest
+from collections.abc import Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sglang_dflash.bench import datasets, load, report
-from sglang_dflash.bench.compare import WARM_UP_TOKENS
-from sglang_dflash.bench.load import OURS, VLLMS, Answer, Endpoint, Pass, RequestFailed
-from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.prompt import Prompt, encoder
+from sglang_dflash.bench.compare import WARM_UP_TOKENS, Ask, load_prompts
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.load import Endpoint, Pass, RequestFailed
+from sglang_dflash.bench.machine import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.command_line import add_flags, flag_names, given
 from sglang_dflash.facts.errors import ConfigError
@@ -31,7 +31,6 @@ SHARED = {
     "target": "--model",
     "dataset": "--dataset --dataset-name",
     "dataset_file": "--dataset-file",
-    "cache_dir": "--cache-dir",
     "num_prompts": "--num-prompts",
     "max_new_tokens": "--max-new-tokens",
     "temperature": "--temperature",
@@ -51,7 +50,6 @@ FOR_PAIRS = {
     "window": "--draft-sliding-window-size",
     "max_samples": "--max-samples",
     "dtype": "--dtype",
-    "device": "--device",
 }
 # Servers get the prompts over and over if there are fewer; a pair answers all by default.
 DEFAULTS: dict[str, Any] = {
@@ -110,28 +108,24 @@ def command_line() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="of the chat template, which is told not to think otherwise",
     )
-    add_flags(
-        parser.add_argument_group("for sglang and vllm"), BenchSettings, FOR_SERVERS, DEFAULTS
-    )
+    servers = parser.add_argument_group("for sglang and vllm")
+    add_flags(servers, BenchSettings, FOR_SERVERS, DEFAULTS)
     add_flags(parser.add_argument_group("for transformers"), BenchSettings, FOR_PAIRS)
     return parser
 
 
 def settings_of(given: Mapping[str, Any]) -> BenchSettings:
     """Raises ConfigError: a value is out of range, or two do not go together."""
-    # Of a repeated flag the last one counts.
-    last = {k: v[-1:] if isinstance(v, tuple) else v for k, v in given.items()}
     of_all = {"num_prompts": datasets.ALL} if given["backend"] == "transformers" else {}
-    settings = BenchSettings(**{**DEFAULTS, **of_all, **last})
+    settings = BenchSettings(**{**DEFAULTS, **of_all, **given})
     if not settings.dataset and settings.dataset_file is None:
         raise ConfigError("dataset", required="missing; give it or {dataset_file}")
-    if len(settings.levels) > 1:
-        raise ConfigError("concurrency", settings.concurrency, "one number is required")
+    for field, many in (("dataset", settings.dataset), ("concurrency", settings.levels)):
+        if len(many) > 1:
+            raise ConfigError(field, getattr(settings, field), "only one is measured at a time")
     if settings.backend == "transformers" and settings.draft is None:
         required = "missing; the draft of {target}, a folder or a hub name, is required"
         raise ConfigError("draft", required=required)
-    if not settings.url.startswith(("http://", "https://")):
-        raise ConfigError("url", settings.url, "http://HOST:PORT is required")
     return settings
 
 
@@ -144,36 +138,19 @@ def without_effect(settings: BenchSettings, given: Mapping[str, Any]) -> list[st
         if name in given
     ]
     if settings.thinking == "on" and set(settings.dataset) & set(datasets.BUILT_IN):
-        lines.append(
-            f"--enable-thinking has no effect on {source(settings)}: its prompts are texts to "
-            "continue, without a chat template"
-        )
-    low = (settings.target or "").lower()
-    if settings.thinking == "on" and any(name in low for name in ("qwen3-4b", "qwen3-8b")):
-        lines.append(
-            "--enable-thinking: the published drafts of Qwen3-4B and Qwen3-8B were not trained on "
-            f"thinking; expect short acceptance lengths for {settings.target}"
-        )
+        texts = "its prompts are texts to continue, without a chat template"
+        lines.append(f"--enable-thinking has no effect on {settings.dataset[0]}: {texts}")
     return lines
 
 
-def source(settings: BenchSettings) -> str:
-    """The data set's name, or its file's."""
-    return settings.dataset[0] if settings.dataset else Path(settings.dataset_file or "").stem
-
-
-def all_prompts(settings: BenchSettings) -> list[Prompt]:
-    """All prompts of the data set, in an order that depends on the seed only.
+def all_prompts(settings: BenchSettings) -> tuple[str, list[Prompt]]:
+    """The data set's name, or its file's, and its prompts in an order that the seed decides.
 
     Raises:
         ConfigError: the data set cannot be loaded.
     """
-    if settings.dataset_file is not None:
-        found = datasets.from_file(Path(settings.dataset_file))
-        return datasets.select(found, len(found), settings.seed)
-    name, cache = settings.dataset[0], settings.cache
-    # The two embedded pairs have the same prompts.
-    return datasets.load(name, datasets.ALL, model=None, cache=cache, seed=settings.seed)
+    (found,) = load_prompts(settings, datasets.ALL).items()
+    return found
 
 
 def write(settings: BenchSettings, result: dict[str, Any], answers: list[dict[str, Any]]) -> None:
@@ -183,17 +160,6 @@ def write(settings: BenchSettings, result: dict[str, Any], answers: list[dict[st
         Path(settings.output_file).write_text(text + "\n")
 
 
-def shares(counts: Sequence[int]) -> list[float]:
-    """Counts divided by their sum; zeros if that is zero."""
-    total = sum(counts) or 1
-    return [count / total for count in counts]
-
-
-def percent(shares: Sequence[float]) -> str:
-    """For reading, in the published form."""
-    return str([f"{100 * share:.1f}%" for share in shares])
-
-
 def measure_server(settings: BenchSettings) -> None:
     """Measure a running server, print, and write `output_file`.
 
@@ -201,87 +167,75 @@ def measure_server(settings: BenchSettings) -> None:
         ConfigError: the data set or the tokenizer is not available.
         RequestFailed: the server refused a request or broke off.
     """
-    count, concurrency = settings.num_prompts, settings.levels[0]
-    known = all_prompts(settings)
+    count, (concurrency,) = settings.num_prompts, settings.levels
+    name, known = all_prompts(settings)
     # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
     first = (Prompt(prompt.turns[:1], prompt.chat) for prompt in cycle(known))
     prompts = list(islice(first, concurrency + count))
-    texts, chats = _endpoints(settings)
+    to = _endpoint(settings)
     # vLLM applies its chat template itself; SGLang's own API takes token ids.
     tokenizer = settings.target if settings.backend == "sglang" else None
-    encode = encoder(tokenizer, settings.thinking)
+    encode = datasets.encoder(tokenizer, settings.thinking)
 
-    def asking(max_new_tokens: int) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
-        def ask(_: Endpoint, prompt: Prompt, answers: list[str]) -> Answer:
-            to = chats if prompt.chat else texts
-            return to.ask(encode(prompt, answers), max_new_tokens, False)
+    def asking(max_new_tokens: int) -> Ask:
+        return lambda to, prompt, answers: to.ask(encode(prompt, answers), max_new_tokens, False)
 
-        return ask
-
-    if not texts.flush():
+    if not to.flush():
         print("warning: the server's prefix cache could not be emptied", file=sys.stderr)
     if len(known) < len(prompts):
         print(
-            f"warning: {source(settings)} has {len(known)} prompts, which repeat; repeated ones "
-            "hit the server's prefix cache",
+            f"warning: {name} has {len(known)} prompts, which repeat; repeated ones hit the "
+            "server's prefix cache",
             file=sys.stderr,
         )
     few = min(WARM_UP_TOKENS, settings.max_new_tokens)
-    load.run(texts, prompts[:concurrency], concurrency, asking(few))
+    load.run(to, prompts[:concurrency], concurrency, asking(few))
     with progress_bar(count) as bar:
         ask = asking(settings.max_new_tokens)
-        done = load.run(texts, prompts[concurrency:], concurrency, ask, bar.update)
-    result = server_figures(settings, done)
+        done = load.run(to, prompts[concurrency:], concurrency, ask, bar.update)
+    result = server_figures(settings, name, done)
     print("\n".join(server_lines(result)))
     answers = [{"text": one.text, "tokens": one.tokens} for (one,) in done.answers]
     write(settings, result, answers)
 
 
-def _endpoints(settings: BenchSettings) -> tuple[Endpoint, Endpoint]:
-    """Where texts to continue are sent, and where chats are.
-
-    Raises RequestFailed if the server is of another kind than the backend.
-    """
-    sampling = load.Sampling(settings.temperature)
+def _endpoint(settings: BenchSettings) -> Endpoint:
+    """Raises RequestFailed if the server is of another kind than the backend."""
+    sampling: dict[str, float] = {"temperature": settings.temperature}
     if settings.temperature:
-        sampling = load.Sampling(
-            settings.temperature, settings.top_p, settings.top_k, settings.seed
-        )
+        seed = "sampling_seed" if settings.backend == "sglang" else "seed"
+        sampling |= {"top_p": settings.top_p, seed: settings.seed}
+        if settings.top_k is not None:
+            sampling["top_k"] = settings.top_k
     found = load.endpoint(settings.url)
-    if settings.backend == "sglang":
-        if not isinstance(found, load.SGLang):
-            raise RequestFailed(
-                f"{settings.url}: no SGLang server, but one of the OpenAI API; give --backend vllm"
-            )
-        to = load.SGLang(found.url, sampling, settings.timeout_s)
-        return to, to
-    server = found.url, settings.target or "", sampling, settings.timeout_s
-    return load.OpenAI(*server), load.OpenAIChat(*server, thinking=settings.thinking == "on")
+    if settings.backend == "vllm":
+        thinking = settings.thinking == "on"
+        model = settings.target or ""
+        return load.OpenAI(found.url, model, sampling, settings.timeout_s, thinking)
+    if not isinstance(found, load.SGLang):
+        raise RequestFailed(
+            f"{settings.url}: no SGLang server, but one of the OpenAI API; give --backend vllm"
+        )
+    return load.SGLang(found.url, sampling, settings.timeout_s)
 
 
-def server_figures(settings: BenchSettings, done: Pass) -> dict[str, Any]:
+def server_figures(settings: BenchSettings, dataset: str, done: Pass) -> dict[str, Any]:
     """The figures of a pass, by name. Times of single tokens and answers are in ms."""
     answers = [answer for turns in done.answers for answer in turns]
-    length = done.speculation.acceptance_length
     own = [one.tokens / one.verify_steps for one in answers if one.verify_steps]
-    # Entry i: the verify steps that agreed with i drafted tokens, which commit i + 1.
-    agreed = list(map(sum, zip_longest(*(one.correct_drafts for one in answers), fillvalue=0)))
-    row = report.row([done])
     return {
         "backend": settings.backend,
         "model": settings.target,
-        "dataset": source(settings),
+        "dataset": dataset,
         "num_prompts": settings.num_prompts,
         "concurrency": settings.levels[0],
         "latency_s": done.seconds,
         "output_tokens": done.tokens,
         "output_tok_s": done.tokens / done.seconds,
-        "acceptance_length": length if done.definition == OURS else None,
-        VLLMS: length if done.definition == VLLMS else None,
+        "acceptance_length": done.speculation.acceptance_length,
         "spec_accept_length": float(np.mean(own)) if own else None,
         "verify_steps": done.speculation.steps,
-        "acceptance_length_histogram": [0.0, *shares(agreed)] if agreed else None,
-        **{key: row[key] for name in report.TIMES for key in report.percentile_keys(name)},
+        **report.percentiles(answers),
     }
 
 
@@ -296,30 +250,13 @@ def server_lines(result: dict[str, Any]) -> list[str]:
         f"Output tokens:    {result['output_tokens']}",
         f"Throughput:       {result['output_tok_s']:,.2f} tok/s",
     ]
-    for name, title, note in (
-        ("acceptance_length", "Accept length:    ", ""),
-        (
-            VLLMS,
-            "Accept length:    ",
-            " (vLLM's counters: tokens beyond the end of an answer are counted)",
-        ),
-        (
-            "spec_accept_length",
-            "SGLang's own:     ",
-            " (spec_accept_length, the mean over answers: the prefill's token is counted)",
-        ),
-    ):
-        if result[name] is not None:
-            lines.append(f"{title}{result[name]:.3f}{note}")
-    if result["verify_steps"]:
-        lines.append(f"Spec verify ct:   {result['verify_steps']}")
-    if result["acceptance_length_histogram"] is not None:
-        lines.append(
-            "Acceptance length histogram (as committed, by SGLang's count): "
-            + percent(result["acceptance_length_histogram"])
-        )
+    if result["acceptance_length"] is not None:
+        lines += [
+            f"Accept length:    {result['acceptance_length']:.3f}",
+            f"SGLang's own:     {result['spec_accept_length']:.3f} (spec_accept_length, the mean "
+            "over answers: the prefill's token is counted)",
+            f"Spec verify ct:   {result['verify_steps']}",
+        ]
     for name, title in report.TIMES.items():
-        shown = report.times(result, name)
-        if shown is not None:
-            lines.append(f"{title + ' p50/p95/p99:':<28} {shown}")
+        lines.append(f"{title} p50/p95/p99: {report.times(result, name)}")
     return [RULE, *lines, RULE]

@@ -16,12 +16,11 @@ from torch import distributed
 
 from sglang_dflash.bench import published
 from sglang_dflash.bench.compare import WARM_UP_TOKENS
-from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.prompt import Prompt, encode_turn
+from sglang_dflash.bench.datasets import Prompt, encode_turn
+from sglang_dflash.bench.machine import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop.generation import (
     Choose,
     Prefill,
@@ -64,26 +63,22 @@ def main(settings: BenchSettings) -> None:
     Raises:
         ConfigError: the data set or a model is not available, or the two models do not fit.
     """
-    rank, ranks = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
-    if "RANK" in os.environ:
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    name, known = published.all_prompts(settings)
+    prompts = known[: min(settings.num_prompts, settings.max_samples or len(known))]
+    measured, block_size = _measure(settings, rank, ranks, prompts)
+    everything: list[Any] = [measured]
+    if ranks > 1:
         # Ranks exchange objects, by gloo on any device.
         distributed.init_process_group(backend="gloo")
-    try:
-        known = _from_first(rank, lambda: published.all_prompts(settings))
-        prompts = known[: min(settings.num_prompts, settings.max_samples or len(known))]
-        measured, block_size = _measure(settings, rank, ranks, prompts)
-        everything: list[Any] = [measured]
-        if "RANK" in os.environ:
-            everything = [None] * ranks
-            distributed.gather_object(measured, everything if rank == 0 else None, dst=0)
-    finally:
-        if "RANK" in os.environ:
-            distributed.destroy_process_group()
+        everything = [None] * ranks
+        distributed.gather_object(measured, everything if rank == 0 else None, dst=0)
+        distributed.destroy_process_group()
     if rank:
         return
     found = [one for many in everything for one in many]
     found.sort(key=lambda one: (one.prompt, one.turn))
-    result = pair_figures(settings, ranks, block_size, found)
+    result = pair_figures(settings, name, ranks, block_size, found)
     print("\n".join(pair_lines(result)))
     answers = [
         {"prompt": one.prompt, "turn": one.turn, "tokens": one.tokens, "text": one.text}
@@ -92,32 +87,12 @@ def main(settings: BenchSettings) -> None:
     published.write(settings, result, answers)
 
 
-def _from_first(rank: int, make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on all ranks. Raises its ConfigError on all of them."""
-    if "RANK" not in os.environ:
-        return make()
-    shared: list[Any] = [None]
-    if rank == 0:
-        try:
-            shared = [make()]
-        except ConfigError as error:
-            # The other ranks wait for an answer.
-            shared = [error]
-    distributed.broadcast_object_list(shared, src=0)
-    if isinstance(shared[0], ConfigError):
-        raise shared[0]
-    return shared[0]
-
-
 def _measure(
     settings: BenchSettings, rank: int, ranks: int, prompts: list[Prompt]
 ) -> tuple[list[Measured], int]:
     """This rank's answers, and the block size."""
-    block_size = settings.block_size[0] if settings.block_size else None
-    options = Options(block_size=block_size, window=settings.window)
-    device = settings.device
-    if device is None and torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    options = Options(block_size=settings.block_size, window=settings.window)
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     dtype = None if settings.dtype == "auto" else settings.dtype
     pair = load(settings.target or "", settings.draft or "", options, dtype, device)
     runner = PairRunner(settings, pair, options)
@@ -166,7 +141,7 @@ class PairRunner:
     def turn(self, index: int, prompt: Prompt, answers: list[str], limit: int) -> Measured:
         """The next turn of the prompt, in both ways."""
         pair, stops = self.pair, self.pair.stop_token_ids
-        ids = encode_turn(pair.tokenizer, prompt, answers, self.settings.thinking == "on")
+        ids = encode_turn(pair.tokenizer, prompt, answers, self.settings.thinking)
         start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.device))
 
         def plain() -> list[int]:
@@ -221,19 +196,20 @@ class PairRunner:
 
 
 def pair_figures(
-    settings: BenchSettings, ranks: int, block_size: int, measured: list[Measured]
+    settings: BenchSettings, dataset: str, ranks: int, block_size: int, measured: list[Measured]
 ) -> dict[str, Any]:
     """The figures of all answers, by name."""
     plain, dflash = ([getattr(one, at) for one in measured] for at in ("plain_s", "dflash_s"))
     speedups = [a / b for a, b in zip(plain, dflash, strict=True)]
     kept = [count for one in measured for count in one.committed]
     means = [float(np.mean(one.accepted)) for one in measured if one.accepted]
+    counts = np.bincount(np.array(kept, dtype=int), minlength=block_size + 1)
     same = [one.same for one in measured if one.same is not None]
     return {
         "backend": settings.backend,
         "model": settings.target,
         "draft_model": settings.draft,
-        "dataset": published.source(settings),
+        "dataset": dataset,
         "ranks": ranks,
         "answer_count": len(measured),
         "output_tokens": sum(len(one.tokens) for one in measured),
@@ -244,9 +220,7 @@ def pair_figures(
         "acceptance_length": VerifySteps(len(kept), sum(kept)).acceptance_length,
         "average_acceptance_length": float(np.mean(means)) if means else None,
         # The share of steps that kept 0, 1, ... tokens.
-        "acceptance_length_histogram": published.shares(
-            np.bincount(kept, minlength=block_size + 1).tolist()
-        ),
+        "acceptance_length_histogram": (counts / max(1, len(kept))).tolist(),
         "verify_steps": len(kept),
         "same_answers": sum(same) if same else None,
     }
@@ -261,12 +235,12 @@ def pair_lines(result: dict[str, Any]) -> list[str]:
         f"Decoding speedup: {result['speedup']:.2f} (of single answers: {low:.2f} to {high:.2f})",
     ]
     if result["acceptance_length"] is not None:
+        shares = [f"{100 * share:.1f}%" for share in result["acceptance_length_histogram"]]
         found += [
             f"Acceptance length: {result['acceptance_length']:.3f}",
             f"Average Acceptance length: {result['average_acceptance_length']:.3f} (z-lab's: the "
             "mean over answers of their means, with tokens beyond the end of an answer)",
-            "Acceptance length histogram: "
-            + published.percent(result["acceptance_length_histogram"]),
+            f"Acceptance length histogram: {shares}",
         ]
     if result["same_answers"] is not None:
         found.append(

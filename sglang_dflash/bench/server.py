@@ -1,4 +1,7 @@
-"""An SGLang server as our child process: started, waited for, and ended."""
+"""An SGLang server as our child process: configured, started, waited for, and ended.
+
+Loads without `requests` and SGLang: experiments run on bare machines too.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,80 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-import requests
+from sglang_dflash.facts.embedded import DemoPair
 
-from sglang_dflash.bench.server_config import LAUNCH_SERVER, ServerConfig
+LAUNCH_SERVER = "sglang.launch_server"
+
+# True is a flag without a value; a tuple is a flag with several.
+FlagValue = str | int | float | bool | tuple[str | int | float, ...]
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """One server to start. Two servers with equal configurations answer alike, so this is a key.
+
+    Attributes:
+        flags: flag -> value, in the order of the command line. True is a flag without a value.
+        extra_args: arguments that follow the flags as they are; of a repeated flag SGLang takes
+            the last.
+        env: environment variables on top of ours.
+        module: what `python -m` runs.
+    """
+
+    flags: Mapping[str, FlagValue] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    module: str = LAUNCH_SERVER
+
+    def __hash__(self) -> int:
+        parts = frozenset(self.flags.items()), frozenset(self.env.items())
+        return hash((*parts, self.extra_args, self.module))
+
+    def args(self) -> list[str]:
+        """The command line after `python -m MODULE`."""
+        rendered: list[str] = []
+        for name, value in self.flags.items():
+            rendered.append(name)
+            if value is not True:
+                values = value if isinstance(value, tuple) else (value,)
+                rendered += map(str, values)
+        return [*rendered, *self.extra_args]
+
+    def with_flags(self, flags: Mapping[str, FlagValue]) -> Self:
+        """The same server with these flags set; a flag that was set keeps its place."""
+        return replace(self, flags={**self.flags, **flags})
+
+    def without_flags(self, *names: str) -> Self:
+        """The same server without these flags."""
+        return replace(self, flags={k: v for k, v in self.flags.items() if k not in names})
+
+
+def dflash_flags(draft: str) -> dict[str, FlagValue]:
+    """Flags that make a server draft whole blocks with the checkpoint `draft`, in every step."""
+    return {
+        "--speculative-algorithm": "DFLASH",
+        "--speculative-draft-model-path": draft,
+        "--speculative-dflash-width": "fixed",
+    }
+
+
+def demo_config(pair: DemoPair, *, dflash: bool) -> ServerConfig:
+    """A server of an embedded pair: exact arithmetic, small pools, no busy waiting."""
+    flags: dict[str, FlagValue] = {
+        "--model-path": str(pair.target),
+        "--dtype": "float32",
+        "--max-total-tokens": 16384,
+        "--sleep-on-idle": True,
+    }
+    if pair.is_hybrid:
+        flags |= {"--max-mamba-cache-size": 96, "--max-running-requests": 16}
+    return ServerConfig(flags | dflash_flags(str(pair.draft)) if dflash else flags)
 
 
 class ServerFailed(RuntimeError):
@@ -40,54 +108,33 @@ def free_port() -> int:
     raise ServerFailed("no free port found between 20000 and 29999")
 
 
-def _check_free(port: int) -> None:
-    with socket.socket() as s:
-        # As the server binds it: connections of one that has just ended do not count.
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ServerFailed(
-                f"port {port} of 127.0.0.1 cannot be used ({error.strerror}); choose another"
-            ) from error
-
-
 class Server:
-    """A server on 127.0.0.1. As a context manager it ends the process it started.
+    """A server on a free port of 127.0.0.1. As a context manager it ends the process it started.
 
     Args:
         config: what to start; or a plain list of arguments, with `env` and `module` beside it.
         timeout_s: how long `wait` waits, in seconds.
         log: file that gets the server's output; a temporary one by default.
-        port: a free one by default.
-
-    Raises:
-        ServerFailed: the given port is taken.
     """
 
     def __init__(
         self,
         config: ServerConfig | Sequence[str],
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
         timeout_s: float = 300,
         log: Path | None = None,
         module: str = LAUNCH_SERVER,
-        port: int | None = None,
     ) -> None:
         if not isinstance(config, ServerConfig):
             config = ServerConfig(extra_args=tuple(config), env=env or {}, module=module)
-        elif env is not None or module != LAUNCH_SERVER:
-            raise TypeError("env and module: a ServerConfig holds its own")
-        self.config = config
-        if port is not None:
-            _check_free(port)
-        self.port = port or free_port()
+        self.config, self.timeout_s = config, timeout_s
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.args, self.timeout_s, self.module = config.args(), timeout_s, config.module
+        self.args, self.module = config.args(), config.module
         self.log = log or Path(tempfile.mkstemp(prefix="sglang-server-", suffix=".log")[1])
         self._env = {**os.environ, **config.env}
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self.start()
         try:
             self.wait()
@@ -97,21 +144,15 @@ class Server:
             raise
         return self
 
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def start(self) -> None:
         """Start the process; `wait` tells when it serves."""
-        command = [
-            sys.executable,
-            "-m",
-            self.module,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            *self.args,
-        ]
+        at = ["--host", "127.0.0.1", "--port", str(self.port)]
         # A session of its own, so that its children end with it.
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", self.module, *at, *self.args],
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -125,19 +166,19 @@ class Server:
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise ServerFailed(
-                    f"the server ended with status {self.process.returncode}:\n{self.log_tail()}"
+                    f"the server ended with status {self.process.returncode}:\n{self._log_tail()}"
                 )
             try:
                 # 200 only once the warm-up request has been answered.
-                healthy = requests.get(f"{self.url}/health", timeout=5).ok
-                if healthy and "ready to roll" in self.log.read_text(errors="replace"):
+                self._request("GET", "/health", timeout_s=5)
+                if "ready to roll" in self.log.read_text(errors="replace"):
                     return
-            except requests.RequestException:
+            except OSError:
                 pass
             time.sleep(0.5)
         self.stop()
         raise ServerFailed(
-            f"the server did not answer within {self.timeout_s:.0f} s:\n{self.log_tail()}"
+            f"the server did not answer within {self.timeout_s:.0f} s:\n{self._log_tail()}"
         )
 
     def stop(self) -> None:
@@ -158,16 +199,8 @@ class Server:
         except ProcessLookupError:
             return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def log_tail(self, lines: int = 25) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def _log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
 
     def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
         """POST /generate of a text or of token ids, with SGLang's sampling parameters.
@@ -176,19 +209,23 @@ class Server:
             requests.HTTPError: the server refused.
         """
         key = "text" if isinstance(prompt, str) else "input_ids"
-        response = requests.post(
-            f"{self.url}/generate", json={key: prompt, "sampling_params": sampling}, timeout=600
-        )
-        response.raise_for_status()
-        return response.json()
+        body = {key: prompt, "sampling_params": sampling}
+        return self._request("POST", "/generate", json=body).json()
 
     def info(self) -> dict[str, Any]:
         """GET /server_info."""
-        return requests.get(f"{self.url}/server_info", timeout=60).json()
+        return self._request("GET", "/server_info").json()
 
     def dflash(self) -> dict[str, Any]:
         """Our worker's report, from /server_info; empty if another worker serves."""
         return self.info()["internal_states"][0].get("dflash", {})
+
+    def _request(self, method: str, path: str, timeout_s: float = 600, **how: Any) -> Any:
+        import requests
+
+        response = requests.request(method, f"{self.url}{path}", timeout=timeout_s, **how)
+        response.raise_for_status()
+        return response
 
 
 @contextmanager
@@ -205,3 +242,14 @@ def together(servers: Iterable[Server]) -> Iterator[None]:
     finally:
         for server in started:
             server.stop()
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that servers end with this process as they do on Ctrl-C: they
+    have sessions of their own, which it does not reach. For the main thread only."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Self
 
-from sglang_dflash.bench.datasets import NAMES, check_name, default_cache
+from sglang_dflash.bench.datasets import NAMES
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.errors import ConfigError
 
-# Those that draft blocks: their block size can be chosen, and their acceptance simulated.
-BLOCK_ARMS = ("dflash", "builtin")
 # What is measured on an accelerator if nothing else is asked for. The fields' own defaults are for
 # two cores: the embedded dense pair in under ten minutes.
 ON_ACCELERATOR = {"concurrency": "1,8,16,32", "num_prompts": 128, "max_new_tokens": 1024}
@@ -31,11 +28,8 @@ class BenchSettings:
     arms: tuple[str, ...] = setting(
         (),
         "repeat for more (default: ar and dflash); ratios are to the first. ar is plain decoding, "
-        "builtin SGLang's own worker, ngram its n-gram drafts (on an accelerator)",
-        choices=("ar", *BLOCK_ARMS, "ngram"),
-    )
-    block_size: tuple[int, ...] = setting(
-        (), "tokens verified per step (default: the draft's); repeat for an arm per size"
+        "builtin SGLang's own worker",
+        choices=("ar", "dflash", "builtin"),
     )
     base_url: tuple[str, ...] = setting(
         (),
@@ -53,6 +47,7 @@ class BenchSettings:
         None, "a folder or a hub name; of a running server, whose tokenizer it uses"
     )
     draft: str | None = setting(None, "a folder or a hub name")
+    block_size: int | None = setting(None, "tokens verified per step (default: the draft's)")
     window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
 
     # What is asked.
@@ -60,20 +55,16 @@ class BenchSettings:
         (),
         f"{', '.join(NAMES)}; repeat for more (default: demo and stdlib; unseen for the code pair)",
         metavar="NAME",
+        choices=NAMES,
     )
     dataset_file: str | None = setting(
         None,
         'lines {"prompt": TEXT}, or {"turns": [TEXT, ...]} for the chat template',
         metavar="JSONL",
     )
-    cache_dir: str | None = setting(
-        None, "folder of fetched data sets (default: sglang-dflash/datasets in the user's cache)"
-    )
     num_prompts: int = setting(16, "measured prompts of a data set (default: {default})")
     max_samples: int | None = setting(None, "prompts at most (default: all)")
-    seed: int = setting(
-        0, "of the choice of prompts, times to send and sampling (default: {default})"
-    )
+    seed: int = setting(0, "of the choice of prompts and of sampling (default: {default})")
     thinking: str | None = setting(
         None,
         "pass this to the chat template (default: the template decides)",
@@ -81,22 +72,10 @@ class BenchSettings:
     )
 
     # How it is asked.
-    concurrency: str = setting(
-        "1,8,16",
-        "requests at a time (default: {default})",
-        metavar="N",
-    )
-    request_rate: float | None = setting(
-        None,
-        "send R requests per second, at random times (default: as soon as a client is free)",
-        metavar="R",
-    )
+    concurrency: str = setting("1,8,16", "requests at a time (default: {default})", metavar="N")
     rounds: int = setting(3, "passes per arm and concurrency (default: {default})")
     timeout_s: float = setting(3600, "of a request (default: {default})")
     max_new_tokens: int = setting(48, "per answer (default: {default})")
-    ignore_eos: bool | None = setting(
-        None, "generate past the end token (default: for plain texts, not for chats)"
-    )
     temperature: float = setting(0.0, "0 is greedy (default)")
     top_p: float = setting(1.0, "default: {default}")
     top_k: int | None = setting(None, "default: all tokens")
@@ -114,14 +93,8 @@ class BenchSettings:
         "only in float32 must all outputs be equal",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    device: str | None = setting(None, "as torch names it (default: a GPU per rank, or cpu)")
     in_turn: bool | None = setting(
         None, "one server after another (default: for given models on an accelerator)"
-    )
-    port: int | None = setting(
-        None,
-        "of the first server that is started here, the next ones for the others "
-        "(default: free ones)",
     )
     server_flags: tuple[str, ...] = ()
 
@@ -136,29 +109,20 @@ class BenchSettings:
         False,
         "also draw throughput.png in the folder of --out (needs matplotlib: sglang-dflash[bench])",
     )
-    json: bool = setting(False, "print the report as one JSON object, and nothing else")
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in self.dataset:
-            check_name(name)
-        positive = ("num_prompts", "max_samples", "max_new_tokens", "rounds")
-        for field in (*positive, "timeout_s", "request_rate", "top_k"):
+        for field in (
+            "num_prompts", "max_samples", "max_new_tokens", "rounds", "timeout_s", "top_k"
+        ):  # fmt: skip
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise ConfigError(field, value, "a positive number is required")
-        for size in self.block_size:
-            if size < 2:
-                raise ConfigError("block_size", size, "a block has at least 2 tokens")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             required = "0 (greedy) or a positive number is required"
             raise ConfigError("temperature", self.temperature, required)
         if not 0 < self.top_p <= 1:
             raise ConfigError("top_p", self.top_p, "a number above 0 and up to 1 is required")
-        if not 0 <= self.seed < 2**31:
-            raise ConfigError("seed", self.seed, "a number from 0 to 2**31 - 1 is required")
-        if self.port is not None and not 0 < self.port < 2**16:
-            raise ConfigError("port", self.port, "a number from 1 to 65535 is required")
         if self.dataset and self.dataset_file is not None:
             raise ConfigError("dataset_file", self.dataset_file, "give it or {dataset}, not both")
         _ = self.levels
@@ -170,28 +134,16 @@ class BenchSettings:
         Raises:
             ConfigError: a value is out of range, or two do not go together.
         """
-        values = dict(given)
-        if values.get("request_rate") == math.inf:
-            # SGLang's spelling of none.
-            del values["request_rate"]
-        large = accelerator and ("target" in values or "base_url" in values)
+        large = accelerator and ("target" in given or "base_url" in given)
+        values = {**(ON_ACCELERATOR if accelerator else {}), **given}
         if values.get("dtype", "auto") == "auto":
             # Large models are served in bfloat16; embedded pairs are here to be exact.
             values["dtype"] = "bfloat16" if large else "float32"
         # Two servers of one large model do not fit one accelerator.
         values.setdefault("in_turn", large and "base_url" not in values)
-        scale = dict(ON_ACCELERATOR if accelerator else {})
-        if "request_rate" in values:
-            # The arrivals limit the number of clients.
-            prompts = scale.get("num_prompts", cls.num_prompts)
-            scale["concurrency"] = str(values.get("num_prompts", prompts))
-        values = {**scale, **values}
         settings = cls(**values)
         _check_served(settings)
-        _check_simulation(settings)
-        # The end of random text means nothing: every arm answers at full length.
-        whole = settings.simulated_acceptance is not None
-        return replace(settings, ignore_eos=True) if whole else settings
+        return settings
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -204,11 +156,6 @@ class BenchSettings:
             required = "positive numbers are required, each once, as in 1,8,16,32"
             raise ConfigError("concurrency", self.concurrency, required)
         return found
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Ways of decoding on servers that are started here."""
-        return self.arms or ("ar", "dflash")
 
     @property
     def servers(self) -> dict[str, str]:
@@ -229,24 +176,6 @@ class BenchSettings:
             return ("unseen",)
         return ("demo", "stdlib") if self.embedded else ("stdlib",)
 
-    @property
-    def cache(self) -> Path:
-        """Folder of fetched data sets."""
-        return Path(self.cache_dir) if self.cache_dir else default_cache()
-
-    @property
-    def random_weights(self) -> bool:
-        """Whether servers read no weights: with simulated acceptance a given pair needs none."""
-        chosen = any(flag.partition("=")[0] == "--load-format" for flag in self.server_flags)
-        return self.simulated_acceptance is not None and self.embedded is None and not chosen
-
-
-def check_block(length: float, size: int) -> None:
-    """Raise ConfigError if a simulated acceptance `length` exceeds the block size."""
-    if length > size:
-        required = f"a verify step of block size {size} commits at most {size} tokens"
-        raise ConfigError("simulated_acceptance", length, required)
-
 
 def _check_served(settings: BenchSettings) -> None:
     """Whether it is clear what is compared."""
@@ -255,12 +184,15 @@ def _check_served(settings: BenchSettings) -> None:
         raise ConfigError("draft", settings.draft, required)
     if settings.pair is not None and settings.target is not None:
         raise ConfigError("pair", settings.pair, "give an embedded pair or {target}, not both")
-    for field, names in (("arms", settings.arms), ("block_size", settings.block_size)):
-        if len(set(names)) != len(names):
-            raise ConfigError(field, names, "give every one once")
+    length = settings.simulated_acceptance
+    if length is not None and not 1 <= length < math.inf:
+        required = "a verify step commits 1 token or more"
+        raise ConfigError("simulated_acceptance", length, required)
+    if len(set(settings.arms)) != len(settings.arms):
+        raise ConfigError("arms", settings.arms, "give every one once")
     if not settings.base_url:
         return
-    for field in ("arms", "block_size", "simulated_acceptance", "port", "server_flags"):
+    for field in ("arms", "simulated_acceptance", "server_flags"):
         value = getattr(settings, field)
         if value:
             required = "is for servers that are started here; with {base_url} none is"
@@ -272,23 +204,3 @@ def _check_served(settings: BenchSettings) -> None:
             raise ConfigError("base_url", one, required)
     if len(settings.servers) != len(settings.base_url):
         raise ConfigError("base_url", settings.base_url, "give every name once")
-
-
-def _check_simulation(settings: BenchSettings) -> None:
-    length = settings.simulated_acceptance
-    if length is None:
-        return
-    if not 1 <= length < math.inf:
-        required = "a verify step commits 1 token or more"
-        raise ConfigError("simulated_acceptance", length, required)
-    if settings.block_size:
-        check_block(length, min(settings.block_size))
-    if "ngram" in settings.arms:
-        required = "drafts trees, and SGLang simulates chains only; leave it out"
-        raise ConfigError("arms", "ngram", required)
-    if not set(settings.kinds) & set(BLOCK_ARMS):
-        required = "none of {arms} drafts; add dflash or builtin"
-        raise ConfigError("simulated_acceptance", length, required)
-    if settings.ignore_eos is False:
-        required = "an end means nothing with {simulated_acceptance}; leave it out"
-        raise ConfigError("ignore_eos", False, required)

@@ -17,24 +17,17 @@ NAMES = {
     "draft": "--draft",
     "dataset": "--dataset --dataset-name",
     "dataset_file": "--dataset-file",
-    "cache_dir": "--cache-dir",
     "concurrency": "--concurrency --max-concurrency",
-    "request_rate": "--request-rate",
     "seed": "--seed",
-    "block_size": "--block-size",
     "num_prompts": "--num-prompts",
     "max_new_tokens": "--max-new-tokens",
     "rounds": "--rounds",
     "thinking": "--thinking",
-    "ignore_eos": "--ignore-eos",
     "simulated_acceptance": "--simulated-acceptance",
     "dtype": "--dtype",
     "in_turn": "--in-turn",
-    "port": "--port",
     "out": "--out",
-    "output_file": "--output-file",
     "picture": "--picture",
-    "json": "--json",
 }
 
 
@@ -46,13 +39,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from sglang_dflash.bench import compare
-    from sglang_dflash.bench.gate import OutputsDiffer
     from sglang_dflash.bench.load import RequestFailed
-    from sglang_dflash.bench.server import ServerFailed
-    from sglang_dflash.bench.sigterm import sigterm_as_exit
+    from sglang_dflash.bench.server import ServerFailed, sigterm_as_exit
 
     try:
         with sigterm_as_exit():
             compare.main(given(args, BenchSettings))
-    except (OutputsDiffer, RequestFailed, ServerFailed) as error:
+    except (compare.OutputsDiffer, RequestFailed, ServerFailed) as error:
         raise Failed(str(error)) from error

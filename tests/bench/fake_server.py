@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
-from sglang_dflash.bench.server_config import ServerConfig
+from sglang_dflash.bench.server import ServerConfig
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
@@ -27,10 +27,9 @@ def echo(prompt: Any) -> list[str]:
 class FakeServer(ThreadingHTTPServer):
     """A context manager. `log` gets the name and request of every completion.
 
-    As OpenAI it counts one draft, and two accepted tokens, per answer in /metrics, from two engines
-    in turns; as SGLang a piece is a token, and it counts a verify step for every three if it
-    `speculates`, of which so many per answer are `undrafted`. `delay_s` passes before the first
-    piece, and `piece_s` between pieces.
+    As SGLang a piece is a token, and it counts a verify step for every three if it `speculates`, of
+    which so many per answer are `undrafted`. `delay_s` passes before the first piece, and `piece_s`
+    between pieces.
     """
 
     daemon_threads = True
@@ -74,9 +73,9 @@ class Started(FakeServer):
 
     made: ClassVar[list[Started]] = []
 
-    def __init__(self, config: ServerConfig, timeout_s: float, port: int | None) -> None:
+    def __init__(self, config: ServerConfig, timeout_s: float) -> None:
         del timeout_s
-        self.config, self.asked, self.asked_port = config, list[Any](), port
+        self.config, self.asked = config, list[Any]()
         drafts = "--speculative-algorithm" in config.flags
         super().__init__(
             "",
@@ -117,27 +116,9 @@ class Handler(BaseHTTPRequestHandler):
         known = {
             "/server_info": json.dumps(states) if self.server.sglang else None,
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),
-            "/metrics": self._metrics(),
         }
         found = known.get(self.path)
         self._send(404 if found is None else 200, found or "no such page")
-
-    def _metrics(self) -> str:
-        """As vLLM 0.11 prints them, with the gauges that prometheus_client adds."""
-        per_answer = {"drafts": 1, "draft_tokens": 7, "accepted_tokens": 2}
-        lines = []
-        for name, count in per_answer.items():
-            full = f"vllm:spec_decode_num_{name}"
-            lines += [f"# HELP {full}_total Number of {name}.", f"# TYPE {full}_total counter"]
-            for engine in (0, 1):
-                answered = (self.server.answered + 1 - engine) // 2
-                lines.append(
-                    f'{full}_total{{engine="{engine}",model_name="a b"}} {count * answered}.0'
-                )
-            lines += [f"# TYPE {full}_created gauge", f'{full}_created{{engine="0"}} 1.7e+09']
-        per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-        lines += [f"# TYPE {per_position} counter", f'{per_position}{{position="0"}} 9.0']
-        return "\n".join([*lines, ""])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "null")
@@ -181,13 +162,8 @@ class Handler(BaseHTTPRequestHandler):
         ids = [sum(map(ord, piece)) for piece in sent]
         meta: dict[str, Any] = {"completion_tokens": i + 1}
         steps = (i + 2) // 3
-        if self.server.speculates and steps:
-            # All steps but the last commit three tokens; the prefill's token comes first.
-            last = i - 3 * (steps - 1)
-            correct = [0, 0, 0]
-            correct[2] += steps - 1
-            correct[last - 1] += 1
-            meta |= {"spec_verify_ct": steps, "spec_correct_drafts_histogram": correct}
+        if self.server.speculates:
+            meta["spec_verify_ct"] = steps
         return {"text": "".join(sent), "output_ids": ids, "meta_info": meta}
 
     def _event(self, chunk: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def test_figures_are_exact_counts() -> None:
 
     settings = BenchSettings(target="T", draft="D", dataset=("demo",))
     measured = [one([3, 4, 1], [3, 4, 4], 0.2, 0.1), one([2], [2], 0.4, 0.1)]
-    found = pair_figures(settings, 2, 4, measured)
+    found = pair_figures(settings, "demo", 2, 4, measured)
     # 8 and 2 tokens in 3 and 1 steps; z-lab: the mean of 11 / 3 and 2.
     assert found["acceptance_length"] == 10 / 4
     assert found["average_acceptance_length"] == pytest.approx((11 / 3 + 2) / 2)
@@ -42,10 +42,12 @@ def test_figures_are_exact_counts() -> None:
     assert found["same_answers"] == found["answer_count"] == 2
 
 
-def torchrun(size: int, out: Path, *asked: str, **env: str) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    size: int, out: Path, asked: list[str], **env: str
+) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc_per_node=SIZE -m sglang_dflash.benchmark ...`"""
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={size}", "-m", "sglang_dflash.benchmark", *ASKED, *asked]
+    command += [f"--nproc_per_node={size}", "-m", "sglang_dflash.benchmark", *asked]
     return subprocess.run(
         [*command, "--output-file", str(out)],
         capture_output=True,
@@ -61,7 +63,7 @@ def test_two_ranks_answer_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*ASKED, "--output-file", str(one)]) == 0
     shown = capsys.readouterr().out
     assert "Outputs: 4 of 4 are plain decoding's" in shown
-    done = torchrun(2, two)
+    done = torchrun(2, two, ASKED)
     assert done.returncode == 0, done.stderr[-2000:]
     # One report.
     assert done.stdout.count("DFlash throughput: ") == 1
@@ -78,8 +80,9 @@ def test_two_ranks_answer_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.engine
 def test_an_error_ends_all_ranks(tmp_path: Path) -> None:
     empty = str(tmp_path / "empty")
-    asked = ["--dataset", "gsm8k", "--cache-dir", empty]
-    done = torchrun(2, tmp_path / "x", *asked, HF_HOME=empty, HF_HUB_OFFLINE="1")
+    caches = {"XDG_CACHE_HOME": empty, "HF_HOME": empty}
+    asked = [*ASKED[:6], "--dataset", "gsm8k"]
+    done = torchrun(2, tmp_path / "x", asked, **caches, HF_HUB_OFFLINE="1")
     assert done.returncode != 0 and "--dataset: 'gsm8k'; it is not cached as" in done.stderr
     assert done.stderr.count("sglang_dflash.benchmark: ") == 1
 

@@ -9,14 +9,14 @@ import pytest
 from scipy import stats
 
 from experiments import width
+from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.bench.prompt import Prompt
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.errors import ConfigError
 
 
 def passes(*seconds: float, ids: tuple[int, ...] = (1, 2, 3)) -> list[Pass]:
-    answer = Answer("", ids, 3, 0.1, 0.2, gaps_s=(0.01, 0.01))
+    answer = Answer("", ids, 3, 0.1, 0.12)
     return [Pass(s, [[answer]], VerifySteps(2, 5)) for s in seconds]
 
 

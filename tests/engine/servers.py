@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_dflash.bench import server_config
+from sglang_dflash.bench import server
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
 from tests.engine import hybrid_requests
@@ -24,7 +24,7 @@ Ask = Callable[[Server], Any]
 
 
 @dataclass(frozen=True)
-class ServerConfig(server_config.ServerConfig):
+class ServerConfig(server.ServerConfig):
     """A server of the tests, by name."""
 
     name: str = ""

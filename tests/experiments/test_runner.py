@@ -14,7 +14,7 @@ import pytest
 
 from experiments import runner
 from experiments.runner import Arms, Experiment, NoOptions, Progress, option
-from sglang_dflash.bench.server_config import ServerConfig
+from sglang_dflash.bench.server import ServerConfig
 
 
 class FakeServer:
@@ -236,7 +236,7 @@ def test_the_list_and_the_gpu_experiment_need_neither_sglang_nor_requests() -> N
         "from experiments import runner;"
         "assert runner.main(['--list']) == 0 and 'torch' not in sys.modules;"
         "import experiments.gpu;"
-        "from sglang_dflash.bench.hardware import hardware; assert hardware()['torch']"
+        "from sglang_dflash.bench.machine import hardware; assert hardware()['torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=runner.HOME.parent)
 

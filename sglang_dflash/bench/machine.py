@@ -1,11 +1,12 @@
-"""The machine that figures were measured on. Loads without `requests` and SGLang: experiments run
-on bare machines too."""
+"""The machine of a run, and how far the run is. Loads without `requests` and SGLang: experiments
+run on bare machines too."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,9 @@ def hardware() -> dict[str, Any]:
     """Date, processor, cores, memory, accelerator and versions; None for what is not there."""
     import torch
 
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [
-        line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")
-    ]
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "processor": models[0] if models else platform.processor(),
@@ -36,3 +36,13 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def progress_bar(total: int) -> Any:
+    """A bar of tqdm on stderr over `total` steps; if that is no terminal, a line now and then."""
+    from tqdm import tqdm
+
+    terminal = sys.stderr.isatty()
+    return tqdm(
+        total=total, dynamic_ncols=True, leave=not terminal, mininterval=0.1 if terminal else 15.0
+    )
