@@ -28,55 +28,22 @@ def test_two_servers_side_by_side(
 ) -> None:
     servers.stop()
     monkeypatch.setattr(arms, "Server", functools.partial(ForkedServer, servers.nursery))
-    asked = [
-        "--num-prompts",
-        "2",
-        "--max-new-tokens",
-        "16",
-        "--concurrency",
-        "1,2",
-        "--rounds",
-        "1",
-        "--dataset",
-        "demo",
-    ]
-    assert (
-        cli.main(
-            ["bench", "--arm", "ar", "--arm", "dflash", "--out", str(tmp_path), "--picture", *asked]
-        )
-        == 0
-    )
+    asked = "--arm ar --arm dflash --dataset demo --num-prompts 2 --max-new-tokens 16 --rounds 1"
+    command = ["bench", *asked.split(), "--concurrency", "1,2", "--picture", "--out", str(tmp_path)]
+    assert cli.main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     result = json.loads((tmp_path / "results.json").read_text())
-    assert (
-        lines[0] == "outputs: the same in all arms (4 answers each, greedy, float32)"
-        and result["identical"]
-    )
-    assert [(row["concurrency"], row["arm"]) for row in result["rows"]] == [
-        (1, "ar"),
-        (1, "dflash"),
-        (2, "ar"),
-        (2, "dflash"),
-    ]
+    assert lines[0] == "- outputs: the same in all arms (4 answers each, greedy, float32)"
+    assert json.loads(lines[-1]) == result and result["differing_answers"] == {"dflash": 0}
+    levels = [(row["concurrency"], row["arm"]) for row in result["rows"]]
+    assert levels == [(1, "ar"), (1, "dflash"), (2, "ar"), (2, "dflash")]
     for row in result["rows"]:
-        assert (
-            row["tokens"] == 32
-            and 0 < row["ttft_ms"] <= row["ttft_ms_p95"]
-            and row["output_tok_s"] > 0
-        )
-        assert (
-            row["acceptance_length"] is None
-            if row["arm"] == "ar"
-            else 2 < row["acceptance_length"] <= 8
-        )
-        assert (
-            f"| {row['concurrency']} | {row['arm']} | {row['output_tok_s']} |"
-            in (tmp_path / "table.md").read_text()
-        )
-    assert {"date", "processor", "cores"} <= set(
-        result["hardware"]
-    ) and "sglang-dflash bench" in result["command"]
-    assert not result["prefix_cache_kept"]
+        assert row["tokens"] == 32 and row["output_tok_s"] > 0
+        assert 0 < row["ttft_ms"] <= row["ttft_ms_p95"]
+        length = row["acceptance_length"]
+        assert length is None if row["arm"] == "ar" else 2 < length <= 8
+    assert {"date", "processor", "cores"} <= set(result["hardware"])
+    assert result["command"].startswith("sglang-dflash bench") and not result["prefix_cache_kept"]
     with Image.open(tmp_path / "throughput.png") as image:
         image.load()
         assert image.format == "PNG"
