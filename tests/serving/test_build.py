@@ -1,4 +1,5 @@
-"""The worker is made from what SGLang gives at each of its three calls, and serves a step."""
+"""The worker is made from what SGLang gives at each of its three calls, with an extension if one is
+named, and serves a step."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from sglang_dflash.repairs.flag import ATTRIBUTE
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.start.build import DFlashSpecWorker
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
-from sglang_dflash.serving.step.extension import Extension
+from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension
 from tests.conftest import random_model
 from tests.recording import OpRecorder
 from tests.serving.in_process import (
@@ -34,11 +35,24 @@ from tests.serving.in_process import (
     prepared,
 )
 
-RECORDED = "tests.serving.test_build:recorded"
+HERE = "tests.serving.test_build"
 
 
-def recorded(_target_worker: Any) -> Extension:
-    return Extension(recorder=OpRecorder)
+class Watching(StepObserver):
+    def __init__(self, target_worker: Any) -> None:
+        self.target_worker = target_worker
+
+
+def recorded(target_worker: Any) -> Extension:
+    return Extension(recorder=OpRecorder, observer=Watching(target_worker))
+
+
+def not_an_extension(target_worker: Any) -> int:
+    return 3
+
+
+def broken(target_worker: Any) -> Extension:
+    raise AttributeError("of the extension's own code")
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +115,7 @@ def started(kv_tokens: int = SLOTS - 1, **ours: Any) -> Any:
     return worker
 
 
-@pytest.mark.parametrize("extension", [None, RECORDED])
+@pytest.mark.parametrize("extension", [None, f"{HERE}:recorded"])
 def test_a_started_worker_serves(extension: str | None) -> None:
     worker = started(extension=extension, draft_kv_tokens=60)
     lengths = [9, 14]
@@ -109,7 +123,8 @@ def test_a_started_worker_serves(extension: str | None) -> None:
     result = worker.forward_batch_generation(decode_of(lengths))
     assert result.accept_lens.tolist() != [] and result.next_draft_input is not None
     assert worker.block_penalties is worker.dflash.target_tokens.penalties
-    drafter, report = worker.dflash.drafter, worker.report()
+    drafter, report, observer = worker.dflash.drafter, worker.report(), worker.dflash.observer
+    assert getattr(observer, "target_worker", None) is (extension and worker.target_worker)
     assert isinstance(drafter.cache, RingKVCache) and report["draft_kv_entries"] == 60
     assert isinstance(drafter, GraphedDrafter) == (extension is not None)
     assert report.get("draft_graph_proposals", 1) == 1
@@ -123,3 +138,23 @@ def test_a_pool_without_room_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         started(kv_tokens=15)
     assert refused.value.value == RAW["block_size"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_module_here:f", "cannot be imported"),
+        (f"{HERE}:gone", "cannot be imported"),
+        (HERE, "give MODULE:FUNCTION"),
+        (f"{HERE}:not_an_extension", "returned a int, not an Extension"),
+    ],
+)
+def test_what_is_no_extension_is_refused_by_name(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_extension(path, None)
+    assert (refused.value.field, refused.value.value) == ("extension", path)
+
+
+def test_an_error_inside_the_extension_is_its_own() -> None:
+    with pytest.raises(AttributeError, match="of the extension's own code"):
+        load_extension(f"{HERE}:broken", None)

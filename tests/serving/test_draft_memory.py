@@ -80,6 +80,12 @@ def setup_of(
     return DraftSetup(model, options, BACKENDS[backend], TensorParallel(), device, dtype, RUNNING)
 
 
+def drafter_of(setup: DraftSetup, slots: int) -> Drafter:
+    cache = setup.cache(slots, RUNNING, bounded=True)
+    attention = setup.attention(cache, RUNNING, POSITIONS)
+    return Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
+
+
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
     """As FA3, FA4 and FlashInfer have them."""
@@ -95,10 +101,10 @@ def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> 
     setup = setup_of(backend, window, DraftConfig.from_dict(raw_config()))
     needed = draft_memory(setup, POSITIONS, recorded=4)
     slots = 9000
-    cache = setup.cache(slots, RUNNING, bounded=True)
+    drafter = drafter_of(setup, slots)
+    cache, attention = drafter.cache, drafter.attention
     spare = len(cache.kv) - cache.num_entries
     assert needed.scratch_kv == spare * cache.kv[0].nbytes
-    attention = setup.attention(cache, RUNNING, POSITIONS)
     if isinstance(attention, TritonAttention):
         assert needed.attention_workspace == attention.workspace_bytes > 0
     columns = POSITIONS if window is None else window
@@ -109,7 +115,6 @@ def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> 
         assert tags == BYTES_PER_ENTRY * (cache.num_entries + 1)
         assert cache.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
     assert needed.slot_tables == table + tags
-    drafter = Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
     slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
     if backend == "torch":
         graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
@@ -175,9 +180,7 @@ def test_a_step_takes_no_more_than_was_reserved(
         setup = setup_of(backend, window, config_of(f"z-lab/{shape}"), CUDA)
         needed = draft_memory(setup, POSITIONS, recorded=0)
         block, config = setup.options.block_size, setup.model.config
-        cache = setup.cache(RUNNING * POSITIONS, RUNNING, bounded=True)
-        attention = setup.attention(cache, RUNNING, POSITIONS)
-        drafter = Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
+        drafter = drafter_of(setup, RUNNING * POSITIONS)
         rows = torch.arange(RUNNING, device=CUDA)
         known = RequestSlots(
             torch.zeros(RUNNING, POSITIONS, dtype=torch.int32, device=CUDA), rows, rows, POSITIONS
@@ -201,11 +204,9 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
     with FakeTensorMode(), torch.no_grad():
         setup = setup_of("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
         needed = draft_memory(setup, POSITIONS, recorded=0, narrow=True)
-        config, cache = setup.model.config, setup.cache(RUNNING * POSITIONS, RUNNING, bounded=True)
-        attention = setup.attention(cache, RUNNING, POSITIONS)
-        drafter = Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
-        waiting = PlainContext(drafter)
-        hidden = setup.model.fc.weight.new_empty(RUNNING, config.target_hidden_width)
+        waiting = PlainContext(drafter_of(setup, RUNNING * POSITIONS))
+        width = setup.model.config.target_hidden_width
+        hidden = setup.model.fc.weight.new_empty(RUNNING, width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()
         with counted(Scene([POSITIONS] * RUNNING, setup.options.reach)), alive:

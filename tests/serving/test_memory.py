@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,39 +75,34 @@ def with_tags(count: int) -> int:
     return (TARGET * count - 4 * count) // TARGET
 
 
-def test_without_a_plan_sglangs_sizing_stands() -> None:
-    assert tokens(runner_with(None)) == 8_000
+NEEDED = DraftMemory(logits=1_000_000)
+# Plan -> target tokens, and whether the sizing took the bound. A bound that is charged once leaves
+# more tokens, unless the pool holds fewer draft slots: then it gives way to one per token.
+SIZED: list[tuple[MemoryPlan | None, int, bool]] = [
+    (None, 8_000, False),
+    (MemoryPlan(None, replay=True), 8_000, False),
+    (MemoryPlan(500_000, replay=False), with_tags(9_500), True),
+    (MemoryPlan(2_100_000, replay=False), 8_000, False),
+    (MemoryPlan(20_000_000, replay=False), 8_000, False),
+    (MemoryPlan(None, replay=False, needed=NEEDED), 7_200, False),
+    (MemoryPlan(500_000, replay=False, needed=NEEDED), with_tags(8_500), True),
+]
 
 
-def test_a_bound_leaves_the_target_more_tokens() -> None:
-    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False))
-    assert tokens(runner) == with_tags(9_500) and is_bounded(runner)
-    # Without the row, SGLang's sizing alone:
-    assert sglang_sizing(runner_with(None).kv_cache_configurator, MEMORY).max_total_num_tokens == (
-        8_000
-    )
-
-
-def test_the_rest_of_sglangs_description_stays() -> None:
-    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=True))
-    tokens(runner)
-    kept = runner.kv_cache_configurator.spec_aux_config
-    assert kept.dflash_target_layer_ids == [1, 2]
-    assert plan_of(runner.kv_cache_configurator) == MemoryPlan(500_000, replay=True, bounded=True)
-
-
-@pytest.mark.parametrize("bound", [2_100_000, 20_000_000])
-def test_a_bound_above_what_the_pool_holds_gives_way(bound: int) -> None:
-    """Charged once it would leave the target fewer tokens than a draft slot for each of them."""
-    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=bound, replay=False))
-    assert tokens(runner) == 8_000 and not is_bounded(runner)
-    # Until it is allocated, the draft is charged per token.
+@pytest.mark.parametrize(("plan", "expected", "bounded"), SIZED)
+def test_a_bound_leaves_the_target_more_tokens(
+    plan: MemoryPlan | None, expected: int, bounded: bool
+) -> None:
+    runner = runner_with(plan)
+    # Without the row, SGLang's sizing alone.
     assert sglang_sizing(runner.kv_cache_configurator, MEMORY).max_total_num_tokens == 8_000
-
-
-def test_no_bound_is_sglangs_sizing() -> None:
-    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=None, replay=True))
-    assert tokens(runner) == 8_000 and not is_bounded(runner)
+    assert tokens(runner) == expected and is_bounded(runner) is bounded
+    kept = runner.kv_cache_configurator
+    assert kept.spec_aux_config.dflash_target_layer_ids == [1, 2]
+    assert plan_of(kept) == (plan and replace(plan, bounded=bounded))
+    if not bounded:
+        # Until it is allocated, the draft is charged per token.
+        assert sglang_sizing(kept, MEMORY).max_total_num_tokens == 8_000
 
 
 @pytest.mark.parametrize("bound", [500_000, 20_000_000, None], ids=["ring", "direct", "no-window"])
@@ -116,13 +112,6 @@ def test_allocated_draft_kv_is_not_charged_again(bound: int | None) -> None:
     first = tokens(runner)
     decided = is_bounded(runner)
     assert tokens(runner, first * TARGET) == first and is_bounded(runner) is decided
-
-
-def test_what_the_drafter_needs_is_left_free() -> None:
-    needed = DraftMemory(logits=1_000_000)
-    assert tokens(runner_with(MemoryPlan(None, replay=False, needed=needed))) == 7_200
-    bounded = runner_with(MemoryPlan(500_000, replay=False, needed=needed))
-    assert tokens(bounded) == with_tags(8_500) and is_bounded(bounded)
 
 
 def test_what_is_allocated_is_not_left_free_again() -> None:

@@ -3,7 +3,6 @@ docs/limits.md, each through SGLang's own resolution of its arguments."""
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -76,28 +75,18 @@ KV = {
 def test_8_bit_kv_is_served(
     flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = resolve(argv(*flags))
-    assert worker_of(given) == "ours"
-    assert draft_dtype(resolving_view(given), monkeypatch) == KV[flags]
-
-
-@pytest.mark.parametrize("flags", KV, ids=" ".join)
-def test_e4m3_needs_a_newer_gpu(
-    flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the launching process checks it."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    """On a GPU from capability 8.9 on, as the launching process checks it."""
     given, config = resolve(argv(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
-    check = functools.partial(
-        choose_worker._check_device, given, resolving_view(given), config, torch.device("cuda")
-    )
-    if KV[flags] == torch.bfloat16:
-        check()
-        return
-    with pytest.raises(ConfigError, match=r"needs a GPU of capability 8\.9 or later, this one's"):
-        check()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    check()
+    settings = resolving_view(given)
+    assert worker_of(given) == "ours" and draft_dtype(settings, monkeypatch) == KV[flags]
+    cuda = given, settings, config, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    if KV[flags] != torch.bfloat16:
+        with pytest.raises(ConfigError) as refused:
+            choose_worker._check_device(*cuda)
+        assert refused.value.field == "--speculative-draft-kv-cache-dtype"
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    choose_worker._check_device(*cuda)
 
 
 NO_4_BIT = "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype"

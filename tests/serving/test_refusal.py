@@ -12,15 +12,19 @@ import time
 import pytest
 
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.start.refusal import OneLine, ends_the_server
+from sglang_dflash.serving.start.refusal import ends_the_server, use_one_line
 
 
-def test_our_errors_are_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_errors_are_shown_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    use_one_line()
     for error in (ConfigError("a: 1; 2 is required"), ValueError("not ours")):
         try:
             raise error
         except ValueError as caught:
-            OneLine(sys.__excepthook__)(type(caught), caught, caught.__traceback__)
+            sys.excepthook(type(caught), caught, caught.__traceback__)
     first, *others = capsys.readouterr().err.splitlines()
     assert first == "sglang-dflash: a: 1; 2 is required"
     assert others[0].startswith("Traceback") and others[-1] == "ValueError: not ours"

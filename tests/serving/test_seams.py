@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.seam.seam import Kind, Seam, check
+from sglang_dflash.seam.seam import Seam
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
 from sglang_dflash.serving.show import figures
 from sglang_dflash.serving.start import flags
@@ -109,9 +109,3 @@ def test_server_info_shows_no_worker_without_the_row() -> None:
         controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=draft_worker))
         figures.add_report(None, controller, state)
         assert state == shown
-
-
-def test_a_row_that_points_at_a_missing_name_names_itself() -> None:
-    gone = Seam("sglang.srt.server_args.ServerArgs.gone", Kind.AROUND, print, "It is a test.", "")
-    with pytest.raises(SystemExit, match=r"sglang\.srt\.server_args\.ServerArgs\.gone"):
-        check(gone)

@@ -100,11 +100,10 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     clock += [1.0, 1.25, 9.0, 9.5]
     policy = Scripted([8, 1, 4, 4])
     widths, one = widths_of(policy), batch(request("a"))
-    widths.choose(one)
-    widths.choose(one)
-    widths.interrupted()
-    widths.choose(one)
-    widths.choose(one)
+    for interrupted in (False, False, True, False):
+        if interrupted:
+            widths.interrupted()
+        widths.choose(one)
     assert policy.durations == [(0.25, 1, 500, 8), (0.5, 1, 500, 4)]
 
 
@@ -309,9 +308,12 @@ def test_a_step_has_the_time_that_the_device_worked_on_it(stream: Stream) -> Non
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_between_two_steps_counts_for_neither(device: str, stream: Stream) -> None:
+def test_other_work_counts_for_no_step(device: str, stream: Stream) -> None:
+    """Between two steps, and at the beginning of one for those before it."""
     clock, stream.done = StepClock(torch.device(device)), 100.0
-    clock.begins()
+    assert clock.begins() == []
+    # Not known what it is.
+    assert clock.begins() == []
     clock.is_of(*A)
     stream.enqueued += 1.0
     clock.interrupted()
@@ -319,27 +321,9 @@ def test_what_is_between_two_steps_counts_for_neither(device: str, stream: Strea
     assert clock.begins() == []
     clock.is_of(*B)
     stream.enqueued += 2.0
-    assert clock.begins() == [(2.0, *B)]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_work_of_earlier_steps_is_none_of_a_steps(device: str, stream: Stream) -> None:
-    """The step before ends where this one was to begin."""
-    clock, stream.done = StepClock(torch.device(device)), 100.0
-    clock.begins()
-    clock.is_of(*A)
-    stream.enqueued += 1.0
     found = clock.begins()
-    clock.is_of(*B)
+    clock.is_of(*C)
     stream.enqueued += 7.0
     clock.begins_now()
-    stream.enqueued += 2.0
-    assert [*found, *clock.begins()] == [(1.0, *A), (2.0, *B)]
-
-
-def test_a_step_of_unknown_shape_is_not_timed(stream: Stream) -> None:
-    clock = StepClock(torch.device("cpu"))
-    assert clock.begins() == [] and clock.begins() == []
-    clock.is_of(*A)
-    stream.enqueued += 2.0
-    assert clock.begins() == [(2.0, *A)]
+    stream.enqueued += 4.0
+    assert [*found, *clock.begins()] == [(2.0, *B), (4.0, *C)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -18,27 +19,23 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 logger = logging.getLogger(__name__)
 
 
-class OneLine:
-    """A `sys.excepthook`: of a ConfigError only the message, of anything else what the hook before
-    it shows. Packages that SGLang imports set one, too."""
-
-    def __init__(self, before: ExceptHook) -> None:
-        self.before = before
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, ConfigError):
-            print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
-        else:
-            self.before(kind, error, trace)
-
-
 def use_one_line() -> None:
     """Show ConfigErrors that end this process in one line. For processes that a command line
     started; a script that makes an `Engine` keeps its tracebacks."""
-    if not isinstance(sys.excepthook, OneLine):
-        sys.excepthook = OneLine(sys.excepthook)
+    sys.excepthook = functools.partial(_show, sys.excepthook)
+
+
+def _show(
+    before: ExceptHook,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """A `sys.excepthook`. Packages that SGLang imports set one, too: `before`."""
+    if isinstance(error, ConfigError):
+        print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
+    else:
+        before(kind, error, trace)
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.managers.schedule_batch import ScheduleBatch as ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult as GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode as CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_spec, mamba_track_grid
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
@@ -20,24 +21,6 @@ from torch import Tensor
 
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.serving.hybrid.rollback import Checkpoints
-
-__all__ = [
-    "CaptureHiddenMode",
-    "DraftInput",
-    "GenerationBatchResult",
-    "ScheduleBatch",
-    "at_width",
-    "can_recompute_cached_tail",
-    "checkpoints_due",
-    "decode_batch",
-    "draft_input",
-    "host_lengths",
-    "recompute_cached_tail",
-    "record_stream",
-    "serves_dflash",
-    "to_device",
-    "verify_batch",
-]
 
 
 @contextmanager

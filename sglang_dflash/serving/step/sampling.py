@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput as LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs as compute_spec_logprobs
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -25,21 +25,6 @@ from sglang.srt.speculative.spec_utils import (
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, simulate_acceptance
-
-__all__ = [
-    "LogitsProcessorOutput",
-    "Ranks",
-    "accept_rule",
-    "adjusts_logits",
-    "apply_logit_adjustments",
-    "compute_spec_logprobs",
-    "grammar_mask",
-    "has_penalties",
-    "mask_output",
-    "repeated_sampling_info",
-    "simulated_acceptance_length",
-    "warn_of_simulation",
-]
 
 logger = logging.getLogger(__name__)
 

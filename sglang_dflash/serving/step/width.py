@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,16 +14,6 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.step.batch import ScheduleBatch
 from sglang_dflash.serving.step.target_tokens import takes_one_token
-
-
-class Timed(NamedTuple):
-    """A decode step's duration and what it depends on: its requests, the longest context in tokens,
-    and its width."""
-
-    seconds: float
-    requests: int
-    context: int
-    width: int
 
 
 class _HostEvent:
@@ -55,8 +45,9 @@ class StepClock:
         self._runs: tuple[int, int, int] | None = None
         self._open: deque[tuple[Any, Any, tuple[int, int, int]]] = deque()
 
-    def begins(self) -> list[Timed]:
-        """A decode step begins. Returns the steps whose durations have become known."""
+    def begins(self) -> list[tuple[float, int, int, int]]:
+        """A decode step begins. Returns the steps whose durations have become known: seconds, the
+        number of requests, the longest context in tokens, and the width."""
         now = self._now()
         if self._runs is not None:
             self._open.append((self._began, now, self._runs))
@@ -64,7 +55,7 @@ class StepClock:
         known = []
         while self._open and self._open[0][1].query():
             began, ended, step = self._open.popleft()
-            known.append(Timed(began.elapsed_time(ended) / 1e3, *step))
+            known.append((began.elapsed_time(ended) / 1e3, *step))
         return known
 
     def _now(self) -> Any:
