@@ -42,7 +42,6 @@ def arms(options: Options) -> Arms:
     resolved = DraftOptions(window=WINDOW).resolve(DraftConfig.from_pretrained(pair.draft))
     tenth = resolved.draft_kv_entries(AT_A_TIME) // 10
     entries = "--speculative-dflash-draft-kv-tokens"
-    recompute: dict[str, FlagValue] = {"--speculative-dflash-recompute-tail": WINDOW}
     default = demo_config(pair, dflash=True).with_flags(
         {**sizes, "--speculative-draft-window-size": WINDOW}
     )
@@ -50,9 +49,7 @@ def arms(options: Options) -> Arms:
         "plain": demo_config(pair, dflash=False).with_flags(sizes),
         "unbounded": default.with_flags({entries: 2 * TARGET_TOKENS}),
         "default": default,
-        "default, recompute": default.with_flags(recompute),
         "tenth": default.with_flags({entries: tenth}),
-        "tenth, recompute": default.with_flags({entries: tenth, **recompute}),
     }
 
 

@@ -263,8 +263,7 @@ def low_context_share(reading: Reading) -> Finding | None:
     return Finding(
         "draft-kv-too-small",
         f"the draft KV cache held {share:.0%} of the context that drafts were to see",
-        f"raise --speculative-dflash-draft-kv-tokens (now {entries:.0f}); if requests share long "
-        "prompts, set --speculative-dflash-recompute-tail",
+        f"raise --speculative-dflash-draft-kv-tokens (now {entries:.0f})",
     )
 
 

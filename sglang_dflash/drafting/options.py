@@ -31,14 +31,12 @@ class ResolvedOptions:
         block_size: tokens verified per step, the bonus token included.
         reach: what the drafts read of a request.
         draft_kv_tokens: entries of a bounded draft KV cache; None for the default.
-        recompute_tail: see `Options`.
         recurrent_rollback: see `Options`.
     """
 
     block_size: int
     reach: Reach
     draft_kv_tokens: int | None
-    recompute_tail: int
     recurrent_rollback: str
 
     def draft_kv_entries(self, max_running_requests: int) -> int | None:
@@ -93,8 +91,6 @@ class Options:
         window: committed tokens that the draft's attention reads; None for all.
         sinks: first tokens of a request that stay visible beside the window.
         draft_kv_tokens: entries of the draft KV cache under a window; None for the default.
-        recompute_tail: cached prompt tokens per request, at most, that the target computes again
-            because their draft K/V is lost.
         recurrent_rollback: how the target's recurrent layers follow an accepted prefix, one of
             `RECURRENT_ROLLBACKS`; auto is replay where the kind of layer allows it.
 
@@ -106,11 +102,10 @@ class Options:
     window: int | None = None
     sinks: int = 0
     draft_kv_tokens: int | None = None
-    recompute_tail: int = 0
     recurrent_rollback: str = "auto"
 
     def __post_init__(self) -> None:
-        of_a_window = ("sinks", "draft_kv_tokens", "recompute_tail")
+        of_a_window = ("sinks", "draft_kv_tokens")
         bounds = {"block_size": 2, "window": 1, "draft_kv_tokens": 1}
         for name in ("block_size", "window", *of_a_window):
             value, least = getattr(self, name), bounds.get(name, 0)
@@ -199,7 +194,6 @@ class Options:
             block_size=block_size,
             reach=Reach(self.window, self.sinks),
             draft_kv_tokens=self.draft_kv_tokens,
-            recompute_tail=self.recompute_tail,
             recurrent_rollback=self.recurrent_rollback,
         )
 

@@ -111,7 +111,6 @@ STRICT = {
 WATCHED: dict[str, Any] = {
     "speculative_dflash_extension": "tests.reliability.watched:extension",
     "speculative_dflash_draft_kv_tokens": 150,
-    "speculative_dflash_recompute_tail": 32,
     "enable_metrics": True,
     **WINDOW,
 }
@@ -191,8 +190,7 @@ SOAK_HYBRID = (
         **drafting(HYBRID_PAIR.draft),
         **WATCHED,
     )
-    # The state of a recurrent layer cannot be taken back to an earlier token.
-    .having(max_total_tokens=12000, speculative_dflash_recompute_tail=None)
+    .having(max_total_tokens=12000)
     .with_env(**STRICT)
 )
 
@@ -219,9 +217,6 @@ CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").having(
 # A twentieth of the default: 2 * 8 * (512 + 8) / 20. At a tenth the loss is within its own spread.
 CHATS_TWENTIETH = CHATS_DEFAULT.named("chats-twentieth").having(
     speculative_dflash_draft_kv_tokens=416
-)
-CHATS_RECOMPUTE = CHATS_DEFAULT.named("chats-recompute").having(
-    speculative_dflash_recompute_tail=512
 )
 # -- drafts of no use: random ones, and finite ones whose logits overflow
 

@@ -8,23 +8,16 @@ from typing import Any
 import pytest
 import requests
 
-from experiments import conversations
 from sglang_dflash.bench.server import Server
-from tests.engine import workload
 from tests.engine.servers import (
     CHAT_WINDOW,
     CHATS_DEFAULT,
-    CHATS_RECOMPUTE,
     CHATS_TWENTIETH,
     CHATS_UNBOUNDED,
     LOSSY,
     SEEDED_PLAIN,
 )
 from tests.engine.workload import chatted
-
-
-def branches_only(server: Server) -> conversations.Answers:
-    return conversations.branches(server, workload.pieces())
 
 
 def report(server: Server) -> dict[str, Any]:
@@ -54,19 +47,6 @@ def test_too_small_a_cache_costs_acceptance_only(answers: Any, server: Server) -
     small, unbounded = (answers(c, chatted)["chats"] for c in (CHATS_TWENTIETH, CHATS_UNBOUNDED))
     assert server.dflash()["draft_kv_entries"] * 20 <= 2 * 8 * (CHAT_WINDOW + 8)
     assert small.acceptance_length < 0.99 * unbounded.acceptance_length
-
-
-@pytest.mark.server(CHATS_RECOMPUTE)
-@pytest.mark.recorded(CHATS_DEFAULT, chatted)
-@pytest.mark.recorded(CHATS_UNBOUNDED, chatted)
-def test_a_lost_tail_is_recomputed_on_request(answers: Any) -> None:
-    """The branching prompts share tokens whose draft K/V was never computed. With them recomputed,
-    the drafts are those of the unbounded cache."""
-    default, unbounded = (answers(c, chatted)["branches"] for c in (CHATS_DEFAULT, CHATS_UNBOUNDED))
-    recomputed = answers(CHATS_RECOMPUTE, branches_only)
-    assert recomputed.outputs == unbounded.outputs
-    assert recomputed.cached == unbounded.cached
-    assert recomputed.steps == unbounded.steps != default.steps
 
 
 @pytest.mark.server(LOSSY)

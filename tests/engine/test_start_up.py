@@ -71,9 +71,6 @@ def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> No
 
 
 BAD_WITH_STATES = {
-    "--speculative-dflash-recompute-tail: 16; this target has recurrent layers": [
-        "--speculative-draft-window-size", "64", "--speculative-dflash-recompute-tail", "16",
-    ],
     "--enable-streaming-session: not supported for targets with recurrent layers": [
         "--enable-streaming-session"
     ],

@@ -134,7 +134,6 @@ def test_a_pair_that_does_not_fit_is_refused(target: dict, message: str) -> None
         ({"window": 0}, "from 1 to"),
         ({"draft_kv_tokens": 0}, "from 1 to"),
         ({"sinks": 4}, "no effect without a window; give {window} too"),
-        ({"recompute_tail": 4}, "no effect without a window"),
         ({"window": 2**31}, "to 2147483647"),
         ({"block_size": 65}, "more than 16 times .* give at most 64"),
         ({"window": 3}, "smaller than the block size; give at least 4"),

@@ -20,7 +20,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step import prefill
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
@@ -132,13 +131,8 @@ def replace_everywhere(original: Any, ours: Any) -> None:
 
 
 def count_in_worker(rare: Counter[str]) -> None:
-    """Count recomputed tails and crossed boundaries, where the worker finds out about them."""
-    missing, due = prefill.missing_tails, our_batch.checkpoints_due
-
-    def missing_tails(*args: Any) -> list[int]:
-        tails = missing(*args)
-        rare["recomputed tails"] += sum(tail > 0 for tail in tails)
-        return tails
+    """Count crossed boundaries, where the worker finds out about them."""
+    due = our_batch.checkpoints_due
 
     def checkpoints_due(*args: Any) -> Any:
         found = due(*args)
@@ -146,7 +140,6 @@ def count_in_worker(rare: Counter[str]) -> None:
             rare["crossed boundaries"] += int((found.steps >= 0).sum())
         return found
 
-    replace_everywhere(missing, missing_tails)
     replace_everywhere(due, checkpoints_due)
 
 

@@ -47,24 +47,6 @@ def test_a_verify_forward_leaves_the_lengths_as_they_were(
     assert batch.seq_lens_cpu is before[0] and batch.seq_lens_sum == before[1]
 
 
-def test_a_failed_recomputation_puts_the_prefill_back() -> None:
-    request = SimpleNamespace(get_fill_ids=lambda: list(range(6)))
-    batch: Any = SimpleNamespace(
-        reqs=[request],
-        input_ids=torch.tensor([4, 5]),
-        out_cache_loc=torch.tensor([14, 15]),
-        prefix_lens=[4],
-        extend_lens=[2],
-        extend_num_tokens=2,
-        extend_logprob_start_lens=[2],
-    )
-    before = dict(vars(batch))
-    with pytest.raises(RuntimeError), ours.recompute_cached_tail(batch, [3]):
-        assert batch.prefix_lens == [1]
-        raise RuntimeError
-    assert vars(batch) == before
-
-
 class Reservations:
     """Stands in for SGLang's method, which reserves two blocks after the known lengths."""
 

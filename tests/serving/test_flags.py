@@ -26,7 +26,7 @@ WINDOW, WINDOW_ALIAS = (
     "--speculative-draft-window-size", "--speculative-dflash-draft-window-size",
 )  # fmt: skip
 SINKS = "--speculative-draft-sink-size"
-ENTRIES, TAIL = "--speculative-dflash-draft-kv-tokens", "--speculative-dflash-recompute-tail"
+ENTRIES = "--speculative-dflash-draft-kv-tokens"
 STATES_ALIAS = "--mamba-scheduler-strategy"
 HUGE = "99999999999"
 
@@ -49,9 +49,6 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     (ENTRIES, "999"): (ENTRIES, 999),
     (ENTRIES, "0"): (ENTRIES, 0),
     (WINDOW, "64", ENTRIES, HUGE): (ENTRIES, int(HUGE)),
-    (TAIL, "64"): (TAIL, 64),
-    (TAIL, "-1"): (TAIL, -1),
-    (WINDOW, "64", TAIL, HUGE): (TAIL, int(HUGE)),
 }
 
 # Flags -> the end of argparse's message.
@@ -70,8 +67,7 @@ SERVED: list[list[str]] = [
     [BLOCK, "128"],
     [WINDOW, "4", WINDOW_ALIAS, "64"],
     [WINDOW, "64", SINKS, "0"],
-    [TAIL, "0"],
-    [WINDOW_ALIAS, "64", ENTRIES, "999", TAIL, "16"],
+    [WINDOW_ALIAS, "64", ENTRIES, "999"],
     [STATES_ALIAS, "no_buffer"],
 ]
 
@@ -131,7 +127,7 @@ def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
 
 
 NUMBERS = ["-1", "0", "1", "2", "7", "8", "16", "64", "129", "1000", HUGE, "x", "", "1.5"]
-FLAGS = [BLOCK, BLOCK_ALIAS, WINDOW, SINKS, ENTRIES, TAIL]
+FLAGS = [BLOCK, BLOCK_ALIAS, WINDOW, SINKS, ENTRIES]
 
 
 @pytest.fixture(scope="module")

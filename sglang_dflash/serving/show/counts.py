@@ -141,8 +141,7 @@ class DraftWatch:
         self._warn(
             f"the draft KV cache held {share:.0%} of the context that recent drafts were to see, "
             f"which lowers acceptance: raise --speculative-dflash-draft-kv-tokens (now "
-            f"{self._entries}). If requests share long prompts, "
-            "--speculative-dflash-recompute-tail computes again what was lost of them"
+            f"{self._entries})"
         )
 
     def _warn(self, message: str) -> None:

@@ -48,7 +48,6 @@ SET_UP = (
     Figure("sinks", lambda s: s.options.reach.sinks),
     Figure("draft_kv_entries", lambda s: s.drafter.cache.num_entries),
     Figure("draft_kv_is_bounded", lambda s: s.drafter.cache.is_bounded),
-    Figure("recompute_tail", lambda s: s.options.recompute_tail),
     Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name),
     Figure("recurrent_scratch_bytes", lambda s: s.rollback and s.rollback.scratch_bytes),
     Figure("draft_kv_bytes", lambda s: s.drafter.cache.nbytes),

@@ -157,7 +157,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
         prefill = PrefillStep(
-            target_worker, drafter, req_to_token, setup.options, ranks, setup.running
+            target_worker, drafter, req_to_token, setup.options.reach, ranks, setup.running
         )
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         figures = Figures(

@@ -16,7 +16,6 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import dummy_model, load_model
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -89,7 +88,7 @@ def _check(server_args: Any, settings: Any) -> None:
     flags.width_policy(server_args, settings, resolved.block_size)
     options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
     if mambaish_config(model) is not None:
-        _check_recurrent_target(options, settings)
+        _check_recurrent_target(settings)
     target = model.hf_text_config
     config.check_target(
         hidden_size=target.hidden_size,
@@ -186,15 +185,8 @@ def _dflash_requested(settings: Any) -> bool:
     return algorithm == "DFLASH" and settings.speculative_draft_model_path is not None
 
 
-def _check_recurrent_target(options: Options, settings: Any) -> None:
+def _check_recurrent_target(settings: Any) -> None:
     """Raise ConfigError for settings that a target with recurrent layers cannot serve."""
-    if options.recompute_tail:
-        raise ConfigError(
-            "recompute_tail",
-            options.recompute_tail,
-            "this target has recurrent layers, whose state cannot be taken back to an earlier "
-            "token; leave it at 0",
-        )
     if settings.enable_streaming_session:
         raise ConfigError(
             "--enable-streaming-session",

@@ -51,12 +51,6 @@ class ServerFlags:
         "requests can see.",
         type=int,
     )
-    recompute_tail: int = _flag(
-        Options.recompute_tail,
-        "Cached prompt tokens, at most, that the target computes again if the bounded draft KV "
-        f"cache has lost them. Default: {Options.recompute_tail}.",
-        type=int,
-    )
     recurrent_rollback: str = _flag(
         Options.recurrent_rollback,
         "How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the state "
@@ -180,7 +174,6 @@ def options(server_args: Any, resolved: Any) -> Options:
         window=resolved.speculative_draft_window_size,
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=ours.draft_kv_tokens,
-        recompute_tail=ours.recompute_tail,
         recurrent_rollback=ours.recurrent_rollback,
     )
 

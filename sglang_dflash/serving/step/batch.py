@@ -19,7 +19,6 @@ from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from sglang.srt.utils.common import is_pin_memory_available
 from torch import Tensor
 
-from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.serving.hybrid.rollback import Checkpoints
 
 
@@ -107,51 +106,6 @@ def host_lengths(batch: ScheduleBatch) -> Tensor:
     if batch.seq_lens_cpu is not None:
         return batch.seq_lens_cpu
     return batch.spec_info.nxt_kv_lens_cpu
-
-
-def can_recompute_cached_tail(batch: ScheduleBatch) -> bool:
-    """Whether a prefill can take in cached tokens again: not if log-probabilities, embeddings or
-    another request's decode are laid out along its new tokens."""
-    embeds = (batch.input_embeds, batch.replace_embeds, *(batch.multimodal_inputs or ()))
-    has_embeds = any(embed is not None for embed in embeds)
-    return not (batch.return_logprob or batch.forward_mode.is_mixed() or has_embeds)
-
-
-@contextmanager
-def recompute_cached_tail(batch: ScheduleBatch, counts: list[int]) -> Iterator[None]:
-    """While this lasts, the prefill `batch` begins `counts` tokens earlier in each cached prefix.
-
-    The target computes these tokens from the KV of the prefix as it is. The KV that comes out goes
-    to the padding slot, so that a shared prefix does not change by a rounding.
-    """
-    if not any(counts):
-        yield
-        return
-    ids, slots = [], []
-    lens = batch.extend_lens
-    new = zip(batch.input_ids.split(lens), batch.out_cache_loc.split(lens), strict=True)
-    for request, prefix, count, (new_ids, new_slots) in zip(
-        batch.reqs, batch.prefix_lens, counts, new, strict=True
-    ):
-        recomputed = request.get_fill_ids()[prefix - count : prefix]
-        ids += [new_ids.new_tensor(list(recomputed)), new_ids]
-        slots += [new_slots.new_full((count,), PADDING_SLOT), new_slots]
-    with restored(
-        batch,
-        "input_ids",
-        "out_cache_loc",
-        "prefix_lens",
-        "extend_lens",
-        "extend_num_tokens",
-        "extend_logprob_start_lens",
-    ):
-        starts = batch.extend_logprob_start_lens
-        batch.input_ids, batch.out_cache_loc = torch.cat(ids), torch.cat(slots)
-        batch.prefix_lens = [n - c for n, c in zip(batch.prefix_lens, counts, strict=True)]
-        batch.extend_lens = [n + c for n, c in zip(lens, counts, strict=True)]
-        batch.extend_logprob_start_lens = [n + c for n, c in zip(starts, counts, strict=True)]
-        batch.extend_num_tokens += sum(counts)
-        yield
 
 
 def checkpoints_due(batch: ScheduleBatch, seq_lens: Tensor, lengths: Tensor) -> Checkpoints | None:

@@ -1,5 +1,4 @@
-"""A prefill: the target computes the prompt, the drafter takes in what it can ever see of it, and
-cached tokens whose draft K/V is lost are computed again."""
+"""A prefill: the target computes the prompt, the drafter takes in what it can ever see of it."""
 
 from __future__ import annotations
 
@@ -13,16 +12,13 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.facts.draft_config import Reach
 from sglang_dflash.serving.show.counts import IgnoredSeeds
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,
     ScheduleBatch,
-    can_recompute_cached_tail,
     draft_input,
-    recompute_cached_tail,
     to_device,
 )
 from sglang_dflash.serving.step.sampling import Ranks
@@ -43,13 +39,13 @@ class PrefillStep:
         target_worker: Any,
         drafter: Proposer,
         req_to_token: Tensor,
-        options: ResolvedOptions,
+        reach: Reach,
         ranks: Ranks,
         max_running_requests: int,
     ) -> None:
         self._target_worker, self._drafter = target_worker, drafter
         self._table = req_to_token
-        self._options, self._ranks = options, ranks
+        self._reach, self._ranks = reach, ranks
         self._max_running_requests = max_running_requests
         self.ignored_seeds = IgnoredSeeds()
 
@@ -66,29 +62,16 @@ class PrefillStep:
             # must have seen their last ones.
             barrier()
         self.ignored_seeds.warn_once(batch)
-        cache = self._drafter.cache
-        recomputed = self._lost_of_prefix(batch, cache)
-        writes = place_prompt(batch, recomputed, self._table, cache, self._options.reach)
-        with recompute_cached_tail(batch, recomputed):
-            result = self._target_worker.forward_batch_generation(
-                batch,
-                pp_proxy_tensors=pp_proxy_tensors,
-                capture_hidden_mode=CaptureHiddenMode.FULL,
-            )
+        writes = place_prompt(batch, self._table, self._drafter.cache, self._reach)
+        result = self._target_worker.forward_batch_generation(
+            batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
+        )
         self._ranks.prompt_tokens(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
         self._absorb(writes, len(batch.reqs), result.logits_output)
         result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, width=1)
         return result
-
-    def _lost_of_prefix(self, batch: ScheduleBatch, cache: DraftKVCache) -> list[int]:
-        """Cached tokens before each request's new ones that the target computes again, for their
-        hidden states."""
-        most = self._options.recompute_tail
-        if not most or not can_recompute_cached_tail(batch):
-            return [0] * len(batch.prefix_lens)
-        return missing_tails(batch, self._table, cache, self._options.reach, most)
 
     def _absorb(self, writes: PromptWrites, requests: int, output: Any) -> None:
         """Pass the hidden states of prompt tokens of that many requests to the drafter."""
@@ -139,11 +122,6 @@ class PromptTokens:
         return last[self.rows] - self.positions
 
 
-def lengths_before_drafting(batch: ScheduleBatch) -> list[int]:
-    """Tokens per request when its prefill is complete; a chunk is a part of it."""
-    return [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
-
-
 class PromptWrites(NamedTuple):
     """What the drafter takes in of a prefill forward, on the device. Known before the forward.
 
@@ -167,7 +145,6 @@ class PromptWrites(NamedTuple):
 
 def place_prompt(
     batch: ScheduleBatch,
-    recomputed: Sequence[int],
     req_to_token: Tensor,
     cache: DraftKVCache,
     reach: Reach,
@@ -179,14 +156,15 @@ def place_prompt(
 
     Args:
         batch: the prefill.
-        recomputed: cached tokens per request that the forward computes again.
         req_to_token: int `[rows, positions]`, the request-to-token table.
         cache: the draft KV cache.
         reach: what drafts see.
     """
-    starts = [prefix - n for prefix, n in zip(batch.prefix_lens, recomputed, strict=True)]
-    ends = [prefix + n for prefix, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-    tokens = PromptTokens.of(starts, ends, lengths_before_drafting(batch), reach)
+    starts = batch.prefix_lens
+    ends = [prefix + n for prefix, n in zip(starts, batch.extend_lens, strict=True)]
+    # When the prefill is complete; a chunk is a part of it.
+    lengths = [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
+    tokens = PromptTokens.of(starts, ends, lengths, reach)
     rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
     slots = req_to_token[batch.req_pool_indices.long()[rows], positions].long()
     # What these slots held before must not be read, whether or not their tokens are written.
@@ -195,39 +173,3 @@ def place_prompt(
     if isinstance(kept, Tensor):
         kept = to_device(kept, req_to_token.device)
     return PromptWrites(len(slots), kept, positions[kept], slots[kept])
-
-
-def missing_tails(
-    batch: ScheduleBatch,
-    req_to_token: Tensor,
-    cache: DraftKVCache,
-    reach: Reach,
-    limit: int,
-) -> list[int]:
-    """Cached prefix tokens per request, counted back from the prefix's end, that the target should
-    compute again for the drafter.
-
-    The tail begins at the first visible token without draft K/V and has at most `limit` tokens.
-    Reads the device once per prefill.
-
-    Args:
-        batch: the prefill.
-        req_to_token: int `[rows, positions]`, the request-to-token table.
-        cache: the draft KV cache.
-        reach: what drafts see.
-        limit: tokens at most.
-    """
-    starts = [max(0, prefix - limit) for prefix in batch.prefix_lens]
-    lengths = lengths_before_drafting(batch)
-    tokens = PromptTokens.of(starts, batch.prefix_lens, lengths, reach)
-    if not len(tokens.positions):
-        return [0] * len(starts)
-    rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
-    _, live = cache.find(req_to_token[batch.req_pool_indices.long()[rows], positions].long())
-    lost = tokens.visible & ~live.cpu()
-    missing = [0] * len(starts)
-    # Backwards, so that each request's first lost position is the one that counts.
-    lost_rows, lost_positions = tokens.rows[lost].tolist(), tokens.positions[lost].tolist()
-    for row, position in zip(lost_rows[::-1], lost_positions[::-1], strict=True):
-        missing[row] = batch.prefix_lens[row] - position
-    return missing
