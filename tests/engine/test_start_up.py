@@ -214,7 +214,7 @@ def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_p
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
     from types import SimpleNamespace
 
-    from sglang_dflash.serving.start.draft_setup import unserved_target
+    from sglang_dflash.serving.start.build import unserved_target
 
     def target(weight: torch.Tensor | None) -> Any:
         return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))

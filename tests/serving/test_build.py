@@ -66,7 +66,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("target_head", head),
         ("metric_labels", None),
     ):
-        monkeypatch.setattr(build.draft_setup, name, lambda *_, made=made: made)
+        monkeypatch.setattr(build, name, lambda *_, made=made: made)
     for name, given in (
         ("table_positions", COLUMNS),
         ("hand_plan_to_sizing", None),

@@ -15,7 +15,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.start import choose_worker, draft_setup
+from sglang_dflash.serving.start import build, choose_worker
 from sglang_dflash.serving.start.choose_worker import unserved_setting
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.serving.in_process import decode_of, filled, prepared
@@ -53,9 +53,9 @@ def worker_of(given: Any) -> str:
 
 def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Of draft K/V, for a model in bfloat16, as our worker decides it."""
-    monkeypatch.setattr(draft_setup, "get_model", lambda: settings)
-    monkeypatch.setattr(draft_setup, "get_spec", lambda: settings)
-    return draft_setup.draft_kv_dtype(torch.bfloat16)
+    monkeypatch.setattr(build, "get_model", lambda: settings)
+    monkeypatch.setattr(build, "get_spec", lambda: settings)
+    return build.draft_kv_dtype(torch.bfloat16)
 
 
 KV = {

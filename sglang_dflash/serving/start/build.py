@@ -15,17 +15,28 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.runtime_context import (
+    get_model,
+    get_observability,
+    get_parallel,
+    get_serving,
+    get_spec,
+)
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from torch import Tensor
 
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
+from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import make_rollback
 from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
-from sglang_dflash.serving.start import draft_setup, flags, memory
+from sglang_dflash.serving.start import flags, memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
 from sglang_dflash.serving.step import sampling
@@ -92,7 +103,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         self._flags = flags.ServerFlags.of(server_args)
         settings = resolving_view(server_args)
         self._asked = flags.options(server_args, settings)
-        device, tp = torch.device(runner.device), draft_setup.tensor_parallel()
+        device, tp = torch.device(runner.device), tensor_parallel()
         began = time.perf_counter()
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
         self._load_seconds = time.perf_counter() - began
@@ -110,7 +121,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             self._recorder = cuda_recorder(device, backend.capabilities.capturable)
         self._rollback = make_rollback(options.recurrent_rollback, runner)
         setup = self._setup = DraftSetup(
-            model, options, backend, tp, device, draft_setup.draft_kv_dtype(runner.dtype),
+            model, options, backend, tp, device, draft_kv_dtype(runner.dtype),
             server_args.max_running_requests or 48,
         )  # fmt: skip
         replay = self._rollback is not None and self._rollback.name == "replay"
@@ -138,7 +149,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         attention = setup.attention(cache, rows, positions)
         if self._flags.self_check == "on":
             setup.check(attention, cache)
-        head = draft_setup.target_head(runner.model)
+        head = target_head(runner.model)
         make = self._extension.make_drafter or Drafter
         return make(setup.model, head, cache, setup.options, attention)
 
@@ -175,7 +186,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             seeds=prefill.ignored_seeds,
             watch=DraftWatch(drafter.counters, drafter.cache.num_entries, setup.tp.rank == 0),
             width_steps=widths.steps,
-            labels=draft_setup.metric_labels(),
+            labels=metric_labels(),
         )
         logger.info("DFLASH: sglang-dflash serves: %s", figures.describe())
         return DFlashWorker(
@@ -220,3 +231,73 @@ class DFlashSpecWorker(BaseSpecWorker):
     def forward_batch_generation(self, *args: Any, **kwargs: Any) -> GenerationBatchResult:
         """A scheduler step."""
         return self.dflash.forward_batch_generation(*args, **kwargs)
+
+
+# -- what the drafter takes from the target and its server -------------------------------------------
+
+
+def tensor_parallel() -> TensorParallel:
+    """The target's tensor-parallel group, over which the drafter is sharded too."""
+    group = get_parallel().tp_group
+
+    def all_gather(x: Tensor) -> Tensor:
+        return group.all_gather(x[None].contiguous(), dim=0)
+
+    def from_first(number: int) -> int:
+        if group.world_size == 1:
+            return number
+        shared = torch.tensor(number)
+        torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
+        return int(shared)
+
+    return TensorParallel(
+        group.rank_in_group, group.world_size, group.all_reduce, all_gather, from_first
+    )
+
+
+def target_head(model: Any) -> TargetHead:
+    """The target's embedding and lm_head, without LoRA: the drafter is one for all requests."""
+    embed = unwrap_lora_layer(model.get_input_embeddings())
+    lm_head = unwrap_lora_layer(model.lm_head)
+    # This rank's rows [V / size, E] without padding, and the token id of the first.
+    shard = lm_head.shard_indices
+    weight, first_id = lm_head.weight[: shard.num_org_elements], shard.org_vocab_start_index
+    return TargetHead(embed, lambda hidden: hidden @ weight.T, first_id)
+
+
+def unserved_target(model: Any) -> str | None:
+    """Why the drafter cannot borrow from the loaded target, or None. It needs a dense lm_head."""
+    lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
+    weight = getattr(lm_head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        found = "missing" if weight is None else weight.dtype
+        return f"the target's lm_head: {found}, a dense 16- or 32-bit weight is needed"
+    if not hasattr(lm_head, "shard_indices"):
+        return (
+            f"the target's lm_head: {type(lm_head).__name__}, one of SGLang's "
+            "vocabulary-parallel layers is needed"
+        )
+    return None
+
+
+def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of draft K/V in a scheduler process (`gpu.backends.kv_dtype`)."""
+    spec = get_spec()
+    return kv_dtype(
+        get_model().kv_cache_dtype,
+        spec.speculative_draft_kv_cache_dtype,
+        spec.speculative_draft_attention_backend,
+        model_dtype,
+    )
+
+
+def metric_labels() -> dict[str, Any] | None:
+    """Labels of this process's series in /metrics; None without --enable-metrics and on every rank
+    but the first."""
+    parallel, observed = get_parallel(), get_observability()
+    if not observed.enable_metrics or parallel.tp_rank > 0:
+        return None
+    labels = {"model_name": get_serving().served_model_name, "tp_rank": parallel.tp_rank}
+    if parallel.dp_rank is not None:
+        labels["dp_rank"] = parallel.dp_rank
+    return {**labels, **(observed.extra_metric_labels or {})}

@@ -233,8 +233,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     """What SGLang calls as the worker's class. By now all plugins have run, and the target is
     loaded and can be examined."""
     # The launching process, which checks the pair, does not need what serves it.
-    from sglang_dflash.serving.start.build import DFlashSpecWorker
-    from sglang_dflash.serving.start.draft_setup import unserved_target
+    from sglang_dflash.serving.start.build import DFlashSpecWorker, unserved_target
 
     # A row with `only_if_loaded` may be of the launcher, another process.
     verify(row for row in SEAMS if not row.only_if_loaded)
