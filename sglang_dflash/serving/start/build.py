@@ -233,7 +233,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         return self.dflash.forward_batch_generation(*args, **kwargs)
 
 
-# -- what the drafter takes from the target and its server -------------------------------------------
+# -- what the drafter takes from the target and its server -----------------------------------------
 
 
 def tensor_parallel() -> TensorParallel:
