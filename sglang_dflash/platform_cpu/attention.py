@@ -1,4 +1,5 @@
-"""Attention over SGLang's paged KV pool in torch: prefill, decode and verify of a drafted block."""
+"""SGLang's paged KV pool without Triton, and attention over it in torch: prefill, decode and verify
+of a drafted block."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, move_kv_cache_native
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from torch import Tensor
 
@@ -156,3 +157,28 @@ def visible(first: int, count: int, seen: int, window: int | None) -> Tensor:
     queries, keys = torch.arange(first, first + count)[:, None], torch.arange(seen)
     mask = keys <= queries
     return mask if window is None else mask & (keys >= queries - window)
+
+
+class CpuKVPool(MHATokenToKVPool):
+    """The engine's MHA pool with moves done by indexing instead of a Triton copy."""
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        self._kv_copy_config = None
+
+    def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        move_kv_cache_native(self.k_buffer, self.v_buffer, tgt_loc, src_loc)
+
+
+def speculative_cache_locs(
+    *,
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+    device: Any,
+) -> Tensor:
+    """KV slots of every request's next positions, int64 `[batch_size * draft_token_num]`."""
+    positions = start_offset.long()[:, None] + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices.long()[:, None], positions].long().flatten()

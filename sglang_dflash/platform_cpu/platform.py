@@ -52,12 +52,12 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":
             return None
-        from sglang_dflash.platform_cpu.kv_pool import CpuKVPool
+        from sglang_dflash.platform_cpu.attention import CpuKVPool
 
         return CpuKVPool
 
     def get_speculative_cache_locs_fn(self) -> Any:
-        from sglang_dflash.platform_cpu.kv_pool import speculative_cache_locs
+        from sglang_dflash.platform_cpu.attention import speculative_cache_locs
 
         return speculative_cache_locs
 

@@ -191,7 +191,7 @@ def attach_canary_buffers(original: Any, *, pool: Any, **others: Any) -> Any:
     from sglang.srt.kv_canary.pool_patcher.adapters.mha import attach_mha
     from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
 
-    from sglang_dflash.platform_cpu.kv_pool import CpuKVPool
+    from sglang_dflash.platform_cpu.attention import CpuKVPool
 
     register_pool_attacher(CpuKVPool, attach_mha)
     return original(pool=pool, **others)

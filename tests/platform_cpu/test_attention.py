@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType
 
 from sglang_dflash.platform_cpu import attention
-from sglang_dflash.platform_cpu.kv_pool import speculative_cache_locs
+from sglang_dflash.platform_cpu.attention import speculative_cache_locs
 from sglang_dflash.platform_cpu.torch_ops import assign_req_to_token, murmur_hash32
 
 GROUPS, SHARED, DIM = 2, 3, 8

@@ -255,7 +255,7 @@ def test_the_canary_knows_no_subclass_of_a_pool() -> None:
     from sglang.kernels.ops.kv_canary.consts import RealKvHashMode
     from sglang.srt.kv_canary.pool_patcher import api
 
-    from sglang_dflash.platform_cpu.kv_pool import CpuKVPool
+    from sglang_dflash.platform_cpu.attention import CpuKVPool
 
     attach = original("sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers")
     pool: Any = object.__new__(CpuKVPool)
