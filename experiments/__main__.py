@@ -1,13 +1,8 @@
-"""`python -m experiments EXPERIMENT [options]`, `python -m experiments --list`."""
+"""`python -m experiments EXPERIMENT [options]`; `--help` lists them."""
 
-from __future__ import annotations
-
-import signal
 import sys
 
 from experiments.runner import main
 
 if __name__ == "__main__":
-    # As an exception, so that the servers of an experiment end with it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

@@ -5,38 +5,33 @@
 
 Parts, one after the other: bandwidth of a copy; the start-up check at published shapes; replay of
 recurrent layers against torch; propose, commit and absorb, eager and from CUDA graphs, against the
-fewest bytes that they must move; the demo pair over Transformers against `generate`. Weights are
-random, but for the demo pair's. SGLang is not needed, and nothing is fetched. Finished parts are
-kept in --state, and a second run goes on after them. The exit status is 1 if a part failed; the
-other parts are reported.
+fewest bytes that they must move. Weights are random. SGLang is not needed, and nothing is fetched.
+Each part is shown on stderr when it ends; --only runs some of them. The exit status is 1 if a part
+failed; the other parts are reported.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from experiments.device import CudaGraphs, copy_bandwidth, milliseconds, waits_for_the_device
 from experiments.drafters import TINY, Load, Loaded, loaded, random_head, random_model
-from experiments.floor import absorb_floor, commit_floor, propose_floor
-from experiments.runner import Arms, Experiment, Progress, option
-from experiments.traffic import SHAPES, config_of
+from experiments.traffic import SHAPES, absorb_floor, commit_floor, config_of, propose_floor
 from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
 from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
-from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu.backends import ATTENTION
 
@@ -53,21 +48,21 @@ TINY_LOADS = (Load(1, 96, None), Load(3, 200, 64))
 # Requests in which recorded steps are compared; the check itself takes shorter ones.
 CHECKED = Load(requests=4, context=256, window=None)
 PHASES = ("propose", "commit", "absorb", "step")
+REPEATS = 30
+# Bytes of a copy that measures bandwidth; two of these must fit.
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 
 
 @dataclass(frozen=True)
 class Options:
-    dry_run: bool = option(False, "print the parts and the fewest bytes of each, measure nothing")
-    tiny: bool = option(False, "try the command: a tiny draft on the CPU")
-    state: str = option("gpu-state.json", "file with the finished parts")
-    minutes: float = option(9.0, "no part is begun that is likely to end later")
+    dry_run: bool = setting(False, "print the fewest bytes of each part, measure nothing")
+    tiny: bool = setting(False, "try the command: a tiny draft on the CPU")
+    only: str = setting("", "run the parts whose names begin so, such as check or phases/Qwen3-8B")
 
 
 class Part(NamedTuple):
-    """About how long a part takes, what it measures, and the fewest bytes of its phases if it has
-    any."""
+    """What a part measures, and the fewest bytes of its phases if it has any."""
 
-    seconds: float
     run: Callable[[], dict[str, Any]]
     floors: dict[str, int] | None = None
 
@@ -82,17 +77,16 @@ def plan(tiny: bool) -> dict[str, Part]:
     drafts = {"tiny": DraftConfig.from_dict(TINY)} if tiny else {
         name.removeprefix("z-lab/"): config_of(name) for name in SHAPES
     }  # fmt: skip
-    parts = {"bandwidth": Part(5, lambda: {"bytes_per_s": copy_bandwidth(device)})}
+    parts = {"bandwidth": Part(lambda: {"bytes_per_s": copy_bandwidth(device)})}
     for name, config in drafts.items():
-        parts[f"check/{name}"] = Part(40, partial(self_check, config, device, dtype))
+        parts[f"check/{name}"] = Part(partial(self_check, config, device, dtype))
     shape = (2, 4, 2, 1, 16) if tiny else (8, 16, 48, 16, 128)
-    parts["fold"] = Part(15, partial(fold, device, *shape))
+    parts["fold"] = Part(partial(fold, device, *shape))
     for name, config in drafts.items():
         for load in TINY_LOADS if tiny else LOADS:
             run = partial(phases, config, load, device, dtype)
             least = floors(config, load, dtype.itemsize)
-            parts[f"phases/{name}/{load.name}"] = Part(12, run, least)
-    parts["loop"] = Part(60, partial(demo_loop, device, *((2, 8) if tiny else (8, 128))))
+            parts[f"phases/{name}/{load.name}"] = Part(run, least)
     return parts
 
 
@@ -239,98 +233,100 @@ def _recorded_step(one: Loaded) -> Callable[[], None]:
     return step
 
 
-def demo_loop(device: torch.device, prompts: int, new_tokens: int) -> dict[str, Any]:
-    """The demo pair over Transformers in float32, against `generate`: identical outputs, acceptance
-    length and tokens per second, over the first `prompts` of its texts."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+# ---- timing
 
-    from sglang_dflash.transformers_loop.generation import spec_generate
 
-    pair = demo_pair("dense")
-    target: Any = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
-    target.to(device)
-    draft = load_model(str(pair.draft), dtype=torch.float32, device=device)
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    same, committed, seconds = 0, [], {"plain": 0.0, "dflash": 0.0}
-    for prompt in pair.prompts[:prompts]:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
-        began = time.perf_counter()
-        whole = target.generate(
-            ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
-        )
-        plain = whole[0, ids.shape[1] :].tolist()
-        seconds["plain"] += time.perf_counter() - began
-        began = time.perf_counter()
-        ours = spec_generate(draft, target, ids, new_tokens)
-        seconds["dflash"] += time.perf_counter() - began
-        same += plain == ours.tokens
-        committed += ours.committed
-    rates = {
-        f"{name}_tok_s": round(prompts * new_tokens / value, 1) for name, value in seconds.items()
-    }
-    length = round(sum(committed) / len(committed), 3)
-    return {"identical": same, "of": prompts, "acceptance_length": length, **rates}
+class CudaGraphs:
+    """A `Recorder` by CUDA graphs, which share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            # Kernels are compiled and libraries initialized before the capture.
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        torch.cuda.synchronize()
+        return graph.replay
+
+
+def milliseconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Median time of `REPEATS` runs; the first three are not counted.
+
+    On CUDA by events, so what the host does meanwhile counts only if the device waits for it.
+    """
+    for _ in range(3):
+        run()
+    if device.type != "cuda":
+        return statistics.median(_on_the_host(run) for _ in range(REPEATS))
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+    torch.cuda.synchronize()
+    for began, ended in pairs:
+        began.record()
+        run()
+        ended.record()
+    torch.cuda.synchronize()
+    return statistics.median(began.elapsed_time(ended) for began, ended in pairs)
+
+
+def _on_the_host(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return 1000 * (time.perf_counter() - began)
+
+
+def waits_for_the_device(run: Callable[[], object]) -> str | None:
+    """What makes the host wait in a run on CUDA, or None."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    return None
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes."""
+    size = COPY_BYTES[device.type]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / (milliseconds(device, lambda: target.copy_(source)) / 1000)
 
 
 # ---- running the parts
 
 
-def kept_parts(path: Path, setup: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Finished parts of an earlier run. Raises ConfigError: the file is none of ours, or of another
-    machine or size."""
-    if not path.exists():
-        return {}
-    try:
-        state = json.loads(path.read_text())
-        theirs, parts = state["setup"], dict(state["parts"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError("--state", str(path), "no state of this experiment") from error
-    if theirs != setup:
-        raise ConfigError(
-            "--state", str(path), f"of {theirs}, this is {setup}; remove it, or name another file"
-        )
-    return parts
-
-
-def keep(path: Path, setup: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
-    """The file is whole at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps({"setup": setup, "parts": parts}, indent=1) + "\n")
-    os.replace(beside, path)
-
-
-def workload(_: Arms, options: Options, progress: Progress) -> dict[str, dict[str, Any]]:
-    """By part. Raises ConfigError: there is no GPU, or the state is of another run."""
-    parts = plan(options.tiny)
+def run(options: Options) -> dict[str, Any]:
+    """By part. Raises ConfigError: there is no GPU, or no part has such a name."""
+    parts = {name: of for name, of in plan(options.tiny).items() if name.startswith(options.only)}
+    if not parts:
+        raise ConfigError("only", options.only, "no part; --dry-run prints them")
     if options.dry_run:
-        return {
-            name: {"about_s": part.seconds, "floor_bytes": part.floors or {}}
-            for name, part in parts.items()
-        }
+        return {"parts": {name: {"floor_bytes": of.floors or {}} for name, of in parts.items()}}
     if not options.tiny and not torch.cuda.is_available():
         raise ConfigError(
-            "--tiny", False, "torch finds no GPU; --tiny tries the command on a CPU, and --dry-run "
+            "tiny", False, "torch finds no GPU; --tiny tries the command on a CPU, and --dry-run "
             "prints the parts",
         )  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = False
-    accelerator = "cpu" if options.tiny else torch.cuda.get_device_name()
-    setup = {"accelerator": accelerator, "torch": torch.__version__}
-    path, began = Path(options.state), time.monotonic()
-    kept, done = kept_parts(path, setup), {}
-    for i, (name, part) in enumerate(parts.items()):
-        progress(name, i, len(parts))
-        left = 60 * options.minutes - (time.monotonic() - began)
-        if name in kept:
-            done[name] = kept[name]
-        elif part.seconds > left:
-            done[name] = {"skipped": f"about {part.seconds:g} s, {left:.0f} s are left"}
-        else:
-            done[name] = _run(part)
-            if "failed" not in done[name]:
-                kept[name] = done[name]
-                keep(path, setup, kept)
-    return done
+    done = {}
+    for name, part in parts.items():
+        done[name] = _run(part)
+        print(json.dumps({name: done[name]}), file=sys.stderr, flush=True)
+    _compare_with_floors(done)
+    failed = {name: found["failed"] for name, found in done.items() if "failed" in found}
+    return {"parts": done, "failed": failed}
 
 
 def _run(part: Part) -> dict[str, Any]:
@@ -345,41 +341,28 @@ def _run(part: Part) -> dict[str, Any]:
     return result
 
 
-def report(done: dict[str, dict[str, Any]], options: Options) -> dict[str, Any]:
-    """With `graph_over_floor`: the time of a graph over that of the fewest bytes at the bandwidth
+def _compare_with_floors(done: dict[str, dict[str, Any]]) -> None:
+    """Add `graph_over_floor`: the time of a graph over that of the fewest bytes at the bandwidth
     of a copy."""
-    bandwidth = done["bandwidth"].get("bytes_per_s")
+    bandwidth = done.get("bandwidth", {}).get("bytes_per_s")
     for found in done.values():
         for phase in (found[name] for name in PHASES if name in found):
             if bandwidth and "graph_ms" in phase:
                 floor_ms = 1000 * phase["floor_bytes"] / bandwidth
                 phase["graph_over_floor"] = round(phase["graph_ms"] / floor_ms, 3)
-    failed = {name: found["failed"] for name, found in done.items() if "failed" in found}
-    return {"parts": done, "failed": failed}
 
 
-def table(result: dict[str, Any]) -> Iterator[str]:
+def table(result: dict[str, Any]) -> list[str]:
     columns = ("floor_bytes", "eager_ms", "graph_ms", "graph_over_floor")
-    yield f"{'':50}" + "".join(f"{column:>18}" for column in columns)
+    lines = [f"{'':50}" + "".join(f"{column:>18}" for column in columns)]
     for name, found in result["parts"].items():
         shown = {phase: found[phase] for phase in PHASES if phase in found}
         for phase, of in shown.items():
             cells = "".join(f"{of.get(column, ''):>18}" for column in columns)
-            yield f"{name.removeprefix('phases/') + ' ' + phase:50}{cells}"
-        others = {key: value for key, value in found.items() if key not in shown}
-        yield f"{name}: {others}"
+            lines.append(f"{name.removeprefix('phases/') + ' ' + phase:50}{cells}")
+        lines.append(f"{name}: { {key: of for key, of in found.items() if key not in shown} }")
+    return lines
 
 
 def failure(result: dict[str, Any]) -> str | None:
-    return f"failed: {', '.join(result['failed'])}" if result["failed"] else None
-
-
-EXPERIMENT = Experiment(
-    name="gpu",
-    description=__doc__,
-    options=Options,
-    workload=workload,
-    report=report,
-    table=table,
-    failure=failure,
-)
+    return f"failed: {', '.join(result['failed'])}" if result.get("failed") else None

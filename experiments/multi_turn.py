@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.conversations import AT_A_TIME, Answers, branches, chats, texts
-from experiments.runner import Arms, Experiment, Progress, one_after_another, option
-from sglang_dflash.bench.server import FlagValue, demo_config
+from experiments.runner import one_after_another
+from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
 from sglang_dflash.drafting.options import Options as DraftOptions
+from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.embedded import DemoPair, demo_pair
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
@@ -23,18 +24,14 @@ if TYPE_CHECKING:
 WINDOW, TARGET_TOKENS = 512, 32768
 WORKLOADS = {"chats": chats, "branches": branches}
 
-# Arm -> its answers by workload, and the worker's report after them.
-Measured = dict[str, tuple[dict[str, Answers], dict[str, Any]]]
-
 
 @dataclass(frozen=True)
 class Options:
-    model: str = option("dense", "which embedded pair")
+    model: str = setting("dense", "which embedded pair (default: {default})")
 
 
-def arms(options: Options) -> Arms:
+def arms(pair: DemoPair) -> dict[str, ServerConfig]:
     """`plain` comes first."""
-    pair = demo_pair(options.model)
     sizes: dict[str, FlagValue] = {
         "--max-total-tokens": TARGET_TOKENS,
         "--max-running-requests": AT_A_TIME,
@@ -53,25 +50,21 @@ def arms(options: Options) -> Arms:
     }
 
 
-def workload(arms: Arms, options: Options, progress: Progress) -> Measured:
-    pieces = texts(demo_pair(options.model))
+def run(options: Options) -> dict[str, Any]:
+    pair = demo_pair(options.model)
+    pieces = texts(pair)
 
-    def answer_all(_: str, server: Server) -> tuple[dict[str, Answers], dict[str, Any]]:
+    def answer_all(server: Server) -> tuple[dict[str, Answers], dict[str, Any]]:
         answers = {name: ask_all(server, pieces) for name, ask_all in WORKLOADS.items()}
         return answers, server.dflash()
 
-    return one_after_another(arms, answer_all, progress)
-
-
-def report(measured: Measured, _: Options) -> dict[str, Any]:
-    plain, _report = measured["plain"]
+    measured = one_after_another(arms(pair), answer_all)
+    plain, _ = measured.pop("plain")
     return {
         "window": WINDOW,
         "max_running_requests": AT_A_TIME,
         "arms": {
-            name: compare(answers, plain, worker)
-            for name, (answers, worker) in measured.items()
-            if name != "plain"
+            name: compare(answers, plain, worker) for name, (answers, worker) in measured.items()
         },
     }
 
@@ -108,15 +101,3 @@ def failure(result: dict[str, Any]) -> str | None:
             if not set(row[one]["cached_tokens_over_plain"]) <= {0, 1}:
                 return f"arm {name}, {one}: other cached tokens than plain decoding"
     return None
-
-
-EXPERIMENT = Experiment(
-    name="multi_turn",
-    description=__doc__,
-    options=Options,
-    arms=arms,
-    workload=workload,
-    report=report,
-    table=table,
-    failure=failure,
-)

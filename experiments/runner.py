@@ -1,30 +1,32 @@
-"""Runs an experiment: reads its options, runs its workload, writes its result.
+"""Runs an experiment, which is one module of this folder:
 
-    python -m experiments --list
-    python -m experiments EXPERIMENT [--out FILE] [--rounds N ...]
+    python -m experiments EXPERIMENT [--out FILE] [options]
 
-The last line of the output is the result as one JSON object; progress goes to stderr, as a bar on a
-terminal and as lines elsewhere. Loads without torch, SGLang and
-`requests`: some experiments run on machines that lack them.
+Such a module has `Options`, a dataclass whose fields carry their help (`setting`); `run(options)`,
+which returns the result as one dict; `table(result)`, the lines to read; and, if a result may not
+hold, `failure(result)`, which tells why it does not, or None. The last line of the output is the
+result as one JSON object; progress goes to stderr.
+
+Loads without torch, SGLang and `requests`: some experiments run on machines that lack them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import importlib
 import json
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang_dflash.bench.machine import hardware, progress_bar
 from sglang_dflash.bench.server import ServerConfig, sigterm_as_exit
+from sglang_dflash.facts.command_line import add_flags, flag_names, given
 from sglang_dflash.facts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,58 +36,16 @@ HOME = Path(__file__).parent
 # A server that starts slowly must not end a run of an hour.
 START_TIMEOUT_S = 1800
 
-OptionsT = TypeVar("OptionsT")
-Case = TypeVar("Case")
 T = TypeVar("T")
-
-Arms = Mapping[str, ServerConfig]
-# Takes what begins now, how many steps of this stage are done, and how many there are.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """For experiments without options."""
-
-
-@dataclass(frozen=True)
-class Experiment(Generic[OptionsT, T]):
-    """What is compared, on what, and what is reported.
-
-    Attributes:
-        name: its module in this folder.
-        description: the module's docstring.
-        workload: runs it on the arms, in one of the ways below, and returns what it measured.
-        report: the result's own keys, from what was measured.
-        options: a frozen dataclass whose fields all have defaults (see `option`).
-        arms: the servers by name; none by default.
-        table: the result for reading, line by line.
-        picture: writes a picture of the result as a PNG beside `--out`.
-        failure: why a result does not hold, or None; the exit status is 1 if it does not.
-    """
-
-    name: str
-    description: str
-    workload: Callable[[Arms, OptionsT, Progress], T]
-    report: Callable[[T, OptionsT], dict[str, Any]]
-    options: type[OptionsT] = NoOptions  # type: ignore[assignment]
-    arms: Callable[[OptionsT], Arms] = lambda _: {}
-    table: Callable[[dict[str, Any]], Iterable[str]] = lambda _: ()
-    picture: Callable[[dict[str, Any], Path], None] | None = None
-    failure: Callable[[dict[str, Any]], str | None] = lambda _: None
-
-
-def option(default: Any, help: str, choices: Iterable[str] | None = None) -> Any:
-    """A field of an experiment's options; its type is the default's. False: a flag without a
-    value."""
-    return field(default=default, metadata={"help": help, "choices": choices})
-
-
-# ---- ways of running
+    """`Options` of an experiment without any."""
 
 
 @contextmanager
-def all_at_once(arms: Arms) -> Iterator[dict[str, Server]]:
+def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]:
     """All arms' servers side by side. Raises ServerFailed."""
     from sglang_dflash.bench.server import Server, together
 
@@ -95,176 +55,105 @@ def all_at_once(arms: Arms) -> Iterator[dict[str, Server]]:
 
 
 def one_after_another(
-    arms: Arms, work: Callable[[str, Server], T], progress: Progress
+    arms: Mapping[str, ServerConfig], work: Callable[[Server], T]
 ) -> dict[str, T]:
-    """`work(name, server)` on each arm's server, one server at a time. Raises ServerFailed."""
+    """`work(server)` on each arm's server, one server at a time. Raises ServerFailed."""
     from sglang_dflash.bench.server import Server
 
-    def on_server(name: str, config: ServerConfig) -> T:
-        with Server(config, timeout_s=START_TIMEOUT_S) as server:
-            return work(name, server)
-
-    return case_by_case(arms, on_server, progress)
-
-
-def case_by_case(
-    cases: Mapping[str, Case], work: Callable[[str, Case], T], progress: Progress
-) -> dict[str, T]:
-    """`work(name, case)` for each case in order; without a server unless `work` asks one."""
     results = {}
-    for done, (name, case) in enumerate(cases.items()):
-        progress(name, done, len(cases))
-        results[name] = work(name, case)
+    with progress_bar(len(arms)) as bar:
+        for name, config in arms.items():
+            bar.set_description(name)
+            with Server(config, timeout_s=START_TIMEOUT_S) as server:
+                results[name] = work(server)
+            bar.update()
     return results
 
 
 def take_turns(
-    names: Iterable[str], rounds: int, work: Callable[[str, int], T], progress: Progress
+    names: Iterable[str], rounds: int, work: Callable[[str, int], T], label: str = ""
 ) -> dict[str, list[T]]:
     """`work(name, round)` for all names in every round; every other round in reverse order."""
     order = list(names)
     results: dict[str, list[T]] = {name: [] for name in order}
-    for i in range(rounds):
-        for at, name in enumerate(reversed(order) if i % 2 else order):
-            line = f"round {i + 1} of {rounds}: {name}"
-            progress(line, i * len(order) + at, rounds * len(order))
-            results[name].append(work(name, i))
+    with progress_bar(rounds * len(order)) as bar:
+        for i in range(rounds):
+            for name in reversed(order) if i % 2 else order:
+                bar.set_description(f"{label}round {i + 1} of {rounds}: {name}")
+                results[name].append(work(name, i))
+                bar.update()
     return results
 
 
-# ---- the command
-
-
 def experiments() -> dict[str, str]:
-    """All experiments: name -> the first line of the description. Imports none of them."""
+    """All experiments: name -> the first line of the docstring. Imports none of them."""
     found = {}
     for path in sorted(HOME.glob("*.py")):
         source = path.read_text()
-        if "\nEXPERIMENT = " in source:
+        if "\ndef run(options: Options) " in source:
             found[path.stem] = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
     return found
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; the exit status."""
-    known = experiments()
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments",
-        usage="%(prog)s EXPERIMENT [options], or %(prog)s --list",
-        description="Run one experiment; EXPERIMENT --help shows its options.",
+def parser(name: str) -> argparse.ArgumentParser:
+    """Of one experiment's options."""
+    module = importlib.import_module(f"experiments.{name}")
+    found = argparse.ArgumentParser(
+        prog=f"python -m experiments {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("experiment", nargs="?", metavar="EXPERIMENT")
-    parser.add_argument("--list", action="store_true", help="list the experiments")
+    add_flags(found, module.Options, {one.name: _flag(one.name) for one in fields(module.Options)})
+    found.add_argument("--out", type=Path, metavar="FILE", help="also write the result to it")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; the exit status is 1 if the result does not hold."""
+    known = experiments()
+    command = argparse.ArgumentParser(
+        prog="python -m experiments",
+        epilog="\n".join(f"{name:17}  {line}" for name, line in known.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "experiment", choices=known, metavar="EXPERIMENT", help="EXPERIMENT --help: its options"
+    )
     # What follows the name belongs to the experiment.
-    args = parser.parse_args(argv[:1])
-    if args.list:
-        width = max(map(len, known))
-        print("\n".join(f"{name:{width}}  {line}" for name, line in known.items()))
-        return 0
-    if args.experiment is None:
-        parser.error("an experiment is required; see --list")
-    if args.experiment not in known:
-        near = difflib.get_close_matches(args.experiment, known)
-        meant = f"did you mean {' or '.join(near)}? " if near else ""
-        parser.error(f"no experiment {args.experiment!r}; {meant}--list shows all")
-    module = importlib.import_module(f"experiments.{args.experiment}")
+    name = command.parse_args(argv[:1]).experiment
+    module, own = importlib.import_module(f"experiments.{name}"), parser(name)
+    args = own.parse_args(argv[1:])
+    options = module.Options(**given(args, module.Options))
     try:
+        # Servers end with the experiment.
         with sigterm_as_exit():
-            return run(module.EXPERIMENT, argv[1:])
+            found = module.run(options)
     except ConfigError as error:
-        print(f"{args.experiment}: {error}", file=sys.stderr)
+        print(f"{name}: {error.in_words(flag_names(own))}", file=sys.stderr)
         return 1
-
-
-def run(experiment: Experiment[Any, Any], argv: Sequence[str]) -> int:
-    """Run one experiment with its arguments; the exit status."""
-    args = _parser(experiment).parse_args(argv)
-    options = experiment.options(**{f.name: getattr(args, f.name) for f in _fields(experiment)})
-    with _Stages() as progress:
-        measured = experiment.workload(experiment.arms(options), options, progress)
-    result = {
-        "command": command(experiment, options),
-        "hardware": hardware(),
-        **experiment.report(measured, options),
-    }
-    if not args.json:
-        for line in experiment.table(result):
-            print(line)
+    result = {"command": repeated(name, options), "hardware": hardware(), **found}
+    print(*module.table(result), sep="\n")
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-        if experiment.picture is not None:
-            experiment.picture(result, args.out.with_suffix(".png"))
-    failure = experiment.failure(result)
+    failure = module.failure(result) if hasattr(module, "failure") else None
     if failure is not None:
-        print(f"{experiment.name}: {failure}", file=sys.stderr)
+        print(f"{name}: {failure}", file=sys.stderr)
     print(json.dumps(result), flush=True)
     return 0 if failure is None else 1
 
 
-def command(experiment: Experiment[Any, Any], options: Any) -> str:
+def repeated(name: str, options: Any) -> str:
     """The command line that repeats a run, with every option that is not empty."""
-    words = ["python", "-m", "experiments", experiment.name]
-    for one in _fields(experiment):
+    words = ["python", "-m", "experiments", name]
+    for one in fields(options):
         value = getattr(options, one.name)
         if value is True:
-            words.append(_flag(one))
+            words.append(_flag(one.name))
         elif value is not False and value != "":
-            words += [_flag(one), str(value)]
+            words += [_flag(one.name), str(value)]
     return shlex.join(words)
 
 
-class _Stages:
-    """Shows a run's progress, stage by stage: a stage ends where another number of steps, or one
-    that has been done, begins."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __enter__(self) -> _Stages:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, line: str, done: int, of: int) -> None:
-        if self._bar is None or of != self._bar.total or done <= self._bar.n:
-            self.__exit__()
-            self._bar = progress_bar(of)
-        self._bar.update(done - self._bar.n)
-        self._bar.set_description(line)
-
-
-def _fields(experiment: Experiment[Any, Any]) -> tuple[Field[Any], ...]:
-    return fields(experiment.options)
-
-
-def _flag(one: Field[Any]) -> str:
-    return f"--{one.name.replace('_', '-')}"
-
-
-def _parser(experiment: Experiment[Any, Any]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m experiments {experiment.name}",
-        description=experiment.description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for one in _fields(experiment):
-        if one.default is False:
-            parser.add_argument(_flag(one), action="store_true", help=one.metadata.get("help"))
-            continue
-        parser.add_argument(
-            _flag(one),
-            type=type(one.default),
-            default=one.default,
-            choices=one.metadata.get("choices"),
-            help=f"{one.metadata.get('help', '')} (default: %(default)s)",
-        )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="also write the result to this file"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON, and nothing else"
-    )
-    return parser
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"

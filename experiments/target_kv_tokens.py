@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.runner import Arms, Experiment, NoOptions, Progress, one_after_another
+from experiments.runner import NoOptions as Options
+from experiments.runner import one_after_another
 from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
 from sglang_dflash.facts.embedded import demo_pair
 
 WINDOW, RUNNING, MEMORY_FRACTION = 512, 16, 0.2
 
 
-def arms(_: NoOptions) -> Arms:
+def arms() -> dict[str, ServerConfig]:
     pair = demo_pair("dense")
     window: dict[str, FlagValue] = {"--speculative-draft-window-size": WINDOW}
     draft = sized_by_memory(demo_config(pair, dflash=True))
@@ -34,13 +35,8 @@ def sized_by_memory(config: ServerConfig) -> ServerConfig:
     )
 
 
-def workload(arms: Arms, _: NoOptions, progress: Progress) -> dict[str, int]:
-    return one_after_another(
-        arms, lambda _, server: server.info()["max_total_num_tokens"], progress
-    )
-
-
-def report(tokens: dict[str, int], _: NoOptions) -> dict[str, Any]:
+def run(options: Options) -> dict[str, Any]:
+    tokens = one_after_another(arms(), lambda server: server.info()["max_total_num_tokens"])
     return {
         "window": WINDOW,
         "max_running_requests": RUNNING,
@@ -57,13 +53,3 @@ def table(result: dict[str, Any]) -> list[str]:
         f"{name:18}{count:10,}{result['share_of_plain'][name]:8.4f}"
         for name, count in result["target_kv_tokens"].items()
     ]
-
-
-EXPERIMENT = Experiment(
-    name="target_kv_tokens",
-    description=__doc__,
-    arms=arms,
-    workload=workload,
-    report=report,
-    table=table,
-)

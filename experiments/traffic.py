@@ -5,11 +5,16 @@ operations and attention. Computed on fake tensors, so it runs anywhere: of torc
 they read and write is counted, of ours what the formula beside each kernel says. `absorb` projects
 the hidden states of all block positions; `commit` accepts, and finds entries for their tokens.
 
+The floor has every weight once; lm_head once; the visible K/V of every layer once; of every matrix
+product the input and the output once; the logits written and read once. Whatever lies between two
+products, such as a norm, is free: it could be part of one of them.
+
 The exit status is 1 if a row of `propose` or `absorb` is above its goal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +23,8 @@ from dflash_kernels.draft_attention import TritonAttention
 from dflash_kernels.draft_ops import TritonOps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.floor import absorb_floor, commit_floor, propose_floor
 from experiments.launches import Launches, Scene, counted
-from experiments.runner import Arms, Experiment, NoOptions, Progress, case_by_case
+from experiments.runner import NoOptions as Options
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, finite
@@ -29,8 +33,9 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.drafting.options import Options as DraftOptions
+from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.published import shipped
 
 SHAPES = (
@@ -49,6 +54,7 @@ LOADS = (
 )
 PROCESSORS = 132
 GOALS = {"propose": 1.08, "absorb": 1.2}
+ID_BYTES = 8
 
 
 class Row(NamedTuple):
@@ -80,7 +86,7 @@ def config_of(shape: str) -> DraftConfig:
 def measure(row: Row) -> Step:
     """The launches of one step, on fake CUDA tensors."""
     config, device = config_of(row.shape), torch.device("cuda")
-    options = Options(window=row.window).resolve(config)
+    options = DraftOptions(window=row.window).resolve(config)
     scene = Scene([row.context] * row.requests, options.reach, row.requests * options.block_size)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -148,18 +154,14 @@ def figures(row: Row, step: Step) -> dict[str, Any]:
     return result
 
 
-def workload(_: Arms, __: NoOptions, progress: Progress) -> list[dict[str, Any]]:
-    rows = {
-        f"{shape}, {requests} x {context}, window {window}": Row(shape, requests, context, window)
-        for shape in SHAPES
-        for requests, context, window in LOADS
+def run(options: Options) -> dict[str, Any]:
+    rows = [Row(shape, *load) for shape in SHAPES for load in LOADS]
+    return {
+        "dtype": "bfloat16",
+        "processors": PROCESSORS,
+        "goals": GOALS,
+        "rows": [figures(row, measure(row)) for row in rows],
     }
-    found = case_by_case(rows, lambda _, row: figures(row, measure(row)), progress)
-    return list(found.values())
-
-
-def report(rows: list[dict[str, Any]], _: NoOptions) -> dict[str, Any]:
-    return {"dtype": "bfloat16", "processors": PROCESSORS, "goals": GOALS, "rows": rows}
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -186,11 +188,58 @@ def failure(result: dict[str, Any]) -> str | None:
     return f"above the goal: {'; '.join(above)}" if above else None
 
 
-EXPERIMENT = Experiment(
-    name="traffic",
-    description=__doc__,
-    workload=workload,
-    report=report,
-    table=table,
-    failure=failure,
-)
+# ---- the floor
+
+
+def propose_floor(
+    config: DraftConfig, lengths: Sequence[int], window: int | None, itemsize: int = 2
+) -> int:
+    """Bytes of drafting one block for each request.
+
+    Args:
+        lengths: committed tokens of the requests.
+        window: last tokens that the draft reads; None for all.
+        itemsize: bytes of a weight, an activation and an element of the cache.
+    """
+    block = config.block_size
+    tokens, drafted = len(lengths) * block, len(lengths) * (block - 1)
+    wide, inner = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    weights = config.num_hidden_layers * (
+        wide * (heads + 2 * kv) + heads * wide + wide * 2 * inner + inner * wide
+        + 2 * wide + 2 * config.head_dim
+        + config.attention_bias * (heads + 2 * kv + wide)
+    ) + wide + config.vocab_size * wide  # fmt: skip
+    activations = tokens * config.num_hidden_layers * (
+        wide + heads + 2 * kv + heads + wide + wide + 2 * inner + inner + wide
+    ) + drafted * wide  # fmt: skip
+    context = sum(visible(layer, length, window) for layer in config.layers for length in lengths)
+    logits = 2 * drafted * config.vocab_size
+    embedded = tokens * wide
+    values = weights + activations + 2 * kv * context + logits + embedded
+    return itemsize * values + ID_BYTES * tokens
+
+
+def visible(layer: LayerAttention, length: int, window: int | None) -> int:
+    """Committed tokens that some position of the block sees in a layer."""
+    seen = length if window is None else min(length, window)
+    # The block's first position sees the most of them, and itself.
+    return seen if layer.sliding_window is None else min(seen, layer.sliding_window - 1)
+
+
+def absorb_floor(config: DraftConfig, tokens: int, itemsize: int = 2) -> int:
+    """Bytes of projecting the target's hidden states of `tokens` tokens to context K/V, and of
+    storing that in the cache."""
+    wide, target = config.hidden_size, config.target_hidden_width
+    kv = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    weights = target * wide + wide + wide * kv
+    weights += config.num_hidden_layers * config.head_dim + config.attention_bias * kv
+    return itemsize * (weights + tokens * (target + wide + wide + kv + kv))
+
+
+def commit_floor(requests: int, block: int) -> int:
+    """Bytes of accepting blocks, and of finding entries for their tokens: drafted and target
+    tokens; lengths and bonus tokens; the target slot of each token, its entry, and two tags of 4
+    bytes."""
+    return requests * (2 * ID_BYTES * block + 2 * ID_BYTES + block * (2 * ID_BYTES + 8))

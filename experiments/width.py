@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments import texts
-from experiments.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
+from experiments.runner import all_at_once, take_turns
 from sglang_dflash.bench.datasets import Prompt, encoder
-from sglang_dflash.bench.server import FlagValue, demo_config
+from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.width import FixedWidth
+from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
@@ -77,8 +78,8 @@ POINTS = (
 
 @dataclass(frozen=True)
 class Options:
-    rounds: int = option(16, "measured passes per arm and point, at least 2")
-    points: str = option("all", "numbers of points, such as 0,3; all by default")
+    rounds: int = setting(16, "measured passes per arm and point, at least 2 (default: {default})")
+    points: str = setting("all", "numbers of points, such as 0,3; all by default")
 
 
 class Measured(NamedTuple):
@@ -90,17 +91,7 @@ class Measured(NamedTuple):
     deciding_seconds: float
 
 
-def arms(_: Options) -> Arms:
-    """All pairs' servers, `PAIR/ARM` each."""
-    return {f"{pair}/{arm}": server(pair, flags) for pair in KV_TOKENS for arm, flags in ARMS}
-
-
-def of_pair(arms: Arms, kind: str) -> Arms:
-    """A pair's servers of `PAIR/ARM`, by arm."""
-    return {name.partition("/")[2]: arms[name] for name in arms if name.startswith(f"{kind}/")}
-
-
-def server(kind: str, flags: dict[str, FlagValue] | None) -> Any:
+def server(kind: str, flags: dict[str, FlagValue] | None) -> ServerConfig:
     pair = demo_pair(kind)
     limits: dict[str, FlagValue] = {
         "--max-total-tokens": KV_TOKENS[kind],
@@ -148,35 +139,38 @@ ARMS: tuple[tuple[str, dict[str, FlagValue] | None], ...] = (
 def chosen_points(options: Options) -> list[Point]:
     """Raises ConfigError: an option is out of range."""
     if options.rounds < 2:
-        raise ConfigError(f"--rounds: {options.rounds}; a lower bound needs at least 2")
+        raise ConfigError("rounds", options.rounds, "a lower bound needs at least 2")
     if options.points == "all":
         return list(POINTS)
     known = {str(number): point for number, point in enumerate(POINTS)}
     numbers = options.points.split(",")
     for number in numbers:
         if number not in known:
-            raise ConfigError(
-                f"--points: {number!r}; give numbers from 0 to {len(POINTS) - 1}, or all"
-            )
+            required = f"give numbers from 0 to {len(POINTS) - 1}, or all"
+            raise ConfigError("points", number, required)
     return [known[number] for number in numbers]
 
 
-def workload(arms: Arms, options: Options, progress: Progress) -> dict[Point, Measured]:
-    chosen, found = chosen_points(options), {}
+def run(options: Options) -> dict[str, Any]:
+    chosen, rows = chosen_points(options), []
     for kind in KV_TOKENS:
         points = [point for point in chosen if point.pair == kind]
-        mine = of_pair(arms, kind)
         if not points:
             continue
-        with all_at_once(mine) as servers:
+        with all_at_once({name: server(kind, flags) for name, flags in ARMS}) as servers:
             for point in points:
-                found[point] = measure(point, servers, options.rounds, progress)
+                rows.append(row(point, measure(point, servers, options.rounds)))
                 # A run takes half an hour.
-                print(*table({"points": [row(point, found[point])]}), sep="\n", file=sys.stderr)
-    return found
+                print(*table({"points": rows[-1:]}), sep="\n", file=sys.stderr)
+    return {
+        "rounds": options.rounds,
+        "new_tokens": NEW_TOKENS,
+        "new_tokens_of_many": [NEW_TOKENS - SPREAD, NEW_TOKENS, NEW_TOKENS + SPREAD],
+        "points": rows,
+    }
 
 
-def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Progress) -> Measured:
+def measure(point: Point, servers: dict[str, Server], rounds: int) -> Measured:
     from sglang_dflash.bench import load
 
     count = PROMPTS_OF_SET.get(point.dataset, PROMPTS[point.concurrency])
@@ -192,9 +186,7 @@ def measure(point: Point, servers: dict[str, Server], rounds: int, progress: Pro
         endpoints[name].flush()
         return load.run(endpoints[name], turn(prompts, at, count), point.concurrency, full)
 
-    passes = take_turns(
-        endpoints, rounds, answered, lambda line, *of: progress(f"{point}: {line}", *of)
-    )
+    passes = take_turns(endpoints, rounds, answered, f"{point}: ")
     steps_after, deciding_after = widths(servers[ADAPTIVE])
     taken = {width: count - steps.get(width, 0) for width, count in steps_after.items()}
     return Measured(passes, taken, deciding_after - deciding)
@@ -226,15 +218,6 @@ def widths(server: Server) -> tuple[dict[str, int], float]:
 
 
 # ---- the report
-
-
-def report(measured: dict[Point, Measured], options: Options) -> dict[str, Any]:
-    return {
-        "rounds": options.rounds,
-        "new_tokens": NEW_TOKENS,
-        "new_tokens_of_many": [NEW_TOKENS - SPREAD, NEW_TOKENS, NEW_TOKENS + SPREAD],
-        "points": [row(point, found) for point, found in measured.items()],
-    }
 
 
 def row(point: Point, found: Measured) -> dict[str, Any]:
@@ -308,15 +291,3 @@ def failure(result: dict[str, Any]) -> str | None:
             where = f"{one['pair']}, {one['dataset']}, {one['concurrency']} at a time"
             return f"{where}: outputs are not plain decoding's"
     return None
-
-
-EXPERIMENT = Experiment(
-    name="width",
-    description=__doc__,
-    options=Options,
-    arms=arms,
-    workload=workload,
-    report=report,
-    table=table,
-    failure=failure,
-)

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import tarfile
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments import measure
-from experiments.runner import Arms, Experiment, Progress, all_at_once, option, take_turns
-from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
+from experiments.runner import all_at_once, take_turns
+from sglang_dflash.bench.server import FlagValue, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
@@ -41,100 +43,101 @@ ROOT = Path(__file__).parents[1]
 
 
 class Pass(NamedTuple):
-    """One pass over the prompts, and milliseconds of the draft side per decode step; None if the
-    worker does not tell."""
+    """One pass over the prompts.
 
-    run: measure.Run
+    Attributes:
+        verify_steps: target forwards per request, summed.
+        draft_ms: milliseconds of the draft side per decode step; None if the worker does not tell.
+    """
+
+    outputs: list[list[int]]
+    seconds: float
+    verify_steps: int
+    concurrency: int
     draft_ms: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.outputs)) / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Mean time between a request's verify steps, prefill included, in milliseconds."""
+        return 1000 * self.seconds * self.concurrency / self.verify_steps
 
 
 # Arm -> one pass per round.
-Runs = dict[str, list[Pass]]
+Passes = dict[str, list[Pass]]
 
 
 @dataclass(frozen=True)
 class Options:
-    model: str = option("dense", "which embedded pair")
-    against: str = option("builtin", "what ours is compared with", choices=AGAINST)
-    rounds: int = option(5, "measured passes per arm and concurrency")
-    revision: str = option("", "with --against revision: a commit of this checkout")
+    model: str = setting("dense", "which embedded pair (default: {default})")
+    against: str = setting(
+        "builtin", "what ours is compared with (default: {default})", choices=AGAINST
+    )
+    rounds: int = setting(5, "measured passes per arm and concurrency (default: {default})")
+    revision: str = setting("", "with --against revision: a commit of this checkout")
 
 
-def arms(options: Options) -> Arms:
-    """Raises ConfigError: git does not know the revision."""
-    ours = demo_config(demo_pair(options.model), dflash=True)
-    if options.against == "revision":
-        return {"ours": ours, "revision": of_revision(ours, options.revision)}
-    return {"ours": ours, options.against: ours.with_flags(AGAINST[options.against])}
+def run(options: Options) -> dict[str, Any]:
+    """Raises RuntimeError if the two servers' outputs differ, ConfigError if git does not know the
+    revision."""
+    pair = demo_pair(options.model)
+    ours = demo_config(pair, dflash=True)
+    with ExitStack() as stack:
+        other = ours.with_flags(AGAINST[options.against])
+        if options.against == "revision":
+            tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            unpack(options.revision, tree)
+            other = replace(ours, env={**ours.env, "PYTHONPATH": f"{tree}:{tree / 'kernels'}"})
+        servers = stack.enter_context(all_at_once({"ours": ours, options.against: other}))
+        found = {n: run_level(servers, pair.prompts, n, options.rounds) for n in LEVELS}
+    rows = {f"concurrency_{level}": compare(by_arm) for level, by_arm in found.items()}
+    return {"new_tokens": NEW_TOKENS, **rows}
 
 
-def of_revision(config: ServerConfig, revision: str) -> ServerConfig:
-    """The same server with our packages as they were at a commit."""
-    tree = tree_of(revision)
-    return replace(config, env={**config.env, "PYTHONPATH": f"{tree}:{tree / 'kernels'}"})
-
-
-def tree_of(revision: str) -> Path:
-    """A folder with our packages as they were at a commit. Raises ConfigError: git does not know
-    it."""
-    folder = Path(tempfile.gettempdir()) / f"sglang-dflash-{_commit(revision)}"
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
-            archive = Path(beside) / "packages.tar"
-            _git("archive", "-o", str(archive), revision, "sglang_dflash", "kernels")
-            tree = Path(beside) / "tree"
-            with tarfile.open(archive) as packed:
-                packed.extractall(tree, filter="data")
-            # Whole or not at all.
-            tree.rename(folder)
-    return folder
-
-
-def _commit(revision: str) -> str:
-    if not revision:
-        raise ConfigError("--revision", "", "--against revision needs a commit of this checkout")
-    return _git("rev-parse", "--verify", f"{revision}^{{commit}}").strip()
-
-
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError("--revision", required=f"git {words[0]}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def workload(arms: Arms, options: Options, progress: Progress) -> dict[int, Runs]:
-    """By concurrency. Raises RuntimeError if the two servers' outputs differ."""
-    prompts = demo_pair(options.model).prompts
-    with all_at_once(arms) as servers:
-        return {n: run_level(servers, prompts, n, options.rounds, progress) for n in LEVELS}
+def unpack(revision: str, folder: Path) -> None:
+    """Our packages as they were at a commit. Raises ConfigError: git does not know it."""
+    packed = ["git", "-C", str(ROOT), "archive", revision, "sglang_dflash", "kernels"]
+    archive = subprocess.run(packed, capture_output=True)
+    if not revision or archive.returncode:
+        raise ConfigError(
+            "revision", revision, f"a commit of this checkout ({archive.stderr.decode().strip()})"
+        )
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
 
 
 def run_level(
-    servers: dict[str, Server],
-    prompts: list[str],
-    concurrency: int,
-    rounds: int,
-    progress: Progress,
-) -> Runs:
+    servers: dict[str, Server], prompts: list[str], concurrency: int, rounds: int
+) -> Passes:
     prompts = prompts[: max(4, 2 * concurrency)]
 
     def one_pass(name: str, _: int) -> Pass:
-        before = draft_side(servers[name])
-        run = measure.run(servers[name], prompts, concurrency, NEW_TOKENS)
-        after = draft_side(servers[name])
-        if before is None or after is None:
-            return Pass(run, None)
-        return Pass(run, 1000 * (after[1] - before[1]) / (after[0] - before[0]))
+        return measure(servers[name], prompts, concurrency)
 
-    def at_a_time(step: str, done: int, of: int) -> None:
-        progress(f"{concurrency} at a time, {step}", done, of)
-
-    take_turns(servers, 1, one_pass, lambda step, *of: at_a_time(f"warm-up, {step}", *of))
-    runs = take_turns(servers, rounds, one_pass, at_a_time)
-    if any(a.run.outputs != b.run.outputs for a, b in zip(*runs.values(), strict=True)):
+    take_turns(servers, 1, one_pass, f"{concurrency} at a time, warm-up, ")
+    passes = take_turns(servers, rounds, one_pass, f"{concurrency} at a time, ")
+    if any(a.outputs != b.outputs for a, b in zip(*passes.values(), strict=True)):
         raise RuntimeError("the two servers' outputs differ: no figure without exactness")
-    return runs
+    return passes
+
+
+def measure(server: Server, prompts: list[str], concurrency: int) -> Pass:
+    """`NEW_TOKENS` tokens after each prompt, greedy, `concurrency` requests at a time."""
+
+    def ask(prompt: str) -> dict[str, Any]:
+        return server.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+    before, began = draft_side(server), time.perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = list(pool.map(ask, prompts))
+    seconds, after, draft_ms = time.perf_counter() - began, draft_side(server), None
+    if before is not None and after is not None:
+        draft_ms = 1000 * (after[1] - before[1]) / (after[0] - before[0])
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    outputs = [answer["output_ids"] for answer in answers]
+    return Pass(outputs, seconds, steps, concurrency, draft_ms)
 
 
 def draft_side(server: Server) -> tuple[int, float] | None:
@@ -146,18 +149,12 @@ def draft_side(server: Server) -> tuple[int, float] | None:
     return shown["decode_steps"], seconds.get("propose", 0.0) + seconds.get("commit", 0.0)
 
 
-def report(runs: dict[int, Runs], _: Options) -> dict[str, Any]:
-    rows = {f"concurrency_{level}": compare(by_arm) for level, by_arm in runs.items()}
-    return {"new_tokens": NEW_TOKENS, **rows}
-
-
-def compare(runs: Runs) -> dict[str, Any]:
+def compare(passes: Passes) -> dict[str, Any]:
     """Medians per arm; medians, least and greatest of the round-by-round ratios (ours / other)."""
-    pairs = list(zip(*runs.values(), strict=True))
-    both = [(a.run, b.run) for a, b in pairs]
-    draft = [a.draft_ms / b.draft_ms for a, b in pairs if a.draft_ms and b.draft_ms]
+    both = list(zip(*passes.values(), strict=True))
+    draft = [a.draft_ms / b.draft_ms for a, b in both if a.draft_ms and b.draft_ms]
     return {
-        **{name: figures(many) for name, many in runs.items()},
+        **{name: figures(many) for name, many in passes.items()},
         **spread("step_time_ratio", [a.step_ms / b.step_ms for a, b in both]),
         **spread("throughput_ratio", [a.tokens_per_second / b.tokens_per_second for a, b in both]),
         **(spread("draft_time_ratio", draft) if draft else {}),
@@ -170,21 +167,18 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 
 def figures(passes: list[Pass]) -> dict[str, float]:
-    runs, draft = [one.run for one in passes], [one.draft_ms for one in passes if one.draft_ms]
-    counts = sum((r.counts for r in runs), VerifySteps())
+    draft = [one.draft_ms for one in passes if one.draft_ms]
+    # The first token of each answer is the prefill's.
+    tokens = sum(len(output) - 1 for one in passes for output in one.outputs)
+    counts = VerifySteps(sum(one.verify_steps for one in passes), tokens)
     return {
-        "step_ms": round(statistics.median(r.step_ms for r in runs), 3),
-        "tokens_per_second": round(statistics.median(r.tokens_per_second for r in runs), 2),
+        "step_ms": round(statistics.median(one.step_ms for one in passes), 3),
+        "tokens_per_second": round(statistics.median(p.tokens_per_second for p in passes), 2),
         "acceptance_length": round(counts.acceptance_length or 1.0, 3),
         **({"draft_ms": round(statistics.median(draft), 3)} if draft else {}),
     }
 
 
-EXPERIMENT = Experiment(
-    name="worker_overhead",
-    description=__doc__,
-    options=Options,
-    arms=arms,
-    workload=workload,
-    report=report,
-)
+def table(result: dict[str, Any]) -> list[str]:
+    levels = [f"concurrency_{level}" for level in LEVELS]
+    return [f"{level} {name}: {of}" for level in levels for name, of in result[level].items()]

@@ -1,12 +1,11 @@
 """`python -m experiments gpu`: its parts on a CPU with a tiny draft, what a GPU would run of them
-on tensors without memory, its state and its plan."""
+on tensors without memory, and its plan."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
-from experiments import device, drafters, gpu, runner
+from experiments import drafters, gpu, runner
 from experiments.drafters import TINY, Load
 from experiments.traffic import config_of
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -23,91 +22,53 @@ from sglang_dflash.facts.draft_config import DraftConfig
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The state of a run; a timed run is short."""
-    monkeypatch.setattr(device, "REPEATS", 2)
-    return tmp_path / "state.json"
-
-
-def tiny(state: Path, *others: str) -> list[str]:
-    return ["gpu", "--tiny", "--state", str(state), *others]
-
-
 def result_of(argv: list[str], capsys: pytest.CaptureFixture[str], status: int = 0) -> Any:
-    assert runner.main(argv) == status
+    assert runner.main(["gpu", *argv]) == status
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_all_parts_on_a_cpu(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(tiny(state)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    result = json.loads(lines[-1])
+def test_all_parts_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "REPEATS", 2)
+    result = result_of(["--tiny"], capsys)
     parts = result["parts"]
-    assert result["failed"] == {}
+    assert result["failed"] == {} and any("3x200w64 step" in line for line in gpu.table(result))
     attention = parts["check/tiny"]["attention"]
     assert attention["torch"] == "as torch, not recorded"
     assert "runs on cuda, not on cpu" in attention["flashinfer"]
     assert parts["fold"]["largest_error"] == 0
-    assert parts["loop"]["identical"] == parts["loop"]["of"] == 2
     for name in ("1x96", "3x200w64"):
         timed = parts[f"phases/tiny/{name}"]
         assert timed["attention"] == "torch" and timed["host_waits"] is None
         assert all(timed[phase]["eager_ms"] > 0 for phase in gpu.PHASES)
         *least, step = (timed[phase]["floor_bytes"] for phase in gpu.PHASES)
         assert step == sum(least)
-    assert any(line.startswith("tiny/3x200w64 step") for line in lines)
-    assert set(json.loads(state.read_text())["parts"]) == set(parts)
-
-
-def only(monkeypatch: pytest.MonkeyPatch, **parts: Any) -> None:
-    """A plan of these parts."""
-    parts = {"bandwidth": lambda: {"bytes_per_s": 1e9}, **parts}
-    listed = {name: gpu.Part(100, run) for name, run in parts.items()}
-    monkeypatch.setattr(gpu, "plan", lambda _: listed)
 
 
 def fails() -> Any:
     raise RuntimeError("made to fail")
 
 
-def test_a_run_goes_on_after_the_finished_parts(
-    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_part_that_fails_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     phase = {"floor_bytes": 10**6, "eager_ms": 3.0, "graph_ms": 2.0}
-    only(monkeypatch, one=lambda: {"step": phase}, two=fails, three=lambda: {"b": 1})
-    result = result_of(tiny(state), capsys, status=1)
-    assert result["parts"]["one"]["step"] == {**phase, "graph_over_floor": 2.0}
-    assert result["parts"]["three"] == {"b": 1}
+    made_up = {
+        "bandwidth": gpu.Part(lambda: {"bytes_per_s": 1e9}),
+        "phases/one": gpu.Part(lambda: {"step": dict(phase)}),
+        "two": gpu.Part(fails),
+        "phases/three": gpu.Part(lambda: {"b": 1}),
+    }
+    monkeypatch.setattr(gpu, "plan", lambda _: made_up)
+    result = result_of(["--tiny"], capsys, status=1)
+    assert result["parts"]["phases/one"]["step"] == {**phase, "graph_over_floor": 2.0}
+    assert result["parts"]["phases/three"] == {"b": 1}
     assert result["failed"] == {"two": "RuntimeError: made to fail"}
-    only(monkeypatch, one=fails, two=lambda: {"c": 1}, three=fails)
-    result = result_of(tiny(state), capsys)
-    assert result["failed"] == {} and result["parts"]["two"] == {"c": 1}
-
-
-def test_what_would_end_too_late_is_not_begun(
-    state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    only(monkeypatch, one=fails)
-    result = result_of(tiny(state, "--minutes", "1"), capsys)
-    assert result["parts"]["one"] == {"skipped": "about 100 s, 60 s are left"}
-    assert not state.exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"setup": {"accelerator": "H200"}, "parts": {}}', "of {'accelerator': 'H200'}"),
-        ("[]", "no state of this experiment"),
-        ("{", "no state of this experiment"),
-    ],
-)
-def test_a_state_of_another_run_is_refused(
-    content: str, message: str, state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state.write_text(content)
-    assert runner.main(tiny(state)) == 1
-    assert message in capsys.readouterr().err and state.read_text() == content
+    some = result_of(["--tiny", "--only", "phases/"], capsys)["parts"]
+    assert some == {"phases/one": {"step": phase}, "phases/three": {"b": 1}}
+    assert runner.main(["gpu", "--only", "nonesuch"]) == 1
+    assert capsys.readouterr().err.startswith("gpu: --only: 'nonesuch'; ")
 
 
 def test_a_backend_that_differs_fails_its_part_and_no_other(
@@ -194,15 +155,15 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_phases_on_a_gpu(
     load: Load, made_up_gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "REPEATS", 2)
+    monkeypatch.setattr(gpu, "REPEATS", 2)
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3.5-27B-DFlash")
-    assert device.copy_bandwidth(cuda) == 2 * (1 << 30) / 0.002
+    assert gpu.copy_bandwidth(cuda) == 2 * (1 << 30) / 0.002
     Graph.replays = 0
     found = gpu.phases(config, load, cuda, torch.bfloat16)
     assert found["attention"] == "triton" and found["host_waits"] is None
     assert {found[phase]["graph_ms"] for phase in gpu.PHASES} == {2.0}
     # Three phases; two recordings in every step, one step of which is not timed.
-    assert Graph.replays == 5 * (3 + device.REPEATS) + 2
+    assert Graph.replays == 5 * (3 + gpu.REPEATS) + 2
     assert {"block_attention_kernel", "accept_kernel", "write_context_kernel"} <= set(made_up_gpu)
 
 
@@ -210,25 +171,21 @@ def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    assert device.waits_for_the_device(fails) == "made to fail"
-    assert device.waits_for_the_device(lambda: 0) is None
+    assert gpu.waits_for_the_device(fails) == "made to fail"
+    assert gpu.waits_for_the_device(lambda: 0) is None
     assert modes == ["error", "default"] * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_one_line_names_what_can_be_done(
-    state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert runner.main(["gpu", "--state", str(state)]) == 1
-    (error,) = capsys.readouterr().err.splitlines()[-1:]
-    assert "torch finds no GPU" in error and "--dry-run" in error
+def test_without_a_gpu_one_line_names_what_can_be_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["gpu"]) == 1
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("gpu: --tiny: False; torch finds no GPU") and "--dry-run" in error
 
 
 def test_the_plan_is_printed_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = result_of(["gpu", "--dry-run"], capsys)["parts"]
+    plan = result_of(["--dry-run"], capsys)["parts"]
     assert len([name for name in plan if name.startswith("phases/")]) == 3 * len(gpu.LOADS)
     # lm_head, layers and context of Qwen3-8B's draft at 1 x 4k, in bfloat16.
     floor = plan["phases/Qwen3-8B-DFlash-b16/1x4096"]["floor_bytes"]["propose"]
     assert 2 * 151936 * 4096 < floor < 4e9
-    # Two commands of ten minutes each.
-    assert sum(part["about_s"] for part in plan.values()) < 1080

@@ -1,4 +1,4 @@
-"""`python -m experiments`: the command, and fake experiments from arguments to result."""
+"""`python -m experiments`: the command, its ways of running, and the committed results."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import importlib
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 
-from experiments import runner
-from experiments.runner import Arms, Experiment, NoOptions, Progress, option
+from experiments import multi_turn, runner, target_kv_tokens, width
 from sglang_dflash.bench.server import ServerConfig
+from sglang_dflash.facts.embedded import demo_pair
+
+ARMS = {name: ServerConfig({"--name": name}) for name in ("one", "three")}
 
 
 class FakeServer:
@@ -23,7 +24,6 @@ class FakeServer:
     log: ClassVar[list[str]] = []
 
     def __init__(self, config: ServerConfig, timeout_s: float) -> None:
-        del timeout_s
         self.name = str(config.flags["--name"])
 
     def start(self) -> None:
@@ -32,15 +32,14 @@ class FakeServer:
     def wait(self) -> None:
         pass
 
-    def stop(self) -> None:
+    def stop(self, *_: Any) -> None:
         self.log.append(f"stop {self.name}")
 
     def __enter__(self) -> FakeServer:
         self.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.stop()
+    __exit__ = stop
 
     def ask(self, times: int = 1) -> int:
         self.log.append(f"ask {self.name}")
@@ -54,201 +53,98 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return FakeServer.log
 
 
-@dataclass(frozen=True)
-class Options:
-    rounds: int = option(2, "passes")
-    two_words: str = option("some text", "a text", choices=["some text", "other"])
-
-
-def arms(_: Options) -> Arms:
-    return {name: ServerConfig({"--name": name}) for name in ("one", "three")}
-
-
-def in_turns(arms: Arms, options: Options, progress: Progress) -> dict[str, list[int]]:
-    with runner.all_at_once(arms) as servers:
-        return runner.take_turns(
-            servers, options.rounds, lambda name, i: cast(Any, servers[name]).ask(i + 1), progress
-        )
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    path.write_text(str(result["answers"]))
-
-
-def experiment_of(name: str) -> Experiment[Any, Any]:
-    return importlib.import_module(f"experiments.{name}").EXPERIMENT
-
-
-def committed_results() -> list[tuple[list[str], dict[str, Any]]]:
-    """Arguments of `python -m experiments` and the result of each."""
-    found = []
-    for path in sorted((runner.HOME / "results").glob("*.json")):
-        result = json.loads(path.read_text())
-        words = result["command"].split()
-        if words[:3] == ["python", "-m", "experiments"]:
-            found.append((words[3:], result))
-    return found
-
-
-FAKE: Experiment[Options, Any] = Experiment(
-    name="fake",
-    description="A fake.",
-    options=Options,
-    arms=arms,
-    workload=in_turns,
-    report=lambda measured, options: {"answers": measured, "rounds": options.rounds},
-    table=lambda result: [f"table of {result['rounds']} rounds"],
-    picture=draw,
-    failure=lambda result: "too many rounds" if result["rounds"] > 3 else None,
-)
-
-
-def test_an_experiment_from_arguments_to_result(
-    log: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "new" / "fake.json"
-    assert runner.run(FAKE, ["--rounds", "3", "--out", str(out)]) == 0
-    shown = capsys.readouterr()
-    lines = shown.out.splitlines()
-    result = json.loads(lines[-1])
-    assert json.loads(out.read_text()) == result
-    assert result["command"] == "python -m experiments fake --rounds 3 --two-words 'some text'"
-    assert {"date", "processor", "cores", "torch"} <= set(result["hardware"])
-    assert result["answers"] == {"one": [3, 6, 9], "three": [5, 10, 15]}
-    assert lines == ["table of 3 rounds", lines[-1]]
-    assert "round 1 of 3: one" in shown.err and "5/6 [" in shown.err
-    assert out.with_suffix(".png").read_text() == str(result["answers"])
+def test_servers_side_by_side_take_turns_and_end(log: list[str]) -> None:
+    with pytest.raises(RuntimeError, match="made to fail"), runner.all_at_once(ARMS) as servers:
+        answers = runner.take_turns(servers, 3, lambda name, i: servers[name].ask(i + 1))  # type: ignore[attr-defined]
+        raise RuntimeError("made to fail")
+    assert answers == {"one": [3, 6, 9], "three": [5, 10, 15]}
     asked = ["ask one", "ask three", "ask three", "ask one", "ask one", "ask three"]
     assert log == ["start one", "start three", *asked, "stop one", "stop three"]
 
 
-def test_a_result_that_does_not_hold_is_shown_and_fails(
-    log: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert runner.run(FAKE, ["--rounds", "4"]) == 1
-    shown = capsys.readouterr()
-    assert json.loads(shown.out.splitlines()[-1])["rounds"] == 4
-    assert shown.err.endswith("\nfake: too many rounds\n")
-
-
-def test_servers_end_if_the_workload_fails(log: list[str]) -> None:
-    def fails(arms: Arms, _: Options, __: Progress) -> None:
-        with runner.all_at_once(arms):
-            raise RuntimeError("made to fail")
-
-    broken = Experiment("broken", "", fails, lambda *_: {}, options=Options, arms=arms)
-    with pytest.raises(RuntimeError, match="made to fail"):
-        runner.run(broken, [])
-    assert log == ["start one", "start three", "stop one", "stop three"]
-
-
 def test_one_server_after_another(log: list[str]) -> None:
-    steps: list[tuple[str, int, int]] = []
-    answers = runner.one_after_another(
-        arms(Options()),
-        lambda name, server: (name, cast(Any, server).ask()),
-        lambda *step: steps.append(step),
-    )
-    assert answers == {"one": ("one", 3), "three": ("three", 5)}
-    assert steps == [("one", 0, 2), ("three", 1, 2)]
-    assert log == [f"{what} {name}" for name in answers for what in ("start", "ask", "stop")]
+    assert runner.one_after_another(ARMS, FakeServer.ask) == {"one": 3, "three": 5}
+    assert log == [f"{what} {name}" for name in ARMS for what in ("start", "ask", "stop")]
 
 
-def test_an_experiment_without_options_servers_or_table(
-    capsys: pytest.CaptureFixture[str],
+def test_a_result_is_written_and_its_failure_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def squares(arms: Arms, _: NoOptions, progress: Progress) -> dict[str, int]:
-        assert not arms
-        return runner.case_by_case({"two": 2, "three": 3}, lambda _, n: n * n, progress)
-
-    plain = Experiment("plain", "", squares, lambda found, _: {"squares": found})
-    assert runner.run(plain, []) == 0
+    monkeypatch.setattr(width, "run", lambda options: {"points": [], "rounds": options.rounds})
+    out = tmp_path / "new" / "width.json"
+    assert runner.main(["width", "--rounds", "3", "--out", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads(out.read_text()) == result and result["rounds"] == 3
+    assert result["command"] == "python -m experiments width --rounds 3 --points all"
+    assert {"date", "processor", "cores", "torch"} <= set(result["hardware"])
+    monkeypatch.setattr(width, "failure", lambda result: "does not hold")
+    assert runner.main(["width"]) == 1
     shown = capsys.readouterr()
-    result = json.loads(shown.out)
-    assert shown.err.index("two") < shown.err.index("three")
-    assert result["squares"] == {"two": 4, "three": 9}
-    assert result["command"] == "python -m experiments plain"
+    assert json.loads(shown.out.splitlines()[-1])["rounds"] == 16
+    assert shown.err == "width: does not hold\n"
 
 
-@pytest.mark.parametrize(
-    "argv", [["--rounds", "x"], ["--two-words", "none"], ["--unknown"]], ids=" ".join
-)
-def test_a_wrong_option_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        runner.run(FAKE, argv)
-    assert exit_.value.code == 2 and argv[0] in capsys.readouterr().err
-
-
-def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = [line.split()[0] for line in lines]
-    assert names == sorted(names) and {"gpu", "worker_overhead"} <= set(names)
-    assert all(len(line.split()) > 5 for line in lines)
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("worker_overhed", "no experiment 'worker_overhed'; did you mean worker_overhead?"),
-        ("nonesuch", "no experiment 'nonesuch'; --list shows all"),
-        (None, "an experiment is required; see --list"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_near_matches(
-    name: str | None, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        runner.main([name] if name else [])
+def test_an_option_out_of_range_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runner.main(["width", "--rounds", "1"]) == 1
     shown = capsys.readouterr()
-    assert exit_.value.code == 2 and message in shown.err and not shown.out
+    assert shown.err.startswith("width: --rounds: 1; ") and not shown.out
 
 
-@pytest.mark.parametrize("name", runner.experiments())
-def test_experiments_are_known_by_their_module(name: str) -> None:
-    experiment = experiment_of(name)
-    assert experiment.name == name
-    assert experiment.description.startswith(runner.experiments()[name])
-    options = experiment.options()
-    configs = experiment.arms(options)
-    # A second one of the same shows the noise.
-    again = [arm for arm in configs if arm.endswith(" again")]
-    assert len(set(configs.values())) == len(configs) - len(again)
-    repeated = runner.command(experiment, options).split()[4:]
-    assert runner._parser(experiment).parse_args(repeated).out is None
-
-
-def test_a_configuration_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(["worker_overhead", "--model", "sparse"]) == 1
+def test_the_help_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--help"], ["nonesuch"]):
+        with pytest.raises(SystemExit) as ended:
+            runner.main(argv)
+        assert bool(ended.value.code) == (argv == ["nonesuch"])
     shown = capsys.readouterr()
-    assert shown.err.startswith("worker_overhead: demo model: 'sparse'") and not shown.out
+    assert {"gpu", "worker_overhead", "width"} <= set(runner.experiments())
+    assert all(name in shown.out and name in shown.err for name in runner.experiments())
 
 
-def test_committed_results_name_commands_that_parse() -> None:
+def test_arms_of_an_experiment_differ() -> None:
+    servers = [width.server("dense", flags) for _, flags in width.ARMS]
+    # Plain decoding twice shows the noise.
+    assert len(set(servers)) == len(width.ARMS) - 1
+    for arms in (target_kv_tokens.arms(), multi_turn.arms(demo_pair("dense"))):
+        assert len(set(arms.values())) == len(arms)
+
+
+def committed_results() -> list[tuple[list[str], dict[str, Any]]]:
+    """Arguments of `python -m experiments` and the result of each."""
+    results = [json.loads(p.read_text()) for p in sorted((runner.HOME / "results").glob("*.json"))]
+    prefix = "python -m experiments "
+    return [
+        (result["command"].removeprefix(prefix).split(), result)
+        for result in results
+        if result["command"].startswith(prefix)
+    ]
+
+
+def test_committed_results_name_commands_that_parse_and_hold() -> None:
     assert len(committed_results()) >= 9
-    for (name, *argv), _ in committed_results():
-        runner._parser(experiment_of(name)).parse_args(argv)
+    for (name, *argv), result in committed_results():
+        runner.parser(name).parse_args(argv)
+        module = importlib.import_module(f"experiments.{name}")
+        assert all(isinstance(line, str) for line in module.table(result))
+        assert not hasattr(module, "failure") or module.failure(result) is None
+
+
+def test_a_report_has_the_keys_of_the_committed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {name: result for (name, *_), result in committed_results()}
+    tokens = by_name["target_kv_tokens"]
+    monkeypatch.setattr(
+        target_kv_tokens,
+        "one_after_another",
+        lambda arms, _: {name: tokens["target_kv_tokens"][name] for name in arms},
+    )
+    assert target_kv_tokens.run(runner.NoOptions()).items() <= tokens.items()
 
 
 def test_the_list_and_the_gpu_experiment_need_neither_sglang_nor_requests() -> None:
     code = (
         "import sys; sys.modules['requests'] = sys.modules['sglang'] = None;"
         "from experiments import runner;"
-        "assert runner.main(['--list']) == 0 and 'torch' not in sys.modules;"
+        "assert runner.experiments() and 'torch' not in sys.modules;"
         "import experiments.gpu;"
         "from sglang_dflash.bench.machine import hardware; assert hardware()['torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=runner.HOME.parent)
-
-
-def test_committed_results_have_a_table_and_hold() -> None:
-    for (name, *_), result in committed_results():
-        assert all(isinstance(line, str) for line in experiment_of(name).table(result))
-        assert experiment_of(name).failure(result) is None
-
-
-def test_reports_have_the_keys_of_the_committed_results() -> None:
-    by_name = {name: result for (name, *_), result in committed_results()}
-    tokens = by_name["target_kv_tokens"]
-    counts = tokens["target_kv_tokens"]
-    assert experiment_of("target_kv_tokens").report(counts, NoOptions()).items() <= tokens.items()

@@ -9,9 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from experiments import runner, traffic
-from experiments.floor import absorb_floor, propose_floor, visible
 from experiments.launches import Scene, counted
-from experiments.traffic import GOALS, LOADS, SHAPES, Row
+from experiments.traffic import GOALS, LOADS, SHAPES, Row, absorb_floor, propose_floor, visible
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from tests.conftest import raw_config
 
@@ -87,8 +86,8 @@ def test_the_command_prints_one_object(
 ) -> None:
     monkeypatch.setattr(traffic, "SHAPES", SHAPES[2:])
     monkeypatch.setattr(traffic, "LOADS", LOADS[:1])
-    assert runner.main(["traffic", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert runner.main(["traffic"]) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     parts = [f"{part}_{of}" for part in ("propose", "absorb", "commit")
              for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip
     assert set(row) == {"shape", "requests", "context", "window", *parts}
