@@ -108,7 +108,7 @@ def runs(command: Printed) -> None:
 def drafts_well(command: Printed) -> None:
     """The prompt shown is one that the pair has memorized."""
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_dflash.cli", *command.words[1:], "--json"],
+        [sys.executable, "-m", "sglang_dflash", *command.words[1:], "--json"],
         check=True,
         capture_output=True,
         text=True,

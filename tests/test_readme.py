@@ -56,7 +56,7 @@ def test_every_flag_that_is_named_is_a_flag() -> None:
 
 def test_demo_models_command_prints_two_directories() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "sglang_dflash.cli", "demo-models", "dense"],
+        [sys.executable, "-m", "sglang_dflash", "demo-models", "dense"],
         capture_output=True,
         text=True,
         check=True,

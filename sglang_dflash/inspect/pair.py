@@ -3,20 +3,13 @@ fit, which worker serves them, and what the configs say in words."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.facts.draft_config import (
-    DraftConfig,
-    LayerAttention,
-    draft_fields,
-    draft_kv_shape,
-)
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
+from sglang_dflash.facts.errors import UnsupportedDraft
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.target_config import TargetGeometry
@@ -27,110 +20,72 @@ OURS, BUILTIN, UNKNOWN = "sglang-dflash", "builtin", "unknown"
 
 
 @dataclass(frozen=True)
-class KnownDraft:
-    """A draft as far as its facts go, including one that our worker does not serve.
+class Judged:
+    """Who serves a pair.
 
     Attributes:
-        config: None if our worker does not serve it or a field is unknown.
-        unserved: why our worker does not serve it.
-        unknown: what is not known of it.
+        geometry: of the target; None if its config is unknown.
+        config: of the draft; None if our worker does not serve it or a field is unknown.
+        worker: `OURS`, `BUILTIN` or `UNKNOWN`.
+        reason: why it is not ours.
     """
 
-    facts: ModelFacts
-    config: DraftConfig | None = None
-    unserved: str | None = None
-    unknown: str | None = None
-
-    @classmethod
-    def of(cls, facts: ModelFacts) -> KnownDraft:
-        """Raises ConfigError if a field is invalid."""
-        if facts.config is None:
-            return cls(facts, unknown="the facts of this pair are KV sizes only")
-        if facts.unknown:
-            names = ", ".join(facts.unknown)
-            return cls(facts, unknown=f"no source shows {names} of the draft's config.json")
-        try:
-            return cls(facts, DraftConfig.from_dict(facts.config))
-        except UnsupportedDraft as reason:
-            return cls(facts, unserved=str(reason))
-
-    @property
-    def block_size(self) -> int | None:
-        """The checkpoint's; None if unknown. Raises ConfigError if it is invalid."""
-        if self.config is not None or self.facts.config is None:
-            return None if self.config is None else self.config.block_size
-        either = draft_fields(self.facts.config)
-        return either.positive_int("block_size") if "block_size" in either else None
-
-    def check(self, geometry: TargetGeometry | None) -> None:
-        """As a server does, as far as is known.
-
-        Raises:
-            ConfigError: the draft was trained for another target, its tensors are not those of its
-                config, or, with weights in a local folder, a value is not finite or a weight all
-                zeros.
-        """
-        config, facts = self.config, self.facts
-        if config is None and facts.unknown and facts.config is not None:
-            # The mask token may be unknown, and does not matter for this check.
-            own = {"mask_token_id": 0, **(facts.config.get("dflash_config") or {})}
-            config = DraftConfig.from_dict({**facts.config, "dflash_config": own})
-        if config is not None and geometry is not None:
-            config.check_target(
-                hidden_size=geometry.hidden_size,
-                vocab_size=geometry.vocab_size,
-                num_layers=geometry.num_hidden_layers,
-            )
-        if self.config is not None and facts.tensors is not None:
-            check_tensors(self.config, facts.tensors)
-        if self.config is not None and facts.weights is not None:
-            check_values(self.config, facts.weights)
-
-    def resolve(self, options: Options) -> ResolvedOptions:
-        """Fill in the draft's block size. Raises ConfigError if it is unknown and not given."""
-        if self.block_size is not None:
-            return options.for_trained_block(self.block_size)
-        if options.block_size is None:
-            raise ConfigError("block_size", None, "required, because the draft's is not known")
-        return options.with_block_size(options.block_size)
-
-    def kv_bytes(self, itemsize: int) -> int | None:
-        """Of one token; None if the config is not known. Raises ConfigError: a field is invalid."""
-        if self.facts.config is None:
-            return None
-        fields = draft_fields(self.facts.config)
-        return itemsize * math.prod(self.config.kv_shape if self.config else draft_kv_shape(fields))
+    geometry: TargetGeometry | None
+    config: DraftConfig | None
+    worker: str
+    reason: str | None
 
 
-def choose_worker(target: ModelFacts, draft: ModelFacts) -> tuple[str, str | None]:
-    """`worker` and `worker_reason` of a pair, as in `Findings`, without the memory arithmetic.
+def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
+    """The choice that `serving.start.choose_worker` makes for a server without further flags, from
+    files only.
 
     Raises:
-        ConfigError: the pair does not fit, or a field or tensor is invalid.
+        ConfigError: a field is invalid, the draft was trained for another target, its tensors are
+            not those of its config, or, with weights in a local folder, a value is not finite or a
+            weight all zeros.
     """
-    return judge(target, draft)[2:]
-
-
-def judge(
-    target: ModelFacts, draft: ModelFacts
-) -> tuple[TargetGeometry | None, KnownDraft, str, str | None]:
-    """What is known of both, and the choice that `serving.start.choose_worker` makes for a server
-    without further flags, from files only."""
     geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
-    known = KnownDraft.of(draft)
-    known.check(geometry)
-    if known.unserved is not None:
-        return geometry, known, BUILTIN, known.unserved
-    if known.unknown is not None:
-        return geometry, known, UNKNOWN, known.unknown
-    if target.config is None:
-        return geometry, known, UNKNOWN, "the facts of this target are KV sizes only"
-    if Fields.of(target.config, "target").block("quantization_config").get("lm_head"):
-        return geometry, known, BUILTIN, (
-            "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit "
-            "weight is needed"
-        )  # fmt: skip
-    return geometry, known, OURS, None
+    config, worker, reason = None, UNKNOWN, None
+    if draft.config is None:
+        reason = "the facts of this pair are KV sizes only"
+    elif draft.unknown:
+        reason = f"no source shows {', '.join(draft.unknown)} of the draft's config.json"
+    else:
+        try:
+            config = DraftConfig.from_dict(draft.config)
+        except UnsupportedDraft as other:
+            worker, reason = BUILTIN, str(other)
+    _check(draft, config, geometry)
+    if reason is None and target.config is None:
+        reason = "the facts of this target are KV sizes only"
+    elif reason is None:
+        worker = OURS
+        if Fields.of(target.config or {}, "target").block("quantization_config").get("lm_head"):
+            worker, reason = BUILTIN, (
+                "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit "
+                "weight is needed"
+            )  # fmt: skip
+    return Judged(geometry, config, worker, reason)
+
+
+def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeometry | None) -> None:
+    """Compare the draft with the target and with its own weights, as far as is known."""
+    known = config
+    if draft.unknown and draft.config is not None:
+        # The mask token may be unknown, and does not matter for this check.
+        own = {"mask_token_id": 0, **(draft.config.get("dflash_config") or {})}
+        known = DraftConfig.from_dict({**draft.config, "dflash_config": own})
+    if known is not None and geometry is not None:
+        known.check_target(
+            hidden_size=geometry.hidden_size,
+            vocab_size=geometry.vocab_size,
+            num_layers=geometry.num_hidden_layers,
+        )
+    if config is not None and draft.tensors is not None:
+        check_tensors(config, draft.tensors)
+    if config is not None and draft.weights is not None:
+        check_values(config, draft.weights)
 
 
 def context_of(target: ModelFacts) -> int | None:
@@ -155,7 +110,7 @@ def other_target(target: str, draft: str) -> list[str]:
 
 
 def describe_target(target: ModelFacts, geometry: TargetGeometry | None) -> dict[str, Any]:
-    """Its facts in `Findings`; None for what is not known."""
+    """Its facts in the report; None for what is not known."""
     raw, layers = target.config or {}, None
     if geometry is not None:
         recurrent, layers = geometry.recurrent_layers, f"{geometry.attention_layers} attention"
@@ -171,9 +126,9 @@ def describe_target(target: ModelFacts, geometry: TargetGeometry | None) -> dict
     }
 
 
-def describe_draft(known: KnownDraft) -> dict[str, Any]:
-    """Its facts in `Findings`; None for what is not known."""
-    raw, config = known.facts.config or {}, known.config
+def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, Any]:
+    """Its facts in the report; None for what is not known."""
+    raw = draft.config or {}
     text, either, rope = Fields.of(raw, "draft"), draft_fields(raw), None
     layers, ids, mask = _layers(text), either.get("target_layer_ids"), either.get("mask_token_id")
     if config is not None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,53 +20,49 @@ WITHOUT_SGLANG = """
 import importlib.metadata, sys
 real = importlib.metadata.version
 def version(name):
-    if name == "sglang":
+    if name in ("sglang", "triton", "flash-attn-4"):
         raise importlib.metadata.PackageNotFoundError(name)
     return real(name)
 importlib.metadata.version = version
-sys.modules["sglang"] = None
+# torch takes seconds to import.
+sys.modules["sglang"] = sys.modules["torch"] = None
 from sglang_dflash.cli import main
 assert main(["env"]) == 0
 assert main(["env", "--json"]) == 0
 """
 
 
-def run(*command: str, **variables: str) -> list[str]:
-    shown = subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
+def test_without_sglang_it_tells_so() -> None:
+    *text, line = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_SGLANG],
         capture_output=True,
         text=True,
         check=True,
-        timeout=600,
-        env={**os.environ, **variables},
-    )
-    return shown.stdout.splitlines()
-
-
-def test_without_sglang_it_tells_so() -> None:
-    *text, line = run("-c", WITHOUT_SGLANG)
+    ).stdout.splitlines()
     assert text[0] == "worker: none" and text[1].startswith("why: sglang is not installed")
     assert "  not checked without SGLang" in text
     report = json.loads(line)
     assert report["worker"] == "none" and report["seams"] == []
     assert report["versions"]["sglang"] is None and report["versions"]["python"]
+    assert report["versions"]["triton"] is None and "flash-attn-4" not in report["versions"]
+    assert "torch cannot be imported" in report["devices"][0]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plugins are not loaded in this process: other tests need SGLang as it is."""
     monkeypatch.setattr(env, "load_plugins", lambda: (None, None))
-    monkeypatch.setattr(env, "_seams", lambda platform: [])
-    for name in ("SGLANG_PLUGINS", "SGLANG_PLATFORM"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(env, "_seams", lambda _: [{"table": "serving", "state": "applied"}])
+    monkeypatch.setattr(env, "devices", list)
 
 
-def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    """The worker, and why."""
     assert cli.main(["env", "--json", *arguments]) == 0
-    return json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
+    return report["worker"], report["reason"]
 
 
-@pytest.mark.usefixtures("loaded")
 def test_another_sglang_serves_with_its_own_worker(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,44 +70,38 @@ def test_another_sglang_serves_with_its_own_worker(
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.6.0" if name == "sglang" else real(name)
     )
+    needed = "sglang-dflash needs sglang==0.5.23, this is sglang==0.6.0"
     pair = ["--target", str(PAIR.target), "--draft", str(PAIR.draft)]
-    report = reported(capsys, *pair)
-    assert report["worker"] == "SGLang's built-in worker"
-    assert report["reason"] == "sglang-dflash needs sglang==0.5.23, this is sglang==0.6.0"
+    assert reported(capsys, *pair) == (env.BUILTIN, needed)
 
 
-@pytest.mark.usefixtures("loaded")
-def test_a_plugin_that_is_left_out_is_the_reason(
+def test_a_plugin_that_is_left_out_and_a_server_that_would_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SGLANG_PLUGINS", "dflash_cpu")
-    report = reported(capsys)
-    assert report["worker"] == "SGLang's built-in worker"
-    assert report["reason"] == "our plugin 'dflash' is not loaded: SGLANG_PLUGINS=dflash_cpu"
-    assert report["variables"]["SGLANG_PLUGINS"] == "dflash_cpu"
-
-
-@pytest.mark.usefixtures("loaded")
-def test_a_server_that_would_end_at_start_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    monkeypatch.setattr(env, "_seams", lambda _: [{"table": "serving", "state": "not applied"}])
+    worker, reason = reported(capsys)
+    assert worker == env.BUILTIN and reason.startswith("our plugin dflash is not loaded")
     monkeypatch.setattr(env, "load_plugins", lambda: (None, "cannot apply the seam x"))
-    report = reported(capsys)
-    told = "a server ends at start: cannot apply the seam x"
-    assert (report["worker"], report["reason"]) == ("none", told)
+    assert reported(capsys) == ("none", "a server ends at start: cannot apply the seam x")
 
 
-@pytest.mark.usefixtures("loaded")
 def test_the_worker_of_a_pair_is_that_of_inspect(
-    capsys: pytest.CaptureFixture[str], tmp_path: Any
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     raw = json.loads((PAIR.draft / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "selector_rank": 8}))
-    report = reported(capsys, "--target", str(PAIR.target), "--draft", str(tmp_path))
-    assert report["worker"] == "SGLang's built-in worker"
-    assert report["reason"].startswith("selector_rank: 8")
-    assert cli.main(["env", "--target", str(PAIR.target)]) == 1
-    assert "--target and --draft: give both" in capsys.readouterr().err
-    swapped = ["--target", str(PAIR.draft), "--draft", str(PAIR.target)]
-    assert cli.main(["env", *swapped]) == 1
-    assert "is a draft; the target comes first" in capsys.readouterr().err
+    target, draft = str(PAIR.target), str(PAIR.draft)
+    worker, reason = reported(capsys, "--target", target, "--draft", str(tmp_path))
+    assert worker == env.BUILTIN and reason.startswith("selector_rank: 8")
+    assert reported(capsys, "--target", target, "--draft", draft)[0] == env.OURS
+    for half_or_swapped in (["--target", target], ["--target", draft, "--draft", target]):
+        assert cli.main(["env", *half_or_swapped]) == 1
+    shown = capsys.readouterr().err
+    assert "--target and --draft: give both" in shown and "the target comes first" in shown
+
+
+def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SGLANG_PLUGINS", "SGLANG_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "a value")
+    found: dict[str, Any] = env.variables()
+    assert found["SGLANG_PLUGINS"] == "a value" and not {"SGLANG_API_KEY", "HF_TOKEN"} & set(found)

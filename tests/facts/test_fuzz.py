@@ -24,8 +24,7 @@ from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.tensors import INDEX, expected_tensors, local_weight_bytes
 from sglang_dflash.facts.values import check_weights
-from sglang_dflash.inspect.findings import Serving, inspect
-from sglang_dflash.inspect.text import as_json, as_table
+from sglang_dflash.inspect.report import Serving, as_table, inspect
 from tests.conftest import FUZZ, random_model, raw_config
 from tests.facts.target_fields import TARGET
 
@@ -158,8 +157,8 @@ def inspected_worker(raw: dict[str, Any], config: DraftConfig | None) -> str:
         target["num_hidden_layers"] = config.num_target_layers
     of_target, of_draft = (ModelFacts("x", given, None, None, "a test") for given in (target, raw))
     found = inspect(of_target, of_draft, Options(), Serving(kv_memory_gib=1e12))
-    assert json.dumps(as_json(found)) and as_table(found)
-    return found.worker
+    assert json.dumps(found) and as_table(found)
+    return found["worker"]
 
 
 @bounded

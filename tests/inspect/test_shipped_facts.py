@@ -10,7 +10,7 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.published import FOLDER, Pair, collection, look_up, shipped
 from sglang_dflash.facts.sizes import draft_weight_bytes
 from sglang_dflash.facts.target_config import TargetGeometry
-from sglang_dflash.inspect.findings import GIB
+from sglang_dflash.inspect.report import GIB
 from tests.inspect.pairs import PUBLISHED_PAIRS, inspected
 
 # GiB of the published checkpoints, as listed publicly.

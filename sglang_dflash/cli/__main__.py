@@ -1,7 +1,0 @@
-"""`python -m sglang_dflash.cli`."""
-
-import sys
-
-from sglang_dflash.cli import main
-
-sys.exit(main())
