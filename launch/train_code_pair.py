@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from demo_training import card, pair  # noqa: E402
-from demo_training.split import load_split  # noqa: E402
+from demo_training import card, data, pair  # noqa: E402
 
 STAGES = ("target", "continuations", "draft", "card")
 
@@ -42,7 +41,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
-    split = load_split()
+    split = data.load_split()
     print(f"split {split.digest()}: {len(split.train)} files, {len(split.held_out)} held out")
     print(f"left out as near copies: {', '.join(split.near_copies) or 'none'}", flush=True)
     tokenizer = pair.make_tokenizer(split, args.work)

@@ -1,5 +1,5 @@
-"""The model card: acceptance beside n-gram lookup, and the target's loss; greedy in float32, on
-prompts from files that neither model has seen."""
+"""The model card: acceptance, and the target's loss; greedy in float32, on prompts from files that
+neither model has seen."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedModel
 
-from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model
 
 from . import figures
-from .split import Split
+from .data import Split
 from .target import load_target
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 60, 150, 128
@@ -52,27 +50,6 @@ def cut_prompts(
     return prompts
 
 
-def acceptance_table(
-    draft: DraftModel, target: PreTrainedModel, prompts: list[list[int]]
-) -> tuple[str, float]:
-    """Acceptance lengths as a Markdown table, and the share of the tokens in loops."""
-
-    def answers(draft: DraftModel) -> list[figures.Answer]:
-        return [figures.answer(draft, target, prompt, NEW_TOKENS) for prompt in prompts]
-
-    whole = answers(draft)
-    rows = {
-        "DFlash": whole,
-        "DFlash with its context K/V zeroed": answers(figures.blinded(draft)),
-        "n-gram lookup": [one.lookup(draft.config.block_size) for one in whole],
-    }
-    lines = ["| decoded with | outside loops | all |", "|---|---|---|"]
-    for name, of in rows.items():
-        outside, every = figures.acceptance(of, in_loops=False), figures.acceptance(of)
-        lines.append(f"| {name} | {outside:.2f} | {every:.2f} |")
-    return "\n".join(lines), figures.loop_share(whole)
-
-
 def write_card(
     out: Path, split: Split, tokenizer: Tokenizer, cpu_seconds: Mapping[str, float]
 ) -> None:
@@ -84,7 +61,7 @@ def write_card(
     (out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     target, draft = load_target(out / "target"), load_model(out / "draft", dtype=torch.float32)
     ids = [tokenizer.encode(item["prompt"]).ids for item in prompts]
-    table, in_loops = acceptance_table(draft, target, ids)
+    answers = [figures.answer(draft, target, prompt, NEW_TOKENS) for prompt in ids]
     losses = [figures.mean_loss(target, tokenizer, of) for of in (split.train, split.held_out)]
     sizes = {
         f"{name}_{what}": value
@@ -109,8 +86,9 @@ def write_card(
         depth=draft.config.num_hidden_layers,
         target_depth=draft.config.num_target_layers,
         features=", ".join(map(str, draft.config.target_layer_ids)),
-        table=table,
-        in_loops=f"{in_loops:.0%}",
+        outside=f"{figures.acceptance(answers, in_loops=False):.2f}",
+        everywhere=f"{figures.acceptance(answers):.2f}",
+        in_loops=f"{figures.loop_share(answers):.0%}",
         train_loss=f"{losses[0]:.2f}",
         held_out_loss=f"{losses[1]:.2f}",
         **sizes,
@@ -146,11 +124,9 @@ means little.
 
 Acceptance length in tokens per verify step, bonus included, on a CPU, in float32, greedy, on the
 {prompts} held-out prompts of `prompts.json` (at most {prompt_tokens} tokens, whole lines),
-{new_tokens} new tokens each. "Loops" are steps in a tail that repeats a period of at most 40 tokens
-at least three times ({in_loops} of the tokens); in loops any drafter looks good. "Lookup" drafts
-what followed the last earlier occurrence of the last 3 (2, 1) tokens, on the same answers.
-
-{table}
+{new_tokens} new tokens each: {everywhere}, and {outside} outside loops. "Loops" are steps in a tail
+that repeats a period of at most 40 tokens at least three times ({in_loops} of the tokens); in loops
+any drafter looks good.
 
 Made by `python launch/train_code_pair.py --work WORK --out PAIR`.
 """

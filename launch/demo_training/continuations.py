@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from .decoder import Decoder
 from .figures import loop_start
 
 WINDOW = 256
@@ -27,7 +27,8 @@ SAMPLED, TEMPERATURE = 3, 0.7
 # Of a repetition loop so many tokens are kept: the draft sees loops, but does not learn them only.
 LOOP_TOKENS = 24
 SHORTEST = 16
-CHECK_LOOPS_EVERY = 16
+# Texts whose hidden states are computed at a time.
+ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Shard:
         begin: tokens of every prompt.
         ends: int64 `[n]`, tokens of every text; what follows in its row is not to be read.
         ids: int64 `[n, W]`.
-        argmax: int64 `[n, W]`, the target's greedy token after each token from `begin - 1` on.
-        hidden: float16 `[n, W, (F + 1) E]`, see `Decoder.extend`.
+        argmax: int64 `[n, W]`, the target's greedy token after each token.
+        hidden: float16 `[n, W, (F + 1) E]`, the outputs of the layers that the draft reads, and the
+            final hidden states.
         looped: texts that ended in a repetition loop; `dropped`: texts too short to be here.
     """
 
@@ -59,56 +61,69 @@ def cut_prompts(stream: Tensor, rng: random.Random, count: int) -> Tensor:
     return torch.stack([stream[s : s + length] for s in starts])
 
 
+@torch.inference_mode()
 def make_shard(
-    decoder: Decoder, prompts: Tensor, ends: Sequence[int], sampled: int, seed: int
+    target: PreTrainedModel,
+    layer_ids: Sequence[int],
+    prompts: Tensor,
+    ends: Sequence[int],
+    sampled: int,
+    seed: int,
 ) -> Shard:
     """Continue `prompts` `[n, L]` up to `WINDOW` tokens, a token of `ends`, or into a loop.
 
     Every `sampled`-th text is sampled; 0 for none.
     """
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     n, begin = prompts.shape
+    drawn = torch.arange(n) % sampled == 0 if sampled else torch.zeros(n, dtype=torch.bool)
     ids = torch.zeros(n, WINDOW, dtype=torch.int64)
-    argmax = torch.zeros_like(ids)
-    ids[:, :begin] = prompts
-    stop = torch.full((n,), WINDOW)
-    looped = 0
-    seen, logits = decoder.start(prompts, WINDOW)
-    hidden = torch.zeros(n, WINDOW, seen.shape[-1], dtype=torch.float16)
-    hidden[:, :begin] = seen.half()
-    rows = torch.arange(n)
-    for at in range(begin, WINDOW):
-        argmax[rows, at - 1] = greedy = logits.argmax(-1)
-        token = greedy
-        if sampled:
-            p = (logits / TEMPERATURE).softmax(-1)
-            drawn = torch.multinomial(p, 1, generator=generator)[:, 0]
-            token = torch.where(rows % sampled == 0, drawn, greedy)
-        ids[rows, at] = token
-        for row in rows[torch.isin(token, torch.tensor(ends))].tolist():
-            stop[row] = at + 1
-        if (at + 1 - begin) % CHECK_LOOPS_EVERY == 0 or at + 1 == WINDOW:
-            for row in rows[stop[rows] > at + 1].tolist() if at + 1 < WINDOW else rows.tolist():
-                first = begin + loop_start(ids[row, begin : at + 1].tolist())
-                if stop[row] > at and first + LOOP_TOKENS <= at + 1:
-                    stop[row] = first + LOOP_TOKENS
-                    looped += 1
-        going = stop[rows] > at + 1
-        # Rows of finished texts run along until a quarter of the batch is finished.
-        if not going.any():
-            break
-        if going.float().mean() < 0.75:
-            kept = going.nonzero()[:, 0]
-            decoder.keep(kept)
-            rows, token = rows[kept], token[kept]
-        seen, logits = decoder.extend(token[:, None])
-        hidden[rows, at] = seen[:, 0].half()
-    long = (stop >= begin + SHORTEST).nonzero()[:, 0]
-    return Shard(begin, stop[long], ids[long], argmax[long], hidden[long], looped, n - len(long))
+    for rows, how in ((~drawn, {}), (drawn, {"temperature": TEMPERATURE, "top_k": 0})):
+        if rows.any():
+            ids[rows] = generate(target, prompts[rows], WINDOW - begin, **how)
+    new = ids[:, begin:].tolist()
+    stops, looped = zip(*(text_end(tokens, ends) for tokens in new), strict=True)
+    stop = begin + torch.tensor(stops)
+    long = stop >= begin + SHORTEST
+    ids, argmax, hidden = ids[long], [], []
+    for rows in ids.split(ROWS):
+        out = target(input_ids=rows, use_cache=False, output_hidden_states=True)
+        layers = [out.hidden_states[i + 1] for i in layer_ids]
+        hidden.append(torch.cat([*layers, out.hidden_states[-1]], dim=-1).half())
+        argmax.append(out.logits.argmax(-1))
+    kept = torch.cat(argmax), torch.cat(hidden)
+    return Shard(begin, stop[long], ids, *kept, sum(looped), n - len(ids))
+
+
+def generate(target: PreTrainedModel, prompts: Tensor, count: int, **how: float) -> Tensor:
+    """int64 `[n, L + count]`: `prompts` `[n, L]` and so many tokens, ends of texts among them.
+    Greedy without `how`."""
+    return target.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=count,
+        do_sample=bool(how),
+        eos_token_id=None,
+        pad_token_id=0,
+        **how,
+    )
+
+
+def text_end(tokens: list[int], ends: Sequence[int]) -> tuple[int, bool]:
+    """Where a text of `tokens` ends: after a token of `ends`, or soon after a loop has begun, of
+    which the second value tells."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
+    loop = loop_start(tokens[:end]) + LOOP_TOKENS
+    return (loop, True) if loop < end else (end, False)
 
 
 def write_shards(
-    decoder: Decoder, stream: Tensor, ends: Sequence[int], folder: Path, count: int
+    target: PreTrainedModel,
+    layer_ids: Sequence[int],
+    stream: Tensor,
+    ends: Sequence[int],
+    folder: Path,
+    count: int,
 ) -> None:
     """Write the shards 0 to `count - 1` that are not in `folder` yet."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +133,7 @@ def write_shards(
             continue
         began = time.process_time()
         prompts = cut_prompts(stream, random.Random(f"prompts-{number}"), BATCH)
-        shard = make_shard(decoder, prompts, ends, SAMPLED, seed=number)
+        shard = make_shard(target, layer_ids, prompts, ends, SAMPLED, seed=number)
         spent = time.process_time() - began
         torch.save({**asdict(shard), "spent": spent}, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.facts.tensors import layout
 
 from . import data
 from .continuations import Shard
@@ -189,11 +190,17 @@ def train_draft(
     return model
 
 
-def init_from_target(model: DraftModel, layers: Sequence[Any]) -> None:
+def init_from_target(model: DraftModel, target: PreTrainedModel) -> None:
     """Copy the target's last layers into the draft's, and pass its last feature through `fc`."""
-    count = len(model.layers)
-    for own, of in zip(model.layers, layers[-count:], strict=True):
-        own.load_state_dict(of.state_dict())
+    weights, parts = target.model.state_dict(), layout(model.config)
+    before = target.config.num_hidden_layers - len(model.layers)
+    for i, layer in enumerate(model.layers):
+        own, of = f"layers.{i}.", f"layers.{before + i}."
+        state = {
+            name: torch.cat([weights[part.name.replace(own, of)] for part in parts[own + name]])
+            for name in layer.state_dict()
+        }
+        layer.load_state_dict(state)
     width = model.config.hidden_size
     with torch.no_grad():
         model.fc.weight.normal_(0, 0.02)

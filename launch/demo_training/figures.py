@@ -1,4 +1,4 @@
-"""Figures of a pair: acceptance, repetition loops, n-gram lookup, the target's loss."""
+"""Figures of a pair: acceptance, repetition loops, the target's loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
@@ -23,11 +22,10 @@ class Answer:
     """One generated answer.
 
     Attributes:
-        prompt, tokens: token ids.
+        tokens: token ids.
         committed: tokens of each verify step. The prefill's token is not part of a step.
     """
 
-    prompt: list[int]
     tokens: list[int]
     committed: list[int]
 
@@ -40,18 +38,13 @@ class Answer:
             at += count
         return found
 
-    def lookup(self, block_size: int) -> Answer:
-        """The same answer, decoded with n-gram lookup in place of the draft."""
-        counts = prompt_lookup(self.prompt, self.tokens, block_size)
-        return Answer(self.prompt, self.tokens, counts)
-
 
 def answer(
     draft: DraftModel, target: PreTrainedModel, prompt: list[int], new_tokens: int
 ) -> Answer:
     """Decode greedily with the offline loop in the dtype of the models."""
     out = spec_generate(draft, target, torch.tensor([prompt]), new_tokens)
-    return Answer(prompt, out.tokens, out.committed)
+    return Answer(out.tokens, out.committed)
 
 
 def acceptance(answers: Iterable[Answer], in_loops: bool = True) -> float:
@@ -78,45 +71,6 @@ def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
         if len(tokens) - n >= (repeats - 1) * period and len(tokens) - n > period:
             return max(0, n - period)
     return len(tokens)
-
-
-def prompt_lookup(prompt: list[int], output: list[int], block_size: int) -> list[int]:
-    """Tokens per verify step with prompt lookup.
-
-    Drafts are copied from after the last earlier occurrence of the last 3 (or 2, or 1) tokens.
-    """
-    text, end, committed = prompt + output[:1], len(prompt) + len(output), []
-    while len(text) < end:
-        drafts: list[int] = []
-        for n in (3, 2, 1):
-            key = text[-n:]
-            found = next(
-                (i for i in range(len(text) - n - 1, -1, -1) if text[i : i + n] == key), None
-            )
-            if found is not None:
-                drafts = text[found + n : found + n + block_size - 1]
-                break
-        truth = (prompt + output)[len(text) : len(text) + block_size]
-        accepted = next(
-            (i for i, d in enumerate(drafts) if i >= len(truth) - 1 or d != truth[i]), len(drafts)
-        )
-        committed.append(accepted + 1)
-        text += truth[: accepted + 1]
-    return committed
-
-
-class BlindDraft(DraftModel):
-    """The ablation: a draft whose context K/V are zero, so that it sees its own block only."""
-
-    def project_context(self, features: Tensor) -> Tensor:
-        return torch.zeros_like(super().project_context(features))
-
-
-def blinded(draft: DraftModel) -> DraftModel:
-    """A copy of `draft` that sees nothing of the target's hidden states."""
-    blind = BlindDraft(draft.config)
-    blind.load_state_dict(draft.state_dict())
-    return blind.freeze()
 
 
 @torch.no_grad()

@@ -8,44 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
+from sglang_dflash.bench.progress import progress_bar
+
 SAVE_EVERY_S = 60.0
-SHOW_EVERY = 100
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon (Keller Jordan, 2024) with AdamW-sized steps, in float32.
-
-    torch's own orthogonalizes in bfloat16, which takes a quarter of the whole step on a CPU without
-    bfloat16 units.
-    """
-
-    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalize(p.grad.lerp(buffer, group["momentum"]))
-                p.mul_(1 - 0.01 * group["lr"]).add_(
-                    update, alpha=-0.2 * max(p.shape) ** 0.5 * group["lr"]
-                )
-
-
-def orthogonalize(g: torch.Tensor) -> torch.Tensor:
-    """Five quintic Newton-Schulz steps towards the nearest semi-orthogonal matrix."""
-    x = g / (g.norm() + 1e-7)
-    if g.shape[0] > g.shape[1]:
-        x = x.T
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x.T if g.shape[0] > g.shape[1] else x
 
 
 def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
@@ -56,7 +23,7 @@ def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     inside = {id(p) for p in matrices}
     rest = [p for p in params.values() if id(p) not in inside]
     return [
-        Muon(matrices, lr=lr),
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
@@ -69,56 +36,6 @@ def lr_scale(step: int, steps: int, warmup: int = 30, hold: float = 0.5) -> floa
     return max(0.01, min(1.0, left))
 
 
-class Run:
-    """The state of a training run: model, optimizers, step and CPU seconds spent."""
-
-    def __init__(self, name: str, model: nn.Module, lr: float, work: Path) -> None:
-        """Resumes from the state under `work` if there is one."""
-        self.name, self.model, self.lr = name, model, lr
-        self.optimizers = make_optimizers(model, lr)
-        self.file = work / f"{name}.state.pt"
-        self.step, self._spent, self._began = 0, 0.0, time.process_time()
-        self._saved_at = time.monotonic()
-        if self.file.exists():
-            state = torch.load(self.file)
-            model.load_state_dict(state["model"])
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-            self.step, self._spent = state["step"], state["spent"]
-
-    @property
-    def spent(self) -> float:
-        """CPU seconds so far, interruptions included."""
-        return self._spent + time.process_time() - self._began
-
-    def save(self, every_s: float = 0.0) -> None:
-        """Save unless the last save is less than `every_s` seconds ago."""
-        if time.monotonic() - self._saved_at < every_s:
-            return
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "step": self.step,
-            "spent": self.spent,
-        }
-        # Replaced in one operation: a cut leaves the old state or the new one.
-        torch.save(state, self.file.with_suffix(".tmp"))
-        self.file.with_suffix(".tmp").replace(self.file)
-        self._saved_at = time.monotonic()
-
-    def update(self, loss: torch.Tensor, scale: float) -> None:
-        """One optimizer step at `scale` times the learning rate."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr * scale
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-
-
 def train(
     name: str,
     model: nn.Module,
@@ -127,7 +44,6 @@ def train(
     steps: int,
     lr: float,
     work: Path,
-    seed: int = 0,
     warmup: int = 30,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
@@ -136,27 +52,52 @@ def train(
     The state is saved under `work`, from which an interrupted run resumes. `name` names the state
     file and seeds the data.
     """
-    run, shown = Run(name, model, lr, work), {}
-    columns = (
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, refresh_per_second=1) as bar:
-        task = bar.add_task(name, total=steps, completed=run.step, shown="")
-        while run.step < steps:
-            before_step(run.step)
+    file, optimizers = work / f"{name}.state.pt", make_optimizers(model, lr)
+    done, spent = 0, 0.0
+    if file.exists():
+        state = torch.load(file)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        done, spent = state["step"], state["spent"]
+    began, saved_at = time.process_time(), time.monotonic()
+
+    def save(step: int) -> None:
+        state = {
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "step": step,
+            # CPU seconds so far, interruptions included.
+            "spent": spent + time.process_time() - began,
+        }
+        # Replaced in one operation: a cut leaves the old state or the new one.
+        torch.save(state, file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").replace(file)
+
+    with progress_bar(steps) as bar:
+        bar.set_description(name)
+        bar.update(done)
+        for step in range(done, steps):
+            before_step(step)
             # One generator per step: a resumed run sees the same data as an uninterrupted one.
-            loss, figures = loss_of(random.Random(f"{seed}-{name}-{run.step}"))
-            run.update(loss, lr_scale(run.step, steps, warmup))
-            for key, value in {"loss": loss.item(), **figures}.items():
-                shown[key] = value if key not in shown else 0.95 * shown[key] + 0.05 * value
-            text = " ".join(f"{key} {value:.3f}" for key, value in shown.items())
-            bar.update(task, completed=run.step, shown=text)
-            if run.step % SHOW_EVERY == 0:
-                print(f"{name} {run.step}/{steps} {text}", flush=True)
-            run.save(every_s=SAVE_EVERY_S)
-    run.save()
-    print(f"{name}: {run.step} steps, {run.spent:.0f} CPU-seconds")
+            loss, figures = loss_of(random.Random(f"0-{name}-{step}"))
+            update(model, optimizers, loss, lr * lr_scale(step, steps, warmup))
+            bar.set_postfix(loss=loss.item(), **figures)
+            bar.update()
+            if time.monotonic() - saved_at >= SAVE_EVERY_S:
+                save(step + 1)
+                saved_at = time.monotonic()
+    save(steps)
+
+
+def update(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, lr: float
+) -> None:
+    """One optimizer step."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)

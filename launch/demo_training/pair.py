@@ -18,10 +18,8 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from . import data
 from .continuations import WINDOW as CONTEXT
 from .continuations import read_shard, write_shards
-from .decoder import Decoder
 from .draft import draft_config, init_from_target, train_draft
 from .loop import train
-from .split import Split
 from .target import build_target, load_target, next_token_loss, save_target
 from .unloop import COURSES, train_unloop
 
@@ -29,7 +27,7 @@ WINDOW = 448
 BATCH = 7
 
 
-def make_tokenizer(split: Split, work: Path) -> Tokenizer:
+def make_tokenizer(split: data.Split, work: Path) -> Tokenizer:
     """Trained on the training files."""
     file = work / "tokenizer.json"
     if not file.exists():
@@ -38,7 +36,7 @@ def make_tokenizer(split: Split, work: Path) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
-def make_target(split: Split, tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
+def make_target(split: data.Split, tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
     """Train the target on windows of the training files, then against its own loops."""
     if (out / "target").exists():
         return
@@ -57,7 +55,7 @@ def make_target(split: Split, tokenizer: Tokenizer, work: Path, out: Path, steps
 
 
 def make_continuations(
-    split: Split, tokenizer: Tokenizer, work: Path, out: Path, shards: int
+    split: data.Split, tokenizer: Tokenizer, work: Path, out: Path, shards: int
 ) -> None:
     """Let the saved target, as it is served, continue prompts of the training files.
 
@@ -79,7 +77,7 @@ def make_continuations(
     layers = draft_config(target, tokenizer)["dflash_config"]["target_layer_ids"]
     ends = [tokenizer.token_to_id(name) for name in (data.IM_END, data.END_OF_TEXT)]
     stream = data.token_stream(tokenizer, split.train)
-    write_shards(Decoder(target, layers), stream, ends, folder, shards)
+    write_shards(target, layers, stream, ends, folder, shards)
 
 
 def make_draft(tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
@@ -93,7 +91,7 @@ def make_draft(tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
     raw |= {**sliding, "sliding_window": CONTEXT, "is_causal": False}
     torch.manual_seed(1)
     model = DraftModel(DraftConfig.from_dict(raw))
-    init_from_target(model, Decoder(target, ()).layers)
+    init_from_target(model, target)
     shards = [read_shard(file) for file in sorted((work / "continuations").glob("*.pt"))]
     embed = target.get_input_embeddings().weight.detach()
     train_draft(model, embed, shards, work, steps)

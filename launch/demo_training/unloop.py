@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import data
-from .decoder import Decoder
+from .continuations import generate
 from .figures import loop_start
 from .loop import train
 from .target import next_token_loss
@@ -80,14 +80,7 @@ def collect_loops(
     prompts = torch.stack([stream[s : s + length] for s in starts])
     rows, marks, looped = [], [], 0
     for batch in prompts.split(128):
-        decoder = Decoder(model, ())
-        _, logits = decoder.start(batch, length + NEW_TOKENS)
-        new = []
-        for _ in range(NEW_TOKENS):
-            new.append(logits.argmax(-1))
-            if len(new) < NEW_TOKENS:
-                _, logits = decoder.extend(new[-1][:, None])
-        text = torch.stack(new, dim=1)
+        text = generate(model, batch, NEW_TOKENS)[:, length:]
         for prompt, tokens in zip(batch, text, strict=True):
             begin = loop_start(tokens.tolist())
             looped += NEW_TOKENS - begin

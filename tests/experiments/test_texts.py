@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments import texts
-from launch.demo_training.split import load_split
+from launch.demo_training.data import load_split
 
 
 def test_long_documents_are_of_files_that_neither_model_has_seen() -> None:

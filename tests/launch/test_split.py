@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from demo_training.split import split
+from demo_training.data import split
 
 
 def lines(start: int, count: int) -> str:
@@ -30,9 +30,3 @@ def test_a_small_file_inside_a_held_out_one_is_left_out() -> None:
     """Measured from both sides: few of the held-out file's passages may be all of the other's."""
     made = split({"small.py": lines(10, 6), "own.py": lines(1000, 9)}, {"held.py": lines(0, 500)})
     assert made.near_copies == ("small.py",)
-
-
-def test_the_digest_names_the_texts() -> None:
-    one = split({"a.py": lines(0, 9)}, {"b.py": lines(50, 9)})
-    assert one.digest() == split({"a.py": lines(0, 9)}, {"b.py": lines(50, 9)}).digest()
-    assert one.digest() != split({"a.py": lines(1, 9)}, {"b.py": lines(50, 9)}).digest()
