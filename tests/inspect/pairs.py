@@ -1,4 +1,4 @@
-"""Shared by these tests: toy models as facts, published pairs, and the command."""
+"""Shared by these tests: toy models as facts, a published pair, and the command."""
 
 from __future__ import annotations
 
@@ -10,22 +10,7 @@ import pytest
 from sglang_dflash import cli
 from sglang_dflash.facts.published import ModelFacts
 
-PUBLISHED_PAIRS = [
-    ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"),
-    ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash"),
-    ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
-    ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
-    ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash@5-layers"),
-    ("Qwen/Qwen3.5-35B-A3B", "z-lab/Qwen3.5-35B-A3B-DFlash@8-layers"),
-    ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash"),
-    ("Qwen/Qwen3.6-35B-A3B", "z-lab/Qwen3.6-35B-A3B-DFlash"),
-    ("Qwen/Qwen3.5-4B", "z-lab/Qwen3.5-4B-DFlash"),
-    ("Qwen/Qwen3.5-9B", "z-lab/Qwen3.5-9B-DFlash"),
-    ("Qwen/Qwen3.5-122B-A10B", "z-lab/Qwen3.5-122B-A10B-DFlash"),
-    ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
-    ("openai/gpt-oss-120b", "z-lab/gpt-oss-120b-DFlash"),
-    ("moonshotai/Kimi-K2.5", "z-lab/Kimi-K2.5-DFlash"),
-]
+PAIR = ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
 
 
 def facts(

@@ -17,14 +17,14 @@ from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.published import ModelFacts
+from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.sizes import draft_weight_bytes
 from sglang_dflash.inspect.pair import other_target
 from sglang_dflash.inspect.report import GIB, Serving, as_table, inspect, split_kv
 from tests.commands import ROOT
 from tests.conftest import raw_config
 from tests.facts.target_fields import GDN, TARGET
-from tests.inspect.pairs import PUBLISHED_PAIRS, facts, inspected, refusal
+from tests.inspect.pairs import PAIR, facts, inspected, refusal
 
 SERVING = Serving(kv_memory_gib=1)
 HYBRID = {**TARGET, "full_attention_interval": 2, **GDN}
@@ -236,7 +236,7 @@ def test_what_is_not_known_is_asked_for() -> None:
 def test_the_table_begins_with_the_verdict_and_hides_empty_rows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = [*PUBLISHED_PAIRS[2], "--window", "1024", "--max-running-requests", "16"]
+    arguments = [*PAIR, "--window", "1024", "--max-running-requests", "16"]
     report = inspected(capsys, *arguments)
     for flags in ([], ["--sources"]):
         assert cli.main(["inspect", *arguments, "--offline", *flags]) == 0
@@ -303,15 +303,15 @@ def test_the_docs_explain_every_fact() -> None:
 
 
 def test_errors_name_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "sglang-dflash: --window: 3; " in refusal(capsys, *PUBLISHED_PAIRS[2], "--window", "3")
-    shown = refusal(capsys, *PUBLISHED_PAIRS[2], "--memory-gib", "1")
+    assert "sglang-dflash: --window: 3; " in refusal(capsys, *PAIR, "--window", "3")
+    shown = refusal(capsys, *PAIR, "--memory-gib", "1")
     assert "sglang-dflash: --memory-gib: 1.0; with --mem-fraction 0.9, " in shown
 
 
 def test_names_are_found_in_any_case_and_near_ones_are_suggested(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    target, draft = PUBLISHED_PAIRS[2]
+    target, draft = PAIR
     report = inspected(capsys, target.upper(), draft.lower())
     assert (report["target"], report["draft"]) == (target, draft)
     for name in ("Qwen3-8B", "Qwen/Qwen3-8b-", "qwen/qwen-3-8b", "Qwen3-8"):
@@ -319,13 +319,13 @@ def test_names_are_found_in_any_case_and_near_ones_are_suggested(
         assert "did you mean 'Qwen/Qwen3-8B'" in shown and "gpt-oss" not in shown
     shown = refusal(capsys, "Qwen/Nonesuch", draft)
     assert "'Qwen/Nonesuch'" in shown and "did you mean" not in shown
-    assert all(published in shown for published, _ in PUBLISHED_PAIRS)
+    assert all(pair.target in shown for pair in collection().pairs)
 
 
 def test_what_cannot_be_read_and_a_swapped_pair_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    target, draft = PUBLISHED_PAIRS[2]
+    target, draft = PAIR
     for text in (None, "{", "[]"):
         if text is not None:
             (tmp_path / "config.json").write_text(text)

@@ -20,29 +20,11 @@ LINES = [
 ]
 # After the head and the line of dashes.
 ROWS = [dict(zip(LINES[0], cells, strict=True)) for cells in LINES[2:]]
-PUBLISHED = [
-    "Kimi-K2.5",
-    "Qwen3.5-4B",
-    "Qwen3.5-9B",
-    "Qwen3.5-27B",
-    "Qwen3.5-35B-A3B",
-    "Qwen3.5-122B-A10B",
-    "Qwen3.6-27B",
-    "Qwen3.6-35B-A3B",
-    "Qwen3-Coder-Next",
-    "Qwen3-Coder-30B-A3B",
-    "gpt-oss-20b",
-    "gpt-oss-120b",
-]
 
 
 def test_every_published_draft_is_a_row() -> None:
-    drafts = {row["draft"].split("@")[0] for row in ROWS}
-    named = {f"z-lab/{name}-DFlash" for name in PUBLISHED} | {
-        f"z-lab/Qwen3-{size}-DFlash-b16" for size in ("4B", "8B")
-    }
-    assert drafts == named | {"z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"}
-    assert len(ROWS) == sum(len(pair.drafts) for pair in collection().pairs)
+    published = [draft for pair in collection().pairs for draft in pair.drafts]
+    assert sorted(row["draft"] for row in ROWS) == sorted(published)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["draft"])

@@ -107,8 +107,8 @@ def test_a_draft_begins_with_the_targets_last_layers(
     model = DraftModel(DraftConfig.from_dict(draft.draft_config(tiny, tokenizer)))
     draft.init_from_target(model, tiny)
     for own, of in zip(model.layers, tiny.model.layers[-3:], strict=True):
-        assert torch.equal(own.self_attn.o_proj.weight, of.self_attn.o_proj.weight)
-        assert torch.equal(own.self_attn.qkv_proj.weight[:64], of.self_attn.q_proj.weight)
+        assert torch.equal(own.o_proj.weight, of.self_attn.o_proj.weight)
+        assert torch.equal(own.qkv_proj.weight[:64], of.self_attn.q_proj.weight)
 
 
 def test_a_cut_run_of_continuations_writes_the_same_texts(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +16,33 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash import cli
+from sglang_dflash import cli, transformers_loop
+from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.embedded import DemoPair, demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import chat_tokens
 
 NEW_TOKENS = 40
+PAIR = demo_pair("dense")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cached() -> Iterator[None]:
+    """Each pair is loaded once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_loop, "load", functools.cache(transformers_loop.load))
+        yield
 
 
 def by_generate(pair: DemoPair, prompt: str | list[int]) -> tuple[Any, list[int]]:
     """The tokenizer, and the tokens of Transformers' own greedy generation (its own stop rules)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
-    ids = torch.tensor([tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt])
+    loaded = transformers_loop.load(str(pair.target), str(pair.draft), Options(), None, None)
+    ids = loaded.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     with torch.inference_mode():
-        out = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return tokenizer, out[0, ids.shape[1] :].tolist()
+        out = loaded.target.generate(
+            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+    return loaded.tokenizer, out[0, len(ids) :].tolist()
 
 
 def command(pair: DemoPair, *more: str) -> list[str]:
@@ -49,7 +61,6 @@ def test_output_is_that_of_transformers_generate(
         shown = capsys.readouterr()
         assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
         assert f"{NEW_TOKENS} tokens in " in shown.err.splitlines()[-1]
-        assert "acceptance length" in shown.err
         assert cli.main(command(pair, "--prompt", prompt, "--json")) == 0
         done = json.loads(capsys.readouterr().out)
         assert done["tokens"] == expected and done["finish_reason"] == "length"
@@ -57,7 +68,7 @@ def test_output_is_that_of_transformers_generate(
 
 
 def test_a_block_beyond_the_trained_size_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert cli.main(command(demo_pair("dense"), "--prompt", "x", "--block-size", "9")) == 0
+    assert cli.main(command(PAIR, "--prompt", "x", "--block-size", "9")) == 0
     (warning,) = [r.message for r in caplog.records if r.name.startswith("sglang_dflash")]
     assert "9 is more than the 8 of a block that the draft was trained with" in warning
 
@@ -66,24 +77,18 @@ def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The generation config gets a token of the answer as a stop token."""
-    import shutil
-
-    from transformers import AutoTokenizer
-
-    pair = demo_pair("dense")
-    target = shutil.copytree(pair.target, tmp_path / "target")
-    chat = chat_tokens(
-        AutoTokenizer.from_pretrained(target), [{"role": "user", "content": pair.prompts[0]}]
-    )
-    _, whole = by_generate(pair, chat)
+    target = shutil.copytree(PAIR.target, tmp_path / "target")
+    tokenizer, _ = by_generate(PAIR, "a")
+    chat = chat_tokens(tokenizer, [{"role": "user", "content": PAIR.prompts[0]}])
+    _, whole = by_generate(PAIR, chat)
     file = target / "generation_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "eos_token_id": [1022, whole[30]]}))
-    stopping = replace(pair, target=target)
+    stopping = replace(PAIR, target=target)
     _, expected = by_generate(stopping, chat)
     assert 0 < len(expected) <= 31
     prompt = tmp_path / "prompt.txt"
-    prompt.write_text(pair.prompts[0])
+    prompt.write_text(PAIR.prompts[0])
     assert cli.main(command(stopping, "--prompt-file", str(prompt), "--chat", "--json")) == 0
     done = json.loads(capsys.readouterr().out)
     assert done["tokens"] == expected and done["finish_reason"] == "stop"
@@ -94,7 +99,7 @@ def test_a_seed_makes_samples_reproducible(capsys: pytest.CaptureFixture[str]) -
     few = ["--prompt", "def ", "--max-new-tokens", "16", "--temperature", "1.5", "--json"]
 
     def sampled(*more: str) -> dict[str, Any]:
-        assert cli.main(command(demo_pair("dense"), *few, *more)) == 0
+        assert cli.main(command(PAIR, *few, *more)) == 0
         return json.loads(capsys.readouterr().out)
 
     once = sampled("--seed", "7")
@@ -131,7 +136,7 @@ def test_bad_input_is_refused_by_name(
     flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = flags.replace("NOWHERE", str(tmp_path / "nowhere")).split(" ")
-    assert cli.main(command(demo_pair("dense"), *more)) == 1
+    assert cli.main(command(PAIR, *more)) == 1
     shown = capsys.readouterr()
     assert not shown.out and shown.err.splitlines()[-1].startswith(f"sglang-dflash: {BAD[flags]}:")
 
@@ -139,10 +144,9 @@ def test_bad_input_is_refused_by_name(
 def test_half_a_pair_and_an_unfit_pair_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    dense, hybrid = demo_pair("dense"), demo_pair("hybrid")
-    assert cli.main(["generate", "--prompt", "a", "--target", str(dense.target)]) == 1
+    assert cli.main(["generate", "--prompt", "a", "--target", str(PAIR.target)]) == 1
     assert "give --target and --draft, or neither" in capsys.readouterr().err
-    mixed = replace(dense, draft=hybrid.draft)
+    mixed = replace(PAIR, draft=demo_pair("hybrid").draft)
     assert cli.main(command(mixed, "--prompt", "a")) == 1
     assert "num_target_layers" in capsys.readouterr().err
 
@@ -172,14 +176,3 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise(given: str | None)
         env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.split() == [given or "PASSIVE"]
-
-
-@pytest.mark.parametrize("command", [[], ["generate"], ["bench"]], ids=" ".join)
-def test_help_imports_no_torch(command: list[str]) -> None:
-    code = (
-        "import sys; from sglang_dflash import cli\n"
-        f"try: cli.main({[*command, '--help']!r})\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'transformers', 'sglang', 'matplotlib'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "usage: sglang-dflash" in done.stdout
