@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     steps = 0
     try:
         reading = read(args.url, args.timeout, args.api_key)
-        findings, steps = examine(reading), reading.total("verify_steps")
+        findings, steps = examine(reading), sum(reading.values("verify_steps"))
     except NotReadable as error:
         advice = "check the URL, and the server's log and process (docs/operating.md)"
         findings = [Finding("not-reachable", str(error), advice)]

@@ -65,10 +65,9 @@ def test_the_alarm_is_raised(
 @pytest.mark.server(OVERFLOWING)
 def test_metrics_show_the_alarm(server: Server) -> None:
     many_steps(server)
-    shown = read(server.url, 30)
-    assert shown.metric("sglang_dflash_acceptance_alarm") == 1
-    counted = shown.metric("sglang_dflash_nonfinite_outputs_total")
-    assert counted is not None and counted > 7 * JUDGED_STEPS
+    shown = read(server.url, 30).metrics
+    assert shown["sglang_dflash_acceptance_alarm"] == 1
+    assert shown["sglang_dflash_nonfinite_outputs_total"] > 7 * JUDGED_STEPS
 
 
 @pytest.mark.server(SOUND)

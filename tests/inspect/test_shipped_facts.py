@@ -97,8 +97,8 @@ PUBLISHED_GB = {
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": (2 * 30.53, 0.01),
     "meta-llama/Llama-3.1-8B-Instruct": (2 * 8.03, 0.01),
     "Qwen/Qwen3.5-122B-A10B": (2 * 122.56, 0.01),
-    "openai/gpt-oss-20b": (12.8 * GIB / 1e9, 0.05),
-    "openai/gpt-oss-120b": (60.8 * GIB / 1e9, 0.05),
+    "openai/gpt-oss-20b": (12.8 * GIB / 1e9, 0.053),
+    "openai/gpt-oss-120b": (60.8 * GIB / 1e9, 0.053),
 }
 
 
