@@ -254,30 +254,25 @@ def test_the_table_begins_with_the_verdict_and_hides_empty_rows(
         assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize(
-    ("draft", "options", "words"),
-    [
-        (raw_config(), Options(window=10**8), "frees nothing: 48 running requests need as many"),
-        # 384 of 768 + 384 bytes of a token are the draft's.
-        (raw_config(), Options(), "takes 33.3 % of the KV memory, a window leaves up to +50.0 %"),
-        (OTHER_HEAD, Options(), "because of selector_rank"),
-    ],
-)
-def test_the_verdict(draft: dict[str, Any], options: Options, words: str) -> None:
-    found = found_of(TARGET, draft, options)
-    assert words in found["verdict"] and words in " ".join(as_table(found).split())
-
-
-def test_warnings_and_assumptions_are_shown() -> None:
+def test_the_verdict_the_warnings_and_the_assumptions() -> None:
     target = {**TARGET, "max_position_embeddings": 8192}
-    found = found_of(target, raw_config(), Options(block_size=5, window=9000))
-    assert len(found["warnings"]) == 3
-    shown = " ".join(as_table(found).split())
-    assert all(f"warning: {text}" in shown for text in found["warnings"])
-    assert "1 GiB for both KV pools (--kv-memory-gib), 48 running requests" in shown
+    frees_nothing = "frees nothing: 48 running requests need as many"
+    # 384 of 768 + 384 bytes of a token are the draft's.
+    gain = "takes 33.3 % of the KV memory, a window leaves up to +50.0 %"
     serving = Serving(memory_gib=40, mem_fraction=0.75, kv_dtype="fp8_e4m3")
-    words = found_of(TARGET, raw_config(), serving=serving)["assumptions"]
-    assert "40 GiB x 0.75 of device memory" in words and "fp8_e4m3 KV" in words
+    for found, words in [
+        (found_of(TARGET, raw_config(), Options(window=10**8)), frees_nothing),
+        (found_of(TARGET, raw_config()), gain),
+        (found_of(TARGET, OTHER_HEAD), "because of selector_rank"),
+        (found_of(TARGET, raw_config()), "1 GiB for both KV pools (--kv-memory-gib), 48 running"),
+        (found_of(TARGET, raw_config(), serving=serving), "40 GiB x 0.75 of device memory"),
+    ]:
+        assert words in " ".join(as_table(found).split())
+        assert words in found["verdict"] + found["assumptions"]
+    warned = found_of(target, raw_config(), Options(block_size=5, window=9000))
+    shown = " ".join(as_table(warned).split())
+    assert len(warned["warnings"]) == 3
+    assert all(f"warning: {text}" in shown for text in warned["warnings"])
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,3 @@ def test_hybrid_agrees_with_transformers_and_the_geometry(pair: Pair) -> None:
     known = shipped("target").get(pair.target)
     if known is not None and known.config is not None:
         assert pair.hybrid == bool(TargetGeometry.from_dict(known.config).recurrent_layers)
-
-
-def test_the_page_links_to_what_exists() -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", (DOCS / "models.md").read_text()):
-        assert (DOCS / link).exists(), link

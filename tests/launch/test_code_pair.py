@@ -80,7 +80,9 @@ def test_the_whole_recipe_makes_a_pair(
         (unloop, "LOOPS", 2),
         (unloop, "WINDOW", 128),
         (continuations, "BATCH", 4),
-        (continuations, "WINDOW", 184),
+        (continuations, "WINDOW", 64),
+        (continuations, "PROMPT_TOKENS", (16, 24)),
+        (unloop, "PROMPT_TOKENS", (16, 24)),
         (card, "PROMPTS", 2),
         (card, "NEW_TOKENS", 12),
     ):
@@ -118,7 +120,8 @@ def test_a_cut_run_of_continuations_writes_the_same_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(continuations, "BATCH", 3)
-    monkeypatch.setattr(continuations, "WINDOW", 184)
+    monkeypatch.setattr(continuations, "WINDOW", 64)
+    monkeypatch.setattr(continuations, "PROMPT_TOKENS", (16, 24))
     stream = data.token_stream(tokenizer, TRAIN)
 
     def written(folder: Path, count: int) -> list[continuations.Shard]:
