@@ -123,7 +123,7 @@ def devices() -> list[str]:
         import torch
     except ImportError as error:
         return [f"torch cannot be imported ({error})"]
-    from sglang_dflash.bench.hardware import hardware
+    from sglang_dflash.bench.machine import hardware
 
     machine = hardware()
     memory = f"{machine['memory_gib']:.0f} GiB of memory"

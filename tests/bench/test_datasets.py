@@ -9,8 +9,7 @@ from typing import Any
 import datasets as hub
 import pytest
 
-from launch.demo_training.data import HELD_OUT
-from launch.demo_training.data import load_split
+from launch.demo_training.data import HELD_OUT, load_split
 from sglang_dflash.bench import datasets
 from sglang_dflash.bench.compare import encode_of
 from sglang_dflash.bench.datasets import Prompt, continued
