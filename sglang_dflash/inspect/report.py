@@ -91,9 +91,7 @@ def inspect(
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
     recurrent = _recurrent(geometry, judged.worker, block_size)
-    steps = None
-    if judged.worker == OURS and config is not None:
-        steps = _step_bytes(config, resolved, requests, context)
+    steps = _step_bytes(judged, resolved, requests, context)
     weights = sizes.draft_weight_bytes(config) if config else draft.weight_bytes
     states = sum(recurrent[f"recurrent_{part}_bytes"] or 0 for part in ("state", "replay"))
     memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
@@ -208,11 +206,14 @@ def _kv_memory(
 
 
 def _step_bytes(
-    config: DraftConfig, options: ResolvedOptions, requests: int, context: int | None
-) -> int:
+    judged: Judged, options: ResolvedOptions, requests: int, context: int | None
+) -> int | None:
+    """What our worker reserves for draft steps; None if another worker serves."""
+    if judged.worker != OURS or judged.config is None:
+        return None
     reach = options.reach
     return sizes.draft_memory(
-        config,
+        judged.config,
         block_size=options.block_size,
         requests=requests,
         columns=reach.of(context or (reach.tokens or 0) + reach.sinks),
