@@ -52,15 +52,7 @@ def test_a_row_shows_what_its_facts_file_decides(row: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("pair", collection().pairs, ids=lambda pair: pair.target)
-def test_hybrid_agrees_with_transformers_and_the_geometry(pair: Pair) -> None:
-    from transformers import CONFIG_MAPPING
-
-    if pair.model_type in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[pair.model_type]()
-        types = getattr(config.get_text_config(), "layer_types", None) or ()
-        assert pair.hybrid == ("linear_attention" in types)
-    else:
-        assert pair.model_type == "kimi_k25"
-    known = shipped("target").get(pair.target)
-    if known is not None and known.config is not None:
-        assert pair.hybrid == bool(TargetGeometry.from_dict(known.config).recurrent_layers)
+def test_hybrid_agrees_with_the_geometry(pair: Pair) -> None:
+    known = shipped("target")[pair.target].config
+    assert known is not None
+    assert pair.hybrid == bool(TargetGeometry.from_dict(known).recurrent_layers)
