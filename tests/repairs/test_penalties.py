@@ -147,23 +147,18 @@ def test_of_a_mixed_step_only_the_decoding_requests_count(sglangs_init: Any) -> 
         torch.testing.assert_close(applied(made)[row + 1], expected(way, [row], sglangs_init))
 
 
-def test_another_worker_counts_itself(sglangs_init: Any) -> None:
-    """It may commit several tokens per step. Ours: test_block_penalties.py."""
-    decoding = batch(request(frequency_penalty=0.5), spec_info=None)
-    made = orchestrator(decoding, sglangs_init)
-    decoding.forward_mode, decoding.input_ids = ForwardMode.DECODE, torch.tensor([4])
-    decoding.spec_algorithm = SpeculativeAlgorithm.DFLASH
-    penalties.count_newest(Scheduler(), decoding, overlap=True)
-    torch.testing.assert_close(applied(made)[0], expected({}, [], sglangs_init))
-
-
-@pytest.mark.parametrize("what", ["prefill", "no overlap", "no penalties", "no sampling"])
+@pytest.mark.parametrize(
+    "what", ["prefill", "no overlap", "no penalties", "no sampling", "other worker"]
+)
 def test_other_steps_count_nothing(what: str, sglangs_init: Any) -> None:
+    """Another worker counts itself; ours: test_block_penalties.py."""
     params = {} if what == "no penalties" else WAYS[0]
     given = batch(request(**params), input_ids=torch.tensor([1, 2, 3]))
     made = orchestrator(given, sglangs_init)
     if what == "no sampling":
         given.sampling_info = None
+    if what == "other worker":
+        given.spec_algorithm = SpeculativeAlgorithm.DFLASH
     if what != "prefill":
         given.forward_mode = ForwardMode.DECODE
     scheduler = Scheduler()

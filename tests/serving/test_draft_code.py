@@ -60,7 +60,6 @@ def draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TracedDraft:
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "config": ({"auto_map": CONFIG}, [TRUST], r"--trust-remote-code would run its AutoConfig"),
     "config, built-in": ({"auto_map": CONFIG}, [TRUST, *BUILTIN], r"--trust-remote-code"),
-    "both": ({"auto_map": {**CONFIG, **MODEL}}, [TRUST], r"--trust-remote-code"),
     "model": (
         {"auto_map": MODEL, "architectures": ["TracingModel"]},
         BUILTIN,

@@ -81,12 +81,6 @@ def test_flags_that_cannot_work_are_refused(
     assert (refused.value.field, refused.value.value) == REFUSED[flags]
 
 
-def test_a_message_names_other_flags_as_they_were_typed(resolve: Callable[..., Any]) -> None:
-    message = rf"^{SINKS}: 4; this has no effect without a window; give {WINDOW} too, or leave it"
-    with pytest.raises(ConfigError, match=message):
-        resolve([*PAIR_FLAGS, SINKS, "4"])
-
-
 def test_a_block_of_the_draft_that_two_requests_have_no_room_for(
     resolve: Callable[..., Any], tmp_path: Path
 ) -> None:

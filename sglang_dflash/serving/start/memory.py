@@ -189,17 +189,17 @@ def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: A
     budget_bytes = _without_reserve(plan, budget_bytes)
     per_token = original(configurator, budget_bytes, **others)
     bound = plan.bounded_draft_kv_bytes
+    # What SGLang charges the draft's K/V by, per target token: layers, and bytes if known.
+    layers = configurator.spec_aux_config.dflash_draft_num_layers
+    cell = configurator.dflash_draft_cell_size_per_token
     if bound is not None and budget_bytes > bound:
-        charged = _draft_charge(configurator)
         _charge_draft(configurator, replace(plan, bounded=True), layers=0, cell=None)
         bounded = original(configurator, budget_bytes - bound, **others)
         tags = BYTES_PER_TARGET_SLOT * bounded.max_total_num_tokens
         bounded = original(configurator, budget_bytes - bound - tags, **others)
         if bounded.max_total_num_tokens >= per_token.max_total_num_tokens:
             return bounded
-        _charge_draft(configurator, replace(plan, bounded=False), *charged)
-        return per_token
-    _charge_draft(configurator, replace(plan, bounded=False), *_draft_charge(configurator))
+    _charge_draft(configurator, replace(plan, bounded=False), layers, cell)
     return per_token
 
 
@@ -214,12 +214,6 @@ def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
             f"K/V, and {budget_bytes / 2**20:.0f} MiB are left for all pools; raise it, or lower "
             "--max-running-requests, --context-length or --speculative-num-draft-tokens",
         )
-
-
-def _draft_charge(configurator: Any) -> tuple[int | None, int | None]:
-    """What SGLang charges the draft's KV by, per target token: layers, and bytes if known."""
-    layers = configurator.spec_aux_config.dflash_draft_num_layers
-    return layers, configurator.dflash_draft_cell_size_per_token
 
 
 def _charge_draft(
