@@ -14,7 +14,8 @@ import json
 import statistics
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,19 +68,17 @@ class DemoArm:
         )
 
 
-def run_prompt(arm: DemoArm, prompt: str, live: Live | None, panels: list[DemoArm]) -> None:
-    """Generate on one arm, streaming into its panel on a terminal."""
+def run_prompt(arm: DemoArm, prompt: str, show: Callable[[], None] | None) -> None:
+    """Generate on one arm; on a terminal stream its text, and `show` it."""
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     began = time.perf_counter()
-    if live is None:
+    if show is None:
         last = arm.server.generate(prompt, **sampling)
     else:
-        for last in chunks(
-            f"{arm.server.url}/generate",
-            {"text": prompt, "sampling_params": sampling, "stream": True},
-        ):
+        body = {"text": prompt, "sampling_params": sampling, "stream": True}
+        for last in chunks(f"{arm.server.url}/generate", body):
             arm.text = last["text"]
-            live.update(Columns([a.panel() for a in panels]))
+            show()
     arm.seconds.append(time.perf_counter() - began)
     arm.outputs.append(last["output_ids"])
 
@@ -88,21 +87,23 @@ def compare(
     plain: DemoArm, dflash: DemoArm, prompts: list[str], text: str, console: Console
 ) -> dict[str, Any]:
     """Run all prompts on both arms, in turns, and summarize. `text`: what they are, in words."""
-    for arm in (plain, dflash):
+    arms = plain, dflash
+    for arm in arms:
         arm.server.generate(prompts[0], temperature=0, max_new_tokens=32)
     before = dflash.server.dflash()
-    arms = [plain, dflash]
     live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
-    if live is not None:
-        live.start()
-    for i, prompt in enumerate(prompts):
-        for arm in arms if i % 2 == 0 else arms[::-1]:
-            run_prompt(arm, prompt, live, arms)
-        if live is None:
-            rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
-            console.print(f"prompt {i + 1}/{len(prompts)}: {rates}")
-    if live is not None:
-        live.stop()
+
+    def show() -> None:
+        assert live is not None
+        live.update(Columns([arm.panel() for arm in arms]))
+
+    with live or nullcontext():
+        for i, prompt in enumerate(prompts):
+            for arm in arms[:: -1 if i % 2 else 1]:
+                run_prompt(arm, prompt, show if live else None)
+            if live is None:
+                rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
+                console.print(f"prompt {i + 1}/{len(prompts)}: {rates}")
     return {"text": text, **outcome(plain, dflash, before, dflash.server.dflash())}
 
 
@@ -147,14 +148,6 @@ def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float |
 
 
 def main() -> None:
-    try:
-        with sigterm_as_exit():
-            run()
-    except KeyboardInterrupt:
-        print("ended")
-
-
-def run() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -170,6 +163,12 @@ def run() -> None:
         help="with --check: also write the result, with the machine",
     )
     args = parser.parse_args()
+    with sigterm_as_exit(), suppress(KeyboardInterrupt):
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """The whole demo; it exits if it only checks."""
     console, pair = Console(), demo_pair(args.pair)
     plain, dflash = (Server(demo_config(pair, dflash=dflash)) for dflash in (False, True))
     starting = "starting two SGLang servers, one plain and one with DFLASH (about a minute)"
@@ -182,7 +181,10 @@ def run() -> None:
         console.print(summary(result))
         if args.check:
             if args.out is not None:
-                card = {"command": command(args.pair), "hardware": hardware(), **result}
+                # How a checkout repeats it.
+                choice = "" if args.pair == "code" else f" --model {args.pair}"
+                command = f"bash launch/demo.sh{choice} --check"
+                card = {"command": command, "hardware": hardware(), **result}
                 args.out.write_text(json.dumps(card, indent=1) + "\n")
             print(json.dumps(result), flush=True)
             sys.exit(0 if result["identical"] else 1)
@@ -191,12 +193,6 @@ def run() -> None:
             "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it."
         )
         dflash.process.wait()
-
-
-def command(model: str) -> str:
-    """How a checkout runs the check of this pair."""
-    choice = "" if model == "code" else f" --model {model}"
-    return f"bash launch/demo.sh{choice} --check"
 
 
 def summary(result: dict[str, Any]) -> Table:

@@ -9,8 +9,6 @@ from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
 
-PANELS_PER_ROW = 3
-
 
 def check() -> None:
     """Raise ConfigError if no picture can be drawn."""
@@ -31,15 +29,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     datasets = list(result["prompts"])
-    across = min(PANELS_PER_ROW, len(datasets))
-    down = -(-len(datasets) // across)
-    size = (max(6.5, 4.8 * across), 3.9 * down + 0.8)
-    figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
-    for axis, dataset in zip(axes.flat, datasets, strict=False):
+    size = (max(6.5, 4.8 * len(datasets)), 4.7)
+    figure, axes = plt.subplots(1, len(datasets), figsize=size, layout="constrained", squeeze=False)
+    for axis, dataset in zip(axes.flat, datasets, strict=True):
         _panel(axis, [row for row in result["rows"] if row["dataset"] == dataset], result["arms"])
         axis.set_title(dataset, fontsize=10)
-    for axis in list(axes.flat)[len(datasets) :]:
-        axis.set_visible(False)
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8)
     # About 13 letters of that size fit an inch.
@@ -71,8 +65,8 @@ def _panel(axis: Any, rows: list[dict[str, Any]], arms: list[str]) -> None:
         at = [n + (i - (len(arms) - 1) / 2) * width for n in range(len(levels))]
         rates = [one["output_tok_s"] for one in found]
         ranges = [
-            [rate - one["output_tok_s_min"] for rate, one in zip(rates, found, strict=True)],
-            [one["output_tok_s_max"] - rate for rate, one in zip(rates, found, strict=True)],
+            [one["output_tok_s"] - one["output_tok_s_min"] for one in found],
+            [one["output_tok_s_max"] - one["output_tok_s"] for one in found],
         ]
         bars = axis.bar(
             at, rates, width * 0.92, label=arm, yerr=ranges, error_kw={"elinewidth": 0.8}

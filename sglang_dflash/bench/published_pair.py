@@ -23,6 +23,7 @@ from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.transformers_loop.generation import (
     Choose,
+    Generation,
     Prefill,
     prefill,
     sampler,
@@ -95,14 +96,20 @@ def _measure(
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     dtype = None if settings.dtype == "auto" else settings.dtype
     pair = load(settings.target or "", settings.draft or "", options, dtype, device)
-    runner = PairRunner(settings, pair, options)
     own = range(rank, len(prompts), ranks)
     measured: list[Measured] = []
     shown = progress_bar(len(own)) if rank == 0 else nullcontext()
     with shown as bar:
-        runner.turn(0, prompts[0], [], min(WARM_UP_TOKENS, settings.max_new_tokens))
+        few = min(WARM_UP_TOKENS, settings.max_new_tokens)
+        answered(settings, pair, options, 0, prompts[0], [], few)
         for index in own:
-            measured += runner.converse(index, prompts[index])
+            # A turn continues DFlash's answers to those before it.
+            answers: list[str] = []
+            for _ in prompts[index].turns:
+                limit = settings.max_new_tokens
+                one = answered(settings, pair, options, index, prompts[index], answers, limit)
+                measured.append(one)
+                answers.append(one.text)
             if bar is not None:
                 bar.update()
     return measured, options.resolve(pair.draft.config).block_size
@@ -124,75 +131,70 @@ def plain_generate(
     return tokens
 
 
-class PairRunner:
-    """Answers prompts by a pair in both ways."""
+def answered(
+    settings: BenchSettings,
+    pair: LoadedPair,
+    options: Options,
+    index: int,
+    prompt: Prompt,
+    answers: list[str],
+    limit: int,
+) -> Measured:
+    """The next turn of prompt `index`, in both ways, with at most `limit` new tokens."""
+    stops = pair.stop_token_ids
+    ids = encode_turn(pair.tokenizer, prompt, answers, settings.thinking)
+    start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.device))
 
-    def __init__(self, settings: BenchSettings, pair: LoadedPair, options: Options) -> None:
-        self.settings, self.pair, self.options = settings, pair, options
+    def choose() -> Choose:
+        # The seed depends on the prompt, not on the rank that answers it.
+        generator = torch.Generator(pair.device).manual_seed(settings.seed + index)
+        top_k = settings.top_k or 0
+        return sampler(settings.temperature, top_k, settings.top_p, generator=generator)
 
-    def converse(self, index: int, prompt: Prompt) -> list[Measured]:
-        """All turns of a prompt; a turn continues DFlash's answers to those before it."""
-        done: list[Measured] = []
-        for _ in prompt.turns:
-            answers = [one.text for one in done]
-            done.append(self.turn(index, prompt, answers, self.settings.max_new_tokens))
-        return done
+    def plain() -> list[int]:
+        return plain_generate(pair.target, start, limit, stops, choose())
 
-    def turn(self, index: int, prompt: Prompt, answers: list[str], limit: int) -> Measured:
-        """The next turn of the prompt, in both ways."""
-        pair, stops = self.pair, self.pair.stop_token_ids
-        ids = encode_turn(pair.tokenizer, prompt, answers, self.settings.thinking)
-        start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.device))
-
-        def plain() -> list[int]:
-            return plain_generate(pair.target, start, limit, stops, self._choose(index))
-
-        def dflash() -> Any:
-            return spec_generate(
-                pair.draft,
-                pair.target,
-                start,
-                limit,
-                options=self.options,
-                stop_token_ids=stops,
-                choose=self._choose(index),
-            )
-
-        # The order changes from prompt to prompt, like the arms of `sglang-dflash bench`.
-        if index % 2:
-            out, dflash_s = self._timed(dflash)
-            tokens, plain_s = self._timed(plain)
-        else:
-            tokens, plain_s = self._timed(plain)
-            out, dflash_s = self._timed(dflash)
-        return Measured(
-            index,
-            len(answers),
-            pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
-            out.tokens,
-            out.committed,
-            out.accepted,
-            None if self.settings.temperature else tokens == out.tokens,
-            plain_s / len(tokens),
-            dflash_s / len(out.tokens),
+    def dflash() -> Generation:
+        return spec_generate(
+            pair.draft,
+            pair.target,
+            start,
+            limit,
+            options=options,
+            stop_token_ids=stops,
+            choose=choose(),
         )
 
-    def _choose(self, index: int) -> Choose:
-        """A sampler whose seed depends on the prompt, not on the rank that answers it."""
-        generator = torch.Generator(self.pair.device).manual_seed(self.settings.seed + index)
-        of = self.settings
-        return sampler(of.temperature, of.top_k or 0, of.top_p, generator=generator)
+    # The order changes from prompt to prompt, like the arms of `sglang-dflash bench`.
+    if index % 2:
+        out, dflash_s = timed(dflash, pair.device)
+        tokens, plain_s = timed(plain, pair.device)
+    else:
+        tokens, plain_s = timed(plain, pair.device)
+        out, dflash_s = timed(dflash, pair.device)
+    return Measured(
+        index,
+        len(answers),
+        pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
+        out.tokens,
+        out.committed,
+        out.accepted,
+        None if settings.temperature else tokens == out.tokens,
+        plain_s / len(tokens),
+        dflash_s / len(out.tokens),
+    )
 
-    def _timed(self, run: Callable[[], T]) -> tuple[T, float]:
-        self._synchronize()
-        began = time.perf_counter()
-        result = run()
-        self._synchronize()
-        return result, time.perf_counter() - began
 
-    def _synchronize(self) -> None:
-        if self.pair.device.type == "cuda":
-            torch.cuda.synchronize(self.pair.device)
+def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """What it returns, and its seconds on the device."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    result = run()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return result, time.perf_counter() - began
 
 
 def pair_figures(

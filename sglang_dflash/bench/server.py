@@ -29,7 +29,7 @@ FlagValue = str | int | float | bool | tuple[str | int | float, ...]
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server to start. Two servers with equal configurations answer alike, so this is a key.
+    """One server to start.
 
     Attributes:
         flags: flag -> value, in the order of the command line. True is a flag without a value.
@@ -43,10 +43,6 @@ class ServerConfig:
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     module: str = LAUNCH_SERVER
-
-    def __hash__(self) -> int:
-        parts = frozenset(self.flags.items()), frozenset(self.env.items())
-        return hash((*parts, self.extra_args, self.module))
 
     def args(self) -> list[str]:
         """The command line after `python -m MODULE`."""

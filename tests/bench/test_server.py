@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import psutil
 import pytest
@@ -75,19 +74,6 @@ def test_a_changed_flag_keeps_its_place_and_the_original_its_value() -> None:
     assert changed.args() == ["--a", "9", "--b", "2", "--c", "3"]
     assert changed.without_flags("--a", "--c").args() == ["--b", "2"]
     assert config.args() == ["--a", "1", "--b", "2"]
-
-
-def test_equal_configurations_are_one_key() -> None:
-    flags: dict[str, Any] = {"--a": 1, "--b": ("x", "y")}
-    first, second = ServerConfig(flags, env={"X": "1"}), ServerConfig(flags, env={"X": "1"})
-    assert first == second and len({first, second}) == 1
-    for other in (
-        ServerConfig(flags),
-        ServerConfig({"--a": 1}, env={"X": "1"}),
-        ServerConfig(flags, env={"X": "1"}, module="other"),
-        ServerConfig(flags, extra_args=("--c",), env={"X": "1"}),
-    ):
-        assert other != first
 
 
 def test_demo_servers_have_pools_for_their_kind_of_layers() -> None:
