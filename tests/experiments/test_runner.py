@@ -103,7 +103,7 @@ def test_the_help_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
 def test_arms_of_an_experiment_differ() -> None:
     servers = [width.server("dense", flags) for _, flags in width.ARMS]
     # Plain decoding twice shows the noise.
-    assert len(set(servers)) == len(width.ARMS) - 1
+    assert len(set(map(str, servers))) == len(width.ARMS) - 1
     for arms in (target_kv_tokens.arms(), multi_turn.arms(demo_pair("dense"))):
         assert len(set(arms.values())) == len(arms)
 
