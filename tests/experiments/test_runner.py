@@ -105,7 +105,7 @@ def test_arms_of_an_experiment_differ() -> None:
     # Plain decoding twice shows the noise.
     assert len(set(map(str, servers))) == len(width.ARMS) - 1
     for arms in (target_kv_tokens.arms(), multi_turn.arms(demo_pair("dense"))):
-        assert len(set(arms.values())) == len(arms)
+        assert len(set(map(str, arms.values()))) == len(arms)
 
 
 def committed_results() -> list[tuple[list[str], dict[str, Any]]]:
