@@ -15,8 +15,7 @@ from sglang_dflash.drafting.ops import DraftOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.tensors import check_shapes, each_tensor, layout
-from sglang_dflash.facts.values import check_weights
+from sglang_dflash.facts.tensors import check_weights, each_tensor, layout
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -34,9 +33,7 @@ def read_tensors(folder: str | Path) -> dict[str, Tensor]:
 def load_state(
     config: DraftConfig, tensors: Mapping[str, Tensor], tp: TensorParallel
 ) -> dict[str, Tensor]:
-    """This rank's state dict from whole tensors. Raises ConfigError as
-    `facts.tensors.check_shapes`."""
-    check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
+    """This rank's state dict from whole tensors, those of the config."""
     state = {}
     for ours, parts in layout(config).items():
         shards = [_shard(tensors[part.name], part.split, config, tp) for part in parts]
@@ -69,7 +66,7 @@ def load_model(
     """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
 
     Raises:
-        ConfigError: see `DraftConfig.from_pretrained` and `facts.values.check_weights`.
+        ConfigError: see `DraftConfig.from_pretrained` and `facts.tensors.check_weights`.
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     check_weights(config, folder)

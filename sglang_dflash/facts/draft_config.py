@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import Fields, read_json_object
 from sglang_dflash.facts.rope_config import RopeConfig, read_rope
 
+_FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
 _MOST_LAYERS = 256
 _MOST_WIDTH = 2**18
@@ -148,49 +149,40 @@ class DraftConfig:
 
     def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
         """Raise ConfigError unless this draft was trained for a target of that geometry."""
-        if hidden_size != self.hidden_size:
-            raise ConfigError(
-                f"hidden_size: the draft's is {self.hidden_size}, the target's {hidden_size}; "
-                "they share embedding and lm_head and must be equal"
-            )
-        if vocab_size != self.vocab_size:
-            raise ConfigError(
-                f"vocab_size: the draft's is {self.vocab_size}, the target's {vocab_size}; "
-                "they must be equal"
-            )
-        if num_layers != self.num_target_layers:
-            raise ConfigError(
-                f"num_target_layers: the draft was trained on {self.num_target_layers} target "
-                f"layers, this target has {num_layers}"
-            )
+        given = {
+            "hidden_size": hidden_size,
+            "vocab_size": vocab_size,
+            "num_target_layers": num_layers,
+        }
+        for name, of_target in given.items():
+            if getattr(self, name) != of_target:
+                required = f"{of_target} is required by this target: the draft is for another one"
+                raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
 
     def _check_consistent(self) -> None:
-        if self.block_size < 2:
-            raise ConfigError(
-                f"block_size: {self.block_size} drafts nothing; a block is the bonus token and at "
-                "least 1 drafted token"
-            )
-        if self.block_size > self.max_position_embeddings:
-            raise ConfigError(
-                f"block_size: {self.block_size} is more than max_position_embeddings "
-                f"({self.max_position_embeddings}) of the draft; the block size that the draft was "
-                "trained with is required"
-            )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim: {self.head_dim} is odd; the rotary embedding pairs dimensions, an even "
-                "number is required (without head_dim it is hidden_size / num_attention_heads)"
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"num_key_value_heads: {self.num_key_value_heads} does not divide "
-                f"num_attention_heads ({self.num_attention_heads})"
-            )
-        if self.mask_token_id >= self.vocab_size:
-            raise ConfigError(
-                f"dflash_config.mask_token_id: {self.mask_token_id} is outside the vocabulary of "
-                f"{self.vocab_size}"
-            )
+        positions, heads = self.max_position_embeddings, self.num_attention_heads
+        valid = {
+            "block_size": (
+                2 <= self.block_size <= positions,
+                f"at least 2, the bonus token and a drafted one, and at most {positions}, the "
+                "max_position_embeddings, are required",
+            ),
+            "head_dim": (
+                self.head_dim % 2 == 0,
+                "an even number is required, hidden_size / num_attention_heads by default",
+            ),
+            "num_key_value_heads": (
+                heads % self.num_key_value_heads == 0,
+                f"a divisor of num_attention_heads ({heads}) is required",
+            ),
+            "mask_token_id": (
+                self.mask_token_id < self.vocab_size,
+                f"a token of the vocabulary of {self.vocab_size} is required",
+            ),
+        }
+        for name, (is_valid, required) in valid.items():
+            if not is_valid:
+                raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
 
 
 def draft_fields(raw: Mapping[str, Any]) -> Fields:
@@ -223,19 +215,15 @@ def default_target_layer_ids(num_target_layers: int, depth: int) -> tuple[int, .
         return (num_target_layers // 2,)
     first, last = 1, num_target_layers - 3
     if last < first:
-        raise ConfigError(
-            f"num_target_layers: {num_target_layers} is too few to read {depth} target layers; "
-            "give target_layer_ids"
-        )
+        required = f"too few to read {depth} target layers; target_layer_ids are required"
+        raise ConfigError(f"num_target_layers in {_FILE}", num_target_layers, required)
     return tuple(round(first + i * (last - first) / (depth - 1)) for i in range(depth))
 
 
 def _mask_token_id(either: Fields) -> int:
     if "mask_token_id" not in either:
-        raise UnsupportedDraft(
-            "dflash_config.mask_token_id: missing; drafts that name their mask token by text are "
-            "not served here"
-        )
+        required = "missing; drafts that name their mask token by text are not served here"
+        raise UnsupportedDraft(f"dflash_config.mask_token_id in {_FILE}", required=required)
     return either.token_id("mask_token_id")
 
 
@@ -251,17 +239,11 @@ def _layer_attention(text: Fields, depth: int) -> tuple[LayerAttention, ...]:
         if kind == "full_attention":
             layers.append(LayerAttention(None, causal=text.flag("is_causal", default=False)))
         elif kind == "sliding_attention":
-            if "sliding_window" not in text:
-                raise ConfigError(
-                    f"sliding_window: None, but layer_types[{i}] is sliding_attention; "
-                    "a positive integer is required"
-                )
             window = text.positive_int("sliding_window")
             layers.append(LayerAttention(window, causal=text.flag("is_causal", default=True)))
         else:
-            raise UnsupportedDraft(
-                f"layer_types[{i}]: {shown(kind)}; full_attention and sliding_attention are served"
-            )
+            required = "full_attention and sliding_attention are served"
+            raise UnsupportedDraft(f"{text.path('layer_types')}[{i}] in {_FILE}", kind, required)
     return tuple(layers)
 
 
@@ -271,8 +253,9 @@ def _check_kind(raw: Mapping[str, Any], either: Fields) -> None:
     named = any("dflash" in name.casefold() for name in names)
     if not named and "dflash_config" not in raw and "num_target_layers" not in either:
         raise ConfigError(
-            "draft checkpoint: no DFlash draft: its config.json has neither dflash_config nor "
-            "num_target_layers; the folder or name of the draft is required, not the target's"
+            _FILE,
+            required="neither dflash_config nor num_target_layers: no DFlash draft; the folder or "
+            "name of the draft is required, not the target's",
         )
 
 
@@ -286,16 +269,9 @@ def _refuse_other_heads(text: Fields, either: Fields) -> None:
     other_heads = [name for name in _OTHER_HEADS if either.get(name)]
     other_heads += [name for name in _OUTPUT_SCALES if either.get(name) not in (None, 0, 1)]
     for name in other_heads:
-        raise UnsupportedDraft(
-            f"{either.path(name)}: {shown(either.get(name))}; only the DFlash v1 head is served "
-            "here"
-        )
+        raise either.unsupported(name, "only the DFlash v1 head is served here")
     for name in _UNSUPPORTED:
         if text.get(name):
-            raise UnsupportedDraft(
-                f"{text.path(name)}: {shown(text.get(name))}; drafts with this are not served here"
-            )
+            raise text.unsupported(name, "drafts with this are not served here")
     if text.word("hidden_act") not in (None, "silu"):
-        raise UnsupportedDraft(
-            f"{text.path('hidden_act')}: {shown(text.get('hidden_act'))}; silu is served"
-        )
+        raise text.unsupported("hidden_act", "silu is served")

@@ -54,10 +54,8 @@ def demo_pair(kind: str) -> DemoPair:
             break
     kinds = sorted(path.name for path in home.glob("*") if path.is_dir())
     if kind not in kinds:
-        raise ConfigError(
-            f"demo model: {kind!r} is not embedded here; there is {', '.join(kinds) or 'none'} "
-            "(a checkout has all pairs, the wheel one)"
-        )
+        required = f"choose one of {', '.join(kinds)}; a checkout has all pairs, the wheel one"
+        raise ConfigError("demo pair", kind, required)
     folder = home / kind
     cut = tuple(json.loads((folder / "prompts.json").read_text()))
     return DemoPair(kind, folder / "target", folder / "draft", cut)

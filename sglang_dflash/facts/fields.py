@@ -1,6 +1,6 @@
 """Typed fields of a config.json. Every value that is missing or invalid raises the same error:
 
-FIELD: VALUE in the draft's config.json; a positive integer is required
+FIELD in the draft's config.json: VALUE; a positive integer is required
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sglang_dflash.facts.errors import ConfigError, cut, shown
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
 
 # Counts and sizes of a model are 32-bit in SGLang and in kernels.
 _MOST_INT = 2**31 - 1
@@ -76,9 +76,17 @@ class Fields:
 
     def error(self, name: str, required: str) -> ConfigError:
         """The error for a field whose value is not `required`, such as "a positive integer"."""
-        value = self.get(name)
-        found = "missing from" if value is None else f"{shown(value)} in"
-        return ConfigError(f"{self.path(name)}: {found} {self.file}; {required} is required")
+        if name not in self:
+            return ConfigError(self.named(name), required=f"missing; {required} is required")
+        return ConfigError(self.named(name), self.get(name), f"{required} is required")
+
+    def unsupported(self, name: str, required: str) -> UnsupportedDraft:
+        """The error for a valid value that is not implemented here."""
+        return UnsupportedDraft(self.named(name), self.get(name), required)
+
+    def named(self, name: str) -> str:
+        """What errors call a field: its path and the file."""
+        return f"{self.path(name)} in {self.file}"
 
     def positive_int(self, name: str, default: int | None = None, *, most: int = _MOST_INT) -> int:
         """An integer from 1 to `most`. Raises ConfigError, also if there is no value and no
@@ -123,12 +131,8 @@ class Fields:
         ids = self.get(name)
         if not isinstance(ids, list | tuple) or not ids or not all(map(_is_int, ids)):
             raise self.error(name, "a non-empty list of layer ids")
-        outside = [i for i in ids if not 0 <= i < num_layers]
-        if outside:
-            raise ConfigError(
-                f"{self.path(name)}: {shown(outside)} outside the target's layers 0 to "
-                f"{num_layers - 1}"
-            )
+        if not all(0 <= i < num_layers for i in ids):
+            raise self.error(name, f"a list of the target's layers, 0 to {num_layers - 1},")
         if list(ids) != sorted(set(ids)):
             raise self.error(name, "a list of distinct layer ids in ascending order")
         return tuple(ids)
@@ -153,10 +157,7 @@ class Fields:
             return None
         types = self.words("layer_types")
         if len(types) != num_layers:
-            raise ConfigError(
-                f"{self.path('layer_types')}: {len(types)} entries for {num_layers} layers; "
-                "one per layer is required"
-            )
+            raise self.error("layer_types", f"one name for each of {num_layers} layers")
         return types
 
 
@@ -170,25 +171,25 @@ def read_json_object(path: Path, what: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file is missing, is not JSON, or holds something else.
     """
-    file = shown(str(path))
+    if not is_file(path):
+        folder = str(path.parent)
+        raise ConfigError(what, folder, f"no {path.name} in it; give the folder of a checkpoint")
     try:
-        if not path.is_file():
-            raise ConfigError(
-                f"{what}: no {path.name} in {shown(str(path.parent))}; give the folder of a "
-                "checkpoint"
-            )
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{what}: {file} cannot be read ({error.strerror})") from error
-    except RecursionError as error:
-        raise ConfigError(f"{what}: {file} is not valid JSON (nested too deeply)") from error
-    except ConfigError:
-        raise
-    # Not JSON, not UTF-8, or an integer of thousands of digits.
-    except ValueError as error:
-        raise ConfigError(f"{what}: {file} is not valid JSON ({cut(str(error))})") from error
+    # It cannot be read, or is nested too deeply, not JSON, not UTF-8, or has an integer of
+    # thousands of digits.
+    except (OSError, RecursionError, ValueError) as error:
+        required = f"cannot be read as JSON ({cut(str(error))})"
+        raise ConfigError(what, str(path), required) from error
     if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{what}: {file} holds no JSON object but {shown(raw)}; an object of fields is required"
-        )
+        required = f"an object of fields is required, it holds {shown(raw)}"
+        raise ConfigError(what, str(path), required)
     return raw
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; False for a name that the file system does not take."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -16,9 +16,10 @@ from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import exists, fetch_config, hub_tensors
 from sglang_dflash.facts.tensors import (
     StoredTensor,
-    local_draft_tensors,
+    has_weights,
     local_weight_bytes,
     plain_name,
+    stored_tensors,
 )
 
 FOLDER = Path(__file__).parent / "published"
@@ -119,7 +120,8 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
     try:
         found = fetch_config(kind, name, offline=offline)
     except ConfigError as error:
-        raise ConfigError(f"{error}; {_suggestion(kind, name)}") from error
+        required = f"{error.required}; {_suggestion(kind, name)}"
+        raise ConfigError(error.field, name, required) from error
     raw = read_json_object(found.config, f"{kind} checkpoint")
     _refuse_draft_as_target(kind, name, raw)
     source = f"config.json of {name} {'on the hub' if found.online else 'in the local cache'}"
@@ -128,10 +130,8 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
     weights = hub_tensors(kind, name)
     if weights is None:
         if kind == "draft":
-            raise ConfigError(
-                f"DRAFT: {name!r} has no safetensors weights on the hub; a draft is read from "
-                "safetensors files"
-            )
+            required = "no safetensors weights on the hub; a draft is read from safetensors files"
+            raise ConfigError("DRAFT", name, required)
         return ModelFacts(name, raw, None, None, source)
     found_tensors, total = weights
     tensors = {plain_name(stored): tensor for stored, tensor in found_tensors.items()}
@@ -145,24 +145,19 @@ def _shipped_name(kind: str, name: str) -> str | None:
 
 
 def _suggestion(kind: str, name: str) -> str:
-    """The shipped names that are like `name`, or all of them."""
-    asked = name.casefold()
-    # `KV sizes only` facts have names of ours, which no one misspells.
+    """The shipped names that are like `name`, with or without its organization, or all of them."""
+    # Facts of K/V sizes only have names of ours, which no one misspells.
     names = [known for known, facts in shipped(kind).items() if facts.config is not None]
-    by_text = {known.casefold(): known for known in names}
-    by_text |= {known.casefold().rpartition("/")[2]: known for known in names}
-    texts = difflib.get_close_matches(asked, by_text, n=4, cutoff=0.75)
-    texts += difflib.get_close_matches(asked.rpartition("/")[2], by_text, n=4, cutoff=0.75)
-    near = list(dict.fromkeys(by_text[text] for text in texts))[:3]
+    known = {each.casefold().rpartition("/")[2]: each for each in names}
+    near = difflib.get_close_matches(name.casefold().rpartition("/")[2], known, cutoff=0.75)
     if near:
-        return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"facts of these {kind}s are shipped: {', '.join(names)}"
+        return f"did you mean {' or '.join(repr(known[text]) for text in near)}?"
+    return f"facts of these {kind}s are shipped: {', '.join(known.values())}"
 
 
 def _swapped(kind: str, name: str) -> ConfigError:
-    return ConfigError(
-        f"{kind.upper()}: {name!r} is a {_OTHER[kind]}; the target comes first, then the draft"
-    )
+    required = f"this is a {_OTHER[kind]}; the target comes first, then the draft"
+    return ConfigError(kind.upper(), name, required)
 
 
 def _refuse_draft_as_target(kind: str, name: str, raw: Mapping[str, Any]) -> None:
@@ -184,7 +179,7 @@ def _of_folder(kind: str, folder: Path) -> ModelFacts:
 def _of_files(
     kind: str, name: str, raw: Mapping[str, Any], folder: Path, source: str
 ) -> ModelFacts:
-    tensors = local_draft_tensors(folder) if kind == "draft" else None
+    tensors = stored_tensors(folder) if kind == "draft" and has_weights(folder) else None
     return ModelFacts(
         name=name,
         config=raw,

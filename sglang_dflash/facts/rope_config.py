@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown
 from sglang_dflash.facts.fields import Fields
 
 
@@ -59,11 +58,10 @@ def read_rope(text: Fields) -> RopeConfig:
     block = text.block("rope_scaling")
     if not block.values:
         block = text.block("rope_parameters")
-    kind = block.word("rope_type") or block.word("type") or "default"
+    name = "rope_type" if "rope_type" in block else "type"
+    kind = block.word(name) or "default"
     if kind not in _SCALING_FIELDS:
-        raise UnsupportedDraft(
-            f"{block.path('rope_type')}: {shown(kind)}; default, linear, yarn and llama3 are served"
-        )
+        raise block.unsupported(name, f"{', '.join(_SCALING_FIELDS)} are served")
     _refuse_other_layouts(text, block)
     theta = _theta(text, block)
     scaling = _scaling(block, kind)
@@ -79,18 +77,15 @@ def _refuse_other_layouts(text: Fields, block: Fields) -> None:
     partial = "partial_rotary_factor"
     # At the top level 0 means "not given".
     places = [block] if _is_zero(text, partial) else [block, text]
-    shares = [place.positive_number(partial, default=1, most=1) for place in places]
-    if min(shares) < 1 or "mrope_section" in block:
-        raise UnsupportedDraft(
-            "partial_rotary_factor / mrope_section: drafts with a partial or multi-axis rotary "
-            "embedding are not served here"
-        )
+    for place in places:
+        if place.positive_number(partial, default=1, most=1) < 1:
+            raise place.unsupported(partial, "partial rotary embeddings are not served here")
+    if "mrope_section" in block:
+        raise block.unsupported("mrope_section", "multi-axis embeddings are not served here")
     for name in ("rope_is_neox_style", "is_neox_style"):
         if not text.flag(name, default=True):
-            raise UnsupportedDraft(
-                f"{text.path(name)}: False; rotary embeddings that pair adjacent dimensions are "
-                "not served here"
-            )
+            required = "rotary embeddings that pair adjacent dimensions are not served here"
+            raise text.unsupported(name, required)
 
 
 def _is_zero(place: Fields, name: str) -> bool:
@@ -123,17 +118,12 @@ def _scaling(block: Fields, kind: str) -> dict[str, Any]:
     ]
     for name in given:
         if name not in (*required, *optional):
-            raise UnsupportedDraft(
-                f"{block.path(name)}: {shown(block.get(name))}; with rope_type {kind!r} this "
-                "field is not served here"
-            )
+            raise block.unsupported(name, f"with rope_type {kind!r} this is not served here")
     scaling: dict[str, Any] = {
         name: block.flag(name, default=True) if name == "truncate" else _scale(block, name)
         for name in dict.fromkeys((*required, *given))
     }
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        raise ConfigError(
-            f"{block.path('high_freq_factor')}: {scaling['high_freq_factor']} is not above "
-            f"low_freq_factor ({scaling['low_freq_factor']})"
-        )
+        least = scaling["low_freq_factor"]
+        raise block.error("high_freq_factor", f"more than low_freq_factor ({least})")
     return scaling

@@ -1,26 +1,42 @@
-"""The tensors of a checkpoint, from the headers of its safetensors files: their names, dtypes and
-shapes, and which ones a DFlash v1 draft has. Weights are not read."""
+"""The tensors of a checkpoint, from its safetensors files: which ones a DFlash v1 draft has, what
+the headers say, and whether the values are those of trained weights. No torch here.
+
+A draft with NaN or a matrix of zeros would be served: its proposals are rejected, so outputs stay
+exact, at the speed of plain decoding or less. Files are mapped, and read once at the speed of
+memory or disk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, cut, shown
-from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.fields import is_file, read_json_object
 
 INDEX = "model.safetensors.index.json"
 # Copies of the target's embedding and head are ignored: the draft borrows the target's.
 _BORROWED = ("embed_tokens.weight", "lm_head.weight")
 # A trained embedding of the mask token, which some training code writes beside the weights.
 MASK_EMBEDDING = "mask_embedding.pt"
-# Of a draft's weights. Those of fewer bits need scales, which a DFlash v1 draft does not have.
-_DTYPES = ("BF16", "F16", "F32", "F64")
+# dtype of a draft's weights in a header -> the unsigned integer of its width, and the bits of
+# infinity. With the sign bit cleared, the bits of finite numbers are below those of infinity, and
+# the bits of NaN above. dtypes of fewer bits need scales, which a DFlash v1 draft does not have.
+_BITS = {
+    "BF16": ("<u2", 0x7F80),
+    "F16": ("<u2", 0x7C00),
+    "F32": ("<u4", 0x7F80_0000),
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+}
+# Elements whose values are looked at together: they stay in the CPU's cache.
+_CHUNK = 1 << 18
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -91,40 +107,90 @@ def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     return {part.name: part.shape for parts in layout(config).values() for part in parts}
 
 
-def check_shapes(config: DraftConfig, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ConfigError if a tensor is missing, unexpected, or not of the config's shape."""
-    expected = expected_tensors(config)
-    missing = [name for name in expected if name not in shapes]
-    if missing:
-        raise ConfigError(
-            f"draft checkpoint: tensor {missing[0]!r} is missing{_more(len(missing) - 1)}"
-        )
-    for name, shape in expected.items():
-        if tuple(shapes[name]) != shape:
-            raise ConfigError(
-                f"draft checkpoint: {name} {list(shapes[name])}; the config asks for {list(shape)}"
-            )
-    unexpected = sorted(set(shapes) - set(expected) - set(_BORROWED))
-    if unexpected:
-        raise ConfigError(
-            f"draft checkpoint: {len(unexpected)} tensors that no DFlash v1 draft has, "
-            f"the first is {shown(unexpected[0])}"
-        )
+# -- what is checked of a draft's weights
+
+
+def check_weights(config: DraftConfig, folder: str | Path) -> None:
+    """Raise ConfigError unless `folder` holds the tensors of the config, with values of trained
+    weights.
+
+    `generate` and servers refuse a draft by this function, and `sglang-dflash inspect` a local one.
+    """
+    check_tensors(config, stored_tensors(folder))
+    check_values(config, folder)
 
 
 def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """As `check_shapes`, and raise ConfigError if a tensor is not of floating point."""
-    check_shapes(config, {name: tensor.shape for name, tensor in tensors.items()})
-    for name in expected_tensors(config):
-        if tensors[name].dtype not in _DTYPES:
-            raise ConfigError(
-                f"draft checkpoint: {name} is of dtype {tensors[name].dtype}; one of "
-                f"{', '.join(_DTYPES)} is required"
-            )
+    """Raise ConfigError if a tensor is missing or unexpected, or not of the config's shape or of
+    floating point."""
+    expected = expected_tensors(config)
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ConfigError(_tensor(missing[0]), required=f"missing{_more(missing)}")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            found = list(tensors[name].shape)
+            raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
+    unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED))
+    if unexpected:
+        required = f"no DFlash v1 draft has this tensor{_more(unexpected)}"
+        raise ConfigError("draft checkpoint", unexpected[0], required)
+    for name in expected:
+        if tensors[name].dtype not in _BITS:
+            required = f"one of {', '.join(_BITS)} is required"
+            raise ConfigError(f"dtype of {_tensor(name)}", tensors[name].dtype, required)
 
 
-def _more(count: int) -> str:
-    return f", and {count} more" if count else ""
+def check_values(config: DraftConfig, folder: str | Path) -> None:
+    """Raise ConfigError if a tensor of the draft holds NaN or Inf, or a weight is all zeros.
+
+    Biases may be zeros. The tensors are those that `check_tensors` has accepted.
+    """
+    names = expected_tensors(config)
+    for name, dtype, bits in _mapped(folder):
+        if name not in names:
+            continue
+        infinity = _BITS[dtype][1]
+        largest = max((int(chunk.max()) for chunk in _magnitudes(bits)), default=0)
+        if largest >= infinity:
+            broken = sum(int((chunk >= infinity).sum()) for chunk in _magnitudes(bits))
+            required = f"{broken} of {len(bits)} values are NaN or infinite; finite ones are"
+            raise ConfigError(_tensor(name), required=f"{required} required")
+        if largest == 0 and name.endswith(".weight"):
+            raise ConfigError(_tensor(name), required="all zeros; trained weights are required")
+
+
+def _mapped(folder: str | Path) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, dtype, and bits as unsigned integers `[N]` of the tensors that have a dtype in `_BITS`.
+    The headers are valid: `stored_tensors` has read them."""
+    for file in _named(folder, "*.safetensors"):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+        data = np.memmap(file, dtype=np.uint8, mode="r")[8 + size :]
+        for stored, tensor in header.items():
+            if stored == "__metadata__" or tensor["dtype"] not in _BITS:
+                continue
+            begin, end = tensor["data_offsets"]
+            bits = data[begin:end].view(_BITS[tensor["dtype"]][0])
+            yield plain_name(stored), tensor["dtype"], bits
+
+
+def _magnitudes(bits: np.ndarray) -> Iterator[np.ndarray]:
+    """The same with the sign bit cleared, in chunks."""
+    mask = bits.dtype.type((1 << (8 * bits.itemsize - 1)) - 1)
+    return (bits[i : i + _CHUNK] & mask for i in range(0, len(bits), _CHUNK))
+
+
+def _tensor(name: str) -> str:
+    return f"tensor {name} of the draft"
+
+
+def _more(names: list[str]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+# -- what the files of a folder hold
 
 
 def stored_tensors(folder: str | Path, kind: str = "draft") -> dict[str, StoredTensor]:
@@ -146,49 +212,40 @@ def stored_tensors(folder: str | Path, kind: str = "draft") -> dict[str, StoredT
     return found
 
 
-def tensor_shapes(folder: str | Path, kind: str = "draft") -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor, and the errors, of `stored_tensors`."""
-    return {name: tensor.shape for name, tensor in stored_tensors(folder, kind).items()}
-
-
 def each_tensor(
     folder: str | Path, *, framework: str, kind: str = "draft"
 ) -> Iterator[tuple[str, str, Any]]:
     """Name, stored name and open file of every tensor of the checkpoint in `folder`.
-
-    Some exports prefix names with `model.`; the name given is without it.
 
     Args:
         framework: what `safetensors.safe_open` makes tensors of, "pt" or "numpy".
         kind: whose checkpoint it is, for messages.
 
     Raises:
-        ConfigError: as `tensor_shapes`.
+        ConfigError: as `stored_tensors`, but for the index.
     """
+    what, where = f"{kind} checkpoint", str(folder)
     if kind == "draft" and (Path(folder) / MASK_EMBEDDING).exists():
         raise ConfigError(
-            f"draft checkpoint: {MASK_EMBEDDING!r} in {str(folder)!r}: a trained mask embedding is "
-            "not served, and acceptance would be low without it. SGLang's own worker reads it: "
-            "--speculative-dflash-worker builtin"
+            what,
+            where,
+            f"{MASK_EMBEDDING} in it, a trained mask embedding, is not served, and acceptance "
+            "would be low without it. SGLang's own worker reads it: "
+            "--speculative-dflash-worker builtin",
         )
-    files = safetensors_files(folder)
+    files = _named(folder, "*.safetensors")
     if not files:
-        others = _named(folder, *_PICKLES)
-        only = f", only {others[0].name!r}{_more(len(others) - 1)}" if others else ""
-        raise ConfigError(
-            f"{kind} checkpoint: no .safetensors file in {shown(str(folder))}{only}; "
-            "weights are read from safetensors files"
-        )
+        others = [file.name for file in _named(folder, *_PICKLES)]
+        only = f", only {others[0]}{_more(others)}" if others else ""
+        required = f"no .safetensors file in it{only}; weights are read from safetensors files"
+        raise ConfigError(what, where, required)
     seen: set[str] = set()
     for file in files:
-        with _opened(kind, file, framework) as opened:
+        with _opened(what, file, framework) as opened:
             for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
                 name = plain_name(stored)
                 if name in seen:
-                    raise ConfigError(
-                        f"{kind} checkpoint: tensor {shown(name)} is in two files, "
-                        f"the second is {file.name!r}"
-                    )
+                    raise ConfigError(what, name, f"in two files, the second is {file.name}")
                 seen.add(name)
                 yield name, stored, opened
 
@@ -198,18 +255,9 @@ def plain_name(stored: str) -> str:
     return stored.removeprefix("model.")
 
 
-def local_draft_tensors(folder: Path) -> dict[str, StoredTensor] | None:
-    """`stored_tensors`, or None if the folder holds no weights of any format."""
-    return stored_tensors(folder) if _named(folder, "*.safetensors", *_PICKLES) else None
-
-
-def safetensors_files(folder: str | Path) -> list[Path]:
-    """The safetensors files in `folder`, links and folders of such a name included."""
-    return _named(folder, "*.safetensors")
-
-
-def _named(folder: str | Path, *patterns: str) -> list[Path]:
-    return sorted(file for pattern in patterns for file in Path(folder).glob(pattern))
+def has_weights(folder: Path) -> bool:
+    """Whether the folder holds weights of any format."""
+    return bool(_named(folder, "*.safetensors", *_PICKLES))
 
 
 def local_weight_bytes(kind: str, folder: Path) -> int | None:
@@ -219,70 +267,49 @@ def local_weight_bytes(kind: str, folder: Path) -> int | None:
     Raises:
         ConfigError: a file is damaged, or the index names one that is not there.
     """
-    files = safetensors_files(folder)
+    files = _named(folder, "*.safetensors")
     for file in files:
-        with _opened(kind, file, "numpy"):
+        with _opened(f"{kind} checkpoint", file, "numpy"):
             pass
-    if not (folder / INDEX).is_file():
-        return sum(file.stat().st_size for file in files) or None
-    total = _check_index(kind, folder) if files else _read_index(kind, folder)[1]
+    total = _check_index(kind, folder, bool(files)) if (folder / INDEX).is_file() else 0
     return total or sum(file.stat().st_size for file in files) or None
 
 
-def _read_index(kind: str, folder: Path) -> tuple[list[str], int]:
-    """The files that the index names, and the bytes of their tensors, 0 if it does not tell.
+def _check_index(kind: str, folder: Path, has_files: bool = True) -> int:
+    """The bytes of the index's tensors, 0 if it does not tell.
 
     Raises:
-        ConfigError: the index is not JSON, or one of its fields is of another type.
+        ConfigError: the index is not JSON, one of its fields is of another type, or with
+            `has_files` a file that it names is not there.
     """
     what, index = f"{kind} checkpoint", read_json_object(folder / INDEX, f"{kind} checkpoint")
     names, metadata = index.get("weight_map") or {}, index.get("metadata") or {}
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ConfigError(
-            f"{what}: weight_map of {INDEX}: {shown(names)}; an object of tensor names and file "
-            "names is required"
-        )
+        required = "an object of tensor names and file names is required"
+        raise ConfigError(f"weight_map of {INDEX}", names, required)
     if not isinstance(metadata, dict):
-        raise ConfigError(
-            f"{what}: metadata of {INDEX}: {shown(metadata)}; an object of fields is required"
-        )
+        raise ConfigError(f"metadata of {INDEX}", metadata, "an object of fields is required")
+    absent = [name for name in sorted(set(names.values())) if not is_file(folder / name)]
+    if absent and has_files:
+        required = f"{INDEX} names {shown(absent[0])}{_more(absent)}; download what is missing"
+        raise ConfigError(what, str(folder), required)
     total = metadata.get("total_size")
-    named = sorted(set(names.values()))
-    if isinstance(total, int | float) and 0 < total < 2**63:
-        return named, int(total)
-    return named, 0
+    return int(total) if isinstance(total, int | float) and 0 < total < 2**63 else 0
 
 
-def _check_index(kind: str, folder: Path) -> int:
-    """`_read_index`'s bytes. Raises ConfigError, also if a file that it names is not there."""
-    named, total = _read_index(kind, folder)
-    absent = [name for name in named if not _is_file(folder / name)]
-    if absent:
-        raise ConfigError(
-            f"{kind} checkpoint: {INDEX} names {shown(absent[0])}{_more(len(absent) - 1)}, which "
-            f"{'are' if len(absent) > 1 else 'is'} not in {shown(str(folder))}; download it again"
-        )
-    return total
-
-
-def _is_file(path: Path) -> bool:
-    """Whether there is such a file; False for a name that the file system does not take."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
+def _named(folder: str | Path, *patterns: str) -> list[Path]:
+    """Files of such names, links and folders included."""
+    return sorted(file for pattern in patterns for file in Path(folder).glob(pattern))
 
 
 @contextmanager
-def _opened(kind: str, file: Path, framework: str) -> Iterator[Any]:
-    what = f"{kind} checkpoint: {shown(str(file))}"
+def _opened(what: str, file: Path, framework: str) -> Iterator[Any]:
     if not file.is_file():
         found = "a folder" if file.is_dir() else "a link to a file that is not there"
-        raise ConfigError(f"{what} is {found}; a safetensors file is required")
+        raise ConfigError(what, str(file), f"{found}; a safetensors file is required")
     try:
         with safe_open(file, framework=framework) as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"{what} is truncated or damaged ({cut(str(error))}); download it again"
-        ) from error
+        required = f"truncated or damaged ({cut(str(error))}); download it again"
+        raise ConfigError(what, str(file), required) from error

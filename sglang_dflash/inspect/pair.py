@@ -13,8 +13,7 @@ from sglang_dflash.facts.errors import UnsupportedDraft
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.target_config import TargetGeometry
-from sglang_dflash.facts.tensors import check_tensors
-from sglang_dflash.facts.values import check_values
+from sglang_dflash.facts.tensors import check_tensors, check_values
 
 OURS, BUILTIN, UNKNOWN = "sglang-dflash", "builtin", "unknown"
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import read_json_object
-from sglang_dflash.facts.tensors import tensor_shapes
+from sglang_dflash.facts.tensors import StoredTensor, stored_tensors
 from sglang_dflash.repairs.flag import guard_off
 
 # Formats of --load-format that read safetensors files.
@@ -46,8 +46,8 @@ def check_folder(folder: str, served: str) -> None:
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
     if any(Path(served).glob("*.safetensors")):
-        old_shapes = tensor_shapes(served, "served")
-        check_tensors(folder, tensor_shapes(folder, "new"), old_shapes)
+        tensors = stored_tensors(served, "served")
+        check_tensors(folder, stored_tensors(folder, "new"), tensors)
 
 
 def architectures(folder: str) -> Any:
@@ -56,7 +56,7 @@ def architectures(folder: str) -> Any:
 
 
 def check_tensors(
-    folder: str, new: Mapping[str, Sequence[int]], old: Mapping[str, Sequence[int]]
+    folder: str, new: Mapping[str, StoredTensor], old: Mapping[str, StoredTensor]
 ) -> None:
     """Raise ConfigError unless the tensors of both checkpoints have the same names and shapes."""
     for name in sorted({*new, *old}):
@@ -64,6 +64,7 @@ def check_tensors(
             raise ConfigError("model_path", folder, f"no tensor {name!r} of the served model")
         if name not in old and name not in TIED:
             raise ConfigError("model_path", folder, f"tensor {name!r} is not the served model's")
-        if name in new and name in old and list(new[name]) != list(old[name]):
-            required = f"{name} is {list(new[name])}, the served model's {list(old[name])}"
+        if name in new and name in old and new[name].shape != old[name].shape:
+            found, served = list(new[name].shape), list(old[name].shape)
+            required = f"{name} is {found}, the served model's {served}"
             raise ConfigError("model_path", folder, required)

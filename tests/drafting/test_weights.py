@@ -24,7 +24,7 @@ from sglang_dflash.drafting.weights import (
 )
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.tensors import check_shapes, expected_tensors, tensor_shapes
+from sglang_dflash.facts.tensors import expected_tensors, stored_tensors
 from tests.conftest import random_model, raw_config
 
 
@@ -83,51 +83,19 @@ def test_every_tensor_is_checked_by_itself(folder: Path) -> None:
         tensors[q], tensors[k] = tensors[k], tensors[q]
 
     rewrite(folder, swap)
-    with pytest.raises(ConfigError, match=r"q_proj\.weight \[32, 32\]; the config asks for \[64"):
-        load_model(folder, dtype=torch.float32)
-
-
-def test_missing_tensor_is_named(folder: Path) -> None:
-    rewrite(folder, lambda t: t.pop("layers.1.self_attn.k_proj.weight"))
-    with pytest.raises(ConfigError, match=r"'layers\.1\.self_attn\.k_proj\.weight' is missing"):
-        load_model(folder, dtype=torch.float32)
-
-
-def test_unexpected_tensor_is_named(folder: Path) -> None:
-    rewrite(folder, lambda t: t.update({"selector.weight": torch.zeros(2)}))
     with pytest.raises(
-        ConfigError, match=r"1 tensors that no DFlash v1 draft has, the first is 'selector\.weight'"
+        ConfigError, match=r"q_proj\.weight of the draft: \[32, 32\]; the config asks for \[64"
     ):
         load_model(folder, dtype=torch.float32)
-
-
-def test_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
-    rewrite(folder, lambda t: t.update({"fc.weight": torch.zeros(32, 32)}))
-    with pytest.raises(ConfigError, match=r"fc\.weight \[32, 32\]; the config asks for \[32, 64\]"):
-        check_shapes(DraftConfig.from_pretrained(folder), tensor_shapes(folder))
-
-
-def test_truncated_file_is_named(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"model\.safetensors' is truncated or damaged"):
-        tensor_shapes(folder)
-
-
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json in"):
-        DraftConfig.from_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no \.safetensors file in"):
-        read_tensors(tmp_path)
 
 
 def test_a_trained_mask_embedding_is_refused_by_name(folder: Path) -> None:
     """Without it acceptance would be low. It is a pickle, and never read."""
     (folder / "mask_embedding.pt").write_bytes(b"no pickle")
-    for read in (tensor_shapes, read_tensors):
-        with pytest.raises(ConfigError, match=r"'mask_embedding\.pt' in .*: a trained mask"):
+    for read in (stored_tensors, read_tensors):
+        with pytest.raises(ConfigError, match=r"mask_embedding\.pt in it, a trained mask"):
             read(folder)
-    tensor_shapes(folder, "served")
+    stored_tensors(folder, "served")
 
 
 class Ranks:

@@ -67,7 +67,7 @@ def launched(*flags: str, until: str) -> Ended:
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("file: nested", "tensors: one NaN")]
 
 
-@pytest.mark.parametrize("what", ["field: hidden_size", *LONG])
+@pytest.mark.parametrize("what", ["field: hidden_size=256", *LONG])
 def test_a_broken_draft_ends_the_launcher(what: str, tmp_path: Path) -> None:
     draft = BROKEN[what].make(tmp_path / "draft")
     ended = launched(*DFLASH, str(draft), until=BROKEN[what].message)
@@ -102,7 +102,7 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     tmp_path: Path, servers: ServerSession
 ) -> None:
     """The size of the KV pool: here it follows from the machine's memory."""
-    draft, log = BROKEN["field: hidden_size"].make(tmp_path / "draft"), tmp_path / "log"
+    draft, log = BROKEN["field: hidden_size=256"].make(tmp_path / "draft"), tmp_path / "log"
     fields(hidden_size=192, block_size=8_500)(draft)
     servers.stop()
     # More requests or longer blocks need more memory than there is, which is found before.

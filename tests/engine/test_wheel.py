@@ -78,7 +78,7 @@ def test_its_commands_work_away_from_the_checkout(run: Run, python: Path) -> Non
     assert len(json.loads(made.stdout)["tokens"]) == 8, made.stderr
     refused = run("demo-models", "hybrid")
     assert refused.returncode == 1
-    assert "'hybrid' is not embedded here; there is dense (a checkout has all" in refused.stderr
+    assert "'hybrid'; choose one of dense; a checkout has all" in refused.stderr
 
 
 @pytest.mark.long

@@ -22,8 +22,12 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.published import ModelFacts
-from sglang_dflash.facts.tensors import INDEX, expected_tensors, local_weight_bytes
-from sglang_dflash.facts.values import check_weights
+from sglang_dflash.facts.tensors import (
+    INDEX,
+    check_weights,
+    expected_tensors,
+    local_weight_bytes,
+)
 from sglang_dflash.inspect.report import Serving, as_table, inspect
 from tests.conftest import FUZZ, random_model, raw_config
 from tests.facts.target_fields import TARGET

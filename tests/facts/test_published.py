@@ -86,7 +86,7 @@ def test_a_draft_without_safetensors_on_the_hub_is_refused(hub: Hub) -> None:
     hub.shapes = {"model.fc.weight": [1]}
     assert look_up("draft", "some/draft").tensors == {"fc.weight": ("BF16", (1,))}
     hub.shapes = None
-    with pytest.raises(ConfigError, match="DRAFT: 'some/draft' has no safetensors weights"):
+    with pytest.raises(ConfigError, match="DRAFT: 'some/draft'; no safetensors weights"):
         look_up("draft", "some/draft")
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.values import _CHUNK, check_values, check_weights
+from sglang_dflash.facts.tensors import _CHUNK, check_values, check_weights
 from tests.conftest import random_model, raw_config
 
 # Its up and down projections have more elements than are looked at together.
@@ -45,13 +45,13 @@ def test_one_value_is_found_anywhere(
     folder: Path, dtype: torch.dtype, value: float, at: int
 ) -> None:
     put(folder, UP, at, value, dtype)
-    with pytest.raises(ConfigError, match=rf"^draft checkpoint: {UP} holds 1 of \d+ values that"):
+    with pytest.raises(ConfigError, match=rf"^tensor {UP} of the draft: 1 of \d+ values are"):
         check_values(DraftConfig.from_dict(WIDE), folder)
 
 
 def test_they_are_found_when_weights_are_loaded(folder: Path) -> None:
     put(folder, "norm.weight", 3, float("nan"), torch.float32)
-    with pytest.raises(ConfigError, match=r"norm\.weight holds 1 of 32 values"):
+    with pytest.raises(ConfigError, match=r"norm\.weight of the draft: 1 of 32 values"):
         load_model(folder, dtype=torch.float32)
 
 
@@ -67,7 +67,7 @@ def test_zeros_are_refused_in_a_weight_and_not_in_a_bias(folder: Path) -> None:
     load_model(folder, dtype=torch.float32)
     tensors[UP].zero_()
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=f"{UP} is all zeros"):
+    with pytest.raises(ConfigError, match=f"{UP} of the draft: all zeros"):
         load_model(folder, dtype=torch.float32)
 
 

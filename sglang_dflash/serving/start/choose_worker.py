@@ -22,7 +22,7 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import draft_folder
-from sglang_dflash.facts.values import check_weights
+from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.seam.seam import verify
 from sglang_dflash.serving.gpu.backends import (
     asked_attention,
