@@ -75,7 +75,7 @@ def counted(scene: Scene) -> Iterator[Launches]:
         del grid
         return lambda *args, **kwargs: found.all.append(_of_kernel(kernel, scene, args, kwargs))
 
-    with mock.patch.object(KernelInterface, "__getitem__", launcher), _TorchOps(found):
+    with mock.patch.object(KernelInterface, "__getitem__", launcher), _DraftOps(found):
         yield found
 
 
@@ -158,7 +158,7 @@ OVERWRITES = ("copy_", "fill_", "zero_")
 NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "unsafe_view")
 
 
-class _TorchOps(TorchDispatchMode):
+class _DraftOps(TorchDispatchMode):
     def __init__(self, found: Launches) -> None:
         super().__init__()
         self._found = found

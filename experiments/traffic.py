@@ -30,7 +30,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, finite
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options as DraftOptions
@@ -132,7 +131,7 @@ def _cache(row: Row, config: DraftConfig, options: ResolvedOptions) -> DraftKVCa
     slots, device = row.requests * (row.context + options.block_size), "cuda"
     entries = options.draft_kv_entries(row.requests)
     if entries is None:
-        return DirectKVCache(slots, config.kv_shape, torch.bfloat16, device)
+        return DraftKVCache(slots, config.kv_shape, torch.bfloat16, device)
     return RingKVCache(entries, slots, config.kv_shape, torch.bfloat16, device)
 
 

@@ -1,4 +1,4 @@
-"""`sglang_dflash.drafting.ops.DraftOps` as Triton kernels. Letters in shapes as there."""
+"""`sglang_dflash.drafting.ops.TorchOps` as Triton kernels. Letters in shapes as there."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dflash_kernels.slot_table import slot_table
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import Reach
 
@@ -27,8 +28,8 @@ class Rotation(NamedTuple):
     positions: Tensor
 
 
-class TritonOps:
-    """`DraftOps` in one launch each, for inference. Inputs are overwritten."""
+class TritonOps(TorchOps):
+    """`TorchOps` in one launch each, for inference. Inputs are overwritten."""
 
     def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
         req_to_token, rows, seq_lens, _ = requests

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sglang_dflash.drafting.ops import DraftOps, TorchOps, norm_rope_context
+from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -28,7 +28,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class DraftLayer(nn.Module):
     """One pre-norm transformer layer with per-head RMSNorm on q and k, and a SwiGLU MLP."""
 
-    def __init__(self, config: DraftConfig, tp: TensorParallel, ops: DraftOps) -> None:
+    def __init__(self, config: DraftConfig, tp: TensorParallel, ops: TorchOps) -> None:
         super().__init__()
         self.tp, self.ops, self.eps = tp, ops, config.rms_norm_eps
         self.head_dim = config.head_dim
@@ -58,7 +58,7 @@ class DraftLayer(nn.Module):
 
         Args:
             residual: None for the first layer.
-            rotation: from `DraftOps.rotation`.
+            rotation: from `TorchOps.rotation`.
             attend: `Attend` of this layer.
 
         Returns:
@@ -88,11 +88,11 @@ class DraftModel(nn.Module):
     """
 
     def __init__(
-        self, config: DraftConfig, tp: TensorParallel | None = None, ops: DraftOps | None = None
+        self, config: DraftConfig, tp: TensorParallel | None = None, ops: TorchOps | None = None
     ) -> None:
         super().__init__()
         self.config, self.tp = config, tp or TensorParallel()
-        self.ops: DraftOps = ops or TorchOps()
+        self.ops: TorchOps = ops or TorchOps()
         self.fc = nn.Linear(config.target_hidden_width, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(

@@ -1,4 +1,4 @@
-"""The drafter's fused operations behind one interface, and as torch computes them.
+"""The drafter's fused operations, as torch computes them.
 
 `dflash_kernels.draft_ops` has them as Triton kernels. A draft network is built with one or the
 other (`DraftModel`), so nothing asks for a device later.
@@ -9,7 +9,7 @@ heads, G kv heads, D head dim, E hidden size, I width of the MLP.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,23 +23,33 @@ from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.facts.draft_config import Reach
 
 
-class DraftOps(Protocol):
-    """What a step of the drafter computes between its matrix products and its attention.
+class TorchOps:
+    """What a step of the drafter computes between its matrix products and its attention. On any
+    device, with gradients.
 
-    Inputs of floats may be overwritten unless stated otherwise.
+    A class that replaces them may overwrite inputs of floats unless stated otherwise.
     """
 
     def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
         """Entries int32 `[R, C]` of a step's `ContextTable`, and marks them as in use in `tags`."""
+        req_to_token, rows, seq_lens, _ = requests
+        shape = len(rows), requests.columns(reach)
+        entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
+        fill_table(entries, req_to_token, rows, seq_lens, reach, tags)
+        return entries
 
     def prepare_block(
         self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int
     ) -> tuple[Tensor, Tensor]:
         """Ids and positions int64 `[R, B]`: the bonus token `[R]` at `seq_lens` `[R]`, then mask
         tokens."""
+        ids = torch.full((len(bonus), block), mask_id, dtype=torch.int64, device=bonus.device)
+        ids[:, 0] = bonus
+        return ids, seq_lens[:, None] + torch.arange(block, device=bonus.device)
 
     def rotation(self, rotary: Rotary, positions: Tensor, dtype: torch.dtype) -> Any:
         """What `qk_norm_rope` needs of int64 positions `[..., N]`, once for all layers."""
+        return rotary.cos_sin(positions, dtype)
 
     def add_rms_norm(
         self,
@@ -62,15 +72,26 @@ class DraftOps(Protocol):
         Returns:
             RMSNorm(residual + (x + bias)) * weight, and residual + (x + bias).
         """
+        total = x if bias is None else x + bias
+        total = total if residual is None else residual + total
+        return F.rms_norm(total, weight.shape, weight, eps), total
 
     def qk_norm_rope(
         self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Any, heads: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of `qkv` `[..., N, (H + 2 G) D]`: q `[..., N, H, D]` and k `[..., N, G, D]`, both with
         RMSNorm by weights `[D]` and RoPE, and v `[..., N, G, D]`."""
+        shape = q_weight.shape
+        per_head = qkv.unflatten(-1, (-1, *shape))
+        kv_heads = (per_head.shape[-2] - heads) // 2
+        q, k, v = per_head.split((heads, kv_heads, kv_heads), dim=-2)
+        q, k = F.rms_norm(q, shape, q_weight, eps), F.rms_norm(k, shape, k_weight, eps)
+        return rotate(q, *rotation), rotate(k, *rotation), v
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up `[..., N, I]` of gate and up side by side, `[..., N, 2 I]`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def write_context(
         self,
@@ -93,74 +114,11 @@ class DraftOps(Protocol):
             positions: int64 `[N]`.
             k_weights: `[L, D]`, of the norms.
         """
-
-    def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
-        """`acceptance.accept`."""
-
-
-class TorchOps:
-    """`DraftOps` in torch: any device, with gradients."""
-
-    def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
-        req_to_token, rows, seq_lens, _ = requests
-        shape = len(rows), requests.columns(reach)
-        entries = torch.empty(shape, dtype=torch.int32, device=rows.device)
-        fill_table(entries, req_to_token, rows, seq_lens, reach, tags)
-        return entries
-
-    def prepare_block(
-        self, bonus: Tensor, seq_lens: Tensor, block: int, mask_id: int
-    ) -> tuple[Tensor, Tensor]:
-        ids = torch.full((len(bonus), block), mask_id, dtype=torch.int64, device=bonus.device)
-        ids[:, 0] = bonus
-        return ids, seq_lens[:, None] + torch.arange(block, device=bonus.device)
-
-    def rotation(
-        self, rotary: Rotary, positions: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        return rotary.cos_sin(positions, dtype)
-
-    def add_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        bias: Tensor | None = None,
-        needs_sum: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        total = x if bias is None else x + bias
-        total = total if residual is None else residual + total
-        return F.rms_norm(total, weight.shape, weight, eps), total
-
-    def qk_norm_rope(
-        self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Any, heads: int, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        shape = q_weight.shape
-        per_head = qkv.unflatten(-1, (-1, *shape))
-        kv_heads = (per_head.shape[-2] - heads) // 2
-        q, k, v = per_head.split((heads, kv_heads, kv_heads), dim=-2)
-        q, k = F.rms_norm(q, shape, q_weight, eps), F.rms_norm(k, shape, k_weight, eps)
-        return rotate(q, *rotation), rotate(k, *rotation), v
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def write_context(
-        self,
-        cache: Tensor,
-        kv: Tensor,
-        entries: Tensor,
-        positions: Tensor,
-        k_weights: Tensor,
-        rotary: Rotary,
-        eps: float,
-    ) -> None:
         # -1 is the spare entry.
         store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
+        """`acceptance.accept`."""
         return acceptance.accept(block, target_tokens)
 
 

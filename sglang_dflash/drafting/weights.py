@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.ops import DraftOps
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -61,7 +61,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
-    ops: DraftOps | None = None,
+    ops: TorchOps | None = None,
 ) -> DraftModel:
     """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
 
@@ -81,7 +81,7 @@ def dummy_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
-    ops: DraftOps | None = None,
+    ops: TorchOps | None = None,
 ) -> DraftModel:
     """As `load_model`, but with random weights, for timing. Reads only the folder's config.json.
 
@@ -104,7 +104,7 @@ def dummy_model(
 def _network(
     config: DraftConfig,
     tp: TensorParallel,
-    ops: DraftOps | None,
+    ops: TorchOps | None,
     state: Mapping[str, Tensor],
     device: torch.device | str,
 ) -> DraftModel:

@@ -15,7 +15,7 @@ from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
@@ -175,7 +175,7 @@ def _drafter(
     return Drafter(
         draft,
         TargetHead(embed, head),
-        DirectKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
+        DraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
         options,
         make_attention("torch", draft.config, Setting(options.block_size, device, options.reach)),
     )

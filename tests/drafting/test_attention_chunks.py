@@ -17,7 +17,6 @@ from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import LayerAttention, Reach
@@ -105,7 +104,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
     peaks = {}
     for context in (2000, 4000):
         slots = torch.arange(requests * context, dtype=torch.int32).view(requests, context)
-        cache: DraftKVCache = DirectKVCache(slots.numel(), config.kv_shape, torch.float32, "cpu")
+        cache: DraftKVCache = DraftKVCache(slots.numel(), config.kv_shape, torch.float32, "cpu")
         if window is not None:
             cache = RingKVCache(slots.numel(), slots.numel(), config.kv_shape, torch.float32, "cpu")
             cache.write(slots.flatten().long(), torch.randn(slots.numel(), *config.kv_shape))

@@ -14,7 +14,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
@@ -92,7 +91,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
     )
     requests = Requests(count, width=40, hidden=model.config.target_hidden_width)
     if case.window is None:
-        cache: DraftKVCache = DirectKVCache(
+        cache: DraftKVCache = DraftKVCache(
             requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
         )
         # Poison: an entry that was never written must never be read.

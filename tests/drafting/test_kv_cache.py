@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
@@ -164,7 +163,7 @@ def test_fresh_entries_are_marked_in_use() -> None:
 
 
 def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
-    cache = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+    cache = DraftKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
     cache.kv.zero_()
     cache.write(torch.tensor([4, 5, 6]), stamped([1, 2, 3]), torch.tensor([True, False, True]))
     entries = read_by_request(cache, [4, 5, 6])
@@ -174,21 +173,21 @@ def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
 def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:
     """Without marks a skipped token would leave the K/V of the slot's last owner in place."""
     visible, age = torch.tensor([True, False, True, True]), torch.tensor([1, 9, 0, 3])
-    direct = DirectKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
+    direct = DraftKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
     assert cache_of(4).prompt_tokens_to_write(visible, age).tolist() == [3, 0, 2]
     assert torch.arange(4)[direct.prompt_tokens_to_write(visible, age)].tolist() == [0, 1, 2, 3]
 
 
 def test_bytes_are_those_of_the_entries() -> None:
     cache = RingKVCache(100, TARGET_SLOTS, (3, 2, 4, 16), torch.bfloat16, "cpu")
-    assert cache.nbytes == 101 * 3 * 2 * 4 * 16 * 2
+    assert cache.kv.nbytes == 101 * 3 * 2 * 4 * 16 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("kind", ["ring", "direct"])
 def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
     """A cast makes infinity of what float8_e5m2 does not hold. It would reach every reader."""
-    cache: RingKVCache | DirectKVCache = DirectKVCache(TARGET_SLOTS, SHAPE, dtype, "cpu")
+    cache: DraftKVCache = DraftKVCache(TARGET_SLOTS, SHAPE, dtype, "cpu")
     if kind == "ring":
         cache = RingKVCache(8, TARGET_SLOTS, SHAPE, dtype, "cpu")
     kept, limit = torch.tensor([True, True, False, True]), torch.finfo(dtype).max

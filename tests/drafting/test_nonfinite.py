@@ -14,7 +14,6 @@ from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
@@ -27,7 +26,7 @@ def drafter(window: int | None = None, entries: int = 40) -> Drafter:
     model = random_model(raw_config())
     options = Options(block_size=BLOCK, window=window).resolve(model.config)
     embed, kv_shape = torch.randn(VOCAB, model.config.hidden_size), model.config.kv_shape
-    cache: DraftKVCache = DirectKVCache(40, kv_shape, torch.float32, "cpu")
+    cache: DraftKVCache = DraftKVCache(40, kv_shape, torch.float32, "cpu")
     if window is not None:
         cache = RingKVCache(entries, 40, kv_shape, torch.float32, "cpu")
     head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)

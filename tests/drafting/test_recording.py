@@ -14,7 +14,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from tests.conftest import random_model, raw_config
@@ -87,7 +87,7 @@ def drafter_of(window: int | None, sinks: int = 0, kind: type[Drafter] = Drafter
     embedding = torch.randn(RAW["vocab_size"], RAW["hidden_size"])
     head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
     slots = ROWS * COLUMNS + 1
-    cache: Any = DirectKVCache(slots, model.kv_shape, torch.float32, "cpu")
+    cache: Any = DraftKVCache(slots, model.kv_shape, torch.float32, "cpu")
     if window is not None:
         cache = RingKVCache(ENTRIES, slots, model.kv_shape, torch.float32, "cpu")
     setting = Setting(options.block_size, torch.device("cpu"), reach=options.reach)

@@ -13,7 +13,7 @@ from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.draft_counters import DraftHealth
 from sglang_dflash.drafting.graphs import GraphedDrafter
-from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
@@ -107,7 +107,7 @@ def test_attention_through_pages_is_compared_on_the_cache() -> None:
     """It keeps the block's K/V at the end of the cache, and leaves dead entries out."""
     model = random_model(raw_config(layer_types=["sliding_attention"] * 2 + ["full_attention"],
                                     sliding_window=8))  # fmt: skip
-    cache = DirectKVCache(60, model.kv_shape, torch.float32, "cpu", scratch=3 * BLOCK)
+    cache = DraftKVCache(60, model.kv_shape, torch.float32, "cpu", scratch=3 * BLOCK)
     for kernel in (plain_kernel, far):
         paged = PagedAttention(model.config.layers, BLOCK, cache.num_entries + 1, kernel)
         if kernel is plain_kernel:

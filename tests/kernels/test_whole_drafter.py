@@ -17,7 +17,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
@@ -79,7 +78,7 @@ def cache_of(model: DraftModel, ring: bool) -> DraftKVCache:
     if ring:
         # Too few entries for all, so that some tokens are lost.
         return RingKVCache(60, slots, shape, torch.float32, DEVICE)
-    return DirectKVCache(slots, shape, torch.float32, DEVICE)
+    return DraftKVCache(slots, shape, torch.float32, DEVICE)
 
 
 # What the cases before these cover in part; a case takes the interpreter eight seconds.

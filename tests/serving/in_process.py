@@ -15,7 +15,6 @@ from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
@@ -100,7 +99,7 @@ def worker_of(
     with torch.device(device):
         model = random_model(RAW).freeze()
     options = Options(window=window).resolve(model.config)
-    cache: DraftKVCache = DirectKVCache(SLOTS, model.kv_shape, dtype, device)
+    cache: DraftKVCache = DraftKVCache(SLOTS, model.kv_shape, dtype, device)
     if window is not None:
         cache = RingKVCache(entries, SLOTS, model.kv_shape, dtype, device)
     drafter = drafter_of(model, cache, options, device)

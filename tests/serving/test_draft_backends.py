@@ -126,7 +126,7 @@ def test_the_rows_know_their_kernels() -> None:
 
 
 def test_operations_by_device() -> None:
-    assert isinstance(draft_ops(CPU), TorchOps) and isinstance(draft_ops(CUDA), TritonOps)
+    assert type(draft_ops(CPU)) is TorchOps and isinstance(draft_ops(CUDA), TritonOps)
 
 
 @needs_plain_cpu

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.draft_counters import DraftCounters
-from sglang_dflash.drafting.kv.direct import DirectKVCache
+from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.repairs.penalties import count
@@ -141,7 +141,7 @@ def test_the_draft_kv_cache_stays_on_the_device(gpu: FakeCuda, kind: str) -> Non
     cache: Any = (
         RingKVCache(20, 40, shape, torch.float32, "cuda")
         if kind == "ring"
-        else DirectKVCache(40, shape, torch.float32, "cuda")
+        else DraftKVCache(40, shape, torch.float32, "cuda")
     )
     slots = torch.arange(6, device="cuda")
     kv, keep = torch.zeros(6, *shape, device="cuda"), slots < 4

@@ -4,13 +4,12 @@ Because the key is the target's slot, shared prefixes, prefix-cache hits, retrac
 need no code here: a reader of a target slot finds the draft K/V of the token in it, or learns that
 it is gone. A lost entry costs acceptance, never exactness.
 
-`DraftKVCache` is the interface. `ring` bounds the number of entries; `direct` has one per target
-slot.
+`DraftKVCache` has an entry per target slot; `ring` bounds their number.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +29,13 @@ class RingTags(NamedTuple):
     in_use: Tensor
 
 
-class DraftKVCache(Protocol):
-    """Draft K/V entries, found by target slot.
+class DraftKVCache:
+    """Draft K/V entries, found by target slot. Here an entry's number is the slot: every token is
+    written, and none is ever lost.
+
+    For drafts without a window, and for bounds that the target's pool does not exceed. There are no
+    tags, so every token must be written: a skipped one would leave the K/V of the slot's last
+    owner.
 
     Letters in shapes: N tokens, R requests, C context columns, L draft layers, G kv heads, D head
     dim. Target slots are int64. No method but `live_share` reads a device value on the host.
@@ -41,30 +45,30 @@ class DraftKVCache(Protocol):
         kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. The entry after the last one
             is padding; scratch entries are for an attention backend. Writes that are not kept go
             to the last of all.
-        is_bounded: whether there are fewer entries than target slots. For reports.
+        is_bounded: whether there are fewer entries than target slots.
     """
 
-    num_entries: int
-    kv: Tensor
-    is_bounded: bool
+    is_bounded = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the K/V entries."""
+    def __init__(
+        self,
+        num_entries: int,
+        kv_shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        scratch: int = 0,
+    ) -> None:
+        """`kv_shape`: K/V of one token, `(L, 2, G, D)`; `scratch`: more entries at the end."""
+        self.num_entries = num_entries
+        # Finite from the start: a masked entry still takes part in 0 times NaN.
+        spare = 1 + scratch
+        self.kv = torch.zeros(num_entries + spare, *kv_shape, dtype=dtype, device=device)
 
     @property
     def tags(self) -> RingTags | None:
         """For the table of a step, which marks what it finds as in use; None if a token's entry
         is its target slot, and none is ever lost."""
-
-    def place(
-        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
-    ) -> Tensor:
-        """`write` without the K/V, which the caller stores.
-
-        Returns:
-            int64 `[N]`, distinct entry numbers; -1 for a token that is not to be stored.
-        """
+        return None
 
     def write(
         self,
@@ -73,21 +77,32 @@ class DraftKVCache(Protocol):
         keep: Tensor | None = None,
         quota: int | None = None,
     ) -> None:
-        """Enter tokens in order. If not all fit, the last ones stay.
+        """`place`, with the K/V `[N, L, 2, G, D]`."""
+        # -1 is a spare entry.
+        store_(self.kv, self.place(target_slots, keep, quota), kv)
+
+    def place(
+        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+    ) -> Tensor:
+        """Enter tokens in order; the caller stores their K/V. If not all fit, the last ones stay.
 
         Args:
             target_slots: `[N]`, distinct among the kept ones.
-            kv: `[N, L, 2, G, D]`.
             keep: bool `[N]`; a token that is not kept is marked dead. None keeps all.
             quota: entries that these tokens may take beyond the unused ones' number: the larger of
                 the two counts. None takes as many as needed.
+
+        Returns:
+            int64 `[N]`, distinct entry numbers; -1 for a token that is not to be stored.
         """
+        return target_slots if keep is None else torch.where(keep, target_slots, -1)
 
     def forget(self, target_slots: Tensor) -> None:
         """Mark target slots `[N]` dead: they hold tokens whose K/V is not written yet, or never."""
 
     def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
         """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
+        return target_slots, torch.ones_like(target_slots, dtype=torch.bool)
 
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         """Which prompt tokens to project, in the order in which to write them.
@@ -99,12 +114,14 @@ class DraftKVCache(Protocol):
         Returns:
             Indices int64 `[M]` on the host; a slice if all are written where they are.
         """
+        return slice(None)
 
     def live_share(self) -> float:
         """Share of the entries that a reader would find. Synchronizes with the device."""
+        return 1.0
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything. Here a slot is read only after it was written again."""
 
 
 def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:

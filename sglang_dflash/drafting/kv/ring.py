@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.kv import RingTags, store_
+from sglang_dflash.drafting.kv import DraftKVCache, RingTags
 
 
-class RingKVCache:
-    """`num_entries` entries over the slots of the target's pool (see `DraftKVCache`).
+class RingKVCache(DraftKVCache):
+    """`num_entries` entries over the slots of the target's pool.
 
     New entries take the next unused ones of a ring; if these are too few, the oldest of all. In use
     is what the newest table found, and what was written since. `entry_of[target slot]` and
@@ -28,10 +28,7 @@ class RingKVCache:
         device: torch.device | str,
         scratch: int = 0,
     ) -> None:
-        """`kv_shape`: K/V of one token, `(L, 2, G, D)`; `scratch`: more entries at the end."""
-        self.num_entries = num_entries
-        spare = 1 + scratch
-        self.kv = torch.zeros(num_entries + spare, *kv_shape, dtype=dtype, device=device)
+        super().__init__(num_entries, kv_shape, dtype, device, scratch)
         self.owner = torch.full((num_entries + 1,), -1, dtype=torch.int32, device=device)
         self.in_use = torch.zeros(num_entries + 1, dtype=torch.bool, device=device)
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
@@ -40,22 +37,8 @@ class RingKVCache:
         )
 
     @property
-    def nbytes(self) -> int:
-        return self.kv.nbytes
-
-    @property
     def tags(self) -> RingTags | None:
         return RingTags(self.entry_of, self.owner, self.in_use)
-
-    def write(
-        self,
-        target_slots: Tensor,
-        kv: Tensor,
-        keep: Tensor | None = None,
-        quota: int | None = None,
-    ) -> None:
-        # -1 is a spare entry.
-        store_(self.kv, self.place(target_slots, keep, quota), kv)
 
     def place(
         self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None

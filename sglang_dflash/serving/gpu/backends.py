@@ -13,7 +13,7 @@ from sglang_dflash.drafting.attention.backend import (
     Capabilities,
     choose_attention,
 )
-from sglang_dflash.drafting.ops import DraftOps, TorchOps
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import Lazy
@@ -54,7 +54,7 @@ ATTENTION: Mapping[str, Backend] = {
 }
 
 
-def draft_ops(device: torch.device) -> DraftOps:
+def draft_ops(device: torch.device) -> TorchOps:
     """Triton's on CUDA, torch's elsewhere."""
     if device.type != "cuda":
         return TorchOps()

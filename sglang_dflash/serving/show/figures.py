@@ -50,7 +50,7 @@ SET_UP = (
     Figure("draft_kv_is_bounded", lambda s: s.drafter.cache.is_bounded),
     Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name),
     Figure("recurrent_scratch_bytes", lambda s: s.rollback and s.rollback.scratch_bytes),
-    Figure("draft_kv_bytes", lambda s: s.drafter.cache.nbytes),
+    Figure("draft_kv_bytes", lambda s: s.drafter.cache.kv.nbytes),
     Figure("draft_memory_bytes", lambda s: s.memory),
     Figure("draft_kv_dtype", lambda s: str(s.drafter.cache.kv.dtype).removeprefix("torch.")),
     Figure("draft_attention", lambda s: s.attention),

@@ -11,7 +11,6 @@ import torch
 from sglang_dflash.drafting.attention.backend import Backend, DraftAttention, Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.direct import DirectKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
@@ -52,7 +51,7 @@ class DraftSetup:
         # A bound that the target's pool does not exceed saves nothing.
         if entries is not None and bounded and entries < target_slots:
             return RingKVCache(entries, target_slots, shape, self.kv_dtype, self.device, scratch)
-        return DirectKVCache(target_slots, shape, self.kv_dtype, self.device, scratch)
+        return DraftKVCache(target_slots, shape, self.kv_dtype, self.device, scratch)
 
     def attention(self, cache: DraftKVCache, rows: int, positions: int) -> DraftAttention:
         """Draft attention over `cache`; `rows` and `positions`: of the request-to-token table."""
