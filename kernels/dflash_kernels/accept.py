@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.drafting import acceptance
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def accept_kernel(
 
 
 def accept(lengths: Tensor, bonus: Tensor, block: Tensor, target_tokens: Tensor) -> None:
-    """As `core.acceptance.accept`, without a host synchronization.
+    """As `drafting.acceptance.accept`, without a host synchronization.
 
     Args:
         lengths: int64 `[R]`, written: committed tokens, 1 to B.
@@ -49,13 +48,6 @@ def accept(lengths: Tensor, bonus: Tensor, block: Tensor, target_tokens: Tensor)
         block, target_tokens, lengths, bonus, block.stride(0), target_tokens.stride(0),
         B=size, BLOCK_B=triton.next_power_of_2(size), num_warps=1,
     )  # fmt: skip
-
-
-def torch_accept(lengths: Tensor, bonus: Tensor, block: Tensor, target_tokens: Tensor) -> None:
-    """The twin of `accept`."""
-    accepted = acceptance.accept(block, target_tokens)
-    lengths.copy_(accepted.lengths)
-    bonus.copy_(accepted.bonus)
 
 
 def traffic(requests: int, block: int) -> Traffic:

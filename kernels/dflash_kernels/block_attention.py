@@ -18,8 +18,6 @@ from torch import Tensor
 
 from dflash_kernels.slot_table import limit_and_sinks
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.drafting.attention.reference import torch_block_attention
-from sglang_dflash.drafting.attention.visibility import context_positions, visibility
 from sglang_dflash.facts.draft_config import LayerAttention
 
 HEAD_DIMS = frozenset({16, 32, 64, 128, 256})
@@ -214,21 +212,6 @@ def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -
     return max(1, min(most, triton.cdiv(processors, requests * kv_heads)))
 
 
-def make_workspace(
-    requests: int,
-    block: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    splits: int,
-    device: torch.device | str,
-) -> Workspace:
-    """A workspace for up to `requests` blocks."""
-    shape = (requests, kv_heads, splits, block * (heads // kv_heads))
-    partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
-    return Workspace(partial, torch.empty(shape, dtype=torch.float32, device=device))
-
-
 def block_attention(
     out: Tensor,
     q: Tensor,
@@ -299,29 +282,6 @@ def _check(out: Tensor, q: Tensor, k: Tensor, v: Tensor, old: Tensor, entries: T
             )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"q: {q.shape[2]} heads are no multiple of k's {k.shape[2]}")
-
-
-def torch_attention(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    old: Tensor,
-    entries: Tensor,
-    seq_lens: Tensor,
-    layer: LayerAttention,
-    workspace: Workspace | None = None,
-) -> None:
-    """The twin of `block_attention`. It copies the context's K/V."""
-    del workspace
-    positions = context_positions(seq_lens.long(), entries.shape[1], layer.reach)
-    live = (positions < seq_lens[:, None]) & (entries >= 0)
-    context = old[torch.where(live, entries, 0).long()].to(q.dtype)
-    context = context.masked_fill(~live[..., None, None, None], 0.0)
-    keys = torch.cat((context[:, :, 0], k.to(q.dtype)), dim=1)
-    values = torch.cat((context[:, :, 1], v.to(q.dtype)), dim=1)
-    mask = visibility(layer, positions, seq_lens.long(), live, q.shape[1])
-    out.copy_(torch_block_attention(q, keys, values, mask))
 
 
 def traffic(

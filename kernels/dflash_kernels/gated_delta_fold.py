@@ -112,7 +112,7 @@ def fold_(
     target: Tensor,
     lengths: Tensor,
 ) -> None:
-    """As `core.recurrent.replay.fold_`, without a host synchronization.
+    """As `drafting.recurrent.replay.fold_`, without a host synchronization.
 
     Raises:
         ConfigError: the layers' activation is not silu.
@@ -120,7 +120,7 @@ def fold_(
             contiguous.
     """
     if layers.activation not in ("silu", "swish"):
-        raise ConfigError(f"activation: {layers.activation!r}; the fold kernel computes silu")
+        raise ConfigError("activation", layers.activation, "the fold kernel computes silu")
     window, inputs, a, b = kept
     if a.stride() != b.stride() or a.stride(-1) != 1:
         raise ValueError(f"a and b need equal strides and unit stride over heads, got {a.stride()}")

@@ -22,16 +22,10 @@ class Proposer(Protocol):
 
     The caller owns the mapping from a request's positions to target slots (`RequestSlots`); a
     drafter keeps nothing of a request.
-
-    Attributes:
-        capturable: whether it is a `Drafter` whose steps can be recorded.
     """
 
     cache: DraftKVCache
     counters: DraftCounters
-
-    @property
-    def capturable(self) -> bool: ...
 
     def absorb(
         self,
@@ -86,10 +80,6 @@ class Drafter:
         self.head, self._embed = make_head(model, target), target.embed
         self.counters = DraftCounters(cache.kv.device)
         self.block_size, self.reach = options.block_size, options.reach
-
-    @property
-    def capturable(self) -> bool:
-        return self.head.capturable
 
     def absorb(
         self,

@@ -89,7 +89,6 @@ class GraphedDrafter:
                 drafter has a window.
         """
         self._drafter, self._table = drafter, req_to_token
-        self.capturable = False
         self.cache: DraftKVCache = drafter.cache
         self.counters = drafter.counters
         self._buckets = tuple(sorted(set(buckets)))

@@ -4,8 +4,8 @@ inputs: a few milliseconds at start-up that find a kernel or a graph which this 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,14 +29,6 @@ class SelfCheckFailed(ConfigError):
     """An operation gives another result than torch, or a recorded step than an eager one."""
 
 
-class Case(NamedTuple):
-    """One operation: its name, and how to run it with an implementation of `TorchOps`. It returns
-    the results to compare, and makes its inputs anew: operations may overwrite them."""
-
-    name: str
-    run: Callable[[TorchOps], tuple[Tensor, ...]]
-
-
 def check_ops(model: DraftModel, block_size: int) -> list[str]:
     """Compare the model's operations with torch's, at its shapes and with its weights.
 
@@ -48,12 +40,11 @@ def check_ops(model: DraftModel, block_size: int) -> list[str]:
     """
     if type(model.ops) is TorchOps:
         return []
-    names, twin = [], TorchOps()
-    for name, run in _cases(model, block_size):
+    cases, twin = _cases(model, block_size), TorchOps()
+    for name, run in cases.items():
         for got, expected in zip(run(model.ops), run(twin), strict=True):
             _compare(name, got, expected)
-        names.append(name)
-    return names
+    return list(cases)
 
 
 def check_attention(
@@ -148,60 +139,53 @@ class _Random:
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
 
 
-def _cases(model: DraftModel, block: int) -> Iterator[Case]:
-    config, layers = model.config, cast(Sequence[Any], model.layers)
+def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequence[Tensor]]]:
+    """Operation -> its results to compare. Each run has copies: operations may overwrite."""
+    config, layers, draw = model.config, cast(Sequence[Any], model.layers), _Random(model)
     layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
+    x, residual = (draw.floats(*shape, config.hidden_size) for _ in range(2))
+    qkv = draw.floats(*shape, (layer.heads + 2 * layer.kv_heads) * layer.head_dim)
+    weights, rotary = (layer.q_norm.weight, layer.k_norm.weight), model.rotary
+    gate_up = draw.floats(*shape, layer.gate_up_proj.weight.shape[0])
+    positions, of_context = draw.ints(0, 4096, *shape), draw.ints(0, 4096, CONTEXT)
+    before = draw.floats(2 * CONTEXT, *model.kv_shape)
+    kv, entries = draw.floats(CONTEXT, *model.kv_shape), torch.arange(CONTEXT) + 5
+    norms = torch.stack([one.k_norm.weight for one in layers])
+    slots = draw.ints(0, 2 * CONTEXT, REQUESTS + 1, CONTEXT).int()
+    rows, seq_lens = torch.arange(REQUESTS) + 1, draw.ints(1, CONTEXT, REQUESTS)
+    requests = RequestSlots(slots, rows.to(draw.device), seq_lens, CONTEXT)
+    entry_of = draw.ints(0, CONTEXT, 2 * CONTEXT).int()
+    owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
+    bonus = draw.ints(0, 4096, REQUESTS)
+    drafts, target = draw.ints(0, 2, *shape), draw.ints(0, 2, *shape)
 
-    def add_rms_norm(ops: TorchOps) -> tuple[Tensor, ...]:
-        draw = _Random(model)
-        x, residual = (draw.floats(*shape, config.hidden_size) for _ in range(2))
-        return ops.add_rms_norm(x, residual, layer.input_layernorm.weight, eps)
+    def qk_norm_rope(ops: TorchOps) -> Sequence[Tensor]:
+        rotation = ops.rotation(rotary, positions, draw.dtype)
+        return ops.qk_norm_rope(qkv.clone(), *weights, rotation, layer.heads, eps)
 
-    def qk_norm_rope(ops: TorchOps) -> tuple[Tensor, ...]:
-        draw = _Random(model)
-        qkv = draw.floats(*shape, (layer.heads + 2 * layer.kv_heads) * layer.head_dim)
-        rotation = ops.rotation(model.rotary, draw.ints(0, 4096, *shape), draw.dtype)
-        weights = layer.q_norm.weight, layer.k_norm.weight
-        return ops.qk_norm_rope(qkv, *weights, rotation, layer.heads, eps)
-
-    def silu_mul(ops: TorchOps) -> tuple[Tensor, ...]:
-        return (ops.silu_mul(_Random(model).floats(*shape, layer.gate_up_proj.weight.shape[0])),)
-
-    def write_context(ops: TorchOps) -> tuple[Tensor, ...]:
-        draw = _Random(model)
-        cache = draw.floats(2 * CONTEXT, *model.kv_shape)
-        kv, positions = draw.floats(CONTEXT, *model.kv_shape), draw.ints(0, 4096, CONTEXT)
-        entries = torch.arange(CONTEXT, device=draw.device) + 5
-        norms = torch.stack([one.k_norm.weight for one in layers])
-        ops.write_context(cache, kv, entries, positions, norms, model.rotary, eps)
+    def write_context(ops: TorchOps) -> Sequence[Tensor]:
+        cache, places = before.clone(), entries.to(draw.device)
+        ops.write_context(cache, kv.clone(), places, of_context, norms, rotary, eps)
         return (cache[:-1],)
 
-    def slot_table(ops: TorchOps) -> tuple[Tensor, ...]:
-        draw = _Random(model)
-        table = draw.ints(0, 2 * CONTEXT, REQUESTS + 1, CONTEXT).int()
-        seq_lens = draw.ints(1, CONTEXT, REQUESTS)
-        rows = torch.arange(REQUESTS, device=draw.device) + 1
-        owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
-        entry_of = draw.ints(0, CONTEXT, 2 * CONTEXT).int()
+    def slot_table(ops: TorchOps) -> Sequence[Tensor]:
         in_use = torch.zeros(CONTEXT + 1, dtype=torch.bool, device=draw.device)
         tags = RingTags(entry_of, owner, in_use)
-        requests = RequestSlots(table, rows, seq_lens, CONTEXT)
         return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
 
-    def prepare_block(ops: TorchOps) -> tuple[Tensor, ...]:
-        draw = _Random(model)
-        bonus, seq_lens = (draw.ints(0, 4096, REQUESTS) for _ in range(2))
-        return ops.prepare_block(bonus, seq_lens, block, config.mask_token_id)
-
-    def accept(ops: TorchOps) -> tuple[Tensor, ...]:
-        draw = _Random(model)
-        lengths, tokens, bonus = ops.accept(draw.ints(0, 2, *shape), draw.ints(0, 2, *shape))
-        return lengths, bonus, tokens
-
-    for run in (
-        add_rms_norm, qk_norm_rope, silu_mul, write_context, slot_table, prepare_block, accept,
-    ):  # fmt: skip
-        yield Case(run.__name__, run)
+    return {
+        "add_rms_norm": lambda ops: ops.add_rms_norm(
+            x.clone(), residual.clone(), layer.input_layernorm.weight, eps
+        ),
+        "qk_norm_rope": qk_norm_rope,
+        "silu_mul": lambda ops: (ops.silu_mul(gate_up.clone()),),
+        "write_context": write_context,
+        "slot_table": slot_table,
+        "prepare_block": lambda ops: ops.prepare_block(
+            bonus, seq_lens, block, config.mask_token_id
+        ),
+        "accept": lambda ops: ops.accept(drafts, target),
+    }
 
 
 def _compare(name: str, got: Any, expected: Tensor) -> None:

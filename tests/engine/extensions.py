@@ -20,8 +20,6 @@ from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 class LossyDrafter(Drafter):
     """Loses a random half of a bounded cache's entries per step."""
 
-    capturable = False
-
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         assert isinstance(self.cache, RingKVCache)
         owner = self.cache.owner
@@ -36,8 +34,6 @@ def lossy(target_worker: Any) -> Extension:
 
 class OtherDrafts(Drafter):
     """Other drafts in a third of the positions."""
-
-    capturable = False
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         block = super().propose(bonus, requests)
@@ -93,8 +89,6 @@ def fail_in(phase: str) -> None:
 
 
 class FaultyDrafter(Drafter):
-    capturable = False
-
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         fail_in("propose")
         return super().propose(bonus, requests)

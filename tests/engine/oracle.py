@@ -51,8 +51,6 @@ class Observer(StepObserver):
 class KnownDrafts:
     """A drafter whose drafts are replaced, after they have been made."""
 
-    capturable = False
-
     def __init__(
         self, drafter: Drafter, observer: Observer, continuations: dict[tuple[int, ...], list[int]]
     ) -> None:

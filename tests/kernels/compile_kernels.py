@@ -26,6 +26,7 @@ from dflash_kernels import (
     accept,
     add_rms_norm,
     block_attention,
+    gated_delta_fold,
     prepare_block,
     qk_norm_rope,
     silu_mul,
@@ -43,10 +44,13 @@ TABLE = Path(__file__).with_name("registers.json")
 # Pointers that are neither to floats nor to int64.
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner"}
 BOOL = {"p_in_use"}
-INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_target",
-         "p_lengths", "p_slots"}  # fmt: skip
+INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
+         "p_target", "p_lengths"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
-FLOAT32 = {"p_partial", "p_lse", "p_frequencies"}
+FLOAT32 = {"p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log"}
+# Qwen3.5-27B's heads, without a convolution bias.
+GATED_DELTA = {"H": 16, "HV": 48, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "HAS_BIAS": False,
+               "p_bias": None}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,10 @@ def cases() -> dict[str, Case]:
         )
         for ring in (False, True)
     ]
+    fold = {**GATED_DELTA, "BLOCK_V": gated_delta_fold.BLOCK_V}
+    found.append(
+        Case("gated_delta_fold", gated_delta_fold.fold_kernel, fold, types={"EPS": "fp32"})
+    )
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
     drafts = published()
     # No published draft has head dim 256. It is served all the same.

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -94,33 +89,16 @@ def test_traffic() -> None:
     assert count.traffic == gated_delta_fold.traffic(layers, states, kept, lengths)
 
 
-def test_registers_allow_sixteen_warps_per_multiprocessor() -> None:
-    """At most 128 registers per thread and no spills, on all capabilities that SGLang serves."""
-    capabilities = ("80", "90", "100", "120")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_fold", *capabilities],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == len(capabilities)
-    for line in lines:
-        used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
-        assert used["REG"] <= 128 and used["STACK"] == used["LOCAL"] == 0, line
-
-
 def test_another_activation_is_refused() -> None:
     layers = replay.RecurrentLayers(
         torch.ones(1, 3, 2), None, "silu", torch.ones(1, 1), torch.ones(1, 1), 1, 1, 1, 1
     )
     nothing = torch.ones(1)
-    with pytest.raises(ConfigError, match="activation: 'gelu'"):
+    with pytest.raises(ConfigError, match="computes silu") as refused:
         gated_delta_fold.fold_(
             replace(layers, activation="gelu"),
             nothing,
             replay.VerifyInputs(*[nothing] * 4),
             *(nothing for _ in range(4)),
         )
+    assert (refused.value.field, refused.value.value) == ("activation", "gelu")

@@ -46,6 +46,8 @@ def test_the_table_allows_every_generation() -> None:
         for capability, used in row.items():
             assert used["shared"] <= SHARED[capability], (name, capability)
             assert used["registers"] <= 255, (name, capability)
+            # Sixteen warps of a fold share a multiprocessor.
+            assert used["registers"] <= 128 or name != "gated_delta_fold", capability
             assert not used["spilled"] or name.startswith(MAY_SPILL), (name, capability)
 
 

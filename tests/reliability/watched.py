@@ -52,8 +52,6 @@ def free_slots(allocator: Any) -> Tensor:
 class WatchedDrafter(Drafter):
     """DFlash's drafter over a poisoned cache."""
 
-    capturable = False
-
     rare: Counter[str]
     runner: Any
 

@@ -127,6 +127,8 @@ def test_the_rows_know_their_kernels() -> None:
 
 def test_operations_by_device() -> None:
     assert type(draft_ops(CPU)) is TorchOps and isinstance(draft_ops(CUDA), TritonOps)
+    # None of torch's is left by accident.
+    assert {name for name in vars(TorchOps) if name[0] != "_"} <= set(vars(TritonOps))
 
 
 @needs_plain_cpu

@@ -84,7 +84,7 @@ def graphed(
     Raises:
         SelfCheckFailed: they differ.
     """
-    if not (isinstance(drafter, Drafter) and drafter.capturable):
+    if type(drafter) is not Drafter:
         logger.warning(
             "DFLASH: draft steps run without CUDA graphs: those of a %s cannot be recorded",
             type(drafter).__name__,

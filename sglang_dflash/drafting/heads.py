@@ -1,18 +1,22 @@
 """Draft heads: what turns the draft's hidden states into drafted tokens.
 
-A head is one file here and one line in `make_head`.
+A head is a class here and a line in `make_head`. Its calls are recorded in CUDA graphs: they read
+nothing on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from sglang_dflash.drafting.heads.argmax import ArgmaxHead
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+
+# Hidden states [R, B, E], the first ones the bonus tokens' -> ids int64 [R, B - 1], -1 where the
+# draft computed nothing finite.
+DraftHead = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,24 +34,19 @@ class TargetHead:
     first_id: int = 0
 
 
-class DraftHead(Protocol):
-    """Attributes:
-    capturable: whether a call can be recorded: it reads nothing on the host.
-    """
+@dataclass(frozen=True)
+class ArgmaxHead:
+    """The head of DFlash v1: the token of the target's largest logit, at every position."""
 
-    capturable: bool
+    target: TargetHead
+    tp: TensorParallel
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Draft tokens.
-
-        Args:
-            hidden: `[R, B, E]`, the draft's hidden states; the first ones are the bonus tokens'.
-
-        Returns:
-            Ids int64 `[R, B - 1]`; -1 where the draft computed nothing finite.
-        """
+        logits = self.target.logits(hidden[:, 1:].flatten(0, 1))
+        drafted = argmax_of_shards(logits, self.target.first_id, self.tp)
+        return drafted.unflatten(0, (len(hidden), -1))
 
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
     """The head that the draft was trained with. `DraftConfig` refuses all but DFlash v1."""
-    return ArgmaxHead(target.logits, target.first_id, model.tp)
+    return ArgmaxHead(target, model.tp)
