@@ -134,14 +134,19 @@ class Options:
         """Fill in what the checkpoint decides. Raises ConfigError if the two do not fit."""
         return self.for_trained_block(config.block_size)
 
-    def for_trained_block(self, trained: int) -> ResolvedOptions:
+    def for_trained_block(self, trained: int | None) -> ResolvedOptions:
         """Fill in the block size that the draft was trained with, if none was asked for.
 
+        Args:
+            trained: None if it is not known.
+
         Raises:
-            ConfigError: the block size is far above that one, or above the window.
+            ConfigError: the block size is far above that one, above the window, or not known.
         """
         block_size = trained if self.block_size is None else self.block_size
-        most = _MOST_TRAINED_BLOCKS * trained
+        if block_size is None:
+            raise ConfigError("block_size", None, "required, because the draft's is not known")
+        most = _MOST_TRAINED_BLOCKS * (trained or block_size)
         if block_size > most:
             raise ConfigError(
                 "block_size",
@@ -149,7 +154,16 @@ class Options:
                 f"more than {_MOST_TRAINED_BLOCKS} times the block size that the draft was trained "
                 f"with ({trained}); give at most {most}",
             )
-        return self.with_block_size(block_size)
+        if self.window is not None and self.window < block_size:
+            raise ConfigError(
+                "window", self.window, f"smaller than the block size; give at least {block_size}"
+            )
+        return ResolvedOptions(
+            block_size=block_size,
+            reach=Reach(self.window, self.sinks),
+            draft_kv_tokens=self.draft_kv_tokens,
+            recurrent_rollback=self.recurrent_rollback,
+        )
 
     def check_room(
         self, resolved: ResolvedOptions, *, context: int | None, kv_tokens: int | None
@@ -183,19 +197,6 @@ class Options:
                 f"too large for a KV pool of {kv_tokens} tokens, in which every request reserves "
                 f"two blocks; {_at_most(kv_tokens // 4)} a pool of at least {4 * block} tokens",
             )
-
-    def with_block_size(self, block_size: int) -> ResolvedOptions:
-        """Fill in the block size. Raises ConfigError if the window is smaller than a block."""
-        if self.window is not None and self.window < block_size:
-            raise ConfigError(
-                "window", self.window, f"smaller than the block size; give at least {block_size}"
-            )
-        return ResolvedOptions(
-            block_size=block_size,
-            reach=Reach(self.window, self.sinks),
-            draft_kv_tokens=self.draft_kv_tokens,
-            recurrent_rollback=self.recurrent_rollback,
-        )
 
 
 def _at_most(block_size: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_dflash.facts.errors import ConfigError, cut
@@ -46,23 +45,11 @@ def draft_folder(
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
 
 
-@dataclass(frozen=True)
-class HubFiles:
-    """What is at hand of a model on the hub.
+def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, bool]:
+    """The config.json of the target or draft `name` in the local cache, and whether the hub
+    answered. If not, it is what an earlier download left, with its other files beside it.
 
-    Attributes:
-        config: its config.json, in the local cache.
-        online: whether the hub answered. If not, `config` is what an earlier download left, with
-            its other files beside it.
-    """
-
-    config: Path
-    online: bool
-
-
-def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
-    """The config.json of the target or draft `name`, from the hub, or from the cache if the hub
-    does not answer. It is asked once: without a network this does not wait for retries.
+    The hub is asked once: without a network this does not wait for retries.
 
     Args:
         offline: do not ask the hub.
@@ -83,13 +70,11 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> HubFiles:
             try:
                 # `hf_hub_download` would retry a connection that fails for half a minute.
                 get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=_ANSWER_SECONDS)
-                return HubFiles(Path(hf_hub_download(name, CONFIG)), online=True)
+                return Path(hf_hub_download(name, CONFIG)), True
             except (httpx.TransportError, OfflineModeIsEnabled) as error:
                 unreachable = f"the hub cannot be reached: {error}"
         try:
-            return HubFiles(
-                Path(hf_hub_download(name, CONFIG, local_files_only=True)), online=False
-            )
+            return Path(hf_hub_download(name, CONFIG, local_files_only=True)), False
         except LocalEntryNotFoundError as error:
             raise OSError(
                 unreachable if offline else f"{unreachable}, and it is not in the local cache"

@@ -66,10 +66,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Collection:
-    """The published drafts. `announced` names targets whose draft is not published yet."""
+    """The published drafts."""
 
     pairs: tuple[Pair, ...]
-    announced: tuple[str, ...]
     source: str
 
 
@@ -80,7 +79,7 @@ def collection() -> Collection:
     pairs = tuple(
         Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"]
     )
-    return Collection(pairs, tuple(raw["announced"]), raw["source"])
+    return Collection(pairs, raw["source"])
 
 
 @cache
@@ -118,15 +117,15 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
     if _shipped_name(_OTHER[kind], name) is not None:
         raise _swapped(kind, name)
     try:
-        found = fetch_config(kind, name, offline=offline)
+        config, online = fetch_config(kind, name, offline=offline)
     except ConfigError as error:
         required = f"{error.required}; {_suggestion(kind, name)}"
         raise ConfigError(error.field, name, required) from error
-    raw = read_json_object(found.config, f"{kind} checkpoint")
+    raw = read_json_object(config, f"{kind} checkpoint")
     _refuse_draft_as_target(kind, name, raw)
-    source = f"config.json of {name} {'on the hub' if found.online else 'in the local cache'}"
-    if not found.online:
-        return _of_files(kind, name, raw, found.config.parent, source)
+    source = f"config.json of {name} {'on the hub' if online else 'in the local cache'}"
+    if not online:
+        return _of_files(kind, name, raw, config.parent, source)
     weights = hub_tensors(kind, name)
     if weights is None:
         if kind == "draft":

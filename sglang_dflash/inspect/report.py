@@ -133,11 +133,7 @@ def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) ->
     if config is None and draft.config is not None:
         fields = draft_fields(draft.config)
         trained = fields.positive_int("block_size") if "block_size" in fields else None
-    if trained is not None:
-        return options.for_trained_block(trained)
-    if options.block_size is None:
-        raise ConfigError("block_size", None, "required, because the draft's is not known")
-    return options.with_block_size(options.block_size)
+    return options.for_trained_block(trained)
 
 
 def split_kv(

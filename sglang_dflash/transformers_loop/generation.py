@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import accept, sample, target_probabilities
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
@@ -177,7 +177,7 @@ def _drafter(
         TargetHead(embed, head),
         DraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
         options,
-        make_attention("torch", draft.config, Setting(options.block_size, device, options.reach)),
+        TorchAttention(draft.config.layers_within(options.reach), options.block_size),
     )
 
 

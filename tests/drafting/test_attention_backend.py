@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from sglang_dflash.drafting.attention.backend import (
     BACKENDS,
-    Backend,
     Capabilities,
-    Setting,
-    make_attention,
+    choose_attention,
 )
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig
+from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from tests.conftest import raw_config
 
-CPU = Setting(4, torch.device("cpu"), WHOLE_CONTEXT)
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 6}
 
 
@@ -29,35 +25,32 @@ def config(**changes: object) -> DraftConfig:
     return DraftConfig.from_dict(raw_config(**changes))
 
 
-def only(**limits: Any) -> dict[str, Backend]:
-    """The table with one more backend, `narrow`, that has these limits."""
-    narrow = replace(BACKENDS["torch"], capabilities=Capabilities(**limits))
-    return {**BACKENDS, "narrow": narrow}
-
-
-def test_an_unknown_name_is_refused_with_the_list() -> None:
-    with pytest.raises(ConfigError, match=r"'fa9'; unknown; choose one of \['torch'\]"):
-        make_attention("fa9", config(), CPU)
+NARROW = Capabilities(frozenset({"cuda"}), frozenset({16}), kv_dtypes=frozenset({torch.float16}))
 
 
 @pytest.mark.parametrize(
-    ("limits", "changes", "message"),
+    ("name", "device", "changes", "obstacle"),
     [
-        ({"devices": frozenset({"cuda"})}, {}, "runs on cuda, not on cpu"),
-        ({"head_dims": frozenset({64, 128})}, {}, "serves head dim 64, 128, the draft's is 16"),
+        ("fa9", "cuda", {}, "unknown"),
+        ("narrow", "cpu", {}, "runs on cuda, not on cpu"),
+        ("narrow", "cuda", {"head_dim": 32}, "serves head dim 16, the draft's is 32"),
+        ("narrow", "cuda", {}, "serves draft K/V in float16, not in float32"),
     ],
-    ids=["device", "head-dim"],
 )
-def test_what_a_backend_cannot_serve_is_refused(
-    limits: dict[str, object], changes: dict[str, object], message: str
+def test_what_a_backend_cannot_serve_is_refused_with_the_list(
+    name: str, device: str, changes: dict[str, object], obstacle: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"'narrow'; {message}.*choose one of \['torch'\]"):
-        make_attention("narrow", config(**changes), CPU, only(**limits))
+    table = {**BACKENDS, "narrow": replace(BACKENDS["torch"], capabilities=NARROW)}
+    given = config(**changes), torch.device(device), table
+    with pytest.raises(ConfigError) as refused:
+        choose_attention(name, *given, torch.float32)
+    assert (refused.value.field, refused.value.value) == ("attention", name)
+    assert refused.value.required == f"{obstacle}; choose one of ['torch']"
+    assert choose_attention("torch", *given) == choose_attention(None, *given) == "torch"
 
 
 def test_within_its_limits_a_backend_serves() -> None:
-    limits = {"devices": frozenset({"cpu"}), "head_dims": frozenset({16})}
-    assert make_attention("narrow", config(), CPU, only(**limits)) is not None
+    assert NARROW.obstacle(config(), torch.device("cuda"), torch.float16) is None
 
 
 def test_the_reference_leaves_the_cache_as_it_is() -> None:

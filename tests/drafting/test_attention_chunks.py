@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.drafting.attention.backend import Setting, make_attention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.attention.visibility import context_positions
@@ -127,7 +126,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
 def test_the_default_is_one_copy_of_a_small_batch() -> None:
     """Many small launches would cost more than they save."""
     config = random_model(raw_config()).config
-    attention: Any = make_attention("torch", config, Setting(4, torch.device("cpu"), Reach()))
+    attention: Any = TorchAttention(config.layers, 4)
     kv = torch.randn(ENTRIES + 1, 3, 2, 2, 16)
     attention.prepare(kv, table([30, 0, 5, 17], Reach()))
     copies = []

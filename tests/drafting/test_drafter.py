@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
@@ -107,8 +107,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         seen.append(hidden)
         return hidden @ embed.T
 
-    setting = Setting(options.block_size, torch.device("cpu"), options.reach)
-    attention = make_attention("torch", model.config, setting)
+    attention = TorchAttention(model.config.layers_within(options.reach), options.block_size)
     head = TargetHead(lambda ids: embed[ids], logits)
     drafter = Drafter(model, head, cache, options, attention)
     with torch.inference_mode():

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
 from sglang_dflash.drafting.drafter import Drafter
@@ -30,8 +30,7 @@ def drafter(window: int | None = None, entries: int = 40) -> Drafter:
     if window is not None:
         cache = RingKVCache(entries, 40, kv_shape, torch.float32, "cpu")
     head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
-    setting = Setting(BLOCK, torch.device("cpu"), reach=options.reach)
-    attention = make_attention("torch", model.config, setting)
+    attention = TorchAttention(model.config.layers_within(options.reach), options.block_size)
     return Drafter(model, head, cache, options, attention)
 
 

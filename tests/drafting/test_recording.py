@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
@@ -90,8 +90,13 @@ def drafter_of(window: int | None, sinks: int = 0, kind: type[Drafter] = Drafter
     cache: Any = DraftKVCache(slots, model.kv_shape, torch.float32, "cpu")
     if window is not None:
         cache = RingKVCache(ENTRIES, slots, model.kv_shape, torch.float32, "cpu")
-    setting = Setting(options.block_size, torch.device("cpu"), reach=options.reach)
-    return kind(model, head, cache, options, make_attention("torch", model.config, setting))
+    return kind(
+        model,
+        head,
+        cache,
+        options,
+        TorchAttention(model.config.layers_within(options.reach), options.block_size),
+    )
 
 
 def table() -> Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from dflash_kernels import add_rms_norm, qk_norm_rope, silu_mul
-from dflash_kernels.traffic import Traffic
 from torch import Tensor
 
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.rope_config import RopeConfig
-from tests.kernels.support import DEVICE, Canaries, counted_bytes, needs_interpreter
+from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
 # Of the twin in float32. float32: another order of sums. Others: up to three roundings, to 2^-12 or
 # 2^-9 of a value.
@@ -28,12 +25,6 @@ def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def check_close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
-
-
-def counted(launch: Callable[[], None]) -> Traffic:
-    with counted_bytes() as count:
-        launch()
-    return count.traffic
 
 
 @pytest.mark.parametrize("extra", ["plain", "residual", "residual-bias"])
@@ -53,7 +44,10 @@ def test_add_rms_norm(dtype: torch.dtype, count: int, width: int, extra: str) ->
         None if bias is None else bias.float(),
     )
     out = canaries.around(torch.full((count, width), 9.0, device=DEVICE).to(dtype))
-    add_rms_norm.add_rms_norm(out, x, residual, weight, eps, bias)
+    with counted_bytes() as bytes_:
+        add_rms_norm.add_rms_norm(out, x, residual, weight, eps, bias)
+    kinds = {"residual": residual is not None, "bias": bias is not None}
+    bytes_.check(add_rms_norm.traffic(count, width, x.element_size(), **kinds))
     check_close(out, expected, dtype)
     if residual is not None:
         check_close(residual, total, dtype)
@@ -63,7 +57,9 @@ def test_add_rms_norm(dtype: torch.dtype, count: int, width: int, extra: str) ->
 def test_a_sum_that_is_not_needed_is_not_stored() -> None:
     x, residual, weight, out = some(3, 40), some(3, 40), some(40), some(3, 40)
     before = residual.clone()
-    add_rms_norm.add_rms_norm(out, x, residual, weight, 1e-6, store_sum=False)
+    with counted_bytes() as bytes_:
+        add_rms_norm.add_rms_norm(out, x, residual, weight, 1e-6, store_sum=False)
+    bytes_.check(add_rms_norm.traffic(3, 40, 4, residual=True, bias=False, store_sum=False))
     assert torch.equal(residual, before)
     check_close(out, TorchOps().add_rms_norm(x, residual, weight, 1e-6)[0], torch.float32)
 
@@ -75,29 +71,12 @@ def test_large_batches_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     x, residual = some(6, 40), canaries.around(some(6, 40))
     expected, total = TorchOps().add_rms_norm(x, residual, weight, 1e-6, weight)
     out = canaries.around(some(6, 40))
-    add_rms_norm.add_rms_norm(out, x, residual, weight, 1e-6, weight)
+    with counted_bytes() as bytes_:
+        add_rms_norm.add_rms_norm(out, x, residual, weight, 1e-6, weight)
+    bytes_.check(add_rms_norm.traffic(6, 40, 4, residual=True, bias=True))
     check_close(out, expected, torch.float32)
     check_close(residual, total, torch.float32)
     assert canaries.are_alive()
-
-
-@needs_interpreter
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("residual", "store"), [(False, True), (True, True), (True, False)])
-def test_traffic_of_add_rms_norm(
-    residual: bool, store: bool, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(add_rms_norm, "rows", lambda _: rows)
-    count = 6
-    x, other, weight, out = (some(*shape) for shape in ((count, 9), (count, 9), (9,), (count, 9)))
-    got = counted(
-        lambda: add_rms_norm.add_rms_norm(
-            out, x, other if residual else None, weight, 1e-6, weight if residual else None, store
-        )
-    )
-    assert got == add_rms_norm.traffic(
-        count, 9, 4, residual=residual, bias=residual, store_sum=store
-    )
 
 
 @pytest.mark.parametrize(("count", "width"), [(3, 32), (2, 1100), (1, 45), (0, 32)])
@@ -105,15 +84,11 @@ def test_traffic_of_add_rms_norm(
 def test_silu_mul(dtype: torch.dtype, count: int, width: int) -> None:
     canaries, x = Canaries(), some(count, 2 * width, dtype=dtype)
     out = canaries.around(torch.full((count, width), 9.0, device=DEVICE).to(dtype))
-    silu_mul.silu_mul(out, x)
+    with counted_bytes() as bytes_:
+        silu_mul.silu_mul(out, x)
+    bytes_.check(silu_mul.traffic(count, width, x.element_size()))
     check_close(out, TorchOps().silu_mul(x.float()), dtype)
     assert canaries.are_alive()
-
-
-@needs_interpreter
-def test_traffic_of_silu_mul() -> None:
-    x, out = some(3, 2200, dtype=torch.bfloat16), some(3, 1100, dtype=torch.bfloat16)
-    assert counted(lambda: silu_mul.silu_mul(out, x)) == silu_mul.traffic(3, 1100, 2)
 
 
 def rotary(head_dim: int) -> Rotary:
@@ -140,7 +115,9 @@ def test_qk_norm_rope(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     expected = twin.qk_norm_rope(
         qkv.float(), q_weight.float(), k_weight.float(), rotation, heads, 1e-3
     )
-    qk_norm_rope.qk_norm_rope(qkv, positions, q_weight, k_weight, used, heads, 1e-3)
+    with counted_bytes() as bytes_:
+        qk_norm_rope.qk_norm_rope(qkv, positions, q_weight, k_weight, used, heads, 1e-3)
+    bytes_.check(qk_norm_rope.traffic(5, *shape, qkv.element_size()))
     check_close(qkv, torch.cat(expected, dim=1).flatten(1), dtype)
     assert torch.equal(qkv[:, -kv_heads * head_dim :], values)
     assert canaries.are_alive()
@@ -152,14 +129,6 @@ def test_no_tokens() -> None:
     cache = some(4, 2, 2, 1, 16)
     kv, weights = some(0, 2, 2, 1, 16), some(2, 16)
     qk_norm_rope.write_context(cache, kv, none, none, weights, rotary(16), 1e-6)
-
-
-@needs_interpreter
-def test_traffic_of_qk_norm_rope() -> None:
-    qkv, weight = some(3, 20 * 16, dtype=torch.bfloat16), some(16, dtype=torch.bfloat16)
-    positions, used = torch.arange(3), rotary(16)
-    got = counted(lambda: qk_norm_rope.qk_norm_rope(qkv, positions, weight, weight, used, 16, 1e-6))
-    assert got == qk_norm_rope.traffic(3, 16, 2, 16, 2)
 
 
 CACHES = [
@@ -184,7 +153,10 @@ def test_write_context(
         kv[0, 0, 1] = 1000.0  # beyond its range
     before = torch.zeros(8, depth, 2, kv_heads, head_dim, device=DEVICE).to(cache_dtype)
     cache, expected, used = canaries.around(before), before.float().clone(), rotary(head_dim)
-    qk_norm_rope.write_context(cache, kv, entries, positions, weights.to(dtype), used, 1e-3)
+    with counted_bytes() as bytes_:
+        qk_norm_rope.write_context(cache, kv, entries, positions, weights.to(dtype), used, 1e-3)
+    sizes = kv.element_size(), cache.element_size()
+    bytes_.check(qk_norm_rope.write_context_traffic(5, 3, depth, kv_heads, head_dim, *sizes))
     TorchOps().write_context(
         expected, kv.float(), entries, positions, weights.to(dtype).float(), used, 1e-3
     )
@@ -199,15 +171,3 @@ def test_write_context(
     rest = [i for i in range(8) if i not in written]
     assert torch.equal(cache[rest].float(), before[rest].float())
     assert cache.float().isfinite().all() and canaries.are_alive()
-
-
-@needs_interpreter
-def test_traffic_of_write_context() -> None:
-    cache = torch.zeros(8, 2, 2, 3, 16).to(torch.float8_e4m3fn)
-    kv, weights = some(4, 2, 2, 3, 16, dtype=torch.bfloat16), some(2, 16, dtype=torch.bfloat16)
-    entries, positions = torch.tensor([6, -1, 0, 3]), torch.arange(4)
-    used = rotary(16)
-    got = counted(
-        lambda: qk_norm_rope.write_context(cache, kv, entries, positions, weights, used, 1e-6)
-    )
-    assert got == qk_norm_rope.write_context_traffic(4, 3, 2, 3, 16, 2, 1)

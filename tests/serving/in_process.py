@@ -11,7 +11,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import accept
-from sglang_dflash.drafting.attention.backend import Setting, make_attention
+from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
@@ -72,8 +72,7 @@ class Target:
 def drafter_of(model: DraftModel, cache: DraftKVCache, options: Any, device: str) -> Drafter:
     embedding = torch.randn(VOCAB, HIDDEN, device=device)
     head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
-    setting = Setting(options.block_size, torch.device(device), reach=options.reach)
-    attention = make_attention("torch", model.config, setting)
+    attention = TorchAttention(model.config.layers_within(options.reach), options.block_size)
     return Drafter(model, head, cache, options, attention)
 
 

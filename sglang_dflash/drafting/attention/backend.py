@@ -111,10 +111,6 @@ class Setting:
     scratch: int = 0
 
 
-def _no_workspace(config: DraftConfig, setting: Setting) -> int:
-    return 0
-
-
 @dataclass(frozen=True)
 class Backend:
     """A row of the table: what it can serve, how to make one for a draft, and the bytes that it
@@ -122,18 +118,16 @@ class Backend:
 
     capabilities: Capabilities
     make: Callable[[DraftConfig, Setting], DraftAttention]
-    workspace: Callable[[DraftConfig, Setting], int] = _no_workspace
+    workspace: Callable[[DraftConfig, Setting], int] = lambda _config, _setting: 0
 
 
-def _torch(config: DraftConfig, setting: Setting) -> TorchAttention:
-    return TorchAttention(config.layers_within(setting.reach), setting.block_size)
-
-
-def _torch_workspace(config: DraftConfig, setting: Setting) -> int:
-    return CHUNK_BYTES
-
-
-BACKENDS: Mapping[str, Backend] = {"torch": Backend(Capabilities(), _torch, _torch_workspace)}
+BACKENDS: Mapping[str, Backend] = {
+    "torch": Backend(
+        Capabilities(),
+        lambda config, of: TorchAttention(config.layers_within(of.reach), of.block_size),
+        lambda _config, _setting: CHUNK_BYTES,
+    )
+}
 
 
 def choose_attention(
@@ -163,14 +157,3 @@ def choose_attention(
     if obstacle is not None:
         raise ConfigError("attention", name, f"{obstacle}; choose one of {able}")
     return name
-
-
-def make_attention(
-    name: str | None,
-    config: DraftConfig,
-    setting: Setting,
-    backends: Mapping[str, Backend] = BACKENDS,
-) -> DraftAttention:
-    """The backend that `choose_attention` names. Raises ConfigError as it does."""
-    chosen = choose_attention(name, config, setting.device, backends)
-    return backends[chosen].make(config, setting)
