@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import Fields, read_json_object
-from sglang_dflash.facts.rope_config import RopeConfig, read_rope
 
 _FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
@@ -17,20 +16,46 @@ _MOST_LAYERS = 256
 _MOST_WIDTH = 2**18
 # Published drafts have 1e-6 and 1e-5.
 _MOST_EPS = 0.1
-# A field of any value but false, null, 0 or "" belongs to a drafter head other than DFlash v1.
-_OTHER_HEADS = (
+# Fields that a DFlash v1 draft does not have, with any value but false, null, 0 or "".
+_FLAGS = ("attention_sink_bias", "has_embed_tokens", "use_gemma_norm")
+_NOT_V1 = (
+    *_FLAGS,
     "selector_rank",
     "selector_top_k",
     "conv_kernel_size",
     "projector_type",
-    "attention_sink_bias",
     "attention_value_scale",
+    "quantization_config",
 )
-# Of these and of `_OTHER_HEADS`, those that are true or false.
-_FLAGS = ("attention_sink_bias", "has_embed_tokens", "use_gemma_norm")
-# A field of any value but null, 0 or 1 belongs to a drafter head other than DFlash v1.
+# 1 is as good as none of these.
 _OUTPUT_SCALES = ("output_multiplier", "final_logit_softcapping")
-_UNSUPPORTED = ("has_embed_tokens", "use_gemma_norm", "quantization_config")
+# Fields of each kind of rotary scaling: required ones, then optional ones.
+_SCALING_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor"),
+        ("original_max_position_embeddings",),
+    ),
+    "yarn": (
+        ("factor",),
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
+    ),
+}
+# What a scaling block holds besides its kind's fields.
+_BESIDE_SCALING = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+# Within these bounds frequencies stay finite in float32. Published thetas are 1e4 to 1e7, factors
+# up to 64.
+_LEAST_THETA, _MOST_THETA = 1.001, 1e15
+_LEAST_SCALE, _MOST_SCALE = 1e-9, 1e9
 
 
 @dataclass(frozen=True)
@@ -66,6 +91,14 @@ class LayerAttention:
     sliding_window: int | None
     causal: bool
     reach: Reach = WHOLE_CONTEXT
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base `theta` and the checkpoint's scaling fields (empty for none)."""
+
+    theta: float
+    scaling: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,7 +154,7 @@ class DraftConfig:
             rms_norm_eps=float(
                 text.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=_MOST_EPS)
             ),
-            rope=read_rope(text),
+            rope=_rope(text),
             max_position_embeddings=text.positive_int("max_position_embeddings", default=32768),
             block_size=either.positive_int("block_size", default=16),
             mask_token_id=_mask_token_id(either),
@@ -260,18 +293,70 @@ def _check_kind(raw: Mapping[str, Any], either: Fields) -> None:
 
 
 def _refuse_other_heads(text: Fields, either: Fields) -> None:
-    """Raise UnsupportedDraft with the first field that a DFlash v1 draft does not have."""
+    """Raise UnsupportedDraft with a field that a DFlash v1 draft does not have."""
     for name in _FLAGS:
         either.flag(name, default=False)
     for name in ("model_type", "projector_type"):
         either.word(name)
     either.block("quantization_config")
-    other_heads = [name for name in _OTHER_HEADS if either.get(name)]
-    other_heads += [name for name in _OUTPUT_SCALES if either.get(name) not in (None, 0, 1)]
-    for name in other_heads:
-        raise either.unsupported(name, "only the DFlash v1 head is served here")
-    for name in _UNSUPPORTED:
-        if text.get(name):
-            raise text.unsupported(name, "drafts with this are not served here")
+    found = [name for name in _NOT_V1 if either.get(name)]
+    found += [name for name in _OUTPUT_SCALES if either.get(name) not in (None, 0, 1)]
+    if found:
+        raise either.unsupported(found[0], "only drafts of DFlash v1 are served here")
     if text.word("hidden_act") not in (None, "silu"):
         raise text.unsupported("hidden_act", "silu is served")
+
+
+def _rope(text: Fields) -> RopeConfig:
+    """The rotary embedding. Every field of it is read or refused."""
+    block = text.block("rope_scaling")
+    if not block.values:
+        block = text.block("rope_parameters")
+    name = "rope_type" if "rope_type" in block else "type"
+    kind = block.word(name) or "default"
+    if kind not in _SCALING_FIELDS:
+        raise block.unsupported(name, f"{', '.join(_SCALING_FIELDS)} are served")
+    _refuse_other_layouts(text, block)
+    places = (block, text, text.block("rope_parameters"))
+    given = next((place for place in places if "rope_theta" in place), text)
+    theta = given.positive_number("rope_theta", 10000.0, least=_LEAST_THETA, most=_MOST_THETA)
+    scaling, original = _scaling(block, kind), "original_max_position_embeddings"
+    if kind == "default":
+        return RopeConfig(float(theta))
+    if original in text and original in _SCALING_FIELDS[kind][1]:
+        scaling[original] = _scale(text, original)
+    return RopeConfig(float(theta), {**scaling, "rope_type": kind})
+
+
+def _refuse_other_layouts(text: Fields, block: Fields) -> None:
+    for place in (block, text):
+        if place.positive_number("partial_rotary_factor", default=1, most=1) < 1:
+            required = "partial rotary embeddings are not served here"
+            raise place.unsupported("partial_rotary_factor", required)
+    if "mrope_section" in block:
+        raise block.unsupported("mrope_section", "multi-axis embeddings are not served here")
+    for name in ("rope_is_neox_style", "is_neox_style"):
+        if not text.flag(name, default=True):
+            required = "rotary embeddings that pair adjacent dimensions are not served here"
+            raise text.unsupported(name, required)
+
+
+def _scale(place: Fields, name: str) -> float:
+    return place.positive_number(name, least=_LEAST_SCALE, most=_MOST_SCALE)
+
+
+def _scaling(block: Fields, kind: str) -> dict[str, Any]:
+    """The fields of a scaling block, checked. A field that `kind` does not have is refused."""
+    required, optional = _SCALING_FIELDS[kind]
+    given = [name for name in block.values if name in block and name not in _BESIDE_SCALING]
+    for name in given:
+        if name not in (*required, *optional):
+            raise block.unsupported(name, f"with rope_type {kind!r} this is not served here")
+    scaling: dict[str, Any] = {
+        name: block.flag(name, default=True) if name == "truncate" else _scale(block, name)
+        for name in dict.fromkeys((*required, *given))
+    }
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        least = scaling["low_freq_factor"]
+        raise block.error("high_freq_factor", f"more than low_freq_factor ({least})")
+    return scaling
