@@ -24,7 +24,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "yarn by type": {"rope_scaling": TYPED},
-    "yarn, betas of zero": {"rope_scaling": {**YARN, "beta_fast": 0, "beta_slow": 0}},
     "yarn, all fields": {
         "rope_scaling": {
             **YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.707, "mscale_all_dim": 1.5,

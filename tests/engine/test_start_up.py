@@ -119,7 +119,7 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
 ) -> None:
     other_head = fields({"projector_type": "domino"})
     draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
-    assert "'domino'; only the DFlash v1 head" in builtin_warning(
+    assert "'domino'; only drafts of DFlash v1" in builtin_warning(
         resolve(*TARGET, str(draft)), capfd
     )
 
