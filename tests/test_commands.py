@@ -75,8 +75,10 @@ def experiment_takes_the_options(command: Printed) -> None:
         return
     if name == "--help":
         return
-    assert name in runner.experiments()
-    runner.parser(name).parse_args(options)
+    if name in runner.experiments():
+        runner.parser(name).parse_args(options)
+    else:
+        its_commit_is_named(command)
 
 
 def its_commit_is_named(command: Printed) -> None:

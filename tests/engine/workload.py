@@ -14,10 +14,10 @@ from typing import Any
 
 import requests
 
-from experiments import conversations
 from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps, of_answer
 from sglang_dflash.facts.embedded import demo_pair
+from tests.engine import conversations
 from tests.engine.client import GREEDY, ask, together
 
 Answers = list[dict[str, Any]]

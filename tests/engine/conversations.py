@@ -1,4 +1,4 @@
-"""Prompts that experiments and tests share: chats, prompts that branch, one long text.
+"""Prompts for servers: chats, prompts that branch, one long text.
 
 Every turn of a chat continues its whole history. That is the case for a prefix cache, and for a
 draft KV cache beside it.
