@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import BatchEncoding, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
+from transformers import BatchEncoding, Qwen3ForCausalLM, Qwen3Model
 
 from sglang_dflash import DFlashDraftModel
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import spec_generate
-from tests.transformers_loop.test_draft_model import save_random_draft
-from tests.transformers_loop.test_generation import NEW_TOKENS, SHAPE, greedy, randomized
+from tests.transformers_loop.conftest import NEW_TOKENS, greedy
 
 IDS = torch.tensor([[3, 9, 27]])
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    torch.manual_seed(5)
-    return randomized(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)))
-
-
-@pytest.fixture
-def draft(tmp_path: Path) -> DFlashDraftModel:
-    return DFlashDraftModel.from_pretrained(str(save_random_draft(tmp_path)))
 
 
 def test_what_a_tokenizer_returns_is_a_prompt(draft: DFlashDraftModel, target: Any) -> None:

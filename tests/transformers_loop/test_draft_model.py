@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from sglang_dflash import DFlashDraftModel
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from tests.conftest import random_model, raw_config
-from tests.transformers_loop.test_generation import NEW_TOKENS, SHAPE, greedy, randomized
+from tests.transformers_loop.conftest import NEW_TOKENS, greedy
 
 # From z-lab/dflash's README, "Transformers". What differs: the import of the draft's class and its
 # name, the paths, the device, and the prompt. `device_map` for the target needs accelerate, which
@@ -63,28 +59,6 @@ def by_transformers(target: Any, ids: torch.Tensor, count: int, stop: int | None
     return out.tolist()
 
 
-def save_random_draft(folder: Path, **changes: Any) -> Path:
-    raw = raw_config(**changes)
-    save_model(random_model(raw), raw, folder, torch.float32)
-    return folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return save_random_draft(tmp_path / "draft")
-
-
-@pytest.fixture
-def draft(folder: Path) -> DFlashDraftModel:
-    return DFlashDraftModel.from_pretrained(str(folder))
-
-
-@pytest.fixture
-def target() -> Any:
-    torch.manual_seed(5)
-    return randomized(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)))
-
-
 def test_the_result_is_prompt_and_answer(draft: DFlashDraftModel, target: Any) -> None:
     for length in (1, 30):
         ids = torch.randint(0, 64, (1, length))
@@ -124,7 +98,9 @@ def test_a_temperature_samples_and_options_are_taken(draft: DFlashDraftModel, ta
     assert out[0, 6:].tolist() == plain
 
 
-def test_dtype_as_transformers_takes_it(folder: Path) -> None:
+def test_dtype_as_transformers_takes_it(folder: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folder, tmp_path / "draft"))
+
     def dtype(value: Any) -> torch.dtype:
         return DFlashDraftModel.from_pretrained(str(folder), dtype=value).dtype
 
@@ -160,12 +136,12 @@ def test_devices_that_are_absent_or_several_are_refused(folder: Path) -> None:
 
 def test_to_converts_all_of_the_draft(draft: DFlashDraftModel, target: Any) -> None:
     """The joined projections follow the weights; the rotary table stays float32."""
-    ids = torch.randint(0, 64, (1, 9))
+    ids, target = torch.randint(0, 64, (1, 9)), copy.deepcopy(target).double()
     converted = draft.to(torch.float64)
     assert converted.rotary.frequencies.dtype == torch.float32
     hidden = torch.randn(1, draft.config.target_hidden_width)
     assert draft.context_kv(hidden, torch.tensor([0])).dtype == torch.float64
-    out = converted.spec_generate(target.double(), ids, NEW_TOKENS)
+    out = converted.spec_generate(target, ids, NEW_TOKENS)
     assert out[0, 9:].tolist() == greedy(target, ids)
     with torch.no_grad():
         converted.float()

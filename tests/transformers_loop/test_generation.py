@@ -21,39 +21,7 @@ from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import prefill, sampler, spec_generate
 from tests.conftest import random_model, raw_config
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-NEW_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def target() -> Qwen3ForCausalLM:
-    torch.manual_seed(5)
-    return randomized(Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)))
-
-
-def randomized(model: Any) -> Any:
-    """Large weights, so that the logits are far apart and rounding does not decide."""
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.5 if parameter.ndim == 2 else 1.0)
-    return model.eval()
-
-
-@pytest.fixture
-def draft(tmp_path: Path) -> DraftModel:
-    raw = raw_config()
-    save_model(random_model(raw), raw, tmp_path, torch.float32)
-    return load_model(tmp_path, dtype=torch.float32)
+from tests.transformers_loop.conftest import NEW_TOKENS, SHAPE, greedy, randomized
 
 
 @pytest.mark.parametrize(
@@ -74,12 +42,6 @@ def test_greedy_output_is_that_of_generate(
         assert out.tokens == expected == streamed
         # The first token comes from the prefill; what a last step has too much is not counted.
         assert sum(out.committed) == NEW_TOKENS - 1
-
-
-def greedy(target: Any, ids: torch.Tensor) -> list[int]:
-    """The tokens of Transformers' own greedy generation."""
-    out = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
-    return out[0, ids.shape[1] :].tolist()
 
 
 def test_a_llama_target_as_in_the_published_example(draft: DraftModel) -> None:
