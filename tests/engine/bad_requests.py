@@ -138,25 +138,4 @@ SILENT: dict[str, Row] = {
     "logit_bias": sampling(("logit_bias[5]", "1e+300", "3.4e+38"), logit_bias={"5": 1e300}),
     "return_logprob, a list": native(("return_logprob", "one value"), return_logprob=[False]),
 }
-REFUSED_BY_SGLANG: dict[str, Row] = {
-    "no token ids": native(("input_ids", "empty"), input_ids=[]),
-    "text as token": native(("input_ids", "int"), input_ids=[1, "a"]),
-    "fraction as token": native(("input_ids", "int"), input_ids=[1.5]),
-    "logprobs of a token": logprobs(
-        ("token_ids_logprob", "5000", "1024"), token_ids_logprob=[5000]
-    ),
-    "bias of a token": sampling(("logit_bias", "5000", "1023"), logit_bias={"5000": 1}),
-    "min above max": sampling(("min_new_tokens", "5"), min_new_tokens=5),
-    "adapter": native(("LoRA adapter 'nope'",), lora_path="nope"),
-    "session that is not open": native(("session id nope",), session_params={"id": "nope"}),
-    "logprob start above": logprobs(("logprob_start_len", "10000"), logprob_start_len=10000),
-    "beams": sampling(("eam",), beam_width=10**6),
-    "seed": sampling(("1.8446744073709552e+19",), sampling_seed=2**64),
-    "negative temperature": sampling(("temperature",), temperature=-1),
-    "top_p": sampling(("top_p",), top_p=2),
-    "negative top_k": sampling(("top_k",), top_k=-5),
-    "min_p": sampling(("min_p",), min_p=3),
-    "negative max_new_tokens": sampling(("max_new_tokens",), max_new_tokens=-3),
-    "a prompt over the context": native(("length",), input_ids=[5] * 40_000),
-}
-REFUSED = {**ENDS, **ENDS_PLAIN, **FAILS, **SILENT, **REFUSED_BY_SGLANG}
+REFUSED = {**ENDS, **ENDS_PLAIN, **FAILS, **SILENT}

@@ -1,10 +1,14 @@
 """Extensions of our worker that make a step harder: half of the draft KV lost, ranks that disagree,
-lengths that only the device knows, an exception. (Random widths: random_widths.py; known drafts:
-oracle.py.)"""
+lengths that only the device knows, an exception, widths drawn at random, and steps replayed from
+recordings. (Known drafts: oracle.py.)"""
 
 from __future__ import annotations
 
 import os
+import random
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,12 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.width import FixedWidth
+from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
+from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
+from tests.engine import oracle
+from tests.recording import OpRecorder
 
 
 class LossyDrafter(Drafter):
@@ -117,3 +126,53 @@ def faulty(target_worker: Any) -> Extension:
 
     target_worker.forward_batch_generation = verify
     return Extension(make_drafter=FaultyDrafter)
+
+
+def recorded_steps(_target_worker: Any) -> Extension:
+    """The drafter's steps are replayed from lists of torch operations: the path of CUDA graphs."""
+    return Extension(recorder=OpRecorder)
+
+
+class RandomWidth(FixedWidth):
+    """Draws every step's width, another one in every process: 1, 4 and the block size, with runs of
+    plain decoding."""
+
+    def __init__(self, block_size: int) -> None:
+        self.widths = (1, 4, block_size)
+        self._random = random.Random(os.getpid())
+        self._plain = 0
+        self._steps: Counter[int] = Counter()
+
+    def choose(
+        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
+    ) -> int:
+        if self._plain == 0 and self._random.random() < 0.05:
+            # Longer than hidden states wait.
+            self._plain = self._random.choice((3, 20))
+        self._plain = max(0, self._plain - 1)
+        width = 1 if self._plain else self._random.choice(self.widths)
+        self._steps[width] += 1
+        return width
+
+    def report(self) -> Mapping[str, Any]:
+        return {"width_steps": {str(width): self._steps[width] for width in self.widths}}
+
+
+def random_widths(_target_worker: Any) -> Extension:
+    return Extension(width_policy=RandomWidth)
+
+
+def random_widths_of_known_drafts(target_worker: Any) -> Extension:
+    return replace(oracle.extension(target_worker), width_policy=RandomWidth)
+
+
+def random_widths_with_backends(_target_worker: Any) -> Extension:
+    """With an attention backend of the target for each width, as on a GPU, so that width 1 is a
+    verification, too."""
+
+    def made(target_worker: Any, widths: Sequence[int], _device: Any) -> TargetForwardByWidth:
+        return TargetForwardByWidth(target_worker, widths)
+
+    # A process of SGLang's own has one worker.
+    build.target_forward = made
+    return Extension(width_policy=RandomWidth)

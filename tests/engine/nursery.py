@@ -13,6 +13,7 @@ a process id with its exit status, or null while it runs. A module may be a Pyth
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -25,7 +26,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from sglang_dflash.bench.server import Server
 
@@ -98,6 +99,8 @@ def _be(asked: dict[str, Any]) -> NoReturn:
 def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
+    # A server searches for garbage whenever it measures memory: not among what is imported here.
+    gc.freeze()
     for line in sys.stdin:
         asked = json.loads(line)
         if isinstance(asked, int):
@@ -110,20 +113,15 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-class Done(NamedTuple):
-    """A command that has ended: its exit status, and the lines of stdout and stderr together."""
-
-    status: int
-    lines: list[str]
-
-
 class Nursery:
     """The process itself, started on first use."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "tests.engine.nursery"]
-        # torch reads it when it is imported; the platform would set the same, too late here.
-        env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)), **os.environ}
+        # torch reads these when it is imported, and when functions are decorated: what a child sets
+        # comes too late. SGLang compiles what applies a penalty, half a minute of every server.
+        threads = str(max(1, (os.cpu_count() or 1) - 1))
+        env = {"OMP_NUM_THREADS": threads, **os.environ, "TORCHDYNAMO_DISABLE": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
@@ -133,8 +131,9 @@ class Nursery:
         print(json.dumps(what), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
-    def run(self, module: str, *args: str, log: Path, **env: str) -> Done:
-        """Run a command to its end, in this process's environment and `env`."""
+    def run(self, module: str, *args: str, log: Path, **env: str) -> tuple[int, list[str]]:
+        """Run a command to its end, in this process's environment and `env`: its exit status, and
+        the lines of stdout and stderr together."""
         asked = {"module": module, "args": args, "env": {**os.environ, **env}, "log": str(log)}
         process = Forked(self, **asked)
         try:
@@ -142,7 +141,7 @@ class Nursery:
         finally:
             if process.poll() is None:
                 process.kill()
-        return Done(status, log.read_text().splitlines())
+        return status, log.read_text().splitlines()
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -185,6 +184,8 @@ class ForkedServer(Server):
         self._nursery = nursery
 
     def start(self) -> None:
+        # `wait` reads it, perhaps before the child has opened it.
+        self.log.touch()
         args = ["--host", "127.0.0.1", "--port", str(self.port), *self.args]
         self.process = Forked(
             self._nursery, module=self.module, args=args, env=self._env, log=str(self.log)

@@ -65,9 +65,7 @@ def recording_name(config: ServerConfig, ask: Ask) -> str:
 
 # -- the demo pair
 
-# SGLang compiles what applies a penalty: half a minute of every server here, and not tested.
-NO_COMPILER = ServerConfig().with_env(TORCHDYNAMO_DISABLE="1")
-PLAIN = NO_COMPILER.named("plain").having(
+PLAIN = ServerConfig(name="plain").having(
     model_path=PAIR.target, dtype="float32", sleep_on_idle=True, max_total_tokens=32768
 )
 
@@ -149,7 +147,7 @@ DEVICE_LENGTHS = DFLASH.named("device-lengths").having(
 # -- the drafter's steps from recordings; most batches have up to 8 requests
 
 RECORDED: dict[str, Any] = {
-    "speculative_dflash_extension": "tests.engine.recorded_steps:extension",
+    "speculative_dflash_extension": "tests.engine.extensions:recorded_steps",
     "max_running_requests": 8,
 }
 GRAPHS = replace(
@@ -170,10 +168,13 @@ HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
-HYBRID_PAIR_GRAPHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
-    **drafting(HYBRID_PAIR.draft),
-    speculative_dflash_recurrent_rollback="snapshot",
-    **RECORDED,
+HYBRID_PAIR_GRAPHS = replace(
+    HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
+        **drafting(HYBRID_PAIR.draft),
+        speculative_dflash_recurrent_rollback="snapshot",
+        **RECORDED,
+    ),
+    extra_args=("--cuda-graph-bs-decode", "1", "3", "5"),
 )
 # -- half an hour of traffic, of 32 clients
 
@@ -196,9 +197,9 @@ SOAK_HYBRID = (
 
 # -- verify widths that change
 
-CHANGING: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random_widths:extension"}
+CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
-BY_WIDTH: dict[str, Any] = {"speculative_dflash_extension": "tests.engine.random_widths:by_width"}
+BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
 RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**BY_WIDTH, **WINDOW)
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
@@ -272,7 +273,7 @@ SGLANGS_PENALTIES = FEATURES.named("sglangs-penalties").changed("no_penalty_rows
 # -- targets with recurrent layers: random ones, dense and with experts, and one draft for both
 
 # States are kept for the prefix cache every 64 tokens: many verify steps cross such a boundary.
-HYBRID = NO_COMPILER.named("hybrid").having(
+HYBRID = ServerConfig(name="hybrid").having(
     dtype="float32",
     sleep_on_idle=True,
     max_total_tokens=16384,
@@ -344,7 +345,7 @@ HYBRID_TP2 = {
 }
 HYBRID_WIDTHS = {
     kept: _hybrid(f"hybrid-widths-{kept}", HYBRID, HYBRID_PLAIN, **KEPT_STATES[kept]).having(
-        speculative_dflash_extension="tests.engine.random_widths:with_oracle"
+        speculative_dflash_extension="tests.engine.extensions:random_widths_of_known_drafts"
     )
     for kept in ("extra-buffer", "lazy")
 }

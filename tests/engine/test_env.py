@@ -16,9 +16,9 @@ from tests.engine.session import ServerSession
 def test_this_installation_serves_with_our_worker(servers: ServerSession, tmp_path: Path) -> None:
     pair = ["--target", str(PAIR.target), "--draft", str(PAIR.draft)]
     command = ["sglang_dflash", "env", "--json", *pair]
-    shown = servers.nursery.run(*command, log=tmp_path / "log")
-    assert shown.status == 0, shown.lines
-    report = json.loads(shown.lines[-1])
+    status, lines = servers.nursery.run(*command, log=tmp_path / "log")
+    assert status == 0, lines
+    report = json.loads(lines[-1])
     assert report["worker"] == "sglang-dflash" and "serves this pair" in report["reason"]
     assert report["versions"]["sglang"] == "0.5.23"
     rows = report["seams"]

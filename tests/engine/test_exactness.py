@@ -4,8 +4,8 @@ server, on one page.
 A row of `TABLE` is a server, the plain one that it is compared with, what both are asked
 (workload.py, feature_requests.py, hybrid_requests.py), and what the server must show besides
 (checks.py). Elsewhere: what an answer must be, beyond plain decoding's (test_features.py), that
-sampled requests without a seed follow the target's law (test_sampling.py), adaptive widths
-(test_width.py), half a minute of mixed traffic (test_soak.py).
+sampled requests without a seed follow the target's law (test_sampling.py), half a minute of mixed
+traffic (test_soak.py).
 """
 
 from __future__ import annotations
@@ -73,15 +73,22 @@ DEMO = (
         (checks.known_text_drafted, checks.replayed),
     ),
     # Every step has another width.
-    Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width,)),
-    Row(s.RANDOM_WIDTHS_WINDOW, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width,)),
+    Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width(0.15),)),
+    Row(
+        s.RANDOM_WIDTHS_WINDOW,
+        s.PLAIN,
+        (workload.run_half,),
+        (checks.drafted_at_every_width(0.15),),
+    ),
     Row(
         s.RANDOM_WIDTHS_TP2,
         s.PLAIN,
         (workload.run_half,),
-        (checks.drafted_at_every_width,),
+        (checks.drafted_at_every_width(0.15),),
         long=(workload.run_half,),
     ),
+    # And widths that are chosen by what pays.
+    Row(s.ADAPTIVE, s.PLAIN, (workload.run_half,), (checks.choices_shown,)),
     Row(s.DEVICE_LENGTHS, s.PLAIN, (workload.up_to_the_limit,), (checks.whole_context,)),
     # Two ranks, and two replicas.
     Row(
@@ -102,12 +109,12 @@ DEMO = (
 # Sampled: the accept rule keeps a draft if and only if the target samples it at that position with
 # the request's seed.
 SAMPLED = (
-    Row(s.SEEDED, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled)),
+    Row(s.SEEDED, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled(1.3))),
     Row(
         s.SEEDED_CODE,
         s.SEEDED_CODE_PLAIN,
         (workload.seeded_code,),
-        (checks.drafted, checks.sampled),
+        (checks.drafted, checks.sampled(1.1)),
         long=(workload.seeded_code,),
     ),
 )
@@ -170,7 +177,7 @@ HYBRID = (
         s.HYBRID_PAIR_WIDTHS,
         s.HYBRID_PAIR_PLAIN,
         (workload.run_pair,),
-        (checks.drafted_at_every_width, checks.rolls_back_by("replay")),
+        (checks.drafted_at_every_width(0.5, steps=10), checks.rolls_back_by("replay")),
     ),
     *(
         Row(

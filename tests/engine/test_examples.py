@@ -40,11 +40,11 @@ def test_openai_client(server: Server) -> None:
 def test_offline_engine(servers: ServerSession, tmp_path: Path) -> None:
     """The answers of the memorized texts, in few verify steps. bfloat16, as it is printed."""
     command = (str(EXAMPLES / "offline_engine.py"), "--max-new-tokens", str(TOKENS))
-    shown = servers.nursery.run(*command, log=tmp_path / "log", OMP_NUM_THREADS="1")
-    assert shown.status == 0, shown.lines[-40:]
+    status, shown = servers.nursery.run(*command, log=tmp_path / "log", OMP_NUM_THREADS="1")
+    assert status == 0, shown[-40:]
     for prompt in PAIR.prompts[:2]:
-        assert prompt in "\n".join(shown.lines)
-    lines = [line.split() for line in shown.lines if line.endswith("verify steps")]
+        assert prompt in "\n".join(shown)
+    lines = [line.split() for line in shown if line.endswith("verify steps")]
     assert len(lines) == 2
     for _, tokens, _, _, steps, *_ in lines:
         assert int(tokens) == TOKENS and 0 < int(steps) < TOKENS / 2

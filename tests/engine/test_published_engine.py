@@ -69,6 +69,6 @@ def test_engine_takes_the_published_flags_as_keywords(
     assert {"mamba_scheduler_strategy", "speculative_dflash_draft_window_size"} <= set(calls[0])
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    done = servers.nursery.run(str(script), json.dumps(calls), log=tmp_path / "log")
-    assert done.status == 0, done.lines[-20:]
-    assert json.loads(done.lines[-1]) == [ASKED] * len(PUBLISHED)
+    status, lines = servers.nursery.run(str(script), json.dumps(calls), log=tmp_path / "log")
+    assert status == 0, lines[-20:]
+    assert json.loads(lines[-1]) == [ASKED] * len(PUBLISHED)

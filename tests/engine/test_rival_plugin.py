@@ -30,7 +30,7 @@ def test_it_is_found(rival: bool, servers: ServerSession, tmp_path: Path) -> Non
     """Before the worker is built, the process ends and names the row and the other plugin."""
     script = tmp_path / "rival.py"
     script.write_text(RIVAL.format(rival=rival))
-    done = servers.nursery.run(str(script), log=tmp_path / "log")
-    assert done.status == 1
-    last = done.lines[-1]
-    assert ("cannot apply the seam" in last and "plugin=rival" in last) == rival, done.lines
+    status, lines = servers.nursery.run(str(script), log=tmp_path / "log")
+    assert status == 1
+    last = lines[-1]
+    assert ("cannot apply the seam" in last and "plugin=rival" in last) == rival, lines
