@@ -57,15 +57,7 @@ def test_outputs_under_a_grammar_follow_it(config: ServerConfig, answers: Any) -
 @overlapped
 @compared(features.logprobs)
 @pytest.mark.parametrize(
-    "key",
-    [
-        "input_token",
-        "input_top",
-        "input_token_ids",
-        "output_token",
-        "output_top",
-        "output_token_ids",
-    ],
+    "key", [f"{of}_{what}" for of in ("input", "output") for what in ("token", "top", "token_ids")]
 )
 def test_logprobs_are_plain_decodings(key: str, answers: Any) -> None:
     pairs = zip(
@@ -174,14 +166,9 @@ def test_prompts_were_prefilled_among_decoding_requests(config: ServerConfig, an
     """Mixed steps commit tokens too: those beyond a request's first that no verify step gave. The
     surplus of a last step hides some."""
     infos = [a["meta_info"] for a in answers(config, features.mixed_chunks)[:6]]
-    mixed = [
-        i["completion_tokens"]
-        - 1
-        - i.get("spec_verify_ct", 0)
-        - i.get("spec_num_correct_drafts", 0)
-        for i in infos
-    ]
-    assert sum(mixed) > 10
+    committed = sum(i["completion_tokens"] - 1 for i in infos)
+    verified = ("spec_verify_ct", "spec_num_correct_drafts")
+    assert committed - sum(i.get(count, 0) for i in infos for count in verified) > 10
 
 
 @overlapped

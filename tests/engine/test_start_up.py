@@ -95,19 +95,15 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
 
     from sglang_dflash.serving.start import flags
 
-    typed = [
-        "--speculative-dflash-draft-window-size",
-        "128",
-        "--speculative-dflash-draft-kv-tokens",
-        "999",
-    ]
-    given = resolve(*TARGET, str(PAIR.draft), *typed, "--speculative-dflash-worker", "builtin")
+    typed = (
+        "--speculative-dflash-draft-window-size 128 --speculative-dflash-draft-kv-tokens 999 "
+        "--speculative-dflash-worker builtin"
+    )
+    given = resolve(*TARGET, str(PAIR.draft), *typed.split())
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
-    assert (
-        flags.ServerFlags.of(given).worker == "builtin"
-        and flags.options(given, settings).draft_kv_tokens == 999
-    )
+    assert flags.ServerFlags.of(given).worker == "builtin"
+    assert flags.options(given, settings).draft_kv_tokens == 999
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(

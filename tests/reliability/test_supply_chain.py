@@ -4,14 +4,13 @@ as code; log lines hold nothing of a request or of the environment."""
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.test_imports import FILES, ROOT, parsed, top_level
+
 PACKAGE = ROOT / "sglang_dflash"
-FILES = sorted(PACKAGE.rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py"))
 NETWORK = {"requests", "httpx", "socket", "urllib", "http", "huggingface_hub", "aiohttp", "ftplib"}
 # Functions that fetch what is given by name.
 FETCHES = {"from_pretrained", "load_dataset"}
@@ -31,27 +30,11 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE if PACKAGE in path.parents else ROOT).as_posix()
 
 
-@functools.cache
-def nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text())))
-
-
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
     """The calls of a file, with the dotted name of what is called."""
-    for node in nodes(path):
+    for node in parsed(path)[1]:
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
-
-
-def imported(path: Path) -> set[str]:
-    """The top-level packages that a file imports."""
-    found = set()
-    for node in nodes(path):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").partition(".")[0])
-    return found
 
 
 def documented(section: str) -> set[str]:
@@ -63,7 +46,7 @@ def documented(section: str) -> set[str]:
 
 def dangers(path: Path) -> set[str]:
     """What in a file unpickles or runs text: packages, functions and keyword arguments."""
-    found = imported(path) & {"pickle", "dill", "joblib", "marshal", "shelve", "cloudpickle"}
+    found = top_level(path) & {"pickle", "dill", "joblib", "marshal", "shelve", "cloudpickle"}
     for name, call in calls(path):
         on = {k.arg for k in call.keywords if isinstance(k.value, ast.Constant) and k.value.value}
         found |= {name} & (LOADERS | RUNNERS)
@@ -79,7 +62,7 @@ def ours(path: Path) -> set[str]:
     """Names that a file takes from this package. They fetch in the module that defines them."""
     return {"cls"} | {
         alias.asname or alias.name
-        for node in nodes(path)
+        for node in parsed(path)[1]
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang_dflash")
         for alias in node.names
     }
@@ -88,7 +71,7 @@ def ours(path: Path) -> set[str]:
 def reaches_the_network(path: Path) -> bool:
     fetching = {name for name, _ in calls(path) if name.rpartition(".")[2] in FETCHES}
     fetching = {name for name in fetching if name.partition(".")[0] not in ours(path)}
-    return bool(imported(path) & NETWORK or fetching)
+    return bool(top_level(path) & NETWORK or fetching)
 
 
 def test_the_page_names_every_module_that_reaches_the_network() -> None:
@@ -97,7 +80,7 @@ def test_the_page_names_every_module_that_reaches_the_network() -> None:
 
 
 def test_the_page_names_every_module_that_starts_a_process() -> None:
-    starting = {name_of(path) for path in FILES if imported(path) & {"subprocess", "pty"}}
+    starting = {name_of(path) for path in FILES if top_level(path) & {"subprocess", "pty"}}
     assert starting == documented("Processes")
 
 
