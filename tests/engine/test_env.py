@@ -36,6 +36,6 @@ def test_this_installation_serves_with_our_worker(servers: ServerSession, tmp_pa
     assert text.startswith("worker: sglang-dflash\nwhy: it serves this pair")
     assert f"  serving: {len(SEAMS)} of {len(SEAMS)} applied\n" in text
     assert "  replay: 5 of 5 can be applied" in text
-    left_out = servers.nursery.run(*command, log=tmp_path / "log", SGLANG_PLUGINS="dflash_cpu")
-    told = json.loads(left_out.lines[-1])
+    _, lines = servers.nursery.run(*command, log=tmp_path / "log", SGLANG_PLUGINS="dflash_cpu")
+    told = json.loads(lines[-1])
     assert told["worker"] == env.BUILTIN and "SGLANG_PLUGINS" in told["reason"]
