@@ -94,8 +94,8 @@ def compare(
     live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
 
     def show() -> None:
-        assert live is not None
-        live.update(Columns([arm.panel() for arm in arms]))
+        if live is not None:
+            live.update(Columns([arm.panel() for arm in arms]))
 
     with live or nullcontext():
         for i, prompt in enumerate(prompts):
