@@ -71,10 +71,10 @@ class ServerFlags:
         choices=("on", "off"),
     )
     width: str = _flag(
-        "fixed",
+        "auto",
         "How many tokens of a block the target verifies: 'fixed' is all of them in every step, "
         "'adaptive' is as many as pay off, down to 1, plain decoding. 'auto' is adaptive on a CPU "
-        "and fixed elsewhere. Default: fixed.",
+        "and fixed elsewhere. Default: auto.",
         choices=("auto", "adaptive", "fixed"),
     )
     widths: str | None = _flag(
