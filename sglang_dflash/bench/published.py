@@ -62,15 +62,15 @@ RULE = "=" * 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status. Of several ranks, only the first prints."""
-    is_first = os.environ.get("RANK", "0") == "0"
+    """Measure and print; the exit status. Of several ranks, only the first prints figures; torchrun
+    ends the others with the first that fails, so each prints its error."""
     parser = command_line()
     values = given(parser.parse_args(argv), BenchSettings)
     if not {"backend", "target"} <= set(values):
         parser.error("--backend and --model are required")
     try:
         settings = settings_of(values)
-        for line in without_effect(settings, values) if is_first else ():
+        for line in without_effect(settings, values):
             print(f"warning: {line}", file=sys.stderr)
         if settings.backend == "transformers":
             # As in `sglang-dflash generate`.
@@ -86,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = str(error)
     else:
         return 0
-    if is_first:
-        print(f"sglang_dflash.benchmark: {message}", file=sys.stderr)
+    print(f"sglang_dflash.benchmark: {message}", file=sys.stderr)
     return 1
 
 

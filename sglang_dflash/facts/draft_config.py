@@ -17,7 +17,7 @@ _MOST_WIDTH = 2**18
 # Published drafts have 1e-6 and 1e-5.
 _MOST_EPS = 0.1
 # Fields that a DFlash v1 draft does not have, with any value but false, null, 0 or "".
-_FLAGS = ("attention_sink_bias", "has_embed_tokens", "use_gemma_norm")
+_FLAGS = ("attention_sink_bias", "has_embed_tokens", "has_lm_head", "use_gemma_norm")
 _NOT_V1 = (
     *_FLAGS,
     "selector_rank",

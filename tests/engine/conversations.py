@@ -41,7 +41,7 @@ class Answers:
 
     @property
     def acceptance_length(self) -> float:
-        """See `core.acceptance_length`; 0.0 without a verify step."""
+        """See `drafting.acceptance_length`; 0.0 without a verify step."""
         counts = zip(self.steps, self.outputs, strict=True)
         total = sum((of_answer(steps, len(output)) for steps, output in counts), VerifySteps())
         return total.acceptance_length or 0.0

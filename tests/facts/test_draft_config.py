@@ -54,6 +54,7 @@ def test_default_layers_are_the_published_ones(layers: int, depth: int, ids: tup
 
 
 UNSUPPORTED = {
+    "has_lm_head": raw_config(has_lm_head=True),
     "dflash_config.selector_rank": with_own(selector_rank=256, selector_top_k=16),
     "dflash_config.projector_type": with_own(projector_type="domino"),
     "attention_sink_bias": raw_config(attention_sink_bias=True),

@@ -38,8 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], int | None, int]] = {
     "window": ({}, 7, 0),
     "window-and-sinks": ({}, 7, 2),
     "sliding-under-a-window": (SLIDING, 5, 0),
-    "bias": ({"attention_bias": True}, None, 0),
-    "one-kv-head": ({"num_key_value_heads": 1}, 7, 0),
+    "one-kv-head-and-bias": ({"num_key_value_heads": 1, "attention_bias": True}, 7, 0),
 }
 WIDTH, ROWS = 48, 5
 
@@ -81,8 +80,8 @@ def cache_of(model: DraftModel, ring: bool) -> DraftKVCache:
     return DraftKVCache(slots, shape, torch.float32, DEVICE)
 
 
-# What the cases before these cover in part; a case takes the interpreter eight seconds.
-LONG = ("sliding-but-not-causal", "window", "full")
+# What the others cover in part; a case takes the interpreter eight seconds.
+LONG = ("sliding", "sliding-but-not-causal", "window", "full")
 
 
 @pytest.mark.parametrize(

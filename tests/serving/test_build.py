@@ -3,12 +3,14 @@ named, and serves a step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sglang_dflash.drafting.attention.backend import Capabilities
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -102,6 +104,7 @@ def started(kv_tokens: int = SLOTS - 1, **ours: Any) -> Any:
         speculative_draft_attention_backend=None,
         max_running_requests=2,
     )
+    ours = {"width": "fixed", **ours}
     setattr(given, ATTRIBUTE, {f"speculative_dflash_{k}": v for k, v in ours.items()})
     worker: Any = DFlashSpecWorker(
         server_args=given, gpu_id=0, nccl_port=0, target_worker=target, load_draft=lambda **_: model
@@ -113,6 +116,15 @@ def started(kv_tokens: int = SLOTS - 1, **ours: Any) -> Any:
     )
     worker.init_cuda_graphs()
     return worker
+
+
+def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = build.ATTENTION
+    of_fp8 = replace(rows["torch"], capabilities=Capabilities(kv_dtypes=frozenset()))
+    monkeypatch.setattr(build, "ATTENTION", {"first": of_fp8, **rows})
+    assert started().dflash.figures.report()["draft_attention"] == "torch"
 
 
 @pytest.mark.parametrize("extension", [None, f"{HERE}:recorded"])

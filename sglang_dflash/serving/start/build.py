@@ -114,14 +114,15 @@ class DFlashSpecWorker(BaseSpecWorker):
         else:
             self._policy = self._extension.width_policy(options.block_size)
         asked_for = asked_attention(server_args)
-        self._attention = choose_attention(asked_for, model.config, device, ATTENTION)
+        dtype = draft_kv_dtype(runner.dtype)
+        self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
         backend = ATTENTION[self._attention]
         self._recorder = self._extension.recorder
         if self._recorder is None and self._flags.draft_graphs == "auto":
             self._recorder = cuda_recorder(device, backend.capabilities.capturable)
         self._rollback = make_rollback(options.recurrent_rollback, runner)
         setup = self._setup = DraftSetup(
-            model, options, backend, tp, device, draft_kv_dtype(runner.dtype),
+            model, options, backend, tp, device, dtype,
             server_args.max_running_requests or 48,
         )  # fmt: skip
         replay = self._rollback is not None and self._rollback.name == "replay"

@@ -253,7 +253,7 @@ def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
 
 
 def _showing(reason: str, worker: type) -> type:
-    """That class of SGLang's, which tells `metrics.add_report` why it serves."""
+    """That class of SGLang's, which tells `figures.add_report` why it serves."""
     return type(worker.__name__, (worker,), {"builtin_reason": reason})
 
 
