@@ -41,6 +41,7 @@ def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> N
     assert default.acceptance_length > 0.98 * unbounded.acceptance_length
 
 
+@pytest.mark.long
 @pytest.mark.server(CHATS_TWENTIETH)
 @pytest.mark.recorded(CHATS_UNBOUNDED, chatted)
 def test_too_small_a_cache_costs_acceptance_only(answers: Any, server: Server) -> None:

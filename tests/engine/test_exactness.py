@@ -71,6 +71,7 @@ DEMO = (
         s.PLAIN,
         (workload.run_half,),
         (checks.known_text_drafted, checks.replayed),
+        long=(workload.run_half,),
     ),
     # Every step has another width.
     Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width(0.15),)),
@@ -79,6 +80,7 @@ DEMO = (
         s.PLAIN,
         (workload.run_half,),
         (checks.drafted_at_every_width(0.15),),
+        long=(workload.run_half,),
     ),
     Row(
         s.RANDOM_WIDTHS_TP2,
@@ -104,7 +106,13 @@ DEMO = (
     Row(s.OVERFLOWING, s.PLAIN, (workload.many_steps,)),
     # Chats on draft KV caches of the default size and of a twentieth.
     Row(s.CHATS_DEFAULT, s.PLAIN, (workload.chatted,), (checks.history_found,)),
-    Row(s.CHATS_TWENTIETH, s.PLAIN, (workload.chatted,), (checks.history_found,)),
+    Row(
+        s.CHATS_TWENTIETH,
+        s.PLAIN,
+        (workload.chatted,),
+        (checks.history_found,),
+        long=(workload.chatted,),
+    ),
 )
 # Sampled: the accept rule keeps a draft if and only if the target samples it at that position with
 # the request's seed.
