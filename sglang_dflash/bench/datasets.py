@@ -167,14 +167,8 @@ def _cached(name: str) -> Path:
         return path
     from datasets import load_dataset
 
-    cache.mkdir(parents=True, exist_ok=True)
-    # Under another name until it is complete; each process has its own.
-    partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         rows = load_dataset(of.repository, of.config, split=of.split)
-        turns = rows.map(lambda row: {"turns": of.turns(row)}, remove_columns=rows.column_names)
-        turns.to_json(partial, force_ascii=False)
-        return partial.rename(path)
     # The hub, its client and the network raise many types; the way out is the same for all.
     except Exception as error:
         required = (
@@ -182,6 +176,13 @@ def _cached(name: str) -> Path:
             f"({cut(str(error))}); give {{dataset_file}}"
         )
         raise ConfigError("dataset", name, required) from error
+    turns = rows.map(lambda row: {"turns": of.turns(row)}, remove_columns=rows.column_names)
+    cache.mkdir(parents=True, exist_ok=True)
+    # Under another name until it is complete; each process has its own.
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        turns.to_json(partial, force_ascii=False)
+        return partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)
 

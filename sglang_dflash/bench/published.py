@@ -62,15 +62,16 @@ RULE = "=" * 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the exit status. Of several ranks, only the first prints figures; torchrun
-    ends the others with the first that fails, so each prints its error."""
+    """Measure and print; the exit status. Of several ranks, the first prints warnings and
+    figures. Each prints its error: torchrun ends all ranks with the first one that fails."""
     parser = command_line()
     values = given(parser.parse_args(argv), BenchSettings)
     if not {"backend", "target"} <= set(values):
         parser.error("--backend and --model are required")
     try:
         settings = settings_of(values)
-        for line in without_effect(settings, values):
+        is_first = os.environ.get("RANK", "0") == "0"
+        for line in without_effect(settings, values) if is_first else ():
             print(f"warning: {line}", file=sys.stderr)
         if settings.backend == "transformers":
             # As in `sglang-dflash generate`.

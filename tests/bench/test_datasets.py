@@ -125,4 +125,4 @@ def test_a_set_that_cannot_be_fetched_is_refused_by_name(
     with pytest.raises(ConfigError, match="no network") as refused:
         datasets.load("gsm8k", 1)
     assert (refused.value.field, refused.value.value) == ("dataset", "gsm8k")
-    assert not list(cache.iterdir())
+    assert not list(cache.glob("*"))
