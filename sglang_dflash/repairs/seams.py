@@ -37,6 +37,15 @@ SEAMS = (
         proof="tests/repairs/test_penalties.py::test_retraction_forgets_the_output_without_the_row",
     ),
     Seam(
+        target=_SRT + "layers.sampler.Sampler._sample_from_probs",
+        kind=Kind.AROUND,
+        ours=_OURS + "seeded_sampling:sample_by_token_id",
+        reason="A seeded answer depends on the top-k, top-p and min-p of other requests; one with "
+        "min-p ends the server.",
+        proof="tests/repairs/test_seeded_sampling.py::"
+        "test_tokens_depend_on_neighbors_without_the_row",
+    ),
+    Seam(
         target=_SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
         kind=Kind.BEFORE,
         ours=_OURS + "request_guard:check_shape",

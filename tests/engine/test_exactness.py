@@ -118,6 +118,7 @@ DEMO = (
 # the request's seed.
 SAMPLED = (
     Row(s.SEEDED, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled(1.3))),
+    Row(s.SEEDED_PLAIN, s.SEEDED_PLAIN, (workload.seeded_alone,)),
     Row(
         s.SEEDED_CODE,
         s.SEEDED_CODE_PLAIN,
@@ -256,6 +257,7 @@ PARTS: dict[Ask, tuple[Ask, Callable[[Any], Any]]] = {
     workload.short_and_demo: (workload.run, first_of_each),
     workload.hang_ups: (workload.run, lambda answers: answers["demo"][:8:2]),
     workload.joining: (workload.alone, lambda answers: answers),
+    workload.seeded_alone: (workload.seeded, lambda answers: answers[: len(workload.SAMPLING)]),
 }
 
 

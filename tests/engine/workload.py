@@ -156,31 +156,42 @@ def run_pair(server: Server) -> Answers:
     return _at_once(server, demo_pair("hybrid").prompts[:10], clients=5, max_new_tokens=150)
 
 
-# Without min-p: SGLang's own sampler asserts that a seeded request has none.
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 1.0, "top_k": 20},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 0},
 ]
 
 
 def _seeded(
-    server: Server, texts: list[str], ways: list[dict[str, Any]], tokens: int, first_seed: int
+    server: Server,
+    texts: list[str],
+    ways: list[dict[str, Any]],
+    tokens: int,
+    first_seed: int,
+    clients: int = 6,
 ) -> Answers:
     def one(job: tuple[int, str]) -> dict[str, Any]:
         at, text = job
         how = {**ways[at % len(ways)], "sampling_seed": first_seed + at}
         return server.generate(text, **{**GENERATE, "max_new_tokens": tokens, **how})
 
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(clients) as pool:
         return list(pool.map(one, enumerate(texts)))
 
 
 def seeded(server: Server) -> Answers:
     texts = prompts()["demo"][:12] + prompts()["short"][8:14]
     return _seeded(server, texts, SAMPLING, NEW_TOKENS, 1000)
+
+
+def seeded_alone(server: Server) -> Answers:
+    """A request of each kind, without others beside it."""
+    texts = prompts()["demo"][: len(SAMPLING)]
+    return _seeded(server, texts, SAMPLING, NEW_TOKENS, 1000, clients=1)
 
 
 def seeded_code(server: Server) -> Answers:
