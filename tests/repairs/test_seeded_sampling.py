@@ -124,6 +124,13 @@ def test_tokens_follow_the_law(way: dict[str, float]) -> None:
         assert chisquare(observed, expected).pvalue > 1e-6
 
 
+def test_without_top_p_no_token_is_left_out() -> None:
+    """The sum of the probabilities may round to more than 1."""
+    probs = torch.full((2, 100_000), 1.001e-5)
+    kept = kept_weights(probs, info([{}, {"top_k": 1}], None))
+    assert (kept > 0).sum(-1).tolist() == [100_000, 1]
+
+
 def test_masks_show_what_a_token_was_drawn_from() -> None:
     ways, probs = [{"top_k": 6}, {"top_p": 0.8}, {}], probabilities(3)
     rows = torch.tensor([0, 1])
