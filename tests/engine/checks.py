@@ -106,7 +106,8 @@ def prefix_found(seen: Seen) -> None:
     if "shared prefix" in seen.ours:
         got, expected = (_cached(every["shared prefix"]) for every in (seen.ours, seen.theirs))
         assert got == expected or "--page-size" in seen.config.flags
-        assert sum(cached > 200 for cached in got) == 12
+        # All but the first of each prefix.
+        assert sum(cached > 200 for cached in got) == len(got) - 3
 
 
 def history_found(seen: Seen) -> None:
@@ -115,7 +116,7 @@ def history_found(seen: Seen) -> None:
     for kind, got in seen.ours.items():
         pairs = zip(got.cached, seen.theirs[kind].cached, strict=True)
         assert {ours - plain for ours, plain in pairs} <= {0, 1}
-    assert sum(seen.ours["chats"].cached) > 10_000
+    assert sum(seen.ours["chats"].cached) > 4_000
 
 
 def retracted(seen: Seen) -> None:
@@ -178,7 +179,7 @@ def states_found(kept: str) -> Check:
             _cached(every["prompts"] + every["chats"]) for every in (seen.ours, seen.theirs)
         )
         pairs = list(zip(got, expected, strict=True))
-        assert sum(plain > 0 for plain in expected) >= (12 if kept == "no-buffer" else 12 + 15)
+        assert sum(plain > 0 for plain in expected) >= (6 if kept == "no-buffer" else 6 + 9)
         if kept == "no-buffer":
             # The state at the end of a request is kept, one token further: the target has computed
             # the last output token by then.
@@ -194,7 +195,7 @@ def states_found(kept: str) -> Check:
     return check
 
 
-def same_states(seen: Seen, at_least: int = 80) -> None:
+def same_states(seen: Seen, at_least: int = 50) -> None:
     """At every length of a request at which both servers had a step, its states are the same (the
     first rank's)."""
     ours, plain = (
@@ -202,7 +203,7 @@ def same_states(seen: Seen, at_least: int = 80) -> None:
         for config in (seen.config, seen.plain)
     )
     both = sorted(set(ours) & set(plain))
-    # 64 prompts and 18 turns of 40 new tokens, at four or five tokens a step.
+    # 40 prompts and 12 turns of 40 new tokens, at four or five tokens a step.
     assert len({file.split("-")[0] for file in both}) >= at_least and len(both) >= 6 * at_least
     # The first rank's heads come first; of the convolution it has parts of three, which the outputs
     # test.

@@ -163,11 +163,6 @@ HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     mamba_scheduler_strategy="extra_buffer",
     max_running_requests=8,
 )
-HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
-    **drafting(HYBRID_PAIR.draft),
-    enable_metrics=True,
-    enable_custom_logit_processor=True,
-)
 HYBRID_PAIR_GRAPHS = replace(
     HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
         **drafting(HYBRID_PAIR.draft),

@@ -44,23 +44,23 @@ DEMO = (
     Row(
         s.DFLASH,
         s.PLAIN,
-        (workload.run, workload.run_penalised),
+        (workload.run,),
         (checks.known_text_drafted, checks.prefix_found),
     ),
     Row(
         s.PAGE16_NO_OVERLAP,
         s.PLAIN,
-        (workload.run,),
+        (workload.run_half,),
         (checks.known_text_drafted, checks.prefix_found),
     ),
     Row(
         s.PAGE16_WINDOW,
         s.PLAIN,
-        (workload.run,),
+        (workload.run_half,),
         (checks.known_text_drafted, checks.prefix_found),
     ),
     # A pool and a draft KV cache that are too small, and requests retracted every 25 steps.
-    Row(s.TIGHT, s.PLAIN, (workload.run, workload.penalised_together), (checks.retracted,)),
+    Row(s.TIGHT, s.PLAIN, (workload.run_half, workload.penalised_together), (checks.retracted,)),
     # Half of the draft KV cache is lost in every step.
     Row(s.LOSSY, s.PLAIN, (workload.run_half,), (checks.drafted,)),
     # Draft steps replayed from recordings, as CUDA graphs are.
@@ -96,13 +96,13 @@ DEMO = (
     Row(
         s.TP2_DISAGREEING,
         s.PLAIN,
-        (workload.short_and_demo,),
+        (workload.some_short_and_demo,),
         (checks.drafted, checks.two_ranks),
     ),
-    Row(s.BUILTIN, s.PLAIN, (workload.run_half,)),
-    Row(s.DP2, s.PLAIN, (workload.short_and_demo,), (checks.two_replicas,)),
+    Row(s.BUILTIN, s.PLAIN, (workload.some_short_and_demo,)),
+    Row(s.DP2, s.PLAIN, (workload.some_short_and_demo,), (checks.two_replicas,)),
     # Drafts of no use: random ones, and ones whose logits overflow.
-    Row(s.RANDOM_DRAFT, s.PLAIN, (workload.many_steps,)),
+    Row(s.RANDOM_DRAFT, s.PLAIN, (workload.many_steps,), long=(workload.many_steps,)),
     Row(s.OVERFLOWING, s.PLAIN, (workload.many_steps,)),
     # Chats on draft KV caches of the default size and of a twentieth.
     Row(s.CHATS_DEFAULT, s.PLAIN, (workload.chatted,), (checks.history_found,)),
@@ -152,13 +152,14 @@ FEATURES = (
             *PENALISED,
         ),
         (checks.drafted,),
+        long=(workload.alone,),
     ),
     Row(
         s.FEATURES_DFLASH_NO_OVERLAP,
         s.FEATURES_PLAIN,
         (*SCHEDULED, *PENALISED),
         (checks.drafted,),
-        long=(features.grammars, features.penalties),
+        long=(features.grammars, features.penalties, workload.alone),
     ),
     Row(
         s.FEATURES_WIDTHS,
@@ -168,12 +169,12 @@ FEATURES = (
     ),
 )
 # Targets with recurrent layers: the demo pair, then random targets with drafts of an oracle, so
-# that everything from none to all of a block is accepted. Of each rollback some ways of keeping
-# states are in the tier `long`: every way is in the other, too.
-LONG_STATES = {
-    ("replay", "extra-buffer-no-overlap"),
-    ("snapshot", "extra-buffer"),
-    ("snapshot", "no-buffer"),
+# that everything from none to all of a block is accepted. Every way of keeping states is in the
+# ordinary tier with one rollback; the default one with two ranks, with experts and with widths.
+ORDINARY_STATES = {
+    ("replay", "lazy"),
+    ("replay", "no-buffer"),
+    ("snapshot", "extra-buffer-no-overlap"),
 }
 HYBRID = (
     Row(
@@ -199,7 +200,7 @@ HYBRID = (
                 checks.lengths_mixed,
                 checks.same_states,
             ),
-            long=(hybrid_answers,) if (rollback, kept) in LONG_STATES else (),
+            long=() if (rollback, kept) in ORDINARY_STATES else (hybrid_answers,),
         )
         for (rollback, kept), config in s.HYBRID_ROLLBACK.items()
     ),
@@ -247,14 +248,14 @@ HYBRID = (
 TABLE = (*DEMO, *SAMPLED, *FEATURES, *HYBRID)
 
 
-def first_of_each(answers: dict[str, Any]) -> dict[str, Any]:
-    return {name: answers[name] for name in ("short", "demo")}
+def half_of_two(answers: dict[str, Any]) -> dict[str, Any]:
+    return {name: answers[name][::2] for name in ("short", "demo")}
 
 
 # What the plain server is asked in place of these, and the part of its answers that they are.
 PARTS: dict[Ask, tuple[Ask, Callable[[Any], Any]]] = {
     workload.run_half: (workload.run, workload.halved),
-    workload.short_and_demo: (workload.run, first_of_each),
+    workload.some_short_and_demo: (workload.run, half_of_two),
     workload.hang_ups: (workload.run, lambda answers: answers["demo"][:8:2]),
     workload.joining: (workload.alone, lambda answers: answers),
     workload.seeded_alone: (workload.seeded, lambda answers: answers[: len(workload.SAMPLING)]),
@@ -297,8 +298,8 @@ def test_there_are_at_least_sixty_prompts() -> None:
 def test_ranks_that_disagree_draft_as_one(answers: Any) -> None:
     """Every step of every request commits as much, up to the rounding of sums of two shards. A rank
     with other drafts or tokens would have other lengths than the first from then on."""
-    ours = answers(s.TP2_DISAGREEING, workload.short_and_demo)
-    one = first_of_each(answers(s.DFLASH, workload.run))
+    ours = answers(s.TP2_DISAGREEING, workload.some_short_and_demo)
+    one = half_of_two(answers(s.DFLASH, workload.run))
     got, expected = (
         sum(answer["meta_info"]["spec_verify_ct"] for kind in every.values() for answer in kind)
         for every in (ours, one)
@@ -316,6 +317,7 @@ def test_a_lost_cache_costs_acceptance(answers: Any) -> None:
     assert lengths[0] < lengths[1]
 
 
+@pytest.mark.long
 @pytest.mark.server(s.HYBRID_BROKEN)
 @pytest.mark.recorded(s.HYBRID_PLAIN, hybrid_answers)
 def test_a_rollback_that_forgets_a_token_is_found(

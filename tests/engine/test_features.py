@@ -39,9 +39,9 @@ def drafts_accepted(answers: Answers) -> list[bool]:
     return [a["meta_info"].get("spec_num_correct_drafts", 0) > 2 for a in answers]
 
 
-@either
-def test_outputs_under_a_grammar_follow_it(config: ServerConfig, answers: Any) -> None:
-    constrained = answers(config, features.grammars)
+@overlapped
+def test_outputs_under_a_grammar_follow_it(answers: Any) -> None:
+    constrained = answers(FEATURES_DFLASH, features.grammars)
     texts = [a["text"] for a in constrained]
     for text in texts[:2]:
         jsonschema.validate(json.loads(text), features.POINT)

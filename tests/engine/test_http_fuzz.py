@@ -29,7 +29,7 @@ PROMPTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "/v1/completions": (("prompt",), {"prompt": "x = "}),
     "/v1/chat/completions": (("messages",), {"messages": [{"role": "user", "content": "x = "}]}),
 }
-REQUESTS = 100
+REQUESTS = 60
 MOST_FIELDS, LONGEST, MOST_ANSWERS = 4, 8, 3
 # Files and addresses to be read by the server.
 MEDIA = ("image_data", "video_data", "audio_data")

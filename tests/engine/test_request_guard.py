@@ -94,7 +94,7 @@ def test_requests_at_the_bounds_are_served(server: Server) -> None:
     assert not {name: a.text[:300] for name, a in answers.items() if a.status_code != 200}
 
 
-ENDED = {"empty text": PLAIN_OFF, "top logprobs": OFF}
+ENDED = {"empty text": PLAIN_OFF}
 SELDOM = {**dict.fromkeys(set(ENDS) - set(ENDED), OFF), **dict.fromkeys(ENDS_PLAIN, PLAIN_OFF)}
 
 

@@ -64,7 +64,6 @@ def mutate(folder: Path, *bugs: str) -> subprocess.CompletedProcess[str]:
 
 
 CAUGHT = 'name = "a"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_it"]'
-MISSED = 'name = "b"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_nothing"]'
 HALF = (
     'name = "c"\nold = "2 * x"\nnew = "3 * x"\n'
     'tests = ["test_double.py::test_it", "test_double.py::test_nothing"]'
@@ -75,10 +74,10 @@ BAD = 'name = "e"\nold = "2 * x"\nnew = "2 *"\ntests = ["test_double.py::test_it
 
 
 def test_a_bug_is_caught_or_not(tmp_path: Path) -> None:
-    ran = mutate(tmp_path, CAUGHT, MISSED, HALF, GONE, BAD)
+    ran = mutate(tmp_path, CAUGHT, HALF, GONE, BAD)
     assert ran.returncode == 1
-    outcomes = [line.split()[0] for line in ran.stdout.splitlines()[:5]]
-    assert outcomes == ["killed", "SURVIVED", "SURVIVED", "BROKEN", "BROKEN"], ran.stdout
+    outcomes = [line.split()[0] for line in ran.stdout.splitlines()[:4]]
+    assert outcomes == ["killed", "SURVIVED", "BROKEN", "BROKEN"], ran.stdout
     assert "0 places in double.py have the text" in ran.stdout
     assert (tmp_path / "double.py").read_text() == TREE["double.py"]
 

@@ -134,7 +134,7 @@ def parser(resolve: Callable[..., Any]) -> argparse.ArgumentParser:
     return parser
 
 
-@settings(max_examples=150 * FUZZ, deadline=None, derandomize=True)
+@settings(max_examples=80 * FUZZ, deadline=None, derandomize=True)
 @given(typed=st.lists(st.tuples(st.sampled_from(FLAGS), st.sampled_from(NUMBERS)), max_size=4))
 def test_any_flags_are_served_or_refused_in_one_line(
     typed: list[tuple[str, str]], parser: argparse.ArgumentParser
