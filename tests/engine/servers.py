@@ -81,8 +81,7 @@ def drafting(draft: object) -> dict[str, Any]:
 
 DFLASH_FLAGS = drafting(PAIR.draft)
 DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
-# On two ranks: it serves what we do not, and the platform must support that, too.
-BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin", tp_size=2)
+BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
 PAGES = DFLASH.having(
     page_size=16,
     chunked_prefill_size=256,

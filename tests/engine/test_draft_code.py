@@ -14,6 +14,7 @@ from tests.engine.session import ServerSession
 from tests.serving.test_draft_code import CONFIG, MODEL, PAIR, TRUST, TracedDraft
 
 
+@pytest.mark.long
 def test_a_server_that_trusts_the_targets_code(tmp_path: Path, servers: ServerSession) -> None:
     draft = TracedDraft(tmp_path)
     draft.edit(auto_map=MODEL)

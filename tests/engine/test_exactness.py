@@ -74,7 +74,12 @@ DEMO = (
         long=(workload.run_half,),
     ),
     # Every step has another width.
-    Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width(0.15),)),
+    Row(
+        s.FEATURES_WIDTHS,
+        s.PLAIN,
+        (workload.some_short_and_demo,),
+        (checks.drafted_at_every_width(0.15),),
+    ),
     Row(
         s.RANDOM_WIDTHS_WINDOW,
         s.PLAIN,
@@ -134,7 +139,7 @@ SCHEDULED = (features.grammars, features.sessions, features.mixed_chunks, featur
 PENALISED = (workload.alone, workload.joining)
 FEATURES = (
     Row(s.FEATURES_PLAIN, s.FEATURES_PLAIN, (workload.joining,)),
-    Row(s.FEATURES_OVERLAPPED, s.FEATURES_PLAIN, PENALISED),
+    Row(s.FEATURES_OVERLAPPED, s.FEATURES_PLAIN, PENALISED, long=(workload.alone,)),
     Row(
         s.FEATURES_DFLASH,
         s.FEATURES_PLAIN,

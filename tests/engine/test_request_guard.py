@@ -31,23 +31,17 @@ def send(server: Server, row: Row) -> requests.Response:
 def test_bad_requests_are_a_400_that_names_field_value_and_bound(
     config: ServerConfig, server: Server
 ) -> None:
-    """And each leaves no trace: a short output after it is as before, and nothing stays held."""
+    """And they leave no trace: outputs are as before, and nothing stays held."""
     prompts = workload.prompts()["demo"][:4]
 
     def outputs() -> list[Any]:
         return [client.ask(server, prompt)["output_ids"] for prompt in prompts]
 
-    def short() -> Any:
-        return client.ask(server, prompts[0], max_new_tokens=6)["output_ids"]
-
-    before, before_each = outputs(), short()
-    wrong: dict[str, Any] = {}
+    before, wrong = outputs(), {}
     for name, row in REFUSED.items():
         answer = send(server, row)
         if answer.status_code != 400 or not all(word in answer.text for word in row[2]):
             wrong[name] = answer.status_code, answer.text[:300]
-        if short() != before_each:
-            wrong[name] = "another output after it"
     assert not wrong
     client.at_rest(server)
     assert outputs() == before
