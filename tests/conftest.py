@@ -8,11 +8,13 @@ import importlib
 import os
 import pkgutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -118,6 +120,14 @@ def raw_config(**changes: Any) -> dict[str, Any]:
         "dflash_config": own,
     }
     return {**raw, **changes}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
 def random_model(raw: dict[str, Any]) -> DraftModel:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import SHAPE, save_random_hybrid
 from tests.engine.hybrid_requests import BLOCK_SIZE
 
@@ -26,26 +26,10 @@ def short_draft(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
 
 
-def _changed_draft(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """The demo draft with every tensor put through `change`."""
-    shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
-    for file in folder.glob("*.safetensors"):
-        tensors = {name: change(name, tensor) for name, tensor in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
-
-
-def random_draft(folder: Path) -> None:
-    """The demo draft, its matrices drawn anew."""
-    random = torch.Generator().manual_seed(0)
-    _changed_draft(
-        folder,
-        lambda _, t: t if t.ndim < 2 else torch.randn(t.shape, generator=random).to(t.dtype) * 0.05,
-    )
-
-
 def overflowing_draft(folder: Path) -> None:
     """The demo draft with a finite weight that makes every logit overflow."""
-    _changed_draft(folder, lambda name, t: torch.full_like(t, 3e38) if name == "norm.weight" else t)
+    shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
+    rewrite(folder, lambda tensors: tensors["norm.weight"].fill_(3e38))
 
 
 def config_only(folder: Path) -> None:
@@ -117,7 +101,6 @@ def adapter(folder: Path) -> None:
 # The first folder of a path after `{files}` -> what fills it.
 MAKERS: dict[str, Callable[[Path], None]] = {
     "short-draft": short_draft,
-    "random-draft": random_draft,
     "overflowing-draft": overflowing_draft,
     "config-only": config_only,
     "hybrid": save_random_hybrid,

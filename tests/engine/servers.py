@@ -153,7 +153,6 @@ GRAPHS = replace(
     DFLASH.named("graphs").having(**RECORDED),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
-GRAPHS_WINDOW = DFLASH.named("graphs-page64-window").having(page_size=64, **RECORDED, **WINDOW)
 HYBRID_PAIR = demo_pair("hybrid")
 HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     model_path=HYBRID_PAIR.target,
@@ -194,7 +193,6 @@ SOAK_HYBRID = (
 CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**BY_WIDTH, **WINDOW)
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     **drafting(HYBRID_PAIR.draft), **BY_WIDTH
@@ -209,15 +207,8 @@ CHATS_DEFAULT = DFLASH.named("chats-default").having(
 CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").having(
     speculative_dflash_draft_kv_tokens=100000
 )
-# A twentieth of the default: 2 * 8 * (512 + 8) / 20. At a tenth the loss is within its own spread.
-CHATS_TWENTIETH = CHATS_DEFAULT.named("chats-twentieth").having(
-    speculative_dflash_draft_kv_tokens=416
-)
-# -- drafts of no use: random ones, and finite ones whose logits overflow
+# -- a finite draft whose logits overflow
 
-RANDOM_DRAFT = DFLASH.named("random-draft").having(
-    speculative_draft_model_path=f"{FILES}/random-draft"
-)
 OVERFLOWING = DFLASH.named("overflowing").having(
     speculative_draft_model_path=f"{FILES}/overflowing-draft", enable_metrics=True
 )
@@ -226,10 +217,9 @@ OVERFLOWING = DFLASH.named("overflowing").having(
 SIZED = PLAIN.changed("sized").having(
     max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16
 )
-LOSSY = SIZED.named("lossy").having(
+BOUNDED = SIZED.named("bounded").having(
     **DFLASH_FLAGS,
     speculative_draft_window_size=512,
-    speculative_dflash_extension="tests.engine.extensions:lossy",
 )
 
 # -- sampling with seeds
@@ -347,5 +337,4 @@ HYBRID_WIDTHS = {
 HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").having(
     **KEPT_STATES["lazy"], disable_overlap_schedule=True, speculative_dflash_extension=None
 )
-HYBRID_BROKEN = _hybrid("hybrid-broken", HYBRID, HYBRID_PLAIN).with_env(TOO_FEW="1")
 HYBRID_MOE_DFLASH = _hybrid("hybrid-moe-auto", HYBRID_MOE, HYBRID_MOE_PLAIN)

@@ -137,7 +137,7 @@ def test_kv_of_a_blackwell_gpu(
 def test_a_quantized_target_is_served(
     config: dict[str, Any], resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lm_head decides, when it is loaded: tests/engine/test_start_up.py."""
+    """Its lm_head decides, when it is loaded: tests/serving/test_start_up.py."""
     given = resolve(argv(target=quantized(tmp_path, "target", config)))
     assert worker_of(given) == "ours"
     # Also if the checkpoint asks for 8-bit KV of the target.
