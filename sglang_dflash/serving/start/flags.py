@@ -161,6 +161,15 @@ def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
         )
 
 
+def warn_without_effect(server_args: Any, why: str) -> None:
+    """Log one line if flags of our worker are given to a server that it does not serve."""
+    ours = ("worker", "request_guard")
+    given = getattr(server_args, guard.ATTRIBUTE, {})
+    lost = [_typed(name) for name in given if name.removeprefix(PREFIX) not in ours]
+    if lost:
+        logger.warning("%s: no effect %s", ", ".join(lost), why)
+
+
 def options(server_args: Any, resolved: Any) -> Options:
     """`Options` from SGLang's resolved fields and ours. Raises ConfigError."""
     ours = ServerFlags.of(server_args)
