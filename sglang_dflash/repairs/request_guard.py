@@ -104,11 +104,6 @@ def check_and_create(
         for name in POSITIONS:
             _check_positions(name, getattr(obj, name), len(input_ids or obj.input_embeds or ()))
         _check_sampling(obj.sampling_params)
-        if getattr(manager.server_args, "enable_deterministic_inference", False):
-            # SGLang's sampler takes no seeds with it, and every request has one.
-            required = "not served with --enable-deterministic-inference"
-            given = obj.sampling_params.get("min_p")
-            _require(not given, "sampling_params.min_p", given, required)
     tokenized = original(manager, obj, input_text, input_ids, *others, **named)
     if isinstance(tokenized, io_struct.TokenizedGenerateReqInput):
         _check_encoding(tokenized)

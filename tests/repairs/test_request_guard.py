@@ -153,15 +153,6 @@ def test_placeholders_of_images_may_be_outside_the_vocabulary() -> None:
         guarded(**image)
 
 
-def test_min_p_is_refused_where_every_request_has_a_seed() -> None:
-    deterministic = manager()
-    deterministic.server_args.enable_deterministic_inference = True
-    assert guarded(sampling_params={"min_p": 0.1}).sampling_params.min_p == 0.1
-    assert guarded(guard=deterministic, sampling_params={"min_p": 0}).sampling_params.min_p == 0
-    with pytest.raises(ValueError, match=r"min_p: 0\.1; not served with --enable-determin"):
-        guarded(guard=deterministic, sampling_params={"min_p": 0.1})
-
-
 def test_the_flag_turns_the_guard_off() -> None:
     off = manager(speculative_dflash_request_guard="off")
     with pytest.raises(ValueError, match="5000"):
