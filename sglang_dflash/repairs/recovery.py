@@ -135,11 +135,12 @@ def end_unqueued(scheduler: Any, tokenized: Iterable[Any], reason: str) -> int:
     for one in lost:
         params = one.session_params
         session = None if params is None else scheduler.session_controller.get(params.id)
-        if session is not None:
-            # It counts the request as its active turn.
+        others = in_flight(scheduler, [scheduler.grammar_manager.grammar_queue])
+        if session is not None and not any(r.session is session for r in others):
+            # It may count the request as its active turn.
             session.abort_req()
-            if not session.streaming:
-                session.req_nodes.pop(one.rid, None)
+        if session is not None and not session.streaming:
+            session.req_nodes.pop(one.rid, None)
         error = FINISH_ABORT(reason, 500, "InternalServerError").to_json()
         scheduler.send_abort_output(AbortReq(rid=one.rid, finished_reason=error), one)
     return len(lost)

@@ -84,8 +84,9 @@ class ServerFlags:
     )
     request_guard: str = _flag(
         "on",
-        "Whether requests that would end the server are refused with HTTP 400, under any "
-        "--speculative-algorithm and without one. Default: on.",
+        "Whether requests that SGLang cannot take are refused with HTTP 400, and a failed step "
+        "ends only the requests that caused it, under any --speculative-algorithm and without "
+        "one. Default: on.",
         choices=guard.CHOICES,
     )
     extension: str | None = _flag(
