@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
@@ -50,6 +50,14 @@ class ResolvedOptions:
             return self.draft_kv_tokens
         visible = self.reach.tokens + self.reach.sinks + self.block_size
         return DRAFT_KV_HEADROOM * max_running_requests * visible
+
+    def within(self, context: int | None) -> ResolvedOptions:
+        """With a window and sinks no longer than a context of that many tokens: entries of the
+        draft KV cache for more would hold nothing."""
+        if context is None or self.reach.tokens is None:
+            return self
+        reach = Reach(min(self.reach.tokens, context), min(self.reach.sinks, context))
+        return replace(self, reach=reach)
 
     def warnings(
         self, config: DraftConfig, context: int | None, names: Mapping[str, str]

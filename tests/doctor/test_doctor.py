@@ -55,6 +55,11 @@ CASES: list[tuple[list[str], Reading, list[str]]] = [
     (["no-dflash"], others("EAGLE"), ["EAGLE"]),
     (["builtin-worker"], others(dflash_builtin_reason="--pp-size"), ["--pp-size"]),
     (["builtin-worker"], others(avg_spec_accept_length=4.0), ["sglang-dflash env"]),
+    (
+        ["no-dflash", "contained-steps"],
+        others(None, containment={"contained_steps": 3, "ended_requests": 1, "last_error": "E: x"}),
+        ["3 steps failed and 1 requests", "E: x"],
+    ),
     # Judged by SGLang's own figure.
     (["builtin-worker", "acceptance-near-1"], others(avg_spec_accept_length=1.05), ["1.05"]),
     (

@@ -357,3 +357,15 @@ def test_what_replay_keeps_is_reserved_once(
     # A single number stands for the snapshots.
     kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
     assert by_pool + replays.needed.total - snapshots.needed.total == kept
+
+
+def test_a_window_reserves_no_more_than_the_context() -> None:
+    """Two million tokens at a context of 32,768 took a gigabyte, and 2**31 - 1 ended the server."""
+    config = DraftConfig.from_dict(raw_config())
+    whole = Options(window=32_768, sinks=4).resolve(config).draft_kv_entries(8)
+    for window in (2_000_000, 2**31 - 1):
+        asked = Options(window=window, sinks=4).resolve(config)
+        assert asked.within(32_768).draft_kv_entries(8) == whole
+        assert asked.within(None) == asked and asked.warnings(config, 32_768, {})
+    short = Options(window=512).resolve(config)
+    assert short.within(32_768) == short

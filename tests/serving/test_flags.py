@@ -46,6 +46,8 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     (WINDOW, "64", SINKS, HUGE): (SINKS, int(HUGE)),
     (WINDOW, "64", SINKS, "-1"): (SINKS, -1),
     (SINKS, "4"): (SINKS, 4),
+    ("--tp-size", "0"): ("--tp-size", 0),
+    ("--tp-size", "-1"): ("--tp-size", -1),
     (ENTRIES, "999"): (ENTRIES, 999),
     (ENTRIES, "0"): (ENTRIES, 0),
     (WINDOW, "64", ENTRIES, HUGE): (ENTRIES, int(HUGE)),
@@ -103,6 +105,25 @@ def test_the_parser_refuses_values_that_are_none(
 @pytest.mark.parametrize("flags", SERVED, ids=" ".join)
 def test_flags_that_work_are_served(flags: list[str], resolve: Callable[..., Any]) -> None:
     resolve([*PAIR_FLAGS, *flags])
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (PAIR_FLAGS[:2], "without --speculative-algorithm DFLASH"),
+        ([*PAIR_FLAGS, "--speculative-dflash-worker", "builtin"], "-worker builtin"),
+    ],
+    ids=["plain", "builtin"],
+)
+def test_flags_without_effect_are_named(
+    flags: list[str], why: str, resolve: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    resolve([*flags, "--speculative-dflash-width", "adaptive"])
+    (line,) = [line for line in caplog.messages if "no effect" in line]
+    assert line.startswith("--speculative-dflash-width: ") and why in line
+    caplog.clear()
+    resolve(flags)
+    assert not [line for line in caplog.messages if "no effect" in line]
 
 
 def test_keyword_arguments_of_an_engine_are_checked_too() -> None:

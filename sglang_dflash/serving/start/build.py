@@ -113,7 +113,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         began = time.perf_counter()
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
         self._load_seconds = time.perf_counter() - began
-        options = self._asked.resolve(model.config)
+        context = runner.model_config.context_len
+        asked = self._asked.resolve(model.config)
+        options = asked.within(context)
         self._extension = load_extension(self._flags.extension, self._target_worker)
         if self._extension.width_policy is None:
             self._policy = flags.width_policy(server_args, settings, options.block_size)
@@ -136,8 +138,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         self._memory = plan.needed
-        context = runner.model_config.context_len
-        for warning in options.warnings(model.config, context, self._names):
+        for warning in asked.warnings(model.config, context, self._names):
             logger.warning("DFLASH: %s", warning)
         sampling.warn_of_simulation()
 
