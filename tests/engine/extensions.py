@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.groups import Written
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.serving.start import build
@@ -30,8 +31,9 @@ class LossyDrafter(Drafter):
     """Loses a random half of a bounded cache's entries per step."""
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
-        assert isinstance(self.cache, RingKVCache)
-        owner = self.cache.owner
+        (group,) = self.groups
+        assert isinstance(group.cache, RingKVCache)
+        owner = group.cache.owner
         owner[torch.rand(len(owner)) < 0.5] = -1
         return super().propose(bonus, requests)
 
@@ -108,11 +110,11 @@ class FaultyDrafter(Drafter):
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        quota: int | None = None,
+        written: Sequence[Written] | None = None,
     ) -> None:
         if keep is not None:  # Not of a prompt.
             fail_in("commit")
-        super().absorb(target_hidden, positions, slots, keep, quota)
+        super().absorb(target_hidden, positions, slots, keep, written)
 
 
 def faulty(target_worker: Any) -> Extension:

@@ -89,7 +89,9 @@ PAGES = DFLASH.having(
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True)
+# Sliding and full layers.
+MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft"}
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **MIXED)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
@@ -116,7 +118,7 @@ WATCHED: dict[str, Any] = {
 # 25 steps.
 TIGHT = (
     DFLASH.named("tight")
-    .having(max_total_tokens=4000, max_running_requests=8, **WATCHED)
+    .having(max_total_tokens=4000, max_running_requests=8, **WATCHED, **MIXED)
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
 # Neither checkpoint has weights.
@@ -151,7 +153,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED),
+    DFLASH.named("graphs").having(**RECORDED, **MIXED),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 GRAPHS_WINDOW = DFLASH.named("graphs-page64-window").having(page_size=64, **RECORDED, **WINDOW)
@@ -182,7 +184,7 @@ SOAK_PLAIN = PLAIN.named("soak-plain").having(max_running_requests=16)
 SOAK = (
     SOAK_PLAIN.named("soak")
     .having(**DFLASH_FLAGS, **WATCHED)
-    .having(max_total_tokens=12000, max_running_requests=32)
+    .having(**MIXED, max_total_tokens=12000, max_running_requests=32)
     .with_env(**STRICT)
 )
 SOAK_HYBRID = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
+from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
@@ -197,5 +198,5 @@ class DFlashWorker:
 
     def clear(self) -> None:
         """Forget all context: SGLang empties its pools."""
-        self.drafter.cache.clear()
+        clear(self.drafter.groups)
         self._plain_context.clear()
