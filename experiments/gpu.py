@@ -27,6 +27,7 @@ from torch import Tensor
 from experiments.drafters import TINY, Load, Loaded, loaded, random_head, random_model
 from experiments.traffic import SHAPES, absorb_floor, commit_floor, config_of, propose_floor
 from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
+from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
 from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
@@ -122,10 +123,9 @@ def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
     """Attention against torch's, and on a GPU a recorded step against an eager one. Raises
     SelfCheckFailed."""
     drafter, table = one.drafter, one.known.req_to_token
-    drafter.cache.clear()
-    check_attention(
-        drafter.model, drafter.block_size, drafter.attention, drafter.cache.kv, can.scratch
-    )
+    clear(drafter.groups)
+    for group in drafter.groups:
+        check_attention(drafter.model, drafter.block_size, group, can.scratch)
     if device.type != "cuda" or not can.capturable:
         return "as torch, not recorded"
     graphed = one.graphed(CudaGraphs(), table.shape[1])

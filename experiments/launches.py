@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, LayerAttention, Reach
+from sglang_dflash.facts.draft_config import LayerAttention, Reach
 
 
 class Launch(NamedTuple):
@@ -43,12 +43,10 @@ class Scene:
 
     Attributes:
         lengths: committed tokens of the requests.
-        reach: what the drafts read.
         kept: tokens whose context K/V is stored.
     """
 
     lengths: Sequence[int]
-    reach: Reach = WHOLE_CONTEXT
     kept: int = 0
 
 
@@ -90,17 +88,19 @@ def _of_kernel(kernel: Any, scene: Scene, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _slot_table(scene: Scene, args: Any, kwargs: Any) -> Traffic:
-    columns = args[0].shape[1]
-    return slot_table.traffic(columns, scene.lengths, scene.reach, kwargs["RING"])
+    limit, sinks = args[11:13]
+    reach = Reach(limit - sinks, sinks)
+    return slot_table.traffic(args[0].shape[1], scene.lengths, reach, kwargs["RING"])
 
 
 def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     """Of the splits and of their merge."""
     q, _, _, old, _, entries = args[:6]
-    kv_heads = old.shape[1]
+    kv_heads, limit, sinks = old.shape[1], args[-1], kwargs["SINKS"]
+    reach = Reach(limit - sinks, sinks)
     return block_attention.traffic(
         tuple(q.shape), kv_heads, entries.shape[1], scene.lengths,
-        LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"], scene.reach),
+        LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"], reach),
         kwargs["SPLITS"], q.element_size(), old.element_size(),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.groups import KVGroup, Written
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +85,17 @@ class GraphedDrafter:
         Args:
             req_to_token: int32 `[rows, positions]`, of all requests to come (see `RequestSlots`).
             buckets: batch sizes.
-            widths: numbers of table columns; by default those of `column_buckets`, or one if the
-                drafter has a window.
+            widths: numbers of table columns; by default those of `column_buckets`, or one if no
+                layer reads the whole context.
         """
         self._drafter, self._table = drafter, req_to_token
-        self.cache: DraftKVCache = drafter.cache
+        self.groups: Sequence[KVGroup] = drafter.groups
         self.counters = drafter.counters
         self._buckets = tuple(sorted(set(buckets)))
         positions = req_to_token.shape[1]
-        if drafter.reach.is_bounded:
-            widths = (drafter.reach.of(positions),)
+        self._is_bounded = all(group.reach.is_bounded for group in drafter.groups)
+        if self._is_bounded:
+            widths = (max(group.reach.of(positions) for group in drafter.groups),)
         self._widths = tuple(sorted(set(widths or column_buckets(positions))))
         self.replays = {"propose": 0, "commit": 0}
         self.eager = 0
@@ -132,7 +133,7 @@ class GraphedDrafter:
     def _propose(self, key: Key) -> None:
         s, n = self._static, key.requests
         # A window reads no more columns than it has, however long the request.
-        longest = self._table.shape[1] if self._drafter.reach.is_bounded else key.columns
+        longest = self._table.shape[1] if self._is_bounded else key.columns
         requests = RequestSlots(self._table, s.rows[:n], s.seq_lens[:n], longest)
         s.ids[:n].copy_(self._drafter.propose(s.bonus[:n], requests))
 
@@ -167,11 +168,11 @@ class GraphedDrafter:
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        quota: int | None = None,
+        written: Sequence[Written] | None = None,
     ) -> None:
-        key = None if keep is None or quota is not None else self._key_of_commit(len(slots))
+        key = None if keep is None or written is not None else self._key_of_commit(len(slots))
         if key is None or keep is None:
-            self._drafter.absorb(target_hidden, positions, slots, keep, quota)
+            self._drafter.absorb(target_hidden, positions, slots, keep, written)
             return
         s, n = self._static, len(slots)
         for static, given in (
@@ -191,7 +192,7 @@ class GraphedDrafter:
         if of.req_to_token.data_ptr() != self._table.data_ptr():
             raise ValueError("req_to_token is not the table that the recordings read")
         size = _next(self._buckets, requests)
-        columns = _next(self._widths, of.columns(self._drafter.reach))
+        columns = _next(self._widths, self._drafter.columns(of))
         if size is None or columns is None:
             return None
         return Key(size, columns, self._drafter.block_size)

@@ -10,14 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
+from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, Reach
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
 
 # Largest difference, as a share of the largest value of the torch result.
@@ -48,45 +48,37 @@ def check_ops(model: DraftModel, block_size: int) -> list[str]:
 
 
 def check_attention(
-    model: DraftModel,
-    block_size: int,
-    attention: DraftAttention,
-    kv: Tensor | None = None,
-    compacts: bool = False,
-    reach: Reach = WHOLE_CONTEXT,
+    model: DraftModel, block_size: int, group: KVGroup, compacts: bool = False
 ) -> None:
-    """Compare draft attention with torch's, for every layer, with dead entries.
+    """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
-        kv: `[S, L, 2, G, D]`, entries of an empty draft KV cache with what the attention keeps at
-            their end; zero again afterwards. None for entries made for this.
+        group: its cache is empty, but for what the attention keeps at its end, and has zeros again
+            afterwards.
         compacts: whether the attention leaves dead entries out instead of masking them. Inside of
-            a sliding window it then sees farther, so only the oldest ones are dead here.
-        reach: of the attention's layers.
+            a sliding window it then sees farther, so only the oldest one is dead here.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
     """
-    draw = _Random(model)
-    if kv is None:
-        kv = draw.floats(CONTEXT + 2, *model.kv_shape)
+    draw, layers, kv = _Random(model), group.layers, group.cache.kv
     context = max(1, min(CONTEXT, len(kv) - 2))
     everything = torch.arange(context, device=draw.device)
-    store_(kv, everything, draw.floats(context, *model.kv_shape))
+    store_(kv, everything, draw.floats(context, *kv.shape[1:]))
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
-    columns = everything[: reach.of(context)].expand(REQUESTS, -1)
-    live = (columns < seq_lens[:, None]) & ((columns > 3) if compacts else (columns % 7 != 3))
+    columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
+    live = (columns < seq_lens[:, None]) & ((columns > 0) if compacts else (columns % 7 != 3))
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
     k, v = (draw.floats(REQUESTS, block_size, layer.kv_heads, layer.head_dim) for _ in range(2))
-    expected = TorchAttention(model.config.layers_within(reach), block_size)
+    expected = TorchAttention(layers.layers, block_size)
     try:
-        for one in (attention, expected):
+        for one in (group.attention, expected):
             one.prepare(kv, table)
-        for i in range(len(model.layers)):
-            name = f"attention of layer {i} ({type(attention).__name__})"
-            _compare(name, attention.attend(i, q, k, v), expected.attend(i, q, k, v))
+        for i, number in enumerate(layers.numbers):
+            name = f"attention of layer {number} ({type(group.attention).__name__})"
+            _compare(name, group.attention.attend(i, q, k, v), expected.attend(i, q, k, v))
     finally:
         kv.zero_()
 
@@ -107,7 +99,8 @@ def check_recording(
     draw, model = _Random(eager.model), eager.model
     count = min(REQUESTS, most, len(req_to_token) - 1)
     rows = torch.arange(1, count + 1, device=draw.device)
-    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, eager.cache.num_entries // 8)
+    entries = min(group.cache.num_entries for group in eager.groups)
+    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, entries // 8)
     slots = 1 + torch.arange(len(rows) * length, device=draw.device)
     req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
     hidden = draw.floats(len(slots), model.config.target_hidden_width)
@@ -119,7 +112,7 @@ def check_recording(
                  eager.propose(bonus, requests))  # fmt: skip
     finally:
         req_to_token[rows, :length] = 0
-        eager.cache.clear()
+        clear(eager.groups)
         eager.counters.clear()
 
 

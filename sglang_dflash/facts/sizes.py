@@ -7,7 +7,7 @@ bytes of one number.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -25,8 +25,8 @@ KV_DTYPES: Mapping[str, int] = {
 }
 _BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
 
-# Of a bounded draft KV cache, per entry: whose it is, and whether it is in use; and per target
-# token: which entry it has.
+# Of a ring, per entry: whose it is, and whether it is in use; and per target token: which entry it
+# has.
 BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
 # Of a step's table, per request and column. A kernel that cannot mask sorts the live entries to
 # the front and counts them (`drafting.attention.paged`), with int64 numbers.
@@ -40,13 +40,68 @@ _TRITON_SPLITS = 8
 _FLASHINFER_WORKSPACE, _FLASHINFER_EAGER = 8 << 20, 4
 
 
+class GroupKV(NamedTuple):
+    """Draft K/V of the layers of one reach.
+
+    Attributes:
+        token_bytes: of a token's K/V, over these layers.
+        ring: entries of their ring; None if it cannot be one.
+    """
+
+    token_bytes: int
+    ring: int | None
+
+    def entries(self, kv_tokens: int) -> int | None:
+        """Entries beside a target pool of that many tokens; None for one per target slot, which a
+        ring that is no smaller comes to."""
+        return self.ring if self.ring is not None and self.ring < kv_tokens else None
+
+
+class Charge(NamedTuple):
+    """Bytes of draft K/V: at once, and for each token of the target's pool."""
+
+    once: int
+    per_token: int
+
+    def total(self, kv_tokens: int) -> int:
+        return self.once + self.per_token * kv_tokens
+
+    @classmethod
+    def of(cls, groups: Iterable[GroupKV], kv_tokens: int) -> Charge:
+        """What the groups take beside a pool of that many tokens."""
+        once = per_token = 0
+        for group in groups:
+            entries = group.entries(kv_tokens)
+            if entries is None:
+                per_token += group.token_bytes
+            else:
+                once += entries * (group.token_bytes + BYTES_PER_ENTRY)
+                per_token += BYTES_PER_TARGET_SLOT
+        return cls(once, per_token)
+
+
+def draft_kv_charge(groups: Sequence[GroupKV], fits: Callable[[Charge], int]) -> Charge:
+    """What draft K/V takes beside the largest pool of the target that fits.
+
+    Args:
+        fits: the pool's tokens if that much is taken.
+    """
+    charge = Charge.of(groups, 0)
+    # A ring serves from the pool on that exceeds it.
+    for ring in sorted({group.ring for group in groups if group.ring is not None}):
+        larger = Charge.of(groups, ring + 1)
+        if fits(larger) <= ring:
+            break
+        charge = larger
+    return charge
+
+
 class DraftMemory(NamedTuple):
     """Bytes of the drafter beside its weights and the K/V of tokens, at most.
 
     Attributes:
         scratch_kv: entries that attention keeps the block's own K/V in.
-        slot_tables: tags of a bounded draft KV cache, without those per target slot, and a step's
-            table of entries.
+        slot_tables: a step's tables of entries.
         attention_workspace: of draft attention, such as parts of split requests.
         graph_buffers: what recorded steps read and write; 0 if none are recorded.
         logits: of all drafted positions of the largest batch.
@@ -93,7 +148,6 @@ def draft_memory(
     block_size: int,
     requests: int,
     columns: int,
-    entries: int | None,
     itemsize: int = _BF16,
     ranks: int = 1,
     sorts: bool = False,
@@ -105,8 +159,7 @@ def draft_memory(
     Args:
         block_size: B, tokens of a block.
         requests: R, --max-running-requests.
-        columns: of a step's table of entries.
-        entries: of a bounded draft KV cache; None for one per target slot.
+        columns: of a step's tables of entries.
         itemsize: of the draft's weights, and of the target's hidden states.
         ranks: of the tensor-parallel group.
         sorts: whether draft attention needs the live entries in front.
@@ -119,7 +172,7 @@ def draft_memory(
     vocabulary = math.ceil(config.vocab_size / ranks)
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
-        slot_tables=table + (0 if entries is None else BYTES_PER_ENTRY * (entries + 1)),
+        slot_tables=table,
         graph_buffers=recorded * (3 * 8 + block_size * (3 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * vocabulary * itemsize,
         activations=tokens * _activations(config, ranks) * itemsize,

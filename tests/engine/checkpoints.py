@@ -19,11 +19,22 @@ from tests.engine.hybrid_requests import BLOCK_SIZE
 PAIR = demo_pair("dense")
 
 
-def short_draft(folder: Path) -> None:
-    """The demo draft with a config that claims training on no more than 64 positions."""
+def _demo_draft_with(folder: Path, **fields: object) -> None:
+    """The demo draft with other fields in its config."""
     shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def short_draft(folder: Path) -> None:
+    """It claims training on no more than 64 positions."""
+    _demo_draft_with(folder, max_position_embeddings=64)
+
+
+def mixed_draft(folder: Path) -> None:
+    """Its first and last layer slide: two draft KV caches."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    _demo_draft_with(folder, layer_types=kinds, sliding_window=64, is_causal=False)
 
 
 def overflowing_draft(folder: Path) -> None:
@@ -101,6 +112,7 @@ def adapter(folder: Path) -> None:
 # The first folder of a path after `{files}` -> what fills it.
 MAKERS: dict[str, Callable[[Path], None]] = {
     "short-draft": short_draft,
+    "mixed-draft": mixed_draft,
     "overflowing-draft": overflowing_draft,
     "config-only": config_only,
     "hybrid": save_random_hybrid,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.groups import Written
 from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
@@ -91,11 +92,11 @@ class FaultyDrafter(Drafter):
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        quota: int | None = None,
+        written: Sequence[Written] | None = None,
     ) -> None:
         if keep is not None:  # Not of a prompt.
             fail_in("commit")
-        super().absorb(target_hidden, positions, slots, keep, quota)
+        super().absorb(target_hidden, positions, slots, keep, written)
 
 
 def faulty(target_worker: Any) -> Extension:

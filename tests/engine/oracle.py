@@ -53,7 +53,7 @@ class KnownDrafts:
     ) -> None:
         """`continuations`: prompt ids to output ids."""
         self._drafter, self._observer, self._continuations = drafter, observer, continuations
-        self.cache, self.counters = drafter.cache, drafter.counters
+        self.groups, self.counters = drafter.groups, drafter.counters
         self.absorb, self.describe, self.report = drafter.absorb, drafter.describe, drafter.report
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:

@@ -88,7 +88,9 @@ PAGES = DFLASH.having(
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True)
+# Sliding and full layers.
+MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft"}
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **MIXED)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
@@ -120,6 +122,7 @@ TIGHT = (
         max_running_requests=8,
         enable_return_hidden_states=True,
         **WATCHED,
+        **MIXED,
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
@@ -155,7 +158,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED),
+    DFLASH.named("graphs").having(**RECORDED, **MIXED),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 HYBRID_PAIR = demo_pair("hybrid")
@@ -180,7 +183,7 @@ SOAK_PLAIN = PLAIN.named("soak-plain").having(max_running_requests=16)
 SOAK = (
     SOAK_PLAIN.named("soak")
     .having(**DFLASH_FLAGS, **WATCHED)
-    .having(max_total_tokens=12000, max_running_requests=32)
+    .having(**MIXED, max_total_tokens=12000, max_running_requests=32)
     .with_env(**STRICT)
 )
 SOAK_HYBRID = (

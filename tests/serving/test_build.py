@@ -74,7 +74,6 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, given in (
         ("table_positions", COLUMNS),
         ("hand_plan_to_sizing", None),
-        ("is_bounded", True),
         ("largest_recorded", 2),
     ):
         monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)
@@ -139,7 +138,7 @@ def test_a_started_worker_serves(extension: str | None) -> None:
     assert worker.block_penalties is worker.dflash.target_tokens.penalties
     drafter, report, observer = worker.dflash.drafter, worker.report(), worker.dflash.observer
     assert getattr(observer, "target_worker", None) is (extension and worker.target_worker)
-    assert isinstance(drafter.cache, RingKVCache) and report["draft_kv_entries"] == 60
+    assert isinstance(drafter.groups[0].cache, RingKVCache) and report["draft_kv_entries"] == 60
     assert isinstance(drafter, GraphedDrafter) == (extension is not None)
     assert report.get("draft_graph_proposals", 1) == 1
     assert report["decode_steps"] == 1 and report["draft_kv_live_share"] > 0

@@ -3,7 +3,6 @@ it to a plain kernel in place of the compiled one."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.paged import PagedAttention, Pages
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, LayerAttention
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu import flashinfer_attention
 from sglang_dflash.serving.gpu.flashinfer_attention import FlashInferKernel, page_lists
@@ -150,7 +149,7 @@ def test_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "'flashinfer'; it has kernels for GPUs from capability 8 on, this one's is 7"
     with pytest.raises(ConfigError, match=message):
         flashinfer_attention.flashinfer(
-            DraftConfig.from_dict(raw_config()), Setting(4, torch.device("cuda"), WHOLE_CONTEXT)
+            DraftConfig.from_dict(raw_config()), Setting(4, torch.device("cuda"), ())
         )
 
 
@@ -160,8 +159,8 @@ def test_its_wrapper_is_made_as_it_takes_it(
     """By `flashinfer`, as for a server; a warning says what it costs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(flashinfer_attention, "WORKSPACE_BYTES", 1 << 16)
-    setting = Setting(BLOCK, torch.device("cpu"), WHOLE_CONTEXT, scratch=61)
-    config: Any = SimpleNamespace(layers_within=lambda _: LAYERS)
+    setting = Setting(BLOCK, torch.device("cpu"), LAYERS, scratch=61)
+    config = DraftConfig.from_dict(raw_config())
     attention = flashinfer_attention.flashinfer(config, setting)
     assert "every step waits for the device" in caplog.text
     compare(attention, ragged([4, 9]), [4, 9])

@@ -156,7 +156,7 @@ def test_8_bit_draft_kv_drafts(window: int | None, monkeypatch: pytest.MonkeyPat
     """A prefill and a decode step; the drafts are of tokens, whatever was rounded."""
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
     worker = filled(worker_of_step(window, dtype=torch.float8_e4m3fn), [9, 14])
-    assert worker.drafter.cache.kv.dtype == torch.float8_e4m3fn
+    assert worker.drafter.groups[0].cache.kv.dtype == torch.float8_e4m3fn
     result = worker.forward_batch_generation(decode_of([9, 14]))
-    assert worker.drafter.cache.kv.float().isfinite().all()
+    assert worker.drafter.groups[0].cache.kv.float().isfinite().all()
     assert all(1 <= n <= worker.block_size for n in result.accept_lens.tolist())

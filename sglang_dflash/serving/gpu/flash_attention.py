@@ -26,7 +26,7 @@ def fa4(config: DraftConfig, setting: Setting) -> PagedAttention:
     if major not in FA4_SPLITS:
         raise _other_gpu("fa4", sorted(FA4_SPLITS), major)
     kernel = fa4_kernel(FA4_SPLITS[major])
-    return _paged(config, setting, kernel)
+    return _paged(setting, kernel)
 
 
 def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
@@ -34,12 +34,11 @@ def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
     major = _major(setting.device)
     if major not in FA3_MAJORS:
         raise _other_gpu("fa3", FA3_MAJORS, major)
-    return _paged(config, setting, fa3_kernel())
+    return _paged(setting, fa3_kernel())
 
 
-def _paged(config: DraftConfig, setting: Setting, kernel: PagedKernel) -> PagedAttention:
-    layers = config.layers_within(setting.reach)
-    return PagedAttention(layers, setting.block_size, setting.scratch, kernel)
+def _paged(setting: Setting, kernel: PagedKernel) -> PagedAttention:
+    return PagedAttention(setting.layers, setting.block_size, setting.scratch, kernel)
 
 
 def _other_gpu(name: str, majors: Sequence[int], found: int) -> ConfigError:

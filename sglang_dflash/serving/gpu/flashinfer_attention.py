@@ -105,9 +105,9 @@ class FlashInferKernel:
         )
 
 
-def workspace_bytes(config: DraftConfig, _setting: Setting) -> int:
+def workspace_bytes(_config: DraftConfig, setting: Setting) -> int:
     """What FlashInfer keeps on the device, with a wrapper for each kind of layer."""
-    return WORKSPACE_BYTES + WRAPPER_BYTES * len(set(config.layers))
+    return WORKSPACE_BYTES + WRAPPER_BYTES * len(set(setting.layers))
 
 
 def flashinfer(config: DraftConfig, setting: Setting) -> PagedAttention:
@@ -134,8 +134,7 @@ def flashinfer(config: DraftConfig, setting: Setting) -> PagedAttention:
         "FlashInfer plans on the host, and draft steps run without CUDA graphs; triton does neither"
     )
     space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=setting.device)
-    layers = config.layers_within(setting.reach)
     kernel = FlashInferKernel(
-        layers, lambda: BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=KERNELS)
+        setting.layers, lambda: BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=KERNELS)
     )
-    return PagedAttention(layers, setting.block_size, setting.scratch, kernel)
+    return PagedAttention(setting.layers, setting.block_size, setting.scratch, kernel)

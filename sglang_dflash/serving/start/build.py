@@ -143,7 +143,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         sampling.warn_of_simulation()
 
     def _allocate(self, requests: Any, allocator: Any) -> Proposer:
-        """The drafter, with its cache and attention.
+        """The drafter, with its caches and attention.
 
         Raises:
             ConfigError: the pool is too small for the block.
@@ -153,13 +153,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         self._asked.check_room(setup.options, context=None, kv_tokens=allocator.size)
         rows, positions = requests.size, requests.req_to_token.shape[1]
         slots = allocator.size + allocator.page_size
-        cache = setup.cache(slots, rows, memory.is_bounded(runner))
-        attention = setup.attention(cache, rows, positions)
+        groups = setup.groups(allocator.size, slots, rows, positions)
         if self._flags.self_check == "on":
-            setup.check(attention, cache)
+            setup.check(groups)
         head = target_head(runner.model)
         make = self._extension.make_drafter or Drafter
-        return make(setup.model, head, cache, setup.options, attention)
+        return make(setup.model, head, groups, setup.options)
 
     def _build(self, drafter: Proposer, req_to_token: torch.Tensor) -> DFlashWorker:
         """The worker. Raises SelfCheckFailed if a recorded step differs from an eager one.
@@ -175,10 +174,9 @@ class DFlashSpecWorker(BaseSpecWorker):
             drafter = graphed(drafter, self._recorder(), req_to_token, is_checked)
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(
-            target_worker, drafter, req_to_token, setup.options.reach, ranks, setup.running
-        )
+        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
+        entries = min(group.cache.num_entries for group in drafter.groups)
         figures = Figures(
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
             ranks=setup.tp.size,
@@ -192,7 +190,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             rollback=self._rollback,
             policy=policy,
             seeds=prefill.ignored_seeds,
-            watch=DraftWatch(drafter.counters, drafter.cache.num_entries, setup.tp.rank == 0),
+            watch=DraftWatch(drafter.counters, entries, setup.tp.rank == 0),
             width_steps=widths.steps,
             labels=metric_labels(),
         )
