@@ -12,6 +12,7 @@ import torch
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from tests.broken_drafts import BrokenDraft, fields
+from tests.serving.published import Arrived
 
 PAIR = demo_pair("dense")
 TARGET = [
@@ -134,21 +135,9 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
 
     from sglang_dflash.serving.start.choose_worker import unserved_setting
 
-    given = resolve([*TARGET, str(PAIR.draft)])
-    assert unserved_setting(resolving_view(given), str(PAIR.draft)) is None
-
-    class Changed:
-        def __getattr__(self, name: str) -> Any:
-            return NOT_OURS[reason].get(name, getattr(resolving_view(given), name))
-
-    assert unserved_setting(Changed(), str(PAIR.draft)) == reason
-
-
-def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
-    resolve: Any, capfd: Any
-) -> None:
-    given = resolve([*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill"])
-    assert "because of --disaggregation-mode" in builtin_warning(given, capfd)
+    given = resolving_view(resolve([*TARGET, str(PAIR.draft)]))
+    assert unserved_setting(given, str(PAIR.draft)) is None
+    assert unserved_setting(Arrived(given, NOT_OURS[reason]), str(PAIR.draft)) == reason
 
 
 def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:
