@@ -1,8 +1,8 @@
 """Decode steps of the drafter, recorded per batch size and replayed.
 
-A recording has fixed shapes. Batches are padded to the next recorded size (bucket), and without a
-window the table of entries to the next recorded number of columns. Rows of padding read nothing,
-and write to the padding slot only.
+A recording has fixed shapes. Batches are padded to the next recorded size (bucket), and a table of
+the whole context to the next recorded number of columns. Rows of padding read nothing, and write to
+the padding slot only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # The target slot that rows of padding name. A KV pool keeps it for padding.
 PADDING_SLOT = 0
-# Columns of the narrowest table without a window; each wider one has four times as many.
+# Columns of the narrowest table of a whole context; each wider one has four times as many.
 LEAST_COLUMNS = 1024
 
 

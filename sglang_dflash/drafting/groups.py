@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -97,16 +98,19 @@ class KVGroup:
             entries: int64 `[M]`, from `DraftKVCache.place`.
             some: which tokens of `kv` they are.
         """
-        for there, here in self._runs():
+        for there, here in self._runs:
             of_cache = self.cache.kv[:, here]
             model.write_context(kv[some, there], there, positions, of_cache, entries)
 
-    def _runs(self) -> Iterator[tuple[slice, slice]]:
+    @cached_property
+    def _runs(self) -> list[tuple[slice, slice]]:
         """Adjacent layers, as slices of the draft's layers and of the group's: no K/V is copied."""
         numbers = self.layers.numbers
         starts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1)]
-        for first, end in pairwise((*starts, len(numbers))):
-            yield slice(numbers[first], numbers[end - 1] + 1), slice(first, end)
+        return [
+            (slice(numbers[first], numbers[end - 1] + 1), slice(first, end))
+            for first, end in pairwise((*starts, len(numbers)))
+        ]
 
 
 def clear(groups: Sequence[KVGroup]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.visibility import keys_around
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, LayerAttention
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu import flash_attention
 from tests.conftest import raw_config
@@ -117,7 +117,7 @@ def test_another_generation_is_refused(
     name: str, majors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))
-    setting = Setting(4, torch.device("cuda"), WHOLE_CONTEXT)
+    setting = Setting(4, torch.device("cuda"), ())
     message = rf"'{name}'; it has kernels for GPUs of capability {majors}, this one's is 12"
     with pytest.raises(ConfigError, match=message):
         getattr(flash_attention, name)(DraftConfig.from_dict(raw_config()), setting)
