@@ -98,6 +98,16 @@ class Drafter:
         self.model.write_context(kv, positions, self.cache.kv, entries)
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        ids, hidden = self.forward(bonus, requests)
+        drafted = self.head(hidden)
+        broken = drafted < 0
+        self.counters.add_nonfinite(broken)
+        ids[:, 1:] = drafted.masked_fill(broken, self.model.config.mask_token_id)
+        return ids
+
+    def forward(self, bonus: Tensor, requests: RequestSlots) -> tuple[Tensor, Tensor]:
+        """The draft's inputs int64 `[R, B]`, bonus and mask tokens, and its hidden states
+        `[R, B, E]`."""
         ops, block = self.model.ops, self.block_size
         # One table for all layers: they read the same entries.
         entries = ops.slot_table(requests, self.reach, self.cache.tags)
@@ -107,12 +117,7 @@ class Drafter:
         mask_id = self.model.config.mask_token_id
         ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
         embedded = self._embed(ids.flatten()).unflatten(0, ids.shape)
-        hidden = self.model(embedded, positions, self.attention.attend)
-        drafted = self.head(hidden)
-        broken = drafted < 0
-        self.counters.add_nonfinite(broken)
-        ids[:, 1:] = drafted.masked_fill(broken, mask_id)
-        return ids
+        return ids, self.model(embedded, positions, self.attention.attend)
 
     def describe(self) -> Mapping[str, Any]:
         return {}

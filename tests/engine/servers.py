@@ -219,6 +219,23 @@ CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").having(
 CHATS_TWENTIETH = CHATS_DEFAULT.named("chats-twentieth").having(
     speculative_dflash_draft_kv_tokens=416
 )
+# -- a target with sliding layers: theirs is a pool of its own, a quarter of the other
+
+SLIDING_PLAIN = PLAIN.named("sliding-plain").having(
+    model_path=f"{FILES}/sliding", disable_hybrid_swa_memory=True
+)
+SLIDING = (
+    DFLASH.named("sliding")
+    .having(
+        model_path=f"{FILES}/sliding",
+        max_total_tokens=12000,
+        swa_full_tokens_ratio=0.25,
+        max_running_requests=8,
+    )
+    .with_env(**STRICT)
+)
+SLIDING_WINDOW = SLIDING.named("sliding-window").having(**WINDOW)
+SLIDING_PAGES = SLIDING.named("sliding-page16").having(page_size=16)
 # -- drafts of no use: random ones, and finite ones whose logits overflow
 
 RANDOM_DRAFT = DFLASH.named("random-draft").having(

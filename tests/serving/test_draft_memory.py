@@ -38,7 +38,7 @@ from sglang_dflash.facts.sizes import (
 )
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
-from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.memory import draft_memory, plan_memory, size_state_pool
@@ -65,7 +65,7 @@ BACKENDS = {
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
         lambda config, setting: PagedAttention(
-            config.layers, setting.block_size, setting.scratch, plain_kernel
+            config.layers, setting.block_size, setting.scratch, plain_kernel, setting.holes
         ),
     ),
 }
@@ -88,7 +88,7 @@ def drafter_of(setup: DraftSetup, slots: int) -> Drafter:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
-    """As FA3, FA4 and FlashInfer have them."""
+    """As FA3 and FA4 have them."""
     setup = setup_of("pages", window, DraftConfig.from_dict(raw_config()))
     cache = setup.cache(9000, RUNNING, bounded=True)
     setup.check(setup.attention(cache, RUNNING, POSITIONS), cache)
@@ -108,7 +108,8 @@ def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> 
     if isinstance(attention, TritonAttention):
         assert needed.attention_workspace == attention.workspace_bytes > 0
     columns = POSITIONS if window is None else window
-    table, tags = RUNNING * columns * (48 if backend == "pages" else 4), 0
+    paged = 12 if window is None else 48
+    table, tags = RUNNING * columns * (paged if backend == "pages" else 4), 0
     if window is not None:
         assert isinstance(cache, RingKVCache)
         tags = cache.owner.nbytes + cache.in_use.nbytes
@@ -172,7 +173,7 @@ def test_a_step_takes_no_more_than_was_reserved(
                 Capabilities(scratch=True),
                 lambda config, setting: PagedAttention(
                     config.layers, setting.block_size, setting.scratch,
-                    lambda q, *_: torch.empty_like(q),
+                    lambda q, *_: torch.empty_like(q), setting.holes,
                 ),
             ),
         )  # fmt: skip
@@ -353,7 +354,7 @@ def test_what_replay_keeps_is_reserved_once(
     for index in params.layers:
         layer = SimpleNamespace(layer_id=index)
         pool.recording.record(requests, layer, gate, gate, slots, block)
-    kept = Replay(SimpleNamespace(req_to_token_pool=requests), lambda *_: None).scratch_bytes
+    kept = Replay(SimpleNamespace(req_to_token_pool=requests), TORCH_OPS).scratch_bytes
     # A single number stands for the snapshots.
     kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
     assert by_pool + replays.needed.total - snapshots.needed.total == kept

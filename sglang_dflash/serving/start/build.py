@@ -17,6 +17,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import (
+    attention_backends,
     get_model,
     get_observability,
     get_parallel,
@@ -116,6 +117,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         asked_for = asked_attention(server_args)
         dtype = draft_kv_dtype(runner.dtype)
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
+        if asked_for is None and "flashinfer" in attention_backends():
+            logger.info(
+                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer divides a "
+                "step's work on the host, which does not know what of the draft KV is live",
+                self._attention,
+            )
         backend = ATTENTION[self._attention]
         self._recorder = self._extension.recorder
         if self._recorder is None and self._flags.draft_graphs == "auto":
@@ -145,7 +152,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup, runner = self._setup, self._target_worker.model_runner
         self._asked.check_room(setup.options, context=None, kv_tokens=allocator.size)
         rows, positions = requests.size, requests.req_to_token.shape[1]
-        slots = allocator.size + allocator.page_size
+        # If sliding layers have a pool of their own, `size` is the smaller one's.
+        slots = allocator.size_full + allocator.page_size
         cache = setup.cache(slots, rows, memory.is_bounded(runner))
         attention = setup.attention(cache, rows, positions)
         if self._flags.self_check == "on":
@@ -166,6 +174,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
             drafter = graphed(drafter, self._recorder(), req_to_token, is_checked)
+        if self._rollback is not None:
+            self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
         prefill = PrefillStep(

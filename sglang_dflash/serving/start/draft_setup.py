@@ -15,7 +15,7 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.self_check import check_attention, check_ops
+from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class DraftSetup:
             requests=rows,
             columns=reach.of(positions),
             scratch=cache.num_entries + 1,
+            holes=cache.is_bounded,
         )
         return self.backend.make(self.model.config, setting)
 
@@ -80,9 +81,11 @@ class DraftSetup:
         with torch.no_grad():
             checked = check_ops(self.model, self.options.block_size)
             if not isinstance(attention, TorchAttention):
-                compacts = self.backend.capabilities.scratch
                 block, reach = self.options.block_size, self.options.reach
-                check_attention(self.model, block, attention, cache.kv, compacts, reach)
+                dead: Dead = "any"
+                if self.backend.capabilities.scratch:
+                    dead = "oldest" if cache.is_bounded else "none"
+                check_attention(self.model, block, attention, cache.kv, dead, reach)
                 checked.append(type(attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)

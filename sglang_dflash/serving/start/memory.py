@@ -108,7 +108,7 @@ def draft_memory(
     options, config, requests = setup.options, setup.model.config, setup.running
     block, reach = options.block_size, options.reach
     columns = reach.of(positions)
-    sorts = setup.backend.capabilities.scratch
+    paged = setup.backend.capabilities.scratch
     setting = Setting(block, setup.device, reach, tp=setup.tp, requests=requests, columns=columns)
     of_steps = sizes.draft_memory(
         config,
@@ -118,12 +118,12 @@ def draft_memory(
         entries=options.draft_kv_entries(requests),
         itemsize=setup.model.fc.weight.element_size(),
         ranks=setup.tp.size,
-        sorts=sorts,
+        paged=paged,
         recorded=recorded,
         waiting_steps=MOST_STEPS if narrow else 0,
     )
     return of_steps._replace(
-        scratch_kv=(1 + requests * block * sorts) * _kv_bytes_per_token(setup),
+        scratch_kv=(1 + requests * block * paged) * _kv_bytes_per_token(setup),
         attention_workspace=setup.backend.workspace(config, setting),
     )
 
