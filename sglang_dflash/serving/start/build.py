@@ -119,8 +119,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
         if asked_for is None and "flashinfer" in attention_backends():
             logger.info(
-                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer divides a "
-                "step's work on the host, which does not know what of the draft KV is live",
+                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
+                "step on the host, which has no part in a recorded draft step",
                 self._attention,
             )
         backend = ATTENTION[self._attention]
