@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,7 @@ def inspect(
     """
     judged, context = judge(target, draft), context_of(target)
     geometry, config = judged.geometry, judged.config
-    asked = _resolve(options, draft, config)
-    resolved = asked.within(context)
+    resolved = replace(_resolve(options, draft, config), context=context)
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
     groups = draft_groups(judged, resolved, draft_kv, requests)
@@ -109,7 +108,7 @@ def inspect(
     facts = {
         "warnings": [
             *other_target(target.name, draft.name),
-            *(asked.warnings(config, context, names or {}) if config else ()),
+            *(resolved.warnings(config, context, names or {}) if config else ()),
             *_config_only(draft),
         ],
         "target": target.name,

@@ -17,6 +17,7 @@ from tests.engine.hybrid import SHAPE, save_random_hybrid
 from tests.engine.hybrid_requests import BLOCK_SIZE
 
 PAIR = demo_pair("dense")
+SLIDING_WINDOW = 96
 
 
 def _demo_draft_with(folder: Path, **fields: object) -> None:
@@ -51,6 +52,24 @@ def config_only(folder: Path) -> None:
         ignore=shutil.ignore_patterns("*.safetensors"),
         dirs_exist_ok=True,
     )
+
+
+def sliding(folder: Path) -> None:
+    """The demo target with every second layer sliding, as gpt-oss has them: the architecture is one
+    for which SGLang keeps two KV pools, and whose dense layers are Qwen3's."""
+    shutil.copytree(PAIR.target, folder, dirs_exist_ok=True)
+    raw = json.loads((PAIR.target / "config.json").read_text())
+    depth = raw["num_hidden_layers"]
+    changed = {
+        "architectures": ["LagunaForCausalLM"],
+        "model_type": "laguna",
+        "layer_types": ["sliding_attention", "full_attention"] * (depth // 2),
+        "mlp_layer_types": ["dense"] * depth,
+        "sliding_window": SLIDING_WINDOW,
+        "gating": "disabled",
+        "rope_parameters": {"full_attention": raw["rope_parameters"]},
+    }
+    (folder / "config.json").write_text(json.dumps({**raw, **changed}))
 
 
 def hybrid_moe(folder: Path) -> None:
@@ -115,6 +134,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "mixed-draft": mixed_draft,
     "overflowing-draft": overflowing_draft,
     "config-only": config_only,
+    "sliding": sliding,
     "hybrid": save_random_hybrid,
     "hybrid-moe": hybrid_moe,
     "hybrid-draft": hybrid_draft,

@@ -60,6 +60,15 @@ def known_text_drafted(seen: Seen) -> None:
         assert workload.acceptance_length(seen.ours["demo"]) > 2
 
 
+def two_pools(seen: Seen) -> None:
+    """The sliding layers' is a quarter of the other, and more tokens were kept than it has."""
+    drafted(seen)
+    all_layers, sliding = 12000, 3000
+    load = requests.get(f"{seen.server.url}/server_info").json()["internal_states"][0]
+    assert load["memory_usage"]["token_capacity"] == all_layers, load["memory_usage"]
+    assert sum(answer["meta_info"]["prompt_tokens"] for answer in _answers(seen)) > sliding
+
+
 def used_every_width(seen: Seen, steps: int = 20) -> None:
     assert all(used > steps for used in seen.report["width_steps"].values())
 

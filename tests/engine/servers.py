@@ -169,6 +169,9 @@ HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     mamba_scheduler_strategy="extra_buffer",
     max_running_requests=8,
 )
+HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
+    **drafting(HYBRID_PAIR.draft)
+)
 HYBRID_PAIR_GRAPHS = replace(
     HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
         **drafting(HYBRID_PAIR.draft),
@@ -215,6 +218,23 @@ CHATS_DEFAULT = DFLASH.named("chats-default").having(
 CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").having(
     speculative_dflash_draft_kv_tokens=100000
 )
+# -- a target with sliding layers: theirs is a pool of its own, a quarter of the other
+
+SLIDING_PLAIN = PLAIN.named("sliding-plain").having(
+    model_path=f"{FILES}/sliding", disable_hybrid_swa_memory=True
+)
+SLIDING = (
+    DFLASH.named("sliding")
+    .having(
+        model_path=f"{FILES}/sliding",
+        max_total_tokens=12000,
+        swa_full_tokens_ratio=0.25,
+        max_running_requests=8,
+    )
+    .with_env(**STRICT)
+)
+SLIDING_WINDOW = SLIDING.named("sliding-window").having(**WINDOW)
+SLIDING_PAGES = SLIDING.named("sliding-page16").having(page_size=16)
 # -- a finite draft whose logits overflow
 
 OVERFLOWING = DFLASH.named("overflowing").having(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.runtime_context import (
+    attention_backends,
     get_model,
     get_observability,
     get_parallel,
@@ -114,8 +116,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
         self._load_seconds = time.perf_counter() - began
         context = runner.model_config.context_len
-        asked = self._asked.resolve(model.config)
-        options = asked.within(context)
+        options = replace(self._asked.resolve(model.config), context=context)
         self._extension = load_extension(self._flags.extension, self._target_worker)
         if self._extension.width_policy is None:
             self._policy = flags.width_policy(server_args, settings, options.block_size)
@@ -124,6 +125,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         asked_for = asked_attention(server_args)
         dtype = draft_kv_dtype(runner.dtype)
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
+        if asked_for is None and "flashinfer" in attention_backends():
+            logger.info(
+                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
+                "step on the host, which has no part in a recorded draft step",
+                self._attention,
+            )
         backend = ATTENTION[self._attention]
         self._recorder = self._extension.recorder
         if self._recorder is None and self._flags.draft_graphs == "auto":
@@ -138,7 +145,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         self._memory = plan.needed
-        for warning in asked.warnings(model.config, context, self._names):
+        for warning in options.warnings(model.config, context, self._names):
             logger.warning("DFLASH: %s", warning)
         sampling.warn_of_simulation()
 
@@ -152,8 +159,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup, runner = self._setup, self._target_worker.model_runner
         self._asked.check_room(setup.options, context=None, kv_tokens=allocator.size)
         rows, positions = requests.size, requests.req_to_token.shape[1]
-        slots = allocator.size + allocator.page_size
-        groups = setup.groups(allocator.size, slots, rows, positions)
+        # If sliding layers have a pool of their own, `size` is the smaller one's.
+        tokens = allocator.size_full
+        groups = setup.groups(tokens, tokens + allocator.page_size, rows, positions)
         if self._flags.self_check == "on":
             setup.check(groups)
         head = target_head(runner.model)
@@ -172,6 +180,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
             drafter = graphed(drafter, self._recorder(), req_to_token, is_checked)
+        if self._rollback is not None:
+            self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
         prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running)
