@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import pkgutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.ops import norm_rope_context
 from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.tensors import layout
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, those of its own language included: set it before
@@ -126,3 +131,28 @@ def random_model(raw: dict[str, Any]) -> DraftModel:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim == 2 else 1.0)
     return model
+
+
+def save_model(
+    model: DraftModel, raw_config: Mapping[str, object], folder: str | Path, dtype: torch.dtype
+) -> None:
+    """Write `model`, which is not split over ranks, and its config.json in the published layout."""
+    state, tensors = model.state_dict(), {}
+    for ours, parts in layout(model.config).items():
+        rows = state[ours].split([part.shape[0] for part in parts])
+        for part, own in zip(parts, rows, strict=True):
+            tensors[part.name] = own.to(dtype).contiguous()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    (Path(folder) / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
+
+
+def context_kv(model: DraftModel, target_hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+    """Every layer's context K (normed and rotated) and V, `[..., N, L, 2, G, D]`."""
+    return norm_rope_context(
+        model.project_context(model.context_features(target_hidden)),
+        positions,
+        model._k_norms(),
+        model.rotary,
+        model.config.rms_norm_eps,
+    )

@@ -1,13 +1,11 @@
-"""Read and write published DFlash checkpoints. Every tensor is used once or named in an error."""
+"""Read published DFlash checkpoints. Every tensor is used once or named in an error."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
@@ -114,17 +112,3 @@ def _network(
     # No checkpoint holds this buffer. It stays float32 for weights of any dtype.
     model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)
     return model.freeze()
-
-
-def save_model(
-    model: DraftModel, raw_config: Mapping[str, object], folder: str | Path, dtype: torch.dtype
-) -> None:
-    """Write `model`, which is not split over ranks, and its config.json in the published layout."""
-    state, tensors = model.state_dict(), {}
-    for ours, parts in layout(model.config).items():
-        rows = state[ours].split([part.shape[0] for part in parts])
-        for part, own in zip(parts, rows, strict=True):
-            tensors[part.name] = own.to(dtype).contiguous()
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-    (Path(folder) / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")

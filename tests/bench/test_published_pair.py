@@ -84,7 +84,7 @@ def test_an_error_ends_all_ranks(tmp_path: Path) -> None:
     asked = [*ASKED[:6], "--dataset", "gsm8k"]
     done = torchrun(2, tmp_path / "x", asked, **caches, HF_HUB_OFFLINE="1")
     assert done.returncode != 0
-    assert "sglang_dflash.benchmark: --dataset: 'gsm8k'; it is not cached as" in done.stderr
+    assert "--dataset: 'gsm8k'; openai/gsm8k could not be fetched" in done.stderr
 
 
 def test_sampled_answers_do_not_depend_on_the_order(tmp_path: Path) -> None:

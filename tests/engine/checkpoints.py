@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, save_model
 from tests.engine.hybrid import SHAPE, save_random_hybrid
 from tests.engine.hybrid_requests import BLOCK_SIZE
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.rope import Rotary
-from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import read_json_object
@@ -29,7 +28,7 @@ from sglang_dflash.facts.tensors import (
     local_weight_bytes,
 )
 from sglang_dflash.inspect.report import Serving, as_table, inspect
-from tests.conftest import FUZZ, random_model, raw_config
+from tests.conftest import FUZZ, random_model, raw_config, save_model
 from tests.facts.target_fields import TARGET
 
 # Of this process: the machine may be busy with other things.

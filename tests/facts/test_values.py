@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.drafting.weights import load_model, save_model
+from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.tensors import _CHUNK, check_values, check_weights
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, save_model
 
 # Its up and down projections have more elements than are looked at together.
 WIDE = raw_config(intermediate_size=_CHUNK // 32 + 1, attention_bias=True)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, save_model
 from tests.engine.hybrid import SHAPE
 
 LINE = """python -m sglang.launch_server --model-path Qwen/Qwen3.5-27B \\

@@ -10,8 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash import DFlashDraftModel
-from sglang_dflash.drafting.weights import save_model
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, save_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,

@@ -17,10 +17,10 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.drafting.weights import load_model, save_model
+from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import prefill, sampler, spec_generate
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, save_model
 from tests.transformers_loop.conftest import NEW_TOKENS, SHAPE, greedy, randomized
 
 
