@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.ops import norm_rope_context
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.tensors import layout
 
@@ -145,14 +144,3 @@ def save_model(
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")
-
-
-def context_kv(model: DraftModel, target_hidden: torch.Tensor, positions: torch.Tensor) -> Any:
-    """Every layer's context K (normed and rotated) and V, `[..., N, L, 2, G, D]`."""
-    return norm_rope_context(
-        model.project_context(model.context_features(target_hidden)),
-        positions,
-        model._k_norms(),
-        model.rotary,
-        model.config.rms_norm_eps,
-    )

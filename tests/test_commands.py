@@ -30,7 +30,7 @@ ELSEWHERE = {
     "pip install -e . -c constraints.txt": "launch/setup.sh, which every test run begins with",
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
-    "sglang-dflash doctor": "needs a server: tests/doctor/test_doctor.py",
+    "sglang-dflash doctor": "needs a server: tests/cli/test_doctor.py",
     "pipx run pip-audit": "asks the network for known defects",
     "uv pip": "a mention, and a maintainer's command; both need the network",
     "pre-commit install": "changes the checkout's git hooks",

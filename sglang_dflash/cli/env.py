@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
+from sglang_dflash.bench.machine import hardware
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs.seams import SEAMS as REPAIRS
 from sglang_dflash.seam.seam import Seam, load_plugins, state
@@ -19,20 +19,7 @@ from sglang_dflash.seam.version import unsupported
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
 
 OURS, BUILTIN = "sglang-dflash", "SGLang's built-in worker"
-_GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 _PACKAGES = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
-# Named only if they are installed.
-_KERNELS = (
-    "sglang-kernel",
-    "sgl-kernel",
-    "flashinfer-python",
-    "flash-attn-4",
-    "flash-attn",
-    "flash-linear-attention",
-    "tilelang",
-)
-_VARIABLES = ("SGLANG_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "HF_ENDPOINT")
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +49,8 @@ def _report(target: str | None, draft: str | None) -> dict[str, Any]:
         "worker": worker,
         "reason": reason,
         "versions": versions(),
-        "devices": devices(),
+        "machine": hardware(),
         "platform": None if found is None else type(found).__name__,
-        "variables": variables(),
-        "plugins": _plugins(),
         "seams": seams,
     }
 
@@ -108,63 +93,8 @@ def _version(package: str) -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Versions by name; None for what is not installed."""
-    kernels = {name: version for name in _KERNELS if (version := _version(name)) is not None}
-    return {
-        "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
-        **kernels,
-        "system": platform.platform(),
-    }
-
-
-def devices() -> list[str]:
-    """The processor, then the accelerators that torch finds, in words."""
-    try:
-        import torch
-    except ImportError as error:
-        return [f"torch cannot be imported ({error})"]
-    from sglang_dflash.bench.machine import hardware
-
-    machine = hardware()
-    memory = f"{machine['memory_gib']:.0f} GiB of memory"
-    found = [f"{machine['processor']}, {machine['cores']} cores, {memory}"]
-    if torch.cuda.is_available():
-        for i in range(torch.cuda.device_count()):
-            of = torch.cuda.get_device_properties(i)
-            found.append(
-                f"{of.name}, {of.total_memory / 2**30:.0f} GiB, compute capability "
-                f"{of.major}.{of.minor}, CUDA {torch.version.cuda}"
-            )
-    elif torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        found.append(f"{torch.accelerator.device_count()} of type {kind}")
-    else:
-        found.append("no accelerator")
-    return found
-
-
-def variables() -> dict[str, str]:
-    """Environment variables that are set and change what a server does, without secrets."""
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRET)
-    }
-
-
-def _plugins() -> list[dict[str, Any]]:
-    """The installed plugins of SGLang's two groups, with their distribution."""
-    return [
-        {
-            "group": group,
-            "name": entry.name,
-            "value": entry.value,
-            "distribution": entry.dist.name if entry.dist else None,
-            "version": entry.dist.version if entry.dist else None,
-        }
-        for group in _GROUPS
-        for entry in importlib.metadata.entry_points(group=group)
-    ]
+    found = {name: _version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), **found, "system": platform.platform()}
 
 
 def _seams(found: object | None) -> list[dict[str, str]]:
@@ -195,25 +125,18 @@ def _described(table: str, row: Seam) -> dict[str, str]:
 
 def as_text(report: Mapping[str, Any]) -> str:
     """The report for reading. Of the seams, those that are applied are only counted."""
-    plugins = {
-        f"{of['name']} ({of['group']})": f"{of['value']}, of {of['distribution']} {of['version']}"
-        for of in report["plugins"]
-    }
-    known = {name: version or "not installed" for name, version in report["versions"].items()}
+    machine = report["machine"]
+    accelerator = machine["accelerator"] or "no accelerator"
     sections = {
-        "versions": _aligned(known),
-        "devices": [*report["devices"], f"SGLang's platform: {report['platform'] or 'not known'}"],
-        "variables": _aligned(report["variables"]) or ["none is set"],
-        "plugins": _aligned(plugins) or ["none is installed"],
+        "versions": [f"{k:15} {v or 'not installed'}" for k, v in report["versions"].items()],
+        "machine": [
+            f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB",
+            f"{accelerator}; SGLang's platform: {report['platform'] or 'not known'}",
+        ],
         "seams": _seam_lines(report["seams"]) or ["not checked without SGLang"],
     }
     shown = ["\n".join([f"{title}:", *(f"  {x}" for x in of)]) for title, of in sections.items()]
     return "\n\n".join([f"worker: {report['worker']}\nwhy: {report['reason']}", *shown])
-
-
-def _aligned(facts: Mapping[str, str]) -> list[str]:
-    width = max(map(len, facts), default=0)
-    return [f"{name:<{width}}  {value}" for name, value in facts.items()]
 
 
 def _seam_lines(rows: Iterable[Mapping[str, str]]) -> list[str]:

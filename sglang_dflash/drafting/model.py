@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -136,8 +136,26 @@ class DraftModel(nn.Module):
         weight, bias = self._context_projection()
         return F.linear(features, weight, bias).unflatten(-1, self.kv_shape)
 
+    def context_kv(self, target_hidden: Tensor, positions: Tensor) -> Tensor:
+        """Every layer's context K (normed and rotated) and V, for a caller with a cache of its own.
+
+        Args:
+            target_hidden: see `context_features`.
+            positions: int `[..., N]`.
+
+        Returns:
+            `[..., N, L, 2, G, D]` in the dtype of the weights.
+        """
+        return norm_rope_context(
+            self.project_context(self.context_features(target_hidden)),
+            positions,
+            self._k_norms(),
+            self.rotary,
+            self.config.rms_norm_eps,
+        )
+
     def write_context(self, kv: Tensor, positions: Tensor, cache: Tensor, entries: Tensor) -> None:
-        """Store context K (normed and rotated) and V of N tokens in entries of a draft KV cache.
+        """Store `context_kv` of N tokens in entries of a draft KV cache.
 
         Args:
             kv: `[N, L, 2, G, D]`, from `project_context`.

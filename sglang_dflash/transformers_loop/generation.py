@@ -32,12 +32,10 @@ class Generation:
     Attributes:
         tokens: generated token ids, without the prompt.
         committed: tokens of the text that each verify step gave, the bonus token included.
-        accepted: the same with what the last step accepted beyond the end of the text.
     """
 
     tokens: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
@@ -49,7 +47,6 @@ def sampler(
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
-    min_p: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Choose:
     """How the target picks its tokens from logits `[N, V]`.
@@ -58,14 +55,11 @@ def sampler(
         temperature: 0 is greedy, and the other arguments are ignored.
         top_k: tokens that are kept; 0 keeps all.
         top_p: probability mass that is kept.
-        min_p: least probability that is kept, relative to the largest.
         generator: on the device of the logits; None for torch's default.
     """
     if temperature == 0:
         return lambda logits: logits.argmax(-1)
-    return lambda logits: sample(
-        target_probabilities(logits, temperature, top_k, top_p, min_p), generator
-    )
+    return lambda logits: sample(target_probabilities(logits, temperature, top_k, top_p), generator)
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,6 @@ def spec_generate(
             before, new = len(result.tokens), accepted.tokens[0, :count].tolist()
             done = _extend(result, new, stop_token_ids, max_new_tokens, on_tokens)
             result.committed.append(len(result.tokens) - before)
-            result.accepted.append(count)
     target_cache.reset(prompt_length)
     return result
 

@@ -17,7 +17,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, read_tensors
-from tests.conftest import context_kv, random_model, raw_config, save_model
+from tests.conftest import random_model, raw_config, save_model
 from tests.drafting.reference import draft_block
 
 SLIDING = {
@@ -138,5 +138,5 @@ def test_joined_context_projection_is_the_layers_own() -> None:
     raw = raw_config(attention_bias=True)
     model = random_model(raw)
     hidden, positions = torch.randn(5, model.config.target_hidden_width), torch.arange(3, 8)
-    before = context_kv(model, hidden, positions)
-    torch.testing.assert_close(context_kv(model.freeze(), hidden, positions), before)
+    before = model.context_kv(hidden, positions)
+    torch.testing.assert_close(model.freeze().context_kv(hidden, positions), before)

@@ -24,7 +24,7 @@ from sglang_dflash.drafting.weights import (
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.tensors import expected_tensors, stored_tensors
-from tests.conftest import context_kv, random_model, raw_config, save_model
+from tests.conftest import random_model, raw_config, save_model
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, bias: bool, size: i
 
     def both(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         model = load_model(tmp_path, dtype=torch.float32, tp=tp)
-        kv = context_kv(model, target_hidden, positions)
+        kv = model.context_kv(target_hidden, positions)
         assert kv.shape[2:] == model.kv_shape
         return model(x, positions[:, :4], attend), kv
 
