@@ -147,9 +147,8 @@ def answered(
 
     def choose() -> Choose:
         # The seed depends on the prompt, not on the rank that answers it.
-        generator = torch.Generator(pair.device).manual_seed(settings.seed + index)
-        top_k = settings.top_k or 0
-        return sampler(settings.temperature, top_k, settings.top_p, generator=generator)
+        seed = settings.seed + index
+        return sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
 
     def plain() -> list[int]:
         return plain_generate(pair.target, start, limit, stops, choose())
