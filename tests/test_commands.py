@@ -32,6 +32,7 @@ ELSEWHERE = {
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
     "sglang-dflash doctor": "needs a server: tests/cli/test_doctor.py",
     "pipx run pip-audit": "asks the network for known defects",
+    "python -m sglang.check_env": "SGLang's own, for machines with a GPU",
     "uv pip": "a mention, and a maintainer's command; both need the network",
     "pre-commit install": "changes the checkout's git hooks",
     "source .venv/bin/activate": "launch/setup.sh made it",

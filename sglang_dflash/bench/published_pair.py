@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Measured:
+class PairAnswer:
     """One turn of a prompt.
 
     Attributes:
@@ -90,14 +90,14 @@ def measure_pair(
 
 def _measure(
     settings: BenchSettings, rank: int, ranks: int, prompts: list[Prompt]
-) -> tuple[list[Measured], int]:
+) -> tuple[list[PairAnswer], int]:
     """This rank's answers, and the block size."""
     options = Options(block_size=settings.block_size, window=settings.window)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     dtype = None if settings.dtype == "auto" else settings.dtype
     pair = load(settings.target or "", settings.draft or "", options, dtype, device)
     own = range(rank, len(prompts), ranks)
-    measured: list[Measured] = []
+    measured: list[PairAnswer] = []
     shown = progress_bar(len(own)) if rank == 0 else nullcontext()
     with shown as bar:
         few = min(WARM_UP_TOKENS, settings.max_new_tokens)
@@ -139,7 +139,7 @@ def answered(
     prompt: Prompt,
     answers: list[str],
     limit: int,
-) -> Measured:
+) -> PairAnswer:
     """The next turn of prompt `index`, in both ways, with at most `limit` new tokens."""
     stops = pair.stop_token_ids
     ids = encode_turn(pair.tokenizer, prompt, answers, settings.thinking)
@@ -171,7 +171,7 @@ def answered(
     else:
         tokens, plain_s = timed(plain, pair.device)
         out, dflash_s = timed(dflash, pair.device)
-    return Measured(
+    return PairAnswer(
         index,
         len(answers),
         pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
@@ -196,7 +196,7 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def pair_figures(
-    settings: BenchSettings, dataset: str, ranks: int, block_size: int, measured: list[Measured]
+    settings: BenchSettings, dataset: str, ranks: int, block_size: int, measured: list[PairAnswer]
 ) -> dict[str, Any]:
     """The figures of all answers, by name."""
     plain, dflash = ([getattr(one, at) for one in measured] for at in ("plain_s", "dflash_s"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench.published import main
-from sglang_dflash.bench.published_pair import Measured, pair_figures, pair_lines
+from sglang_dflash.bench.published_pair import PairAnswer, pair_figures, pair_lines
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair
 
@@ -24,9 +24,9 @@ ASKED = [
 
 
 def test_figures_are_exact_counts() -> None:
-    def one(kept: list[int], plain_s: float, dflash_s: float) -> Measured:
+    def one(kept: list[int], plain_s: float, dflash_s: float) -> PairAnswer:
         # The first token is the prefill's.
-        return Measured(0, 0, "", [7] * (1 + sum(kept)), kept, True, plain_s, dflash_s)
+        return PairAnswer(0, 0, "", [7] * (1 + sum(kept)), kept, True, plain_s, dflash_s)
 
     settings = BenchSettings(target="T", draft="D", dataset=("demo",))
     measured = [one([3, 4, 1], 0.2, 0.1), one([2], 0.4, 0.1)]
