@@ -7,16 +7,14 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Iterable, Mapping
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.bench.machine import hardware
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.repairs.seams import SEAMS as REPAIRS
-from sglang_dflash.seam.seam import Seam, load_plugins, state
+from sglang_dflash.seam.seam import any_in_place, load_plugins
 from sglang_dflash.seam.version import unsupported
-from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
+from sglang_dflash.serving.seams import SEAMS
 
 OURS, BUILTIN = "sglang-dflash", "SGLang's built-in worker"
 _PACKAGES = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
@@ -37,12 +35,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _report(target: str | None, draft: str | None) -> dict[str, Any]:
-    found, problem, seams = None, None, list[dict[str, str]]()
+    found, problem = None, None
     if _version("sglang") is not None:
         print("loading SGLang and its plugins ...", file=sys.stderr)
         found, problem = load_plugins()
-        seams = _seams(found)
-    worker, reason = _worker(problem, seams)
+    worker, reason = _worker(problem)
     if worker == OURS and target is not None and draft is not None:
         worker, reason = _pair_worker(target, draft)
     return {
@@ -50,13 +47,16 @@ def _report(target: str | None, draft: str | None) -> dict[str, Any]:
         "reason": reason,
         "versions": versions(),
         "machine": hardware(),
+        # Of SGLang, which our plugin for CPUs may have set.
         "platform": None if found is None else type(found).__name__,
-        "seams": seams,
     }
 
 
-def _worker(problem: str | None, seams: Iterable[Mapping[str, str]]) -> tuple[str, str]:
-    """Which worker this installation gives a pair that ours can serve, and why."""
+def _worker(problem: str | None) -> tuple[str, str]:
+    """Which worker this installation gives a pair that ours can serve, and why.
+
+    `problem`: why a server of this installation would end at start, or None.
+    """
     mismatch = unsupported()
     if _version("sglang") is None:
         return "none", f"{mismatch}; inspect works, and generate if torch is there"
@@ -64,7 +64,7 @@ def _worker(problem: str | None, seams: Iterable[Mapping[str, str]]) -> tuple[st
         return "none", f"a server ends at start: {problem}"
     if mismatch is not None:
         return BUILTIN, mismatch
-    if ("serving", "applied") not in {(row["table"], row["state"]) for row in seams}:
+    if not any_in_place(SEAMS):
         return BUILTIN, (
             "our plugin dflash is not loaded: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out, or "
             "it is not registered; then install the package again"
@@ -97,59 +97,15 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), **found, "system": platform.platform()}
 
 
-def _seams(found: object | None) -> list[dict[str, str]]:
-    """Every row of our tables as text, with its state in this process. `found`: the platform."""
-    tables = {"serving": SEAMS, "replay": REPLAY_SEAMS, "repairs": REPAIRS}
-    from sglang_dflash.platform_cpu import is_active
-
-    if is_active(found):
-        from sglang_dflash.platform_cpu import seams
-
-        tables["platform_cpu"] = seams.SEAMS
-    return [_described(name, row) for name, rows in tables.items() for row in rows]
-
-
-def _described(table: str, row: Seam) -> dict[str, str]:
-    stands, detail = state(row)
-    return {
-        "table": table,
-        "target": row.target,
-        "kind": row.kind.value,
-        "ours": row.ours_name,
-        "reason": row.reason,
-        "proof": row.proof,
-        "state": stands,
-        "detail": detail,
-    }
-
-
 def as_text(report: Mapping[str, Any]) -> str:
-    """The report for reading. Of the seams, those that are applied are only counted."""
+    """The report for reading."""
     machine = report["machine"]
-    accelerator = machine["accelerator"] or "no accelerator"
-    sections = {
-        "versions": [f"{k:15} {v or 'not installed'}" for k, v in report["versions"].items()],
-        "machine": [
-            f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB",
-            f"{accelerator}; SGLang's platform: {report['platform'] or 'not known'}",
-        ],
-        "seams": _seam_lines(report["seams"]) or ["not checked without SGLang"],
+    of = {
+        **report["versions"],
+        "processor": f"{machine['processor']}, {machine['cores']} cores",
+        "memory": f"{machine['memory_gib']} GiB",
+        "accelerator": machine["accelerator"] or "none",
+        "platform": report["platform"] or "not known",
     }
-    shown = ["\n".join([f"{title}:", *(f"  {x}" for x in of)]) for title, of in sections.items()]
-    return "\n\n".join([f"worker: {report['worker']}\nwhy: {report['reason']}", *shown])
-
-
-def _seam_lines(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    lines = []
-    for table, group in groupby(rows, key=lambda row: row["table"]):
-        members, expected, said = list(group), "applied", "applied"
-        if table == "replay":
-            expected = "not applied"
-            said = "can be applied; a scheduler does if its target has Gated DeltaNet layers"
-        others = [row for row in members if row["state"] != expected]
-        lines.append(f"{table}: {len(members) - len(others)} of {len(members)} {said}")
-        lines += [
-            f"  {row['state']}: {row['target']}" + (f" ({row['detail']})" if row["detail"] else "")
-            for row in others
-        ]
-    return lines
+    lines = [f"{name:15} {value or 'not installed'}" for name, value in of.items()]
+    return "\n".join([f"worker: {report['worker']}", f"why: {report['reason']}", "", *lines])
