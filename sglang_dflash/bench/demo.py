@@ -14,19 +14,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.columns import Columns
-from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-
-from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.machine import hardware
 from sglang_dflash.bench.server import Server, demo_config, sigterm_as_exit, together
 from sglang_dflash.bench.settings import BenchSettings
@@ -41,11 +33,17 @@ PROMPTS, NEW_TOKENS = 12, 128
 class DemoArm:
     """One way of decoding: its server, its outputs, and how long they took in seconds."""
 
-    name: str
     server: Server
     outputs: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    text: str = ""
+
+    def answer(self, prompt: str) -> None:
+        began = time.perf_counter()
+        answer = self.server.generate(
+            prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
+        )
+        self.seconds.append(time.perf_counter() - began)
+        self.outputs.append(answer["output_ids"])
 
     @property
     def tokens(self) -> int:
@@ -53,58 +51,25 @@ class DemoArm:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / sum(self.seconds) if self.seconds else 0.0
+        return self.tokens / sum(self.seconds)
 
     def step_ms(self, steps: int) -> float:
         """Mean time of one of its `steps` target forwards, prefill included, in milliseconds."""
         return round(1000 * sum(self.seconds) / steps, 2)
 
-    def panel(self) -> Panel:
-        return Panel(
-            self.text[-700:],
-            title=f"{self.name}: {self.tokens_per_second:.1f} tok/s",
-            width=68,
-            height=18,
-        )
 
-
-def run_prompt(arm: DemoArm, prompt: str, show: Callable[[], None] | None) -> None:
-    """Generate on one arm; on a terminal stream its text, and `show` it."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    began = time.perf_counter()
-    if show is None:
-        last = arm.server.generate(prompt, **sampling)
-    else:
-        body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        for last in chunks(f"{arm.server.url}/generate", body):
-            arm.text = last["text"]
-            show()
-    arm.seconds.append(time.perf_counter() - began)
-    arm.outputs.append(last["output_ids"])
-
-
-def compare(
-    plain: DemoArm, dflash: DemoArm, prompts: list[str], text: str, console: Console
-) -> dict[str, Any]:
-    """Run all prompts on both arms, in turns, and summarize. `text`: what they are, in words."""
+def compare(plain: DemoArm, dflash: DemoArm, prompts: list[str]) -> dict[str, Any]:
+    """Run all prompts on both arms, in turns, and summarize."""
     arms = plain, dflash
     for arm in arms:
         arm.server.generate(prompts[0], temperature=0, max_new_tokens=32)
     before = dflash.server.dflash()
-    live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
-
-    def show() -> None:
-        if live is not None:
-            live.update(Columns([arm.panel() for arm in arms]))
-
-    with live or nullcontext():
-        for i, prompt in enumerate(prompts):
-            for arm in arms[:: -1 if i % 2 else 1]:
-                run_prompt(arm, prompt, show if live else None)
-            if live is None:
-                rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
-                console.print(f"prompt {i + 1}/{len(prompts)}: {rates}")
-    return {"text": text, **outcome(plain, dflash, before, dflash.server.dflash())}
+    for i, prompt in enumerate(prompts):
+        for arm in arms[:: -1 if i % 2 else 1]:
+            arm.answer(prompt)
+        rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
+        print(f"prompt {i + 1}/{len(prompts)}: {rates}", flush=True)
+    return outcome(plain, dflash, before, dflash.server.dflash())
 
 
 def outcome(
@@ -169,16 +134,15 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The whole demo; it exits if it only checks."""
-    console, pair = Console(), demo_pair(args.pair)
+    pair = demo_pair(args.pair)
     plain, dflash = (Server(demo_config(pair, dflash=dflash)) for dflash in (False, True))
-    starting = "starting two SGLang servers, one plain and one with DFLASH (about a minute)"
+    print("starting two SGLang servers, one plain and one with DFLASH (about a minute)", flush=True)
     with ExitStack() as servers:
-        with console.status(starting):
-            servers.enter_context(together((plain, dflash)))
-        arms = DemoArm("plain decoding", plain), DemoArm("DFLASH", dflash)
-        result = compare(*arms, pair.prompts[:PROMPTS], pair.text, console)
+        servers.enter_context(together((plain, dflash)))
+        found = compare(DemoArm(plain), DemoArm(dflash), pair.prompts[:PROMPTS])
+        result = {"text": pair.text, **found}
         plain.stop()
-        console.print(summary(result))
+        print(summary(result))
         if args.check:
             if args.out is not None:
                 # How a checkout repeats it.
@@ -188,29 +152,24 @@ def run(args: argparse.Namespace) -> None:
                 args.out.write_text(json.dumps(card, indent=1) + "\n")
             print(json.dumps(result), flush=True)
             sys.exit(0 if result["identical"] else 1)
-        console.print(
+        print(
             f"DFLASH serves at {dflash.url} "
-            "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it."
+            "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it.",
+            flush=True,
         )
         dflash.process.wait()
 
 
-def summary(result: dict[str, Any]) -> Table:
-    table = Table(
-        title="greedy, float32, concurrency 1, this machine's CPU",
-        caption=f"The prompts are {result['text']}.",
+def summary(result: dict[str, Any]) -> str:
+    rows = (
+        ("", "plain decoding", "DFLASH"),
+        ("output tokens/s", result["ar_tok_s"], f"{result['dflash_tok_s']} ({result['speedup']}x)"),
+        ("tokens per verify step", 1, result["acceptance_length"]),
+        ("ms per target forward", result["ar_step_ms"], result["dflash_step_ms"]),
+        ("same output", "", "yes, to the token" if result["identical"] else "NO"),
     )
-    for column in ("", "plain decoding", "DFLASH"):
-        table.add_column(column)
-    table.add_row(
-        "output tokens/s",
-        str(result["ar_tok_s"]),
-        f"{result['dflash_tok_s']}  ({result['speedup']}x)",
-    )
-    table.add_row("tokens per verify step", "1", str(result["acceptance_length"]))
-    table.add_row("ms per target forward", str(result["ar_step_ms"]), str(result["dflash_step_ms"]))
-    table.add_row("same output", "", "yes, to the token" if result["identical"] else "NO")
-    return table
+    title = f"greedy, float32, concurrency 1, this machine's CPU; {result['text']}"
+    return "\n".join([title, *(f"{a:24}{b!s:16}{c}" for a, b, c in rows)])
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_the_outcome_of_two_arms() -> None:
     before = shown(counts)
     counts.add([FULL._replace(accepted=3, tokens=4)] * 4)
     outputs = [[1] * 8, [2] * 8]
-    plain, dflash = (DemoArm(name, None, outputs) for name in ("plain", "dflash"))
+    plain, dflash = (DemoArm(None, outputs) for _ in range(2))
     plain.seconds, dflash.seconds = [4.0, 2.0], [1.0, 1.0]
     assert outcome(plain, dflash, before, shown(counts)) == {
         "identical": True,

@@ -1,1 +1,0 @@
-"""Training of the embedded demo pairs: data, target, drafter, model card."""
