@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "sglang_dflash").rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py"))
 OTHERS = [
     path
-    for folder in ("experiments", "tools", "tests", "examples")
+    for folder in ("experiments", "tools", "launch", "tests", "examples")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 Node = TypeVar("Node", bound=ast.AST)

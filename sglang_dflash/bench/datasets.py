@@ -91,7 +91,8 @@ NAMES = (*BUILT_IN, *HUB)
 # A count that no set reaches.
 ALL = 10**9
 
-# Library modules that no embedded pair was trained on (launch/demo_models/*/README.md).
+# The library modules that the embedded pairs were not trained on: HELD_OUT of
+# launch/demo_training/data.py.
 HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
 _LEAST_LINES = 8
 

@@ -14,11 +14,12 @@ import torch
 from sglang_dflash.drafting.attention.reference import torch_block_attention
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
-from sglang_dflash.drafting.weights import (, save_model
+from sglang_dflash.drafting.weights import (
     dummy_model,
     load_model,
     load_state,
     read_tensors,
+    save_model,
 )
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sysconfig
-from pathlib import Path
-
 from experiments import texts
-from sglang_dflash.facts.embedded import demo_pair
+from launch.demo_training.data import load_split
 
 
 def test_long_documents_are_of_files_that_neither_model_has_seen() -> None:
-    library, cut = Path(sysconfig.get_path("stdlib")), demo_pair("code").cut
-    held_out = "".join((library / file).read_text() for file in {item["file"] for item in cut})
+    held_out = "".join(load_split().held_out.values())
     found = texts.load("unseen-long", 1000, "code")
     assert len(found) >= 16 and found == texts.load("unseen-long", 1000, "code")
     least, most = texts.LONG_BYTES

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # In place of .venv/bin/python: it notes what is asked, and has uv once pip has installed it.
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "{log}"

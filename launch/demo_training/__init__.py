@@ -1,0 +1,1 @@
+"""Training of the embedded demo pairs: data, target, drafter, model card."""

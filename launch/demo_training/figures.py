@@ -1,0 +1,83 @@
+"""Figures of a pair: acceptance, repetition loops, the target's loss."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.transformers_loop.generation import spec_generate
+
+from . import data
+from .target import next_token_loss
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One generated answer.
+
+    Attributes:
+        tokens: token ids.
+        committed: tokens of each verify step. The prefill's token is not part of a step.
+    """
+
+    tokens: list[int]
+    committed: list[int]
+
+    def counts(self, in_loops: bool) -> list[int]:
+        """Tokens of the steps; without `in_loops`, of those that begin before a loop."""
+        end, at, found = loop_start(self.tokens), 1, []
+        for count in self.committed:
+            if in_loops or at < end:
+                found.append(count)
+            at += count
+        return found
+
+
+def answer(
+    draft: DraftModel, target: PreTrainedModel, prompt: list[int], new_tokens: int
+) -> Answer:
+    """Decode greedily with the offline loop in the dtype of the models."""
+    out = spec_generate(draft, target, torch.tensor([prompt]), new_tokens)
+    return Answer(out.tokens, out.committed)
+
+
+def acceptance(answers: Iterable[Answer], in_loops: bool = True) -> float:
+    """Tokens per verify step, over all steps of `Answer.counts`."""
+    counts = [count for one in answers for count in one.counts(in_loops)]
+    return sum(counts) / max(1, len(counts))
+
+
+def loop_share(answers: Iterable[Answer]) -> float:
+    """Share of the tokens that are in repetition loops."""
+    ended = [(len(one.tokens) - loop_start(one.tokens), len(one.tokens)) for one in answers]
+    return sum(inside for inside, _ in ended) / max(1, sum(total for _, total in ended))
+
+
+def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
+    """Start of a tail that repeats one period `repeats` times or more; the end if there is none.
+
+    `longest`: the longest period, in tokens.
+    """
+    for period in range(1, longest + 1):
+        n = len(tokens)
+        while n > period and tokens[n - 1] == tokens[n - 1 - period]:
+            n -= 1
+        if len(tokens) - n >= (repeats - 1) * period and len(tokens) - n > period:
+            return max(0, n - period)
+    return len(tokens)
+
+
+@torch.no_grad()
+def mean_loss(target: PreTrainedModel, tokenizer: Tokenizer, files: dict[str, str]) -> float:
+    """Mean cross entropy of the target on random windows of the files, in nats per token."""
+    sampler = data.WindowSampler(
+        data.token_stream(tokenizer, files), tokenizer, 448, chat_share=0.0
+    )
+    rng = random.Random(0)
+    return sum(next_token_loss(target, sampler.sample(8, rng))[0].item() for _ in range(6)) / 6

@@ -1,0 +1,103 @@
+"""A seeded, resumable training loop with a progress bar: Muon on matrices, AdamW on the rest."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sglang_dflash.bench.machine import progress_bar
+
+SAVE_EVERY_S = 60.0
+
+
+def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    matrices = [
+        p for n, p in params.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n
+    ]
+    inside = {id(p) for p in matrices}
+    rest = [p for p in params.values() if id(p) not in inside]
+    return [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def lr_scale(step: int, steps: int, warmup: int = 30, hold: float = 0.5) -> float:
+    """Linear warm-up, a plateau until `hold` of the run, then linearly down to 1 %."""
+    if step < warmup:
+        return (step + 1) / warmup
+    left = (steps - step) / (steps * (1 - hold))
+    return max(0.01, min(1.0, left))
+
+
+def train(
+    name: str,
+    model: nn.Module,
+    loss_of: Callable[[random.Random], tuple[torch.Tensor, dict[str, float]]],
+    *,
+    steps: int,
+    lr: float,
+    work: Path,
+    warmup: int = 30,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Run `steps` optimizer steps of `loss_of(rng)`, each after `before_step(step)`.
+
+    The state is saved under `work`, from which an interrupted run resumes. `name` names the state
+    file and seeds the data.
+    """
+    file, optimizers = work / f"{name}.state.pt", make_optimizers(model, lr)
+    done, spent = 0, 0.0
+    if file.exists():
+        state = torch.load(file)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        done, spent = state["step"], state["spent"]
+    began, saved_at = time.process_time(), time.monotonic()
+
+    def save(step: int) -> None:
+        state = {
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "step": step,
+            # CPU seconds so far, interruptions included.
+            "spent": spent + time.process_time() - began,
+        }
+        # Replaced in one operation: a cut leaves the old state or the new one.
+        torch.save(state, file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").replace(file)
+
+    with progress_bar(steps) as bar:
+        bar.set_description(name)
+        bar.update(done)
+        for step in range(done, steps):
+            before_step(step)
+            # One generator per step: a resumed run sees the same data as an uninterrupted one.
+            loss, figures = loss_of(random.Random(f"0-{name}-{step}"))
+            update(model, optimizers, loss, lr * lr_scale(step, steps, warmup))
+            bar.set_postfix(loss=loss.item(), **figures)
+            bar.update()
+            if time.monotonic() - saved_at >= SAVE_EVERY_S:
+                save(step + 1)
+                saved_at = time.monotonic()
+    save(steps)
+
+
+def update(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, lr: float
+) -> None:
+    """One optimizer step."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
