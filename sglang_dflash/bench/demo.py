@@ -2,7 +2,8 @@
 
     python -m sglang_dflash.bench.demo [--model code] [--check] [--out FILE]
 
-Greedy, float32, one request at a time, in turns; the server that waits sleeps. With --check it
+On a terminal both first stream some answers at once. Then all are measured: greedy, float32, one
+request at a time, in turns; the server that waits sleeps. With --check it
 ends after the comparison and its last line is one JSON object; without, it keeps serving DFLASH
 until Ctrl-C.
 """
@@ -14,11 +15,19 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.machine import hardware
 from sglang_dflash.bench.server import Server, demo_config, sigterm_as_exit, together
 from sglang_dflash.bench.settings import BenchSettings
@@ -27,6 +36,9 @@ from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair
 
 PROMPTS, NEW_TOKENS = 12, 128
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+# Of them, those that a terminal shows first.
+SHOWN = 3
 
 
 @dataclass
@@ -39,9 +51,7 @@ class DemoArm:
 
     def answer(self, prompt: str) -> None:
         began = time.perf_counter()
-        answer = self.server.generate(
-            prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True
-        )
+        answer = self.server.generate(prompt, **GREEDY)
         self.seconds.append(time.perf_counter() - began)
         self.outputs.append(answer["output_ids"])
 
@@ -56,6 +66,29 @@ class DemoArm:
     def step_ms(self, steps: int) -> float:
         """Mean time of one of its `steps` target forwards, prefill included, in milliseconds."""
         return round(1000 * sum(self.seconds) / steps, 2)
+
+
+def show(urls: Mapping[str, str], prompts: Sequence[str]) -> None:
+    """Stream both servers' answers at once, side by side. To look at: they share the machine, so
+    nothing is measured.
+
+    Args:
+        urls: of the servers, by name.
+    """
+    answers = dict.fromkeys(urls, "")
+
+    def stream(name: str, prompt: str) -> None:
+        body = {"text": prompt, "sampling_params": GREEDY, "stream": True}
+        for chunk in chunks(f"{urls[name]}/generate", body):
+            answers[name] = chunk["text"]
+
+    def panels() -> Columns:
+        texts = ((name, Text(answer[-700:])) for name, answer in answers.items())
+        return Columns([Panel(text, title=name, width=68, height=18) for name, text in texts])
+
+    with Live(get_renderable=panels, refresh_per_second=8), ThreadPoolExecutor() as pool:
+        for prompt in prompts:
+            list(pool.map(stream, urls, [prompt] * len(urls)))
 
 
 def compare(plain: DemoArm, dflash: DemoArm, prompts: list[str]) -> dict[str, Any]:
@@ -139,6 +172,8 @@ def run(args: argparse.Namespace) -> None:
     print("starting two SGLang servers, one plain and one with DFLASH (about a minute)", flush=True)
     with ExitStack() as servers:
         servers.enter_context(together((plain, dflash)))
+        if sys.stdout.isatty():
+            show({"plain decoding": plain.url, "DFLASH": dflash.url}, pair.prompts[:SHOWN])
         found = compare(DemoArm(plain), DemoArm(dflash), pair.prompts[:PROMPTS])
         result = {"text": pair.text, **found}
         plain.stop()
