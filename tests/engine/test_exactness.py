@@ -65,12 +65,7 @@ DEMO = (
     Row(s.GRAPHS, s.PLAIN, (workload.run_half,), (checks.known_text_drafted, checks.replayed)),
     Row(s.GRAPHS, s.PLAIN, (workload.hang_ups,)),
     # Every step has another width.
-    Row(
-        s.FEATURES_WIDTHS,
-        s.PLAIN,
-        (workload.some_short_and_demo,),
-        (checks.drafted_at_every_width(0.15),),
-    ),
+    Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width(0.15),)),
     Row(
         s.RANDOM_WIDTHS_TP2,
         s.PLAIN,
