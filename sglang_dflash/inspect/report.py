@@ -31,7 +31,7 @@ from sglang_dflash.inspect.pair import (
 GIB = 2**30
 _WIDTH = 120
 # Far above any device, and below what makes the arithmetic overflow.
-_MOST_GIB, _MOST_REQUESTS = 2**20, 2**20
+_MOST_GIB, _MOST_REQUESTS = 2**40, 2**20
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def inspect(
     """
     judged, context = judge(target, draft), context_of(target)
     geometry, config = judged.geometry, judged.config
-    asked = _resolve(options, draft, config)
-    resolved = asked.within(context)
+    resolved = (asked := _resolve(options, draft, config)).within(context)
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
     recurrent = _recurrent(geometry, judged.worker, block_size)
@@ -108,8 +107,8 @@ def inspect(
     facts = {
         "warnings": [
             *other_target(target.name, draft.name),
-            *(asked.warnings(config, context, names or {}) if config else ()),
             *_config_only(draft),
+            *(asked.warnings(config, context, names or {}) if config else ()),
         ],
         "target": target.name,
         "draft": draft.name,

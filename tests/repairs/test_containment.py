@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -211,7 +212,7 @@ class Result:
     def __init__(self, fails_at: str) -> None:
         self.fails_at, self.sent = fails_at, []
         logprob = {"output_token_logprobs_val": [0.5], "input_token_logprobs_val": [1.0]}
-        self.requests = [self._request(name, dict(logprob)) for name in "abc"]
+        self.requests = [self._request(name, copy.deepcopy(logprob)) for name in "abc"]
 
     def _request(self, name: str, logprob: dict[str, list[float]]) -> Any:
         made = request(name, 1)
