@@ -95,7 +95,8 @@ def check_as_sglang_reads_it(folder: str, server_args: Any) -> None:
     if error is None:
         return
     said = cut(str(error)) or type(error).__name__
-    named = next((name for name in raw if name in said), None) or _wrong_field(raw)
+    told = [name for name, value in raw.items() if name in said or f"`{value}`" in said]
+    named = told[0] if told else _wrong_field(raw)
     field = "draft checkpoint" if named is None else f"{named} in the draft's config.json"
     value = folder if named is None else raw[named]
     raise ConfigError(field, value, f"SGLang or Transformers cannot read it ({said})") from error
