@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import shown
+from tests.conftest import rewrite
 
 PAIR = demo_pair("dense")
 WEIGHTS = "model.safetensors"
@@ -76,12 +76,7 @@ def invalid(path: str, value: Any, beside: Mapping[str, Any]) -> BrokenDraft:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def rewrite(folder: Path) -> None:
-        loaded = load_file(folder / WEIGHTS)
-        change(loaded)
-        save_file({name: t.contiguous() for name, t in loaded.items()}, folder / WEIGHTS)
-
-    return rewrite
+    return lambda folder: rewrite(folder, change)
 
 
 def one_value(name: str, value: float, dtype: torch.dtype | None = None) -> Callable[[Path], None]:

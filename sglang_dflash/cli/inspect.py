@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="first tokens of a request that stay visible beside the window",
     )
     add("--block-size", type=int, help="tokens verified per step (default: the draft's)")
-    add("--draft-kv-tokens", type=int, help="entries of the draft KV cache under a window")
+    add("--draft-kv-tokens", type=int, help="entries of each ring of draft KV")
     add_flags(parser, Serving, _flags(Serving))
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")

@@ -75,6 +75,12 @@ class Reach:
         """How many of a request's `length` tokens are read."""
         return length if self.tokens is None else min(length, self.tokens + self.sinks)
 
+    def within(self, sliding_window: int | None) -> Reach:
+        """What a layer with that sliding window reads of it."""
+        if sliding_window is None or (self.tokens is not None and self.tokens < sliding_window):
+            return self
+        return Reach(sliding_window)
+
 
 WHOLE_CONTEXT = Reach()
 
@@ -86,12 +92,31 @@ class LayerAttention:
     Attributes:
         sliding_window: tokens back from the query, the query included; None for no limit.
         causal: whether a block position sees only the block positions up to itself.
-        reach: of the context, what the server lets drafts read.
+        reach: of the context.
     """
 
     sliding_window: int | None
     causal: bool
     reach: Reach = WHOLE_CONTEXT
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Draft layers that read the same of a request, and share a draft KV cache.
+
+    Attributes:
+        reach: of their context.
+        numbers: of the layers in the draft, from 0, ascending.
+        layers: how each of them attends.
+    """
+
+    reach: Reach
+    numbers: tuple[int, ...]
+    layers: tuple[LayerAttention, ...]
+
+    def kv_shape(self, of_draft: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+        """Their K/V of one token, of a draft's `(layers, 2, kv heads, head dim)`."""
+        return (len(self.numbers), *of_draft[1:])
 
 
 @dataclass(frozen=True)
@@ -171,9 +196,16 @@ class DraftConfig:
         """Width of one token's target hidden states: those of `target_layer_ids`, side by side."""
         return len(self.target_layer_ids) * self.hidden_size
 
-    def layers_within(self, reach: Reach) -> tuple[LayerAttention, ...]:
-        """What each layer sees on a server that lets drafts read `reach`."""
-        return tuple(replace(layer, reach=reach) for layer in self.layers)
+    def groups(self, reach: Reach) -> tuple[LayerGroup, ...]:
+        """The layers by what they read on a server that lets drafts read `reach`, the group of the
+        first layer first. Of two groups, one reads all that the other reads."""
+        numbers: dict[Reach, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            numbers.setdefault(reach.within(layer.sliding_window), []).append(number)
+        return tuple(
+            LayerGroup(of, tuple(some), tuple(replace(self.layers[i], reach=of) for i in some))
+            for of, some in numbers.items()
+        )
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.inspect.pair import (
     BUILTIN,
     OURS,
@@ -28,7 +29,6 @@ from sglang_dflash.inspect.pair import (
     other_target,
 )
 
-GIB = 2**30
 _WIDTH = 120
 # Far above any device, and below what makes the arithmetic overflow.
 _MOST_GIB, _MOST_REQUESTS = 2**40, 2**20
@@ -94,21 +94,22 @@ def inspect(
     """
     judged, context = judge(target, draft), context_of(target)
     geometry, config = judged.geometry, judged.config
-    resolved = (asked := _resolve(options, draft, config)).within(context)
+    resolved = replace(_resolve(options, draft, config), context=context)
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
+    groups = draft_groups(judged, resolved, draft_kv, requests)
     recurrent = _recurrent(geometry, judged.worker, block_size)
     steps = _step_bytes(judged, resolved, requests, context)
     weights = sizes.draft_weight_bytes(config) if config else draft.weight_bytes
     states = sum(recurrent[f"recurrent_{part}_bytes"] or 0 for part in ("state", "replay"))
     memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
-    kv = split_kv(memory, target_kv, draft_kv, resolved.draft_kv_entries(requests))
+    kv = split_kv(memory, target_kv, groups)
     options.check_room(resolved, context=context, kv_tokens=kv["target_tokens"])
     facts = {
         "warnings": [
             *other_target(target.name, draft.name),
+            *(resolved.warnings(config, context, names or {}) if config else ()),
             *_config_only(draft),
-            *(asked.warnings(config, context, names or {}) if config else ()),
         ],
         "target": target.name,
         "draft": draft.name,
@@ -154,46 +155,6 @@ def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) ->
     return options.for_trained_block(trained)
 
 
-def split_kv(
-    memory: int, target_bytes: int, draft_bytes: int, entries: int | None
-) -> dict[str, Any]:
-    """Divide `memory` bytes between target and draft KV.
-
-    A bounded cache that would outgrow one entry per target slot becomes that. Its tags (4 bytes per
-    target token, 5 per entry) are left out.
-
-    Args:
-        target_bytes, draft_bytes: KV bytes of one token.
-        entries: of a bounded draft KV cache; None for one per target slot.
-
-    Raises:
-        ConfigError: the memory does not hold one token.
-    """
-    unbounded = memory // (target_bytes + draft_bytes)
-    if not unbounded:
-        raise ConfigError(
-            "kv_memory_gib",
-            memory / GIB,
-            f"this does not hold one token of {target_bytes + draft_bytes} bytes; give more",
-        )
-    bounded = entries is not None and entries < unbounded
-    if entries is not None and bounded:
-        tokens = (memory - entries * draft_bytes) // target_bytes
-    else:
-        entries = tokens = unbounded
-    return {
-        "draft_kv_entries": entries,
-        "draft_kv_bytes": entries * draft_bytes,
-        "draft_kv_bytes_unbounded": unbounded * draft_bytes,
-        "target_tokens": tokens,
-        "target_tokens_unbounded": unbounded,
-        "target_tokens_without_draft_kv": memory // target_bytes,
-        "target_tokens_gain": tokens / unbounded - 1,
-        "target_tokens_gain_ceiling": draft_bytes / target_bytes,
-        "draft_kv_map": "bounded" if bounded else "one entry per target slot",
-    }
-
-
 def _kv_memory(
     serving: Serving, target: int | None, draft: int | None, states: int, steps: int
 ) -> int:
@@ -225,13 +186,12 @@ def _step_bytes(
     """What our worker reserves for draft steps; None if another worker serves."""
     if judged.worker != OURS or judged.config is None:
         return None
-    reach = options.reach
+    reaches = [group.reach for group in judged.config.groups(options.reach)]
     return sizes.draft_memory(
         judged.config,
         block_size=options.block_size,
         requests=requests,
-        columns=reach.of(context or (reach.tokens or 0) + reach.sinks),
-        entries=options.draft_kv_entries(requests),
+        columns=sum(reach.of(context or (reach.tokens or 0) + reach.sinks) for reach in reaches),
         recorded=requests,
     ).total
 
@@ -301,13 +261,13 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
         *(f"warning: {text}" for text in report["warnings"]),
     ]
     width = max(map(len, facts))
-    lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
+    rows = [*facts.items(), *(("source", text) for text in report["sources"] if sources)]
     indent = " " * (width + 2)
-    notes = [
-        textwrap.fill(f"{'source':<{width}}  {text}", _WIDTH, subsequent_indent=indent)
-        for text in (report["sources"] if sources else ())
+    lines = [
+        textwrap.fill(f"{name:<{width}}  {text}", _WIDTH, subsequent_indent=indent)
+        for name, text in rows
     ]
-    return "\n".join([*(textwrap.fill(text, _WIDTH) for text in head), "", *lines, *notes])
+    return "\n".join([*(textwrap.fill(text, _WIDTH) for text in head), "", *lines])
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
@@ -322,20 +282,25 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     share = f"its draft KV takes {_percent(draft / (draft + target))} of the KV memory"
     if worker == BUILTIN:
         return f"{who}; {share}, whatever the window"
-    if window is None:
-        most = _percent(facts["target_tokens_gain_ceiling"])
+    groups = facts["draft_kv_groups"]
+    most = f"up to +{_percent(facts['target_tokens_gain_ceiling'])} KV tokens for the target"
+    if all(group["window"] is None for group in groups):
+        return f"{who}; without --window {share}, a window leaves {most}"
+    slides = sum(len(group["layers"]) for group in groups if group["window"])
+    depth = sum(len(group["layers"]) for group in groups)
+    what = f"window {window}" if window else f"{slides} of {depth} draft layers slide"
+    if not any(group["ring"] for group in groups):
         return (
-            f"{who}; without --window {share}, a window leaves up to +{most} KV tokens for the "
-            "target"
-        )
-    if facts["draft_kv_map"] != "bounded":
-        return (
-            f"{who}; window {window} frees nothing: {facts['max_running_requests']} running "
+            f"{who}; {what}, which frees nothing: {facts['max_running_requests']} running "
             "requests need as many draft entries as the target has KV tokens "
             f"({facts['target_tokens']:,})"
         )
+    before, after = (
+        f"{facts[name] / GIB:.1f} GiB" for name in ("draft_kv_bytes_unbounded", "draft_kv_bytes")
+    )
     gain = _percent(facts["target_tokens_gain"])
-    return f"{who}; window {window} leaves +{gain} KV tokens for the target"
+    left = f"{who}; {what}: {before} of draft KV become {after}, +{gain} KV tokens for the target"
+    return left if slides == depth else f"{left} (--window: {most})"
 
 
 def _weights_verdict(facts: Mapping[str, Any]) -> str:
@@ -366,11 +331,22 @@ def _assumptions(serving: Serving) -> str:
 
 
 def _readable(name: str, value: Any) -> str:
+    if name == "draft_kv_groups":
+        return "; ".join(map(_readable_group, value))
     if "gain" in name:
         return f"{value:.2%}"
     if "bytes" in name and value >= GIB // 1024:
         return f"{value:,} ({value / GIB:.3f} GiB)"
     return f"{value:,}" if isinstance(value, int) and not name.endswith("_id") else str(value)
+
+
+def _readable_group(group: Mapping[str, Any]) -> str:
+    count = f"{len(group['layers']) or 'all'} layers"
+    reads = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
+    kind = (
+        f"a ring of {group['entries']:,} entries" if group["ring"] else "an entry per target slot"
+    )
+    return f"{count} read {reads}: {kind}, {group['bytes'] / GIB:.3f} GiB"
 
 
 def _percent(share: float) -> str:

@@ -14,6 +14,7 @@ from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
@@ -172,13 +173,15 @@ def _drafter(
 ) -> Drafter:
     """A drafter with the target's embedding and head, over `total` tokens of one request."""
     embed, head = target.get_input_embeddings(), target.get_output_embeddings()
-    return Drafter(
-        draft,
-        TargetHead(embed, head),
-        DraftKVCache(total, draft.config.kv_shape, draft.fc.weight.dtype, device),
-        options,
-        TorchAttention(draft.config.layers_within(options.reach), options.block_size),
-    )
+    groups = [
+        KVGroup(
+            of,
+            DraftKVCache(total, of.kv_shape(draft.kv_shape), draft.fc.weight.dtype, device),
+            TorchAttention(of.layers, options.block_size),
+        )
+        for of in draft.config.groups(options.reach)
+    ]
+    return Drafter(draft, TargetHead(embed, head), groups, options)
 
 
 def _extend(

@@ -34,7 +34,7 @@ from tests.engine.servers import (
     FEATURES_OVERLAPPED,
     FEATURES_PLAIN,
     FILES,
-    HYBRID_PAIR,
+    HYBRID_PAIR_DFLASH,
     HYBRID_PAIR_PLAIN,
     PLAIN,
     TP2,
@@ -55,7 +55,6 @@ OF_FEATURES: tuple[Ask, ...] = (
     features.grammars, features.logprobs, features.penalties, features.choices, features.stops,
     features.sessions, features.mixed_chunks, features.adapters,
 )  # fmt: skip
-HYBRID_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(**drafting(HYBRID_PAIR.draft))
 CODE_PLAIN = PLAIN.named("code-plain").having(model_path=CODE_PAIR.target)
 CODE = CODE_PLAIN.named("code").having(**drafting(CODE_PAIR.draft))
 # A server with faults, the one without that it is compared with, and what innocents ask.
@@ -65,7 +64,7 @@ COMPARED: dict[ServerConfig, tuple[ServerConfig, tuple[Ask, ...]]] = {
     faulty(FEATURES_PLAIN): (FEATURES_PLAIN, OF_FEATURES),
     faulty(FEATURES_DFLASH_NO_OVERLAP): (FEATURES_PLAIN, OF_FEATURES),
     faulty(HYBRID_PAIR_PLAIN): (HYBRID_PAIR_PLAIN, (workload.some_short_and_demo,)),
-    faulty(HYBRID_DFLASH): (HYBRID_PAIR_PLAIN, (workload.some_short_and_demo,)),
+    faulty(HYBRID_PAIR_DFLASH): (HYBRID_PAIR_PLAIN, (workload.some_short_and_demo,)),
     faulty(CODE): (CODE_PLAIN, (workload.some_short_and_demo,)),
     faulty(TP2): (PLAIN, (workload.some_short_and_demo,)),
 }
@@ -121,8 +120,8 @@ def answers_of(servers: ServerSession, plain: ServerConfig, asked: Ask) -> Any:
     if (plain, asked) != (PLAIN, workload.some_short_and_demo):
         return servers.answers(plain, asked)
     # Other tests have them recorded.
-    every = servers.answers(PLAIN, workload.run)
-    return {kind: every[kind][::2] for kind in ("short", "demo")}
+    every = workload.halved(servers.answers(PLAIN, workload.run))
+    return {kind: every[kind] for kind in ("short", "demo")}
 
 
 def states(server: Server) -> list[dict[str, Any]]:

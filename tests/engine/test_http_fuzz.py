@@ -25,8 +25,7 @@ from tests.engine.servers import (
     CODE_PAIR,
     DFLASH,
     FILES,
-    HYBRID_PAIR,
-    HYBRID_PAIR_PLAIN,
+    HYBRID_PAIR_DFLASH,
     PLAIN,
     ServerConfig,
     drafting,
@@ -220,7 +219,6 @@ REACHING: dict[str, dict[str, Any]] = {
     "chunks-of-16": {"chunked_prefill_size": 16},
     "hidden-states": {"enable_return_hidden_states": True, "disable_overlap_schedule": True},
 }
-HYBRID = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(**drafting(HYBRID_PAIR.draft))
 CODE = DFLASH.named("code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
 # Of the dense pair only: adapters are made for it, and SGLang's sessions are not for states.
 NOT_HYBRID = ("lora", "streaming-sessions", "no-radix-cache")
@@ -228,7 +226,7 @@ FUZZED = [
     DFLASH,
     *(
         pytest.param(pair.named(f"{pair}-{name}").having(**flags), marks=pytest.mark.long)
-        for pair in (DFLASH, HYBRID, CODE, PLAIN)
+        for pair in (DFLASH, HYBRID_PAIR_DFLASH, CODE, PLAIN)
         for name, flags in REACHING.items()
         if pair in (DFLASH, PLAIN) or name not in NOT_HYBRID
     ),

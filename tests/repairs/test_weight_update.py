@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs.weight_update import check_folder, check_format
+from tests.conftest import rewrite
 
 PAIR = demo_pair("dense")
 Tensors = dict[str, torch.Tensor]
@@ -25,13 +25,6 @@ def folder(tmp_path: Path) -> Path:
     copy = tmp_path / "target"
     shutil.copytree(PAIR.target, copy)
     return copy
-
-
-def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
-    file = next(folder.glob("*.safetensors"))
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
 
 
 def transpose_a_projection(tensors: Tensors) -> None:
@@ -53,7 +46,7 @@ BAD: dict[str, tuple[Callable[[Tensors], object], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_other_tensors_are_refused(what: str, folder: Path) -> None:
     change, message = BAD[what]
-    edit(folder, change)
+    rewrite(folder, change)
     with pytest.raises(ConfigError, match=message):
         check_folder(str(folder), str(PAIR.target))
 
@@ -102,5 +95,5 @@ def test_formats_that_cannot_be_compared_are_refused(load_format: str) -> None:
 def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 1}))
-    edit(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
+    rewrite(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
     check_folder(str(folder), str(PAIR.target))

@@ -145,16 +145,6 @@ NUMBERS = ["-1", "0", "1", "2", "7", "8", "16", "64", "129", "1000", HUGE, "x", 
 FLAGS = [BLOCK, BLOCK_ALIAS, WINDOW, SINKS, ENTRIES]
 
 
-@pytest.fixture(scope="module")
-def parser(resolve: Callable[..., Any]) -> argparse.ArgumentParser:
-    """SGLang's, with our flags: `resolve` has loaded the plugins."""
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return parser
-
-
 @settings(max_examples=80 * FUZZ, deadline=None, derandomize=True)
 @given(typed=st.lists(st.tuples(st.sampled_from(FLAGS), st.sampled_from(NUMBERS)), max_size=4))
 def test_any_flags_are_served_or_refused_in_one_line(
