@@ -103,8 +103,11 @@ SLOW: dict[str, dict[str, Any]] = {
 
 @pytest.mark.server(DFLASH)
 def test_no_request_blocks_the_server(server: Server) -> None:
-    """/health answers within a second while the largest requests are checked that are let in."""
-    longest: dict[str, float] = {}
+    """/health waits no second longer while the largest requests are checked that are let in."""
+    began, longest = time.monotonic(), dict[str, float]()
+    assert requests.get(f"{server.url}/health", timeout=60).ok
+    # SGLang looks once a second whether the scheduler has answered.
+    idle = time.monotonic() - began
     with ThreadPoolExecutor(1) as pool:
         for name, body in SLOW.items():
             texts = {"text": [f"x = {i}" for i in range(10)]}
@@ -120,7 +123,7 @@ def test_no_request_blocks_the_server(server: Server) -> None:
             assert sent.result().status_code in (200, 400), sent.result().text[:300]
             longest[name] = max(times)
     print({name: round(seconds, 2) for name, seconds in longest.items()})
-    assert max(longest.values()) < 1
+    assert max(longest.values()) < idle + 1
 
 
 ENDED = {"empty text": PLAIN_OFF}

@@ -131,5 +131,9 @@ def _wrong_field(raw: Mapping[str, Any]) -> str | None:
 
 def check_of_a_server(folder: str, target: str) -> None:
     """`check_as_sglang_reads_it` for a server with no other flags."""
+    quiet = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    check_as_sglang_reads_it(folder, ServerArgs(model_path=target))
+    try:
+        check_as_sglang_reads_it(folder, ServerArgs(model_path=target))
+    finally:
+        logging.disable(quiet)
