@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 from dataclasses import fields
 from pathlib import Path
 
@@ -53,12 +52,9 @@ def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:
     or files that only SGLang reads. Seconds, most of it imports."""
     if worker == OURS and not any((draft / name).exists() for name in READ_BY_SGLANG):
         return
-    from sglang.srt.server_args import ServerArgs
+    from sglang_dflash.serving.start.draft_files import check_of_a_server
 
-    from sglang_dflash.serving.start.draft_files import check_as_sglang_reads_it
-
-    logging.disable(logging.WARNING)
-    check_as_sglang_reads_it(str(draft), ServerArgs(model_path=str(target)))
+    check_of_a_server(str(draft), str(target))
 
 
 def _flags(of: type) -> dict[str, str]:

@@ -31,7 +31,7 @@ from sglang_dflash.inspect.pair import (
 
 _WIDTH = 120
 # Far above any device, and below what makes the arithmetic overflow.
-_MOST_GIB, _MOST_REQUESTS = 2**20, 2**20
+_MOST_GIB, _MOST_REQUESTS = 2**40, 2**20
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,9 @@ def inspect(
     memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
     kv = split_kv(memory, target_kv, groups)
     options.check_room(resolved, context=context, kv_tokens=kv["target_tokens"])
+    warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
     facts = {
-        "warnings": [
-            *other_target(target.name, draft.name),
-            *(resolved.warnings(config, context, names or {}) if config else ()),
-            *_config_only(draft),
-        ],
+        "warnings": warnings + (resolved.warnings(config, context, names or {}) if config else []),
         "target": target.name,
         "draft": draft.name,
         "worker": judged.worker,

@@ -149,7 +149,9 @@ def failure_of(error: BaseException, scheduler: Any) -> Failure | None:
     for method, local in BATCH_OF.items():
         batch = names.get(method, {}).get(local)
         if batch is not None:
-            return Failure(list(batch.reqs), batch.forward_mode.is_extend())
+            # A mixed batch has requests that decode, too.
+            prefills = batch.forward_mode.is_extend() and not batch.decoding_reqs
+            return Failure(list(batch.reqs), prefills)
     if PLANS not in names:
         return None
     if PLANS_PREFILL in names:

@@ -33,6 +33,8 @@ FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126
 # SGLang makes all `n` requests at once, in the process that answers HTTP.
 MAX_CHOICES = 4096
+# It also tokenizes and compiles stops there, one after the other.
+MAX_STOPS = 128
 # What a batch gives once, or as a list of one value per request.
 ONE_EACH = (
     "sampling_params",
@@ -267,6 +269,10 @@ def _check_sampling(params: Mapping[str, Any]) -> None:
         fits = math.isfinite(value) and abs(value) <= FLOAT32_MAX
         required = f"a finite number, at most {FLOAT32_MAX:.3g}"
         _require(fits, f"sampling_params.{name}", value, required)
+    for name in ("stop", "stop_regex"):
+        stops = given.get(name, [])
+        few = isinstance(stops, str) or len(stops) <= MAX_STOPS
+        _require(few, f"sampling_params.{name}", stops, f"at most {MAX_STOPS} of them")
     patterns = given.get("stop_regex", [])
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:

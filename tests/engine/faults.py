@@ -73,7 +73,7 @@ def install() -> None:
     _wrap(
         processor, "_normalize_decode_outputs", "decode-result", lambda _, batch, **__: batch.reqs
     )
-    _wrap(schedule_batch.Req, "update_finish_state", "finish", lambda self, *_, **__: [self])
+    _wrap(schedule_batch.Req, "_check_token_based_finish", "finish", lambda self, *_, **__: [self])
     streamer = output_streamer.SchedulerOutputStreamer
     _wrap(streamer, "_stream_output_generation", "send", lambda self, reqs, *_, **__: reqs)
     _wrap(DFlashWorker, "_propose", "propose", lambda self, batch, *_: batch.reqs)

@@ -59,7 +59,9 @@ def test_the_verdict_tells_whether_weights_were_checked(
     (draft / "model.safetensors").unlink()
     assert inspected(capsys, str(PAIR.target), str(draft))["draft_tensors"] is None
     assert cli.main(["inspect", str(PAIR.target), str(draft)]) == 0
-    assert "\ndraft weights: not checked, only the config" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "\ndraft weights: not checked, only the config" in shown
+    assert f"config only: {draft} has no weights" in shown
 
 
 def test_tensors_of_another_head_are_not_checked(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ def request(rid: str, output: int = 0) -> Any:
     return SimpleNamespace(rid=rid, output_ids=[0] * output, finished=lambda: False)
 
 
-def batch(*requests: Any, prefill: bool = False) -> Any:
+def batch(*requests: Any, prefill: bool = False, decoding: Any = None) -> Any:
     mode = SimpleNamespace(is_extend=lambda: prefill)
-    return SimpleNamespace(reqs=list(requests), forward_mode=mode)
+    return SimpleNamespace(reqs=list(requests), forward_mode=mode, decoding_reqs=decoding)
 
 
 class Scheduler:
@@ -125,6 +126,8 @@ def test_the_frames_of_an_error_tell_what_failed() -> None:
     s = Scheduler(a, b, c, running=batch(c))
     assert failure_of(raised(s.run_batch, batch(a, prefill=True)), s) == Failure([a], True)
     assert failure_of(raised(s.run_batch, batch(a, b)), s) == Failure([a, b], False)
+    mixed = batch(a, b, prefill=True, decoding=[b])
+    assert failure_of(raised(s.run_batch, mixed), s) == Failure([a, b], False)
     plan = s.get_next_batch_to_run
     assert failure_of(raised(plan, "_get_new_batch_prefill_raw"), s) == Failure([b], True)
     assert failure_of(raised(plan, "update_running_batch"), s) == Failure([c], False)
@@ -211,7 +214,7 @@ class Result:
     def __init__(self, fails_at: str) -> None:
         self.fails_at, self.sent = fails_at, []
         logprob = {"output_token_logprobs_val": [0.5], "input_token_logprobs_val": [1.0]}
-        self.requests = [self._request(name, dict(logprob)) for name in "abc"]
+        self.requests = [self._request(name, copy.deepcopy(logprob)) for name in "abc"]
 
     def _request(self, name: str, logprob: dict[str, list[float]]) -> Any:
         made = request(name, 1)

@@ -75,6 +75,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "tokens of 70 bits": ({"sampling_params": {"max_new_tokens": 2**70}}, r"max_new_tokens: 1180"),
     "half a token": ({"sampling_params": {"max_new_tokens": 2.5}}, r"max_new_tokens: 2\.5; Expec"),
     "stop tokens": ({"sampling_params": {"stop_token_ids": ["a"]}}, r"stop_token_ids: 'a'; Expe"),
+    "stops": ({"sampling_params": {"stop": ["x"] * 129}}, r"stop: \['x'.*; at most 128 of them"),
+    "patterns": ({"sampling_params": {"stop_regex": ["x"] * 129}}, r"stop_regex: .*at most 128"),
     "a flag": ({"sampling_params": {"ignore_eos": "yes"}}, r"ignore_eos: 'yes'; Expected `bool`"),
     "a schema": ({"sampling_params": {"json_schema": {}}}, r"json_schema: \{\}; Expected `str"),
     "unknown": ({"sampling_params": {"tempreature": 1}}, r"sampling_params\.tempreature: unknown"),

@@ -86,20 +86,15 @@ def test_a_file_is_no_draft(
     assert len(set(messages)) == 1 and "no config.json in" in messages[0]
 
 
-@pytest.mark.parametrize(
-    ("field", "found"),
-    [
-        ({"model_type": "nonesuch"}, "nonesuch"),
-        ({"attention_dropout": "much"}, "attention_dropout"),
-    ],
-)
-def test_a_config_that_sglang_cannot_read_is_one_line(
-    field: dict[str, str], found: str, resolve: Callable[..., Any], tmp_path: Path
+def test_a_model_that_sglang_does_not_know_is_one_line(
+    resolve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only a server reads such fields, by Transformers."""
-    draft = BrokenDraft(fields(**field), found).make(tmp_path / "draft")
+    """SGLang's own worker would serve it, if SGLang could read it. `generate` has ours only."""
+    draft = BrokenDraft(fields(model_type="nonesuch"), "").make(tmp_path / "draft")
     with pytest.raises(ConfigError) as refused:
         resolve([*SERVER, DRAFT, str(draft)])
     error = refused.value
-    assert (error.field, error.value) == ("draft checkpoint", str(draft))
-    assert found in str(error) and "\n" not in str(error)
+    assert (error.field, error.value) == ("model_type in the draft's config.json", "nonesuch")
+    assert "nonesuch" in error.required and "\n" not in str(error)
+    assert cli.main(["inspect", TARGET, str(draft), "--offline"]) == 1
+    assert str(error) in capsys.readouterr().err

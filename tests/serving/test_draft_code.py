@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups.overrides import resolving_view
 from transformers import AutoConfig
 
 from sglang_dflash.facts.embedded import demo_pair
@@ -95,16 +96,18 @@ def test_a_draft_whose_code_would_run_is_refused(
 def mistral(draft: TracedDraft) -> None:
     """SGLang reads params.json of a folder of such a name."""
     draft.folder = draft.folder.rename(draft.folder.with_name("mistral-large-3"))
-    other = {"auto_map": CONFIG, "model_type": "qwen3", "dim": 192, "n_layers": 2, "vocab_size": 9}
-    (draft.folder / "params.json").write_text(json.dumps(other))
+    sizes = {"dim": 192, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 64}
+    others = {"head_dim": 48, "vocab_size": 99, "norm_eps": 1e-6, "rope_theta": 1e4}
+    code = {"auto_map": {"AutoConfig": f"{draft.folder}--{CONFIG['AutoConfig']}"}}
+    (draft.folder / "params.json").write_text(json.dumps({**sizes, **others, **code}))
 
 
 def adapter(draft: TracedDraft) -> None:
     """SGLang reads the base that head.pt names if it cannot read config.json."""
-    base = shutil.copytree(draft.folder, draft.folder.with_name("base"))
+    base = Path(shutil.copytree(draft.folder, draft.folder.with_name("base")))
     (base / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": CONFIG}))
     draft.edit(model_type="x")
-    (draft.folder / "adapter_config.json").write_text("{}")
+    (draft.folder / "adapter_config.json").write_text('{"lora_alpha": 1, "r": 1}')
     torch.save({"base": str(base), "weights_dtype": "fp32"}, draft.folder / "head.pt")
 
 
@@ -140,7 +143,7 @@ def test_no_code_runs_though_that_of_the_target_is_trusted(
         with pytest.raises(ConfigError, match=r"head\.pt and adapter_config\.json|model_type"):
             resolve(draft.command(TRUST, *worker))
     else:
-        settings = resolve(draft.command(TRUST, *worker))
+        settings = resolving_view(resolve(draft.command(TRUST, *worker)))
         # Of config.json, whatever the folder's name.
         assert settings.speculative_num_draft_tokens == 8
         assert trusted

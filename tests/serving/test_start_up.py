@@ -95,7 +95,8 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     resolve: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    other_head = fields({"projector_type": "domino"})
+    domino = {"shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 8, "emb_dim": 8}
+    other_head = fields({"projector_type": "domino", **domino})
     draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
     assert "'domino'; only drafts of DFlash v1" in builtin_warning(
         resolve([*TARGET, str(draft)]), capfd

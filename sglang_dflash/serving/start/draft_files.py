@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
 from sglang_dflash.facts.errors import ConfigError, cut, shown
@@ -22,7 +24,7 @@ DRAFT = "SGLANG_DFLASH_UNTRUSTED_DRAFT"
 
 def distrust(draft: str | None) -> None:
     """From now on, in this process and its children, that draft's config is read without code."""
-    if draft is None:
+    if draft is None or "\0" in draft:  # No path, and refused as such.
         os.environ.pop(DRAFT, None)
     else:
         os.environ[DRAFT] = draft
@@ -93,7 +95,8 @@ def check_as_sglang_reads_it(folder: str, server_args: Any) -> None:
     if error is None:
         return
     said = cut(str(error)) or type(error).__name__
-    named = next((name for name in raw if name in said), None) or _wrong_field(raw)
+    told = [name for name, value in raw.items() if name in said or f"`{value}`" in said]
+    named = told[0] if told else _wrong_field(raw)
     field = "draft checkpoint" if named is None else f"{named} in the draft's config.json"
     value = folder if named is None else raw[named]
     raise ConfigError(field, value, f"SGLang or Transformers cannot read it ({said})") from error
@@ -124,3 +127,13 @@ def _wrong_field(raw: Mapping[str, Any]) -> str | None:
     if is_read_without(""):
         return None
     return next((name for name in raw if is_read_without(name)), None)
+
+
+def check_of_a_server(folder: str, target: str) -> None:
+    """`check_as_sglang_reads_it` for a server with no other flags."""
+    quiet = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        check_as_sglang_reads_it(folder, ServerArgs(model_path=target))
+    finally:
+        logging.disable(quiet)
