@@ -15,6 +15,8 @@ from tests.engine.servers import (
     CHATS_TWENTIETH,
     CHATS_UNBOUNDED,
     LOSSY,
+    SEEDED_CODE,
+    SEEDED_CODE_PLAIN,
     SEEDED_PLAIN,
 )
 from tests.engine.workload import chatted
@@ -52,6 +54,16 @@ def test_too_small_a_cache_costs_acceptance_only(answers: Any, server: Server) -
     small, unbounded = (answers(c, chatted)["chats"] for c in (CHATS_TWENTIETH, CHATS_UNBOUNDED))
     assert server.dflash()["draft_kv_entries"] * 20 <= 2 * 8 * (CHAT_WINDOW + 8)
     assert small.acceptance_length < 0.99 * unbounded.acceptance_length
+
+
+@pytest.mark.server(SEEDED_CODE)
+@pytest.mark.recorded(SEEDED_CODE_PLAIN, kv_tokens)
+def test_sliding_layers_leave_the_memory_to_the_target(server: Server, answers: Any) -> None:
+    """Without a flag. One draft slot per target token would leave 8 of 11 layers' worth."""
+    (group,) = server.dflash()["draft_kv_groups"]
+    assert (group["layers"], group["window"]) == ([0, 1, 2], 256)
+    assert group["is_ring"] and group["entries"] == 2 * 16 * (256 + 8)
+    assert 0.97 < kv_tokens(server) / answers(SEEDED_CODE_PLAIN, kv_tokens) <= 1
 
 
 @pytest.mark.server(LOSSY)
