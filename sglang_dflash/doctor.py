@@ -136,7 +136,7 @@ class Finding(NamedTuple):
 
 def examine(reading: Reading) -> list[Finding]:
     """All findings, the gravest first."""
-    found = [*_worker(reading), *_outputs(reading), *_acceptance(reading)]
+    found = [*_worker(reading), *_outputs(reading), *_contained(reading), *_acceptance(reading)]
     return [*found, *_requests(reading)]
 
 
@@ -227,6 +227,20 @@ def _length(reading: Reading) -> float | None:
         return min((x for x in lengths if x), default=None)
     steps = sum(reading.values("verify_steps"))
     return sum(reading.values("committed_tokens")) / steps if steps >= ENOUGH_STEPS else None
+
+
+def _contained(reading: Reading) -> Iterator[Finding]:
+    """Steps that failed, with the server going on."""
+    for state in reading.states:
+        shown = state.get("containment") or {}
+        if shown.get("contained_steps"):
+            yield Finding(
+                "contained-steps",
+                f"{shown['contained_steps']} steps failed and {shown['ended_requests']} requests "
+                f"were ended by it; the last error is {shown['last_error']}",
+                "the log has a traceback of each kind: report it to SGLang, or here if it names "
+                "sglang_dflash",
+            )
 
 
 def _requests(reading: Reading) -> Iterator[Finding]:

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), ROOT / "CONTRIBUTING.md"], ids=str)
+@pytest.mark.parametrize(
+    "page", [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=str
+)
 def test_paths_in_the_docs_exist(page: Path) -> None:
     """`serving/seams.py` and the like, from the root or from the package."""
     text = page.read_text()

@@ -28,11 +28,6 @@ def test_it_is_short_and_begins_with_what_a_user_needs() -> None:
     assert line_of("pip install") <= 30
 
 
-def test_links_lead_somewhere() -> None:
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", README):
-        assert (ROOT / link).exists(), link
-
-
 @pytest.mark.engine
 def test_every_flag_that_is_named_is_a_flag() -> None:
     """Of the server, of our commands, or of the programs in launch/ and experiments/."""

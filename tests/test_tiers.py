@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import ENGINE, KERNELS, ON_REQUEST
+from tests.conftest import ENGINE, KERNELS
 
 
 @pytest.mark.xdist_group("these")
@@ -14,13 +14,6 @@ def test_groups_are_in_force(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("loadgroup", False):
         pytest.skip("not run by launch/test.sh")
     assert request.node.nodeid.endswith("@these")
-
-
-def test_long_tiers_run_only_if_they_are_named(request: pytest.FixtureRequest) -> None:
-    named = request.config.getoption("markexpr")
-    left_out = {tier for tier in ON_REQUEST if tier not in named}
-    marks = {mark.name for item in request.session.items for mark in item.iter_markers()}
-    assert not marks & left_out
 
 
 def test_folders_that_the_fast_tier_skips_hold_no_fast_test(request: pytest.FixtureRequest) -> None:

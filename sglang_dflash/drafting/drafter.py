@@ -108,18 +108,24 @@ class Drafter:
             group.write(self.model, kv, positions, slots, keep, of)
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+        ids, hidden = self.forward(bonus, requests)
+        drafted = self.head(hidden)
+        broken = drafted < 0
+        self.counters.add_nonfinite(broken)
+        ids[:, 1:] = drafted.masked_fill(broken, self.model.config.mask_token_id)
+        return ids
+
+    def forward(self, bonus: Tensor, requests: RequestSlots) -> tuple[Tensor, Tensor]:
+        """The draft's inputs int64 `[R, B]`, bonus and mask tokens, and its hidden states
+        `[R, B, E]`."""
         ops, block = self.model.ops, self.block_size
         for group in self.groups:
             group.prepare(self.model, requests, self.counters)
         mask_id = self.model.config.mask_token_id
         ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
         embedded = self._embed(ids.flatten()).unflatten(0, ids.shape)
-        hidden = self.model(embedded, positions, lambda layer, *qkv: self._attend[layer](*qkv))
-        drafted = self.head(hidden)
-        broken = drafted < 0
-        self.counters.add_nonfinite(broken)
-        ids[:, 1:] = drafted.masked_fill(broken, mask_id)
-        return ids
+        attend = self._attend
+        return ids, self.model(embedded, positions, lambda layer, *qkv: attend[layer](*qkv))
 
     def describe(self) -> Mapping[str, Any]:
         return {}

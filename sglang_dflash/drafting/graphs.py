@@ -24,19 +24,21 @@ logger = logging.getLogger(__name__)
 
 # The target slot that rows of padding name. A KV pool keeps it for padding.
 PADDING_SLOT = 0
-# Columns of the narrowest table of a whole context; each wider one has four times as many.
+# Columns of the narrowest table of a whole context; each wider one but the last has four times as
+# many.
 LEAST_COLUMNS = 1024
 
 
 class Recorder(Protocol):
-    """Turns a run into a function that repeats it.
+    """Turns runs into functions that repeat them.
 
-    `run` reads and writes tensors that exist before it and stay where they are. It is executed
-    before it is recorded, more than once.
+    A run reads and writes tensors that exist before it and stay where they are. It is executed
+    before it is recorded, more than once, and what it then writes may be anything.
     """
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Raises an error of its own if `run` cannot be repeated without the host."""
+    def record(self, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """In the order of `runs`. Raises an error of its own if one cannot be repeated without the
+        host."""
 
 
 class Key(NamedTuple):
@@ -48,10 +50,11 @@ class Key(NamedTuple):
 
 
 def column_buckets(columns: int) -> tuple[int, ...]:
-    """Numbers of table columns to record, up to `columns`."""
+    """Numbers of table columns to record, up to `columns`. The last one is at least twice the one
+    before: what SGLang adds to a context length is not worth a recording."""
     found = []
     size = LEAST_COLUMNS
-    while size < columns:
+    while 2 * size <= columns:
         found.append(size)
         size *= 4
     return (*found, columns)
@@ -100,14 +103,14 @@ class GraphedDrafter:
         self.replays = {"propose": 0, "commit": 0}
         self.eager = 0
         self._static = _Static(drafter, self._buckets[-1])
-        self._graphs: dict[Key, Callable[[], None]] = {}
         # The largest first: smaller ones reuse its memory.
-        for requests in reversed(self._buckets):
-            for columns in reversed(self._widths):
-                key = Key(requests, columns, drafter.block_size)
-                self._graphs[key] = recorder.record(partial(self._propose, key))
-            key = Key(requests, 0, drafter.block_size)
-            self._graphs[key] = recorder.record(partial(self._commit, key))
+        keys = [
+            Key(requests, columns, drafter.block_size)
+            for requests in reversed(self._buckets)
+            for columns in (*reversed(self._widths), 0)
+        ]
+        runs = [partial(self._propose if key.columns else self._commit, key) for key in keys]
+        self._graphs = dict(zip(keys, recorder.record(runs), strict=True))
 
     @property
     def static_bytes(self) -> int:

@@ -31,12 +31,14 @@ class ResolvedOptions:
         reach: what the server lets drafts read of a request.
         draft_kv_tokens: entries of every ring; None for the default.
         recurrent_rollback: see `Options`.
+        context: tokens of a request, at most; None if that is not known.
     """
 
     block_size: int
     reach: Reach
     draft_kv_tokens: int | None
     recurrent_rollback: str
+    context: int | None = None
 
     def ring_entries(self, reach: Reach, max_running_requests: int) -> int | None:
         """Entries of the ring for the layers of that reach and that many requests; None if they
@@ -48,8 +50,10 @@ class ResolvedOptions:
             return None
         if self.draft_kv_tokens is not None:
             return self.draft_kv_tokens
-        visible = reach.tokens + reach.sinks + self.block_size
-        return DRAFT_KV_HEADROOM * max_running_requests * visible
+        visible = reach.tokens + reach.sinks
+        if self.context is not None:
+            visible = min(visible, self.context)
+        return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.block_size)
 
     def warnings(
         self, config: DraftConfig, context: int | None, names: Mapping[str, str]

@@ -5,7 +5,7 @@ inputs: a few milliseconds at start-up that find a kernel or a graph which this 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from sglang_dflash.facts.errors import ConfigError
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
+Dead = Literal["any", "oldest", "none"]
 
 
 class SelfCheckFailed(ConfigError):
@@ -47,16 +48,14 @@ def check_ops(model: DraftModel, block_size: int) -> list[str]:
     return list(cases)
 
 
-def check_attention(
-    model: DraftModel, block_size: int, group: KVGroup, compacts: bool = False
-) -> None:
+def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: Dead = "any") -> None:
     """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
         group: its cache is empty, but for what the attention keeps at its end, and has zeros again
             afterwards.
-        compacts: whether the attention leaves dead entries out instead of masking them. Inside of
-            a sliding window it then sees farther, so only the oldest one is dead here.
+        dead: which entries are. An attention that leaves them out instead of masking them sees
+            farther inside of a sliding window: of it only the oldest ones are.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
@@ -67,7 +66,9 @@ def check_attention(
     store_(kv, everything, draw.floats(context, *kv.shape[1:]))
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
     columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
-    live = (columns < seq_lens[:, None]) & ((columns > 0) if compacts else (columns % 7 != 3))
+    live = columns < seq_lens[:, None]
+    if dead != "none":
+        live &= (columns > 3) if dead == "oldest" else (columns % 7 != 3)
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
@@ -84,23 +85,26 @@ def check_attention(
 
 
 def check_recording(
-    eager: Drafter, recorded: Proposer, req_to_token: Tensor, most: int = REQUESTS
+    eager: Drafter, recorded: Proposer, req_to_token: Tensor, sizes: Sequence[int] = (REQUESTS,)
 ) -> None:
     """Compare a recorded proposal with an eager one, over context that both read. For an empty
     cache; it is empty again afterwards, and so are the rows of the table.
 
+    Another token is no error where it is as likely to the eager draft as the one that it took, up
+    to rounding: two products of one shape may still be computed by two algorithms.
+
     Args:
-        most: requests of the largest recorded batch. A larger one would be run eagerly, and so be
-            compared with itself.
+        sizes: of recorded batches. The one compared has such a size: rows of padding would change
+            shapes, and a larger one would be run eagerly, and so be compared with itself.
 
     Raises:
         SelfCheckFailed: the drafted tokens differ.
     """
     draw, model = _Random(eager.model), eager.model
-    count = min(REQUESTS, most, len(req_to_token) - 1)
+    count = max((n for n in sizes if n <= REQUESTS), default=min(sizes))
     rows = torch.arange(1, count + 1, device=draw.device)
     entries = min(group.cache.num_entries for group in eager.groups)
-    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, entries // 8)
+    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, entries // max(8, 2 * count))
     slots = 1 + torch.arange(len(rows) * length, device=draw.device)
     req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
     hidden = draw.floats(len(slots), model.config.target_hidden_width)
@@ -108,8 +112,13 @@ def check_recording(
     seq_lens, bonus = torch.full_like(rows, length), torch.zeros_like(rows)
     requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
     try:
-        _compare("recorded proposal", recorded.propose(bonus, requests),
-                 eager.propose(bonus, requests))  # fmt: skip
+        drafted = recorded.propose(bonus, requests)[:, 1:]
+        shortfall = eager.head.shortfall(eager.forward(bonus, requests)[1], drafted).max().item()
+        # A NaN fails: it is not below anything.
+        if not shortfall <= TOLERANCE[draw.dtype]:
+            where = f"recorded proposal of {count} requests on {draw.device.type}"
+            found = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest logit"
+            raise _failed(where, f"{found} ({TOLERANCE[draw.dtype]:g} is allowed)")
     finally:
         req_to_token[rows, :length] = 0
         clear(eager.groups)
@@ -189,9 +198,16 @@ def _compare(name: str, got: Any, expected: Tensor) -> None:
     # A NaN fails: it is not below anything.
     if got.shape == expected.shape and difference <= allowed * scale:
         return
-    raise SelfCheckFailed(
-        f"self-check: {name} {list(expected.shape)} {str(expected.dtype).removeprefix('torch.')} "
-        f"on {expected.device.type}",
-        required=f"it differs from torch by {difference:.3g} of {scale:.3g} ({allowed:g} of it is "
-        "allowed); serve with {worker} builtin, and report it; {self_check} off starts anyway",
+    dtype = str(expected.dtype).removeprefix("torch.")
+    raise _failed(
+        f"{name} {list(expected.shape)} {dtype} on {expected.device.type}",
+        f"it differs from torch by {difference:.3g} of {scale:.3g} ({allowed:g} of it is allowed)",
+    )
+
+
+def _failed(what: str, found: str) -> SelfCheckFailed:
+    return SelfCheckFailed(
+        f"self-check: {what}",
+        required=f"{found}; serve with {{worker}} builtin, and report it; {{self_check}} off "
+        "starts anyway",
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import Fields, read_json_object
+from sglang_dflash.facts.other_fields import check_other_fields
 
 _FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
@@ -162,8 +163,7 @@ class DraftConfig:
         """Build from a parsed config.json. See `from_pretrained` for the errors."""
         text = Fields.of(raw, "draft")
         either = draft_fields(raw)
-        # A draft with another head goes by these names, too.
-        either.words("architectures")
+        check_other_fields(raw)
         _refuse_other_heads(text, either)
         _check_kind(raw, either)
         depth, _, kv_heads, head_dim = draft_kv_shape(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -28,10 +29,13 @@ _BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
 # Of a ring, per entry: whose it is, and whether it is in use; and per target token: which entry it
 # has.
 BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
-# Of a step's table, per request and column. A kernel that cannot mask sorts the live entries to
-# the front and counts them (`drafting.attention.paged`), with int64 numbers.
-_TABLE_BYTES, _SORTED_TABLE_BYTES = 4, 48
+# Of a step's table, per request and column. For a kernel that reads pages the table is copied, and
+# of a bounded cache its live entries are sorted to the front, with int64 numbers
+# (`drafting.attention.paged`).
+_TABLE_BYTES, _PAGES_BYTES, _SORTED_PAGES_BYTES = 4, 12, 48
 
+# --swa-full-tokens-ratio, where it is not given.
+SLIDING_SHARE = Fraction(8, 10)
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
 # Parts into which the Triton backend splits a request at most, by default.
@@ -148,9 +152,10 @@ def draft_memory(
     block_size: int,
     requests: int,
     columns: int,
+    ring_columns: int = 0,
     itemsize: int = _BF16,
     ranks: int = 1,
-    sorts: bool = False,
+    paged: bool = False,
     recorded: int = 0,
     waiting_steps: int = 0,
 ) -> DraftMemory:
@@ -160,15 +165,19 @@ def draft_memory(
         block_size: B, tokens of a block.
         requests: R, --max-running-requests.
         columns: of a step's tables of entries.
+        ring_columns: those of them that are of rings.
         itemsize: of the draft's weights, and of the target's hidden states.
         ranks: of the tensor-parallel group.
-        sorts: whether draft attention needs the live entries in front.
+        paged: whether draft attention reads K/V through a page table.
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
             most (`drafting.plain_context`); 0 if every step drafts.
     """
     hidden = config.target_hidden_width * itemsize
-    table = requests * columns * (_SORTED_TABLE_BYTES if sorts else _TABLE_BYTES)
+    table = requests * columns * _TABLE_BYTES
+    if paged:
+        whole = columns - ring_columns
+        table = requests * (whole * _PAGES_BYTES + ring_columns * _SORTED_PAGES_BYTES)
     vocabulary = math.ceil(config.vocab_size / ranks)
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
@@ -244,9 +253,11 @@ def draft_weight_bytes(config: DraftConfig) -> int:
 
 
 def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:
-    """Of one token's K and V, or of its latent, over all attention layers."""
+    """Of one token's K and V, or of its latent, over all attention layers. A pool of sliding layers
+    has `SLIDING_SHARE` of the tokens of the other."""
     elements = target.latent_width or 2 * target.num_key_value_heads * target.head_dim
-    return target.attention_layers * elements * itemsize
+    layers = target.attention_layers - (1 - SLIDING_SHARE) * target.sliding_layers
+    return int(layers * elements * itemsize)
 
 
 def state_bytes(shape: RecurrentShape) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafting.options import Options, ResolvedOptions
@@ -29,6 +30,8 @@ from sglang_dflash.inspect.pair import (
 )
 
 _WIDTH = 120
+# Far above any device, and below what makes the arithmetic overflow.
+_MOST_GIB, _MOST_REQUESTS = 2**20, 2**20
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,17 @@ class Serving:
     )
 
     def __post_init__(self) -> None:
-        gib = "a positive number of GiB is required"
+        gib = f"a number of GiB above 0 and up to {_MOST_GIB} is required"
         dtypes = f"choose one of {', '.join(KV_DTYPES)}"
         checks = (
-            ("max_running_requests", lambda n: n >= 1, "a positive number is required"),
+            (
+                "max_running_requests",
+                lambda n: 1 <= n <= _MOST_REQUESTS,
+                f"a number from 1 to {_MOST_REQUESTS} is required",
+            ),
             ("mem_fraction", lambda x: 0 < x <= 1, "a fraction above 0 and up to 1 is required"),
-            ("memory_gib", lambda x: math.isfinite(x) and x > 0, gib),
-            ("kv_memory_gib", lambda x: x is None or (math.isfinite(x) and x > 0), gib),
+            ("memory_gib", lambda x: 0 < x <= _MOST_GIB, gib),
+            ("kv_memory_gib", lambda x: x is None or 0 < x <= _MOST_GIB, gib),
             ("kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
             ("draft_kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
         )
@@ -87,7 +94,7 @@ def inspect(
     """
     judged, context = judge(target, draft), context_of(target)
     geometry, config = judged.geometry, judged.config
-    resolved = _resolve(options, draft, config)
+    resolved = replace(_resolve(options, draft, config), context=context)
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
     groups = draft_groups(judged, resolved, draft_kv, requests)
@@ -102,6 +109,7 @@ def inspect(
         "warnings": [
             *other_target(target.name, draft.name),
             *(resolved.warnings(config, context, names or {}) if config else ()),
+            *_config_only(draft),
         ],
         "target": target.name,
         "draft": draft.name,
@@ -126,6 +134,16 @@ def inspect(
         "sources": [f"target: {target.source}", f"draft: {draft.source}"],
     }
     return {"verdict": _verdict(facts), "assumptions": _assumptions(serving), **facts}
+
+
+def _config_only(draft: ModelFacts) -> list[str]:
+    """A warning if the draft's folder has no weights."""
+    if draft.config is None or draft.tensors is not None or not Path(draft.name).is_dir():
+        return []
+    return [
+        f"config only: {draft.name} has no weights, so they are not judged, and a server needs "
+        "them (or --load-format dummy)"
+    ]
 
 
 def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) -> ResolvedOptions:

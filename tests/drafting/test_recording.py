@@ -32,7 +32,7 @@ def test_a_replay_reads_and_writes_the_same_tensors() -> None:
         first, second = x.view(2, 3).unbind(0)
         y.copy_((first * second).cumsum(0) + torch.ones(3))
 
-    replay = OpRecorder().record(run)
+    replay = OpRecorder().record_one(run)
     for _ in range(3):
         x.normal_()
         expected = (x[:3] * x[3:]).cumsum(0) + 1
@@ -44,7 +44,7 @@ def test_a_replay_reads_and_writes_the_same_tensors() -> None:
 def test_what_python_computed_is_frozen() -> None:
     x, y = torch.ones(4), torch.zeros(())
     count = [2]
-    replay = OpRecorder().record(lambda: y.copy_(x[: count[0]].sum()))
+    replay = OpRecorder().record_one(lambda: y.copy_(x[: count[0]].sum()))
     count[0] = 4
     replay()
     assert y == 2
@@ -52,7 +52,7 @@ def test_what_python_computed_is_frozen() -> None:
 
 def test_results_are_freed_when_they_were_last_read() -> None:
     x = torch.ones(8)
-    replay: Any = OpRecorder().record(lambda: x.copy_((x + 1) * 2 - 3))
+    replay: Any = OpRecorder().record_one(lambda: x.copy_((x + 1) * 2 - 3))
     freed = [index for op in replay.ops for index in op.last]
     made = [index for op in replay.ops for index in op.outputs]
     assert sorted(freed) == sorted(made) and replay.ops[0].last == []
@@ -71,7 +71,7 @@ def test_results_are_freed_when_they_were_last_read() -> None:
 def test_what_needs_the_host_cannot_be_recorded(run: Callable[[Tensor], Any], reason: str) -> None:
     x = torch.ones(4)
     with pytest.raises(RecordingError, match=reason):
-        OpRecorder().record(lambda: run(x))
+        OpRecorder().record_one(lambda: run(x))
 
 
 # -- the drafter
@@ -236,7 +236,9 @@ def test_without_a_window_the_next_wider_table_is_replayed(raw: dict[str, Any]) 
 def test_buckets() -> None:
     assert batch_buckets(1) == (1,) and batch_buckets(6) == (1, 2, 4, 6)
     assert batch_buckets(8) == (1, 2, 4, 8)
-    assert column_buckets(500) == (500,) and column_buckets(5000) == (1024, 4096, 5000)
+    assert column_buckets(500) == (500,) and column_buckets(9000) == (1024, 4096, 9000)
+    # A context of 256K and what SGLang adds to it: not two tables of nearly the same size.
+    assert column_buckets(262176) == (1024, 4096, 16384, 65536, 262176)
 
 
 def test_another_table_is_refused() -> None:

@@ -123,10 +123,10 @@ def test_attention_through_pages_is_compared_on_the_cache() -> None:
         paged = PagedAttention(layers.layers, BLOCK, cache.num_entries + 1, kernel)
         group = KVGroup(layers, cache, paged)
         if kernel is plain_kernel:
-            check_attention(model, BLOCK, group, compacts=True)
+            check_attention(model, BLOCK, group, dead="oldest")
         else:
             with pytest.raises(SelfCheckFailed, match=r"attention of layer 0 \(PagedAttention\)"):
-                check_attention(model, BLOCK, group, compacts=True)
+                check_attention(model, BLOCK, group, dead="oldest")
         assert not cache.kv.any()
 
 
@@ -141,12 +141,48 @@ def test_attention_is_compared_on_a_small_cache(entries: int) -> None:
         check_attention(model, BLOCK, group)
 
 
-def test_what_is_compared_has_a_recording() -> None:
-    """Although the batches that are recorded are small."""
+@pytest.mark.parametrize(("sizes", "compared"), [((1, 2), 2), ((1, 2, 4), 2), ((4, 8), 4)])
+def test_what_is_compared_has_a_recorded_size(sizes: tuple[int, ...], compared: int) -> None:
+    """Rows of padding would change the shapes of products, and so their rounding."""
     slots, drafter = table(), drafter_of(None)
-    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (1, 2), (64,))
-    check_recording(drafter, recorded, slots, most=2)
-    assert (recorded.replays["propose"], recorded.eager) == (1, 0)
+    seen = []
+
+    class Recorded:
+        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
+            seen.append(len(bonus))
+            return drafter.propose(bonus, requests)
+
+    check_recording(drafter, Recorded(), slots, sizes)
+    assert seen == [compared]
+
+
+@pytest.mark.parametrize(("gap", "passes"), [(0.0, True), (1e-5, True), (1e-2, False)])
+def test_a_token_that_is_as_likely_is_no_error(gap: float, passes: bool) -> None:
+    """Where two logits are equal up to rounding, the other may win in a graph."""
+    slots, drafter = table(), drafter_of(None)
+    head: Any = drafter.head
+    logits = head.target.logits
+
+    def with_twins(hidden: Tensor) -> Tensor:
+        """Token 7 is the likeliest, token 8 comes next."""
+        found = logits(hidden)
+        found[:, 7] = found.abs().max() + 1
+        found[:, 8] = found[:, 7] * (1 - gap)
+        return found
+
+    drafter.head = replace(head, target=replace(head.target, logits=with_twins))
+
+    class Recorded:
+        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
+            ids = drafter.propose(bonus, requests)
+            ids[:, 1:] += 1
+            return ids
+
+    if passes:
+        check_recording(drafter, Recorded(), slots)
+        return
+    with pytest.raises(SelfCheckFailed, match="less likely by 0"):
+        check_recording(drafter, Recorded(), slots)
 
 
 @pytest.mark.parametrize("window", [None, 12])

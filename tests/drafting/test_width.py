@@ -95,7 +95,7 @@ class _Always(FixedWidth):
     """A fixed width, of which the policies under test need not be the block size."""
 
 
-def over_best_fixed(trace: Trace, seeds: int = 2, steps: int = 1500) -> float:
+def over_best_fixed(trace: Trace, seeds: int = 1, steps: int = 1500) -> float:
     """Speed over that of the best fixed width: the geometric mean over seeds."""
     logs = []
     for seed in range(seeds):
@@ -133,7 +133,7 @@ def test_useless_drafts_cost_three_percent(p: float, running: int) -> None:
 
 
 @pytest.mark.parametrize("running", [1, 8])
-@pytest.mark.parametrize("p", [0.6, 0.7, 0.8, 0.95])
+@pytest.mark.parametrize("p", [0.6, 0.95])
 def test_good_drafts_get_the_best_width(p: float, running: int) -> None:
     # One request's outcomes tell less: it takes longer to know.
     least = 0.95 if running == 1 else 0.97

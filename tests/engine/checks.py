@@ -60,6 +60,15 @@ def known_text_drafted(seen: Seen) -> None:
         assert workload.acceptance_length(seen.ours["demo"]) > 2
 
 
+def two_pools(seen: Seen) -> None:
+    """The sliding layers' is a quarter of the other, and more tokens were kept than it has."""
+    drafted(seen)
+    all_layers, sliding = 12000, 3000
+    load = requests.get(f"{seen.server.url}/server_info").json()["internal_states"][0]
+    assert load["memory_usage"]["token_capacity"] == all_layers, load["memory_usage"]
+    assert sum(answer["meta_info"]["prompt_tokens"] for answer in _answers(seen)) > sliding
+
+
 def used_every_width(seen: Seen, steps: int = 20) -> None:
     assert all(used > steps for used in seen.report["width_steps"].values())
 
@@ -97,6 +106,61 @@ def sampled(length: float) -> Check:
     return check
 
 
+def ended_alike(seen: Seen) -> None:
+    """For the same reason, with the same text and log-probabilities; many before their length."""
+    for got, expected in zip(seen.ours, seen.theirs, strict=True):
+        assert got["text"] == expected["text"]
+        ours, theirs = (answer["meta_info"] for answer in (got, expected))
+        assert ours["finish_reason"] == theirs["finish_reason"]
+        assert ours["completion_tokens"] == theirs["completion_tokens"]
+        ours, theirs = (info["output_token_logprobs"] for info in (ours, theirs))
+        assert [one[1] for one in ours] == [one[1] for one in theirs]
+        torch.testing.assert_close(
+            *(torch.tensor([one[0] for one in every]) for every in (ours, theirs)),
+            atol=1e-4, rtol=0,
+        )  # fmt: skip
+    types = [answer["meta_info"]["finish_reason"]["type"] for answer in seen.ours]
+    assert types.count("stop") > len(types) / 2
+
+
+def hidden_states_alike(seen: Seen) -> None:
+    """A row per token that was read, up to the last one of the answer; of a request that was
+    retracted, after its last prefill."""
+    for got, expected in zip(seen.ours, seen.theirs, strict=True):
+        ours, theirs = (_rows(answer["meta_info"]["hidden_states"]) for answer in (got, expected))
+        if not got["meta_info"]["num_retractions"]:
+            assert len(ours) == len(theirs)
+        both = min(len(ours), len(theirs))
+        torch.testing.assert_close(ours[-both:], theirs[-both:], atol=1e-5, rtol=1e-5)
+        assert both > 20
+
+
+def _rows(states: list[Any]) -> torch.Tensor:
+    """Rows of tokens `[N, E]`: those of the last prefill, then one per step."""
+    last = max(i for i, one in enumerate(states) if isinstance(one[0], list))
+    return torch.tensor([*states[last], *states[last + 1 :]])
+
+
+def masks_alike(seen: Seen) -> None:
+    """The same tokens to draw from, with the same probabilities."""
+    for got, expected in zip(seen.ours, seen.theirs, strict=True):
+        ours, theirs = (answer["meta_info"] for answer in (got, expected))
+        masks = ours["output_token_sampling_mask"]
+        assert [set(mask) for mask in masks] == [
+            set(mask) for mask in theirs["output_token_sampling_mask"]
+        ]
+        assert len(masks) == ours["completion_tokens"]
+        flat = [_numbers(info["output_token_sampling_logprobs"]) for info in (ours, theirs)]
+        torch.testing.assert_close(*flat, atol=1e-4, rtol=0)
+    assert max(len(mask) for mask in seen.ours[1]["meta_info"]["output_token_sampling_mask"]) > 2
+
+
+def _numbers(entries: list[Any]) -> torch.Tensor:
+    """A number per token, or a list in any order."""
+    lists = [sorted(one) if isinstance(one, list) else [one] for one in entries]
+    return torch.tensor([number for one in lists for number in one])
+
+
 def _cached(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
@@ -106,7 +170,8 @@ def prefix_found(seen: Seen) -> None:
     if "shared prefix" in seen.ours:
         got, expected = (_cached(every["shared prefix"]) for every in (seen.ours, seen.theirs))
         assert got == expected or "--page-size" in seen.config.flags
-        assert sum(cached > 200 for cached in got) == 12
+        # All but the first of each prefix.
+        assert sum(cached > 200 for cached in got) == len(got) - 3
 
 
 def history_found(seen: Seen) -> None:
@@ -115,7 +180,7 @@ def history_found(seen: Seen) -> None:
     for kind, got in seen.ours.items():
         pairs = zip(got.cached, seen.theirs[kind].cached, strict=True)
         assert {ours - plain for ours, plain in pairs} <= {0, 1}
-    assert sum(seen.ours["chats"].cached) > 10_000
+    assert sum(seen.ours["chats"].cached) > 4_000
 
 
 def retracted(seen: Seen) -> None:
@@ -127,7 +192,7 @@ def replayed(seen: Seen) -> None:
     """Draft steps came from recordings of the sizes asked for; batches of 7 and 8 exceed the
     largest of GRAPHS."""
     report = seen.report
-    assert report["draft_graph_proposals"] > 50 and report["draft_graph_commits"] > 50
+    assert report["draft_graph_proposals"] > 30 and report["draft_graph_commits"] > 30
     asked = [int(size) for size in seen.config.extra_args[1:]]
     sizes = asked or list(range(1, 9))
     assert report["draft_graph_batch_sizes"] == sizes
@@ -178,7 +243,7 @@ def states_found(kept: str) -> Check:
             _cached(every["prompts"] + every["chats"]) for every in (seen.ours, seen.theirs)
         )
         pairs = list(zip(got, expected, strict=True))
-        assert sum(plain > 0 for plain in expected) >= (12 if kept == "no-buffer" else 12 + 15)
+        assert sum(plain > 0 for plain in expected) >= (6 if kept == "no-buffer" else 6 + 9)
         if kept == "no-buffer":
             # The state at the end of a request is kept, one token further: the target has computed
             # the last output token by then.
@@ -194,7 +259,7 @@ def states_found(kept: str) -> Check:
     return check
 
 
-def same_states(seen: Seen, at_least: int = 80) -> None:
+def same_states(seen: Seen) -> None:
     """At every length of a request at which both servers had a step, its states are the same (the
     first rank's)."""
     ours, plain = (
@@ -202,8 +267,8 @@ def same_states(seen: Seen, at_least: int = 80) -> None:
         for config in (seen.config, seen.plain)
     )
     both = sorted(set(ours) & set(plain))
-    # 64 prompts and 18 turns of 40 new tokens, at four or five tokens a step.
-    assert len({file.split("-")[0] for file in both}) >= at_least and len(both) >= 6 * at_least
+    # 40 prompts and 12 turns of 40 new tokens, at four or five tokens a step.
+    assert len({file.split("-")[0] for file in both}) >= 50 and len(both) >= 300
     # The first rank's heads come first; of the convolution it has parts of three, which the outputs
     # test.
     parts = ("temporal",) if "--tp-size" in seen.config.flags else ("temporal", "conv")

@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             config = config_of(item)
             places.setdefault(config, len(places) if config is not None else -1)
-            if config is not None:
-                item.add_marker(pytest.mark.xdist_group(config.name))
+            group = item.nodeid.partition("::")[0] if config is None else config.name
+            item.add_marker(pytest.mark.xdist_group(group))
     waits = {config_of(item) for item in items if PLAIN in recordings_of(item)}
 
     def place(item: pytest.Item) -> tuple[int, int]:
@@ -78,8 +78,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def servers(request: pytest.FixtureRequest) -> Iterator[ServerSession]:
+    """Closed before tests of other folders: idle replicas of a server keep a core busy."""
     session = ServerSession(Path(os.environ[SHARED_FOLDER]))
     for item in request.session.items:
         for config, asks in recordings_of(item).items():

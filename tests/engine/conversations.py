@@ -21,7 +21,7 @@ from sglang_dflash.facts.embedded import DemoPair
 if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
 
-CONVERSATIONS, TURNS, AT_A_TIME, NEW_TOKENS = 20, 6, 8, 48
+AT_A_TIME, NEW_TOKENS = 8, 48
 FIRST_TOKEN = 200
 
 
@@ -88,14 +88,12 @@ def ask(
         return [answers.add(answer) for answer in got]
 
 
-def chats(
-    server: Server, pieces: list[list[int]], seed: int = 0, conversations: int = CONVERSATIONS
-) -> Answers:
-    """Conversations of 6 turns, 8 requests at a time, in a new order every turn."""
-    rng, answers = random.Random(seed), Answers()
+def chats(server: Server, pieces: list[list[int]], conversations: int, turns: int) -> Answers:
+    """Conversations of several turns, 8 requests at a time, in a new order every turn."""
+    rng, answers = random.Random(0), Answers()
     # Conversations have different first tokens: a request finds only its own history cached.
     histories = [[FIRST_TOKEN + i] for i in range(conversations)]
-    for turn in range(TURNS):
+    for turn in range(turns):
         order = rng.sample(range(conversations), conversations)
         for i in order:
             piece = pieces[(i + 7 * turn) % len(pieces)]
@@ -106,7 +104,7 @@ def chats(
     return answers
 
 
-def branches(server: Server, pieces: list[list[int]], count: int = 32) -> Answers:
+def branches(server: Server, pieces: list[list[int]], count: int) -> Answers:
     """One long prompt, then many that share its first 400 tokens and end early.
 
     The draft K/V of the shared tokens was never computed, because the drafts of the first prompt

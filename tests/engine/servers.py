@@ -81,8 +81,7 @@ def drafting(draft: object) -> dict[str, Any]:
 
 DFLASH_FLAGS = drafting(PAIR.draft)
 DFLASH = PLAIN.named("dflash").having(**DFLASH_FLAGS)
-# On two ranks: it serves what we do not, and the platform must support that, too.
-BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin", tp_size=2)
+BUILTIN = DFLASH.named("builtin").having(speculative_dflash_worker="builtin")
 PAGES = DFLASH.having(
     page_size=16,
     chunked_prefill_size=256,
@@ -118,7 +117,13 @@ WATCHED: dict[str, Any] = {
 # 25 steps.
 TIGHT = (
     DFLASH.named("tight")
-    .having(max_total_tokens=4000, max_running_requests=8, **WATCHED, **MIXED)
+    .having(
+        max_total_tokens=4000,
+        max_running_requests=8,
+        enable_return_hidden_states=True,
+        **WATCHED,
+        **MIXED,
+    )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
 # Neither checkpoint has weights.
@@ -156,7 +161,6 @@ GRAPHS = replace(
     DFLASH.named("graphs").having(**RECORDED, **MIXED),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
-GRAPHS_WINDOW = DFLASH.named("graphs-page64-window").having(page_size=64, **RECORDED, **WINDOW)
 HYBRID_PAIR = demo_pair("hybrid")
 HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     model_path=HYBRID_PAIR.target,
@@ -166,9 +170,7 @@ HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     max_running_requests=8,
 )
 HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
-    **drafting(HYBRID_PAIR.draft),
-    enable_metrics=True,
-    enable_custom_logit_processor=True,
+    **drafting(HYBRID_PAIR.draft)
 )
 HYBRID_PAIR_GRAPHS = replace(
     HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
@@ -202,7 +204,6 @@ SOAK_HYBRID = (
 CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**BY_WIDTH, **WINDOW)
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     **drafting(HYBRID_PAIR.draft), **BY_WIDTH
@@ -217,15 +218,25 @@ CHATS_DEFAULT = DFLASH.named("chats-default").having(
 CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").having(
     speculative_dflash_draft_kv_tokens=100000
 )
-# A twentieth of the default: 2 * 8 * (512 + 8) / 20. At a tenth the loss is within its own spread.
-CHATS_TWENTIETH = CHATS_DEFAULT.named("chats-twentieth").having(
-    speculative_dflash_draft_kv_tokens=416
-)
-# -- drafts of no use: random ones, and finite ones whose logits overflow
+# -- a target with sliding layers: theirs is a pool of its own, a quarter of the other
 
-RANDOM_DRAFT = DFLASH.named("random-draft").having(
-    speculative_draft_model_path=f"{FILES}/random-draft"
+SLIDING_PLAIN = PLAIN.named("sliding-plain").having(
+    model_path=f"{FILES}/sliding", disable_hybrid_swa_memory=True
 )
+SLIDING = (
+    DFLASH.named("sliding")
+    .having(
+        model_path=f"{FILES}/sliding",
+        max_total_tokens=12000,
+        swa_full_tokens_ratio=0.25,
+        max_running_requests=8,
+    )
+    .with_env(**STRICT)
+)
+SLIDING_WINDOW = SLIDING.named("sliding-window").having(**WINDOW)
+SLIDING_PAGES = SLIDING.named("sliding-page16").having(page_size=16)
+# -- a finite draft whose logits overflow
+
 OVERFLOWING = DFLASH.named("overflowing").having(
     speculative_draft_model_path=f"{FILES}/overflowing-draft", enable_metrics=True
 )
@@ -234,10 +245,9 @@ OVERFLOWING = DFLASH.named("overflowing").having(
 SIZED = PLAIN.changed("sized").having(
     max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16
 )
-LOSSY = SIZED.named("lossy").having(
+BOUNDED = SIZED.named("bounded").having(
     **DFLASH_FLAGS,
     speculative_draft_window_size=512,
-    speculative_dflash_extension="tests.engine.extensions:lossy",
 )
 
 # -- sampling with seeds
@@ -247,6 +257,34 @@ SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True)
 CODE_PAIR = demo_pair("code")
 SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
 SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
+
+# -- pools and contexts that a request or two fill; SGLang looks for leaks after every step
+
+
+def _full(name: str, base: ServerConfig, **flags: Any) -> ServerConfig:
+    config = base.named(name).having(max_total_tokens=256, max_running_requests=4, **flags)
+    return config.with_env(**STRICT)
+
+
+FULL_PLAIN = {page: _full(f"full-plain-{page}", PLAIN, page_size=page) for page in (1, 16)}
+FULL = {
+    (page, block): _full(
+        f"full-{page}-{block}", DFLASH, page_size=page, speculative_num_draft_tokens=block
+    )
+    for page in (1, 16)
+    for block in (8, 16)
+}
+FULL_NO_OVERLAP = FULL[1, 16].named("full-no-overlap").having(disable_overlap_schedule=True)
+
+# -- SGLang's own tests
+
+KITS_PLAIN = PLAIN.named("kits-plain").having(
+    model_path=CODE_PAIR.target,
+    enable_return_hidden_states=True,
+    enable_streaming_session=True,
+    allow_auto_truncate=True,
+)
+KITS_DFLASH = KITS_PLAIN.named("kits-dflash").having(**drafting(CODE_PAIR.draft))
 
 # -- request features: what all of them need of a server, at once
 
@@ -355,5 +393,4 @@ HYBRID_WIDTHS = {
 HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").having(
     **KEPT_STATES["lazy"], disable_overlap_schedule=True, speculative_dflash_extension=None
 )
-HYBRID_BROKEN = _hybrid("hybrid-broken", HYBRID, HYBRID_PLAIN).with_env(TOO_FEW="1")
 HYBRID_MOE_DFLASH = _hybrid("hybrid-moe-auto", HYBRID_MOE, HYBRID_MOE_PLAIN)

@@ -12,7 +12,6 @@ import torch
 from sglang_dflash.bench.server import ServerFailed
 from tests.engine.hybrid_requests import hybrid_answers
 from tests.engine.servers import (
-    HYBRID_DFLASH,
     HYBRID_LAZY_NO_OVERLAP,
     HYBRID_MOE_PLAIN,
     HYBRID_PLAIN,
@@ -46,21 +45,7 @@ def test_plain_decoding_is_that_of_transformers(
         assert (best - second).min() > CLEAR
 
 
-def test_no_buffer_under_overlap_is_refused(servers: ServerSession) -> None:
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.server_args import prepare_server_args
-
-    config = HYBRID_DFLASH.having(mamba_scheduler_strategy="no_buffer")
-    arguments = prepare_server_args(servers.arguments(config))
-    with pytest.raises(
-        AssertionError,
-        match=r"no_buffer do not support overlap schedule\. Try to set disable_overlap_schedule",
-    ):
-        arguments.resolve_once()
-
-
+@pytest.mark.long
 def test_a_lazy_buffer_without_overlap_is_refused(servers: ServerSession) -> None:
     with pytest.raises(ServerFailed, match="Lazy extra buffer requires overlap schedule"):
         servers.server(HYBRID_LAZY_NO_OVERLAP)

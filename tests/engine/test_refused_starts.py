@@ -64,10 +64,8 @@ def launched(*flags: str, until: str) -> Ended:
     return Ended(process.returncode, lines, used.ru_utime + used.ru_stime - seen)
 
 
-LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("file: nested", "tensors: one NaN")]
-
-
-@pytest.mark.parametrize("what", ["field: hidden_size=256", *LONG])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["field: hidden_size=256", "file: nested", "tensors: one NaN"])
 def test_a_broken_draft_ends_the_launcher(what: str, tmp_path: Path) -> None:
     draft = BROKEN[what].make(tmp_path / "draft")
     ended = launched(*DFLASH, str(draft), until=BROKEN[what].message)
@@ -75,6 +73,15 @@ def test_a_broken_draft_ends_the_launcher(what: str, tmp_path: Path) -> None:
     assert not ended.lines_with("Traceback")
     (line,) = ended.lines_with(BROKEN[what].message)
     assert line.startswith("sglang-dflash: ") and line == ended.lines[-1]
+
+
+def test_a_broken_draft_is_refused_in_one_line(tmp_path: Path, servers: ServerSession) -> None:
+    draft = BROKEN["field: hidden_size=256"]
+    command = ["sglang.launch_server", *DFLASH, str(draft.make(tmp_path / "draft"))]
+    status, lines = servers.nursery.run(*command, log=tmp_path / "log")
+    assert status == 1 and not [line for line in lines if "Traceback" in line]
+    (line,) = [line for line in lines if draft.message in line]
+    assert line.startswith("sglang-dflash: ") and line == lines[-1]
 
 
 @pytest.mark.long

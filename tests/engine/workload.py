@@ -22,11 +22,11 @@ from tests.engine.client import GREEDY, ask, together
 
 Answers = list[dict[str, Any]]
 ByKind = dict[str, Answers]
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 GENERATE = {**GREEDY, "max_new_tokens": NEW_TOKENS}
 # Tokens that DEVICE_LENGTHS takes of a prompt and its answer.
 CONTEXT = 96
-CONVERSATIONS = 14  # of which 8 run at a time
+CONVERSATIONS, TURNS, BRANCHES = 10, 4, 12  # of which 8 run at a time
 # Requests whose logits depend on every token before, and one that does not.
 PENALTIES = [
     {"frequency_penalty": 0.9},
@@ -90,9 +90,9 @@ def run_some(server: Server, each: int) -> ByKind:
     return _answers(server, {name: texts[:each] for name, texts in prompts().items()})
 
 
-def short_and_demo(server: Server) -> ByKind:
-    """As `run`, for servers of several processes."""
-    return _answers(server, {name: prompts()[name] for name in ("short", "demo")})
+def some_short_and_demo(server: Server) -> ByKind:
+    """As `run_half`, for servers of several processes."""
+    return _answers(server, {name: prompts()[name][::2] for name in ("short", "demo")})
 
 
 def hang_ups(server: Server) -> Answers:
@@ -112,14 +112,6 @@ def hang_ups(server: Server) -> Answers:
     return together(lambda i=i, t=t: one(i, t) for i, t in enumerate(texts))[::2]
 
 
-def run_penalised(server: Server) -> Answers:
-    texts = prompts()["demo"][:10]
-    ways = [PENALTIES[i % len(PENALTIES)] for i in range(len(texts))]
-    return [
-        server.generate(text, **{**GENERATE, **way}) for text, way in zip(texts, ways, strict=True)
-    ]
-
-
 def up_to_the_limit(server: Server) -> Answers:
     """Five prompts of different lengths at a time, each continued to the end of the context."""
 
@@ -130,12 +122,12 @@ def up_to_the_limit(server: Server) -> Answers:
         return server.generate(text, **{**GENERATE, "max_new_tokens": left})
 
     with ThreadPoolExecutor(5) as pool:
-        return list(pool.map(one, prompts()["short"][:15]))
+        return list(pool.map(one, prompts()["short"][::2]))
 
 
 def many_steps(server: Server) -> Answers:
     """More verify steps than the alarm judges at once, if no draft is accepted."""
-    return _at_once(server, prompts()["demo"][:8], max_new_tokens=2 * JUDGED_STEPS // 8)
+    return _at_once(server, prompts()["demo"][:8], max_new_tokens=5 * JUDGED_STEPS // 32)
 
 
 @functools.cache
@@ -146,41 +138,52 @@ def pieces() -> list[list[int]]:
 def chatted(server: Server) -> dict[str, conversations.Answers]:
     """Chats whose turns find their history cached, then prompts that branch from one trunk."""
     return {
-        "chats": conversations.chats(server, pieces(), conversations=CONVERSATIONS),
-        "branches": conversations.branches(server, pieces()),
+        "chats": conversations.chats(server, pieces(), CONVERSATIONS, TURNS),
+        "branches": conversations.branches(server, pieces(), BRANCHES),
     }
 
 
 def run_pair(server: Server) -> Answers:
-    """The hybrid pair's texts: 150 tokens cross two boundaries of kept recurrent states."""
-    return _at_once(server, demo_pair("hybrid").prompts[:10], clients=5, max_new_tokens=150)
+    """The hybrid pair's texts: 132 tokens cross two boundaries of kept recurrent states."""
+    return _at_once(server, demo_pair("hybrid").prompts[:8], clients=5, max_new_tokens=132)
 
 
-# Without min-p: SGLang's own sampler asserts that a seeded request has none.
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 1.0, "top_k": 20},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 50, "top_p": 0.95},
+    {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 0},
 ]
 
 
 def _seeded(
-    server: Server, texts: list[str], ways: list[dict[str, Any]], tokens: int, first_seed: int
+    server: Server,
+    texts: list[str],
+    ways: list[dict[str, Any]],
+    tokens: int,
+    first_seed: int,
+    clients: int = 6,
 ) -> Answers:
     def one(job: tuple[int, str]) -> dict[str, Any]:
         at, text = job
         how = {**ways[at % len(ways)], "sampling_seed": first_seed + at}
         return server.generate(text, **{**GENERATE, "max_new_tokens": tokens, **how})
 
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(clients) as pool:
         return list(pool.map(one, enumerate(texts)))
 
 
 def seeded(server: Server) -> Answers:
     texts = prompts()["demo"][:12] + prompts()["short"][8:14]
     return _seeded(server, texts, SAMPLING, NEW_TOKENS, 1000)
+
+
+def seeded_alone(server: Server) -> Answers:
+    """A request of each kind, without others beside it."""
+    texts = prompts()["demo"][: len(SAMPLING)]
+    return _seeded(server, texts, SAMPLING, NEW_TOKENS, 1000, clients=1)
 
 
 def seeded_code(server: Server) -> Answers:
@@ -202,22 +205,22 @@ WAYS: list[dict[str, Any]] = [
 GAP = 0.06
 
 
-def _sixteen() -> list[Callable[[Server], dict[str, Any]]]:
+def _twelve() -> list[Callable[[Server], dict[str, Any]]]:
     """With a penalty and without, in turn. Some prompts take several prefill chunks.
 
     Of texts that the target did not memorize: there a penalty changes the answer.
     """
-    texts = [*prompts()["short"][4:16], *prompts()["long"][:4]]
+    texts = [*prompts()["short"][4:13], *prompts()["long"][:3]]
     ways = [WAYS[i // 2 % len(WAYS)] if i % 2 == 0 else {} for i in range(len(texts))]
     return [
-        lambda server, text=text, way=way: ask(server, text, max_new_tokens=40, **way)
+        lambda server, text=text, way=way: ask(server, text, **way)
         for text, way in zip(texts, ways, strict=True)
     ]
 
 
 def alone(server: Server) -> Answers:
     """One request after another."""
-    return [request(server) for request in _sixteen()]
+    return [request(server) for request in _twelve()]
 
 
 def joining(server: Server) -> Answers:
@@ -227,12 +230,12 @@ def joining(server: Server) -> Answers:
         time.sleep(i * GAP)
         return request(server)
 
-    return together(lambda i=i, r=r: later(i, r) for i, r in enumerate(_sixteen()))
+    return together(lambda i=i, r=r: later(i, r) for i, r in enumerate(_twelve()))
 
 
 def penalised_together(server: Server) -> Answers:
-    """Eight at once, so that a tight pool retracts some."""
-    return together(lambda job=job: job(server) for job in _sixteen()[::2])
+    """Six at once, so that a tight pool retracts some."""
+    return together(lambda job=job: job(server) for job in _twelve()[::2])
 
 
 def outputs(answers: Any) -> dict[str, list[list[int]]]:

@@ -35,7 +35,7 @@ from tests.facts.target_fields import TARGET
 # Of this process: the machine may be busy with other things.
 SECONDS = 3.0
 bounded = settings(
-    max_examples=200 * FUZZ,
+    max_examples=80 * FUZZ,
     deadline=None,
     derandomize=True,
     database=None,

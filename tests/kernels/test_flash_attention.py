@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.paged import Pages
 from sglang_dflash.drafting.attention.visibility import keys_around
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
@@ -71,19 +73,23 @@ with torch.device("meta"):
 def stub_driver(folder: Path) -> None:
     """A libcuda.so.1 with all functions of the driver that sgl-kernel's libraries may name."""
     spec = importlib.util.find_spec("sgl_kernel")
-    names = set()
-    for place in (spec and spec.submodule_search_locations) or []:
-        for library in Path(place).rglob("*.so"):
-            names |= set(re.findall(rb"\x00(cu[A-Z]\w+)(?=\x00)", library.read_bytes()))
+    places = (spec and spec.submodule_search_locations) or []
+    libraries = [library for place in places for library in Path(place).rglob("*.so")]
+    listed = subprocess.run(
+        ["nm", "--dynamic", "--undefined-only", *libraries], check=True, capture_output=True
+    )
+    names = set(re.findall(r" U (cu[A-Z]\w+)$", listed.stdout.decode(), re.M))
     source = folder / "stub.c"
-    source.write_text("".join(f"int {name.decode()}(void) {{ return 1; }}\n" for name in names))
+    source.write_text("".join(f"int {name}(void) {{ return 1; }}\n" for name in names))
     command = ["cc", "-shared", "-fPIC", "-w", "-o", str(folder / "libcuda.so.1"), str(source)]
     subprocess.run(command, check=True)
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(
-    importlib.util.find_spec("sgl_kernel") is None or shutil.which("cc") is None,
-    reason="needs sgl-kernel, and a C compiler for a stub of the CUDA driver",
+    importlib.util.find_spec("sgl_kernel") is None
+    or not (shutil.which("cc") and shutil.which("nm")),
+    reason="needs sgl-kernel, and cc and nm for a stub of the CUDA driver",
 )
 def test_fa3_takes_our_call(tmp_path: Path) -> None:
     """Its schema: the call gets as far as looking for a kernel for tensors without memory."""
@@ -92,6 +98,33 @@ def test_fa3_takes_our_call(tmp_path: Path) -> None:
     assert len(printed) == 3
     for line in printed:
         assert line.startswith("sgl_kernel::fwd: attempted to run this operator with Meta tensors")
+
+
+@pytest.mark.parametrize(("major", "splits"), [(9, 1), (10, 18)])
+def test_fa4_chooses_its_splits(major: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request with 8 KV heads on 148 multiprocessors, as FA4 then computes them: four splits
+    would leave most of them idle."""
+    from flash_attn.cute import interface
+    from sglang.kernels.ops.attention import flash_attention_v4
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        flash_attention_v4, "flash_attn_varlen_func", lambda *_, **kwargs: given.update(kwargs)
+    )
+    monkeypatch.setattr(flash_attention_v4, "is_flash_attention_v4_available", lambda: True)
+    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "148")
+    pages = Pages(torch.zeros(1, 4096), torch.zeros(1), torch.zeros(2))
+    kernel = flash_attention.fa4_kernel(flash_attention.FA4_SPLITS[major])
+    q = torch.zeros(16, 32, 128)
+    kernel(q, q, q, pages, 16, LayerAttention(None, False))
+    assert given["max_seqlen_k"] == 4096 and (given["num_splits"] == 1) == (major == 9)
+    chosen = interface._get_fwd_config(
+        arch=10 * major, head_dim=128, head_dim_v=128, max_seqlen_q=16,
+        max_seqlen_k=given["max_seqlen_k"], num_head_kv=8, qhead_per_kvhead=4, pack_gqa=True,
+        batch_size=1, causal=False, local=False, window_size_left=None, window_size_right=None,
+        num_splits=given["num_splits"], device=torch.device("cpu"),
+    )  # fmt: skip
+    assert chosen.num_splits == splits
 
 
 @pytest.mark.parametrize(

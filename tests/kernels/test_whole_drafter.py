@@ -36,8 +36,10 @@ CASES: dict[str, tuple[dict[str, Any], int | None, int]] = {
     "window": ({}, 7, 0),
     "window-and-sinks": ({}, 7, 2),
     "sliding-under-a-window": (SLIDING, 5, 0),
-    "one-kv-head-and-bias": ({"num_key_value_heads": 1, "attention_bias": True}, 7, 0),
-}
+    "one-kv-head-and-bias": (
+        {"num_key_value_heads": 1, "attention_bias": True, "is_causal": True}, 7, 0,
+    ),
+}  # fmt: skip
 WIDTH, ROWS = 48, 5
 
 
@@ -72,7 +74,7 @@ class Side:
 
 
 # What the others cover in part; a case takes the interpreter eight seconds.
-LONG = ("sliding-but-not-causal", "window", "full")
+LONG = ("sliding", "sliding-but-not-causal", "window", "full", "causal")
 
 
 @pytest.mark.parametrize(

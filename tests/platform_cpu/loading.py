@@ -1,7 +1,6 @@
 """Loads our CPU plugin as SGLang does, in a process of its own: hooks stay for its life.
 
-Run as a module by test_plugin.py; prints one JSON object. Every case but the last is a fork of a
-process that has imported all that is patched, so that this is done once.
+Run by tests/engine/test_cpu_plugin.py; prints one JSON object. Every case but the last is a fork.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ from sglang_dflash.seam.seam import Kind, Seam, install, verify
 TARGET = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 
 
-def forked(prepare: Callable[[], None], clean_up: bool = False) -> dict[str, Any]:
-    """Exit status and stderr of a process that loads the plugins after `prepare`.
-
-    The interpreter takes seconds to clean up after SGLang; other cases than one skip that.
-    """
+def forked(prepare: Callable[[], None]) -> dict[str, Any]:
+    """Exit status and stderr of a process that loads the plugins after `prepare`."""
     with tempfile.TemporaryFile() as errors:
         child = os.fork()
         if child == 0:
@@ -41,8 +37,6 @@ def forked(prepare: Callable[[], None], clean_up: bool = False) -> dict[str, Any
                 print(json.dumps(sorted(HookRegistry._hooks)), file=sys.stderr, flush=True)
                 os._exit(0)
             except SystemExit as end:
-                if clean_up:
-                    raise
                 print(end.code, file=sys.stderr, flush=True)
                 os._exit(1)
         _, status = os.waitpid(child, 0)
@@ -86,7 +80,7 @@ if __name__ == "__main__":
     for row in seams.SEAMS:
         pkgutil.resolve_name(row.parent)
     results = {
-        "missing name": forked(lambda: add_row("sglang.srt.environ.no_such_name"), clean_up=True),
+        "missing name": forked(lambda: add_row("sglang.srt.environ.no_such_name")),
         "hook": forked(hook_of_another_plugin),
         "version": forked(other_version),
     }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ def test_a_bug_can_be_put_back(mutation: Mutation) -> None:
         path, _, name = test.partition("::")
         tree = ast.parse((ROOT / path).read_text())
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
-
-
-def test_half_of_at_least_twenty_were_chosen_blind() -> None:
-    chosen = Counter(mutation.chosen for mutation in MUTATIONS)
-    assert set(chosen) == {"blind", "known"}
-    assert len(MUTATIONS) >= 20 and 2 * chosen["blind"] >= len(MUTATIONS)
 
 
 def test_the_docs_tell_how_many_there_are() -> None:
@@ -64,7 +57,6 @@ def mutate(folder: Path, *bugs: str) -> subprocess.CompletedProcess[str]:
 
 
 CAUGHT = 'name = "a"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_it"]'
-MISSED = 'name = "b"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_nothing"]'
 HALF = (
     'name = "c"\nold = "2 * x"\nnew = "3 * x"\n'
     'tests = ["test_double.py::test_it", "test_double.py::test_nothing"]'
@@ -75,10 +67,10 @@ BAD = 'name = "e"\nold = "2 * x"\nnew = "2 *"\ntests = ["test_double.py::test_it
 
 
 def test_a_bug_is_caught_or_not(tmp_path: Path) -> None:
-    ran = mutate(tmp_path, CAUGHT, MISSED, HALF, GONE, BAD)
+    ran = mutate(tmp_path, CAUGHT, HALF, GONE, BAD)
     assert ran.returncode == 1
-    outcomes = [line.split()[0] for line in ran.stdout.splitlines()[:5]]
-    assert outcomes == ["killed", "SURVIVED", "SURVIVED", "BROKEN", "BROKEN"], ran.stdout
+    outcomes = [line.split()[0] for line in ran.stdout.splitlines()[:4]]
+    assert outcomes == ["killed", "SURVIVED", "BROKEN", "BROKEN"], ran.stdout
     assert "0 places in double.py have the text" in ran.stdout
     assert (tmp_path / "double.py").read_text() == TREE["double.py"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ from sglang_dflash.facts.sizes import (
 )
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
-from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.memory import draft_memory, plan_memory, size_state_pool
@@ -70,7 +71,7 @@ BACKENDS = {
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
         lambda _, setting: PagedAttention(
-            setting.layers, setting.block_size, setting.scratch, plain_kernel
+            setting.layers, setting.block_size, setting.scratch, plain_kernel, setting.holes
         ),
     ),
 }
@@ -92,7 +93,7 @@ def drafter_of(setup: DraftSetup, slots: int) -> Drafter:
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
-    """As FA3, FA4 and FlashInfer have them."""
+    """As FA3 and FA4 have them."""
     setup = setup_of("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
     groups = setup.groups(8999, 9000, RUNNING, POSITIONS)
     setup.check(groups)
@@ -124,7 +125,9 @@ def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> 
     if backend == "triton":
         assert needed.attention_workspace == workspaces > 0
     assert columns == 200 + (POSITIONS if window is None else window)
-    assert needed.slot_tables == RUNNING * columns * (48 if backend == "pages" else 4)
+    rings = sum(group.reach.of(POSITIONS) for group in drafter.groups if group.reach.is_bounded)
+    table = 12 * (columns - rings) + 48 * rings if backend == "pages" else 4 * columns
+    assert needed.slot_tables == RUNNING * table
     slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
     if backend == "torch":
         graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
@@ -182,7 +185,7 @@ def test_a_step_takes_no_more_than_was_reserved(
                 Capabilities(scratch=True),
                 lambda _, setting: PagedAttention(
                     setting.layers, setting.block_size, setting.scratch,
-                    lambda q, *_: torch.empty_like(q),
+                    lambda q, *_: torch.empty_like(q), setting.holes,
                 ),
             ),
         )  # fmt: skip
@@ -361,7 +364,23 @@ def test_what_replay_keeps_is_reserved_once(
     for index in params.layers:
         layer = SimpleNamespace(layer_id=index)
         pool.recording.record(requests, layer, gate, gate, slots, block)
-    kept = Replay(SimpleNamespace(req_to_token_pool=requests), lambda *_: None).scratch_bytes
+    kept = Replay(SimpleNamespace(req_to_token_pool=requests), TORCH_OPS).scratch_bytes
     # A single number stands for the snapshots.
     kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
     assert by_pool + replays.needed.total - snapshots.needed.total == kept
+
+
+def test_rings_hold_no_more_than_the_context() -> None:
+    """A window of two million tokens at a context of 32,768 took a gigabyte, and one of 2**31 - 1
+    ended the server. A sliding layer's own window may be larger than the context, too."""
+
+    def entries(window: int | None, sliding: int, context: int | None) -> list[int | None]:
+        raw = raw_config(layer_types=["sliding_attention"] * 3, sliding_window=sliding)
+        config = DraftConfig.from_dict(raw)
+        options = replace(Options(window=window).resolve(config), context=context)
+        return [options.ring_entries(of.reach, 8) for of in config.groups(options.reach)]
+
+    block = DraftConfig.from_dict(raw_config()).block_size
+    for window, sliding in [(None, 1024), (None, 2**31 - 1), (2_000_000, 2**31 - 1), (1024, 2000)]:
+        assert entries(window, sliding, 1024) == [2 * 8 * (1024 + block)]
+    assert entries(None, 200, 1024) == entries(300, 200, None) == [2 * 8 * (200 + block)]

@@ -100,6 +100,7 @@ class Setting:
         requests: most requests of a batch.
         columns: columns of the widest table.
         scratch: the cache's first scratch entry, if the backend needs them.
+        holes: whether K/V of a token in sight may be dead, as in a bounded cache.
     """
 
     block_size: int
@@ -109,6 +110,7 @@ class Setting:
     requests: int = 1
     columns: int = 1
     scratch: int = 0
+    holes: bool = True
 
 
 @dataclass(frozen=True)

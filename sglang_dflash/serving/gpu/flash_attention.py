@@ -14,8 +14,9 @@ from sglang_dflash.drafting.attention.visibility import keys_around
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 
-# Major compute capability -> splits of a request's context. On Hopper, FA4 has one only.
-FA4_SPLITS = {9: 1, 10: 4}
+# Major compute capability -> splits of a request's context, 0 for as many as FA4 finds best. On
+# Hopper it has one only.
+FA4_SPLITS = {9: 1, 10: 0}
 # The kernels that sgl-kernel is built with.
 FA3_MAJORS = (8, 9)
 
@@ -38,7 +39,9 @@ def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
 
 
 def _paged(setting: Setting, kernel: PagedKernel) -> PagedAttention:
-    return PagedAttention(setting.layers, setting.block_size, setting.scratch, kernel)
+    return PagedAttention(
+        setting.layers, setting.block_size, setting.scratch, kernel, setting.holes
+    )
 
 
 def _other_gpu(name: str, majors: Sequence[int], found: int) -> ConfigError:
@@ -72,6 +75,8 @@ def fa4_kernel(splits: int) -> Any:
             max_seqlen_q=block,
             seqused_k=pages.lengths,
             page_table=pages.table,
+            # On the host, and no less than any request has: FA4 chooses its splits by it.
+            max_seqlen_k=pages.table.shape[1],
             causal=layer.causal and layer.sliding_window is None,
             window_size=keys_around(layer),
             num_splits=splits,

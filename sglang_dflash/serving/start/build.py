@@ -10,13 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.runtime_context import (
+    attention_backends,
     get_model,
     get_observability,
     get_parallel,
@@ -31,9 +35,11 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import make_rollback
+from sglang_dflash.serving.seams import WORKER_SEAMS
 from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.start import flags, memory
@@ -79,6 +85,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         del gpu_id, nccl_port
         self._target_worker, self._names = target_worker, flags.names(server_args)
         with ends_the_server(self._names):
+            install_late(WORKER_SEAMS)
+            keep_last_hidden_states(target_worker.model_runner.model)
             self._reserve(server_args, target_worker.model_runner, load_draft)
 
     def alloc_memory_pool(
@@ -107,7 +115,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         began = time.perf_counter()
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
         self._load_seconds = time.perf_counter() - began
-        options = self._asked.resolve(model.config)
+        context = runner.model_config.context_len
+        options = replace(self._asked.resolve(model.config), context=context)
         self._extension = load_extension(self._flags.extension, self._target_worker)
         if self._extension.width_policy is None:
             self._policy = flags.width_policy(server_args, settings, options.block_size)
@@ -116,6 +125,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         asked_for = asked_attention(server_args)
         dtype = draft_kv_dtype(runner.dtype)
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
+        if asked_for is None and "flashinfer" in attention_backends():
+            logger.info(
+                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
+                "step on the host, which has no part in a recorded draft step",
+                self._attention,
+            )
         backend = ATTENTION[self._attention]
         self._recorder = self._extension.recorder
         if self._recorder is None and self._flags.draft_graphs == "auto":
@@ -130,7 +145,6 @@ class DFlashSpecWorker(BaseSpecWorker):
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         self._memory = plan.needed
-        context = runner.model_config.context_len
         for warning in options.warnings(model.config, context, self._names):
             logger.warning("DFLASH: %s", warning)
         sampling.warn_of_simulation()
@@ -145,8 +159,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup, runner = self._setup, self._target_worker.model_runner
         self._asked.check_room(setup.options, context=None, kv_tokens=allocator.size)
         rows, positions = requests.size, requests.req_to_token.shape[1]
-        slots = allocator.size + allocator.page_size
-        groups = setup.groups(allocator.size, slots, rows, positions)
+        # If sliding layers have a pool of their own, `size` is the smaller one's.
+        tokens = allocator.size_full
+        groups = setup.groups(tokens, tokens + allocator.page_size, rows, positions)
         if self._flags.self_check == "on":
             setup.check(groups)
         head = target_head(runner.model)
@@ -165,6 +180,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
             drafter = graphed(drafter, self._recorder(), req_to_token, is_checked)
+        if self._rollback is not None:
+            self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
         prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running)
@@ -262,6 +279,16 @@ def target_head(model: Any) -> TargetHead:
     shard = lm_head.shard_indices
     weight, first_id = lm_head.weight[: shard.num_org_elements], shard.org_vocab_start_index
     return TargetHead(embed, lambda hidden: hidden @ weight.T, first_id)
+
+
+def keep_last_hidden_states(model: Any) -> None:
+    """Let the target return its last layer's hidden states beside those that the draft reads, if
+    requests may ask for them. To be called before its graphs are captured."""
+    if not get_server_return_hidden_states_mode().need_capture():
+        return
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor):
+            module.keep_last_hidden_states = True
 
 
 def unserved_target(model: Any) -> str | None:

@@ -18,7 +18,7 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.self_check import check_attention, check_ops
+from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
 from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.sizes import GroupKV
 
@@ -53,13 +53,18 @@ class DraftSetup:
         return GroupKV(token_bytes, self.options.ring_entries(layers.reach, self.running))
 
     def setting(
-        self, layers: LayerGroup, requests: int, positions: int, scratch: int = 0
+        self,
+        layers: LayerGroup,
+        requests: int,
+        positions: int,
+        scratch: int = 0,
+        holes: bool = True,
     ) -> Setting:
         """What attention of a group of layers is made for.
 
         Args:
             requests, positions: of the request-to-token table.
-            scratch: see `Setting`.
+            scratch, holes: see `Setting`.
         """
         return Setting(
             self.options.block_size,
@@ -69,6 +74,7 @@ class DraftSetup:
             requests=requests,
             columns=layers.reach.of(positions),
             scratch=scratch,
+            holes=holes,
         )
 
     def groups(
@@ -89,7 +95,8 @@ class DraftSetup:
             cache = DraftKVCache(target_slots, *of_cache) if entries is None else (
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
-            setting = self.setting(layers, rows, positions, cache.num_entries + 1)
+            after = cache.num_entries + 1
+            setting = self.setting(layers, rows, positions, after, cache.is_bounded)
             attention = self.backend.make(self.model.config, setting)
             found.append(KVGroup(layers, cache, attention))
         return tuple(found)
@@ -108,8 +115,10 @@ class DraftSetup:
             checked = check_ops(self.model, block)
             for group in groups:
                 if not isinstance(group.attention, TorchAttention):
-                    compacts = self.backend.capabilities.scratch
-                    check_attention(self.model, block, group, compacts)
+                    dead: Dead = "any"
+                    if self.backend.capabilities.scratch:
+                        dead = "oldest" if group.cache.is_bounded else "none"
+                    check_attention(self.model, block, group, dead)
                     checked.append(type(group.attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)

@@ -103,21 +103,24 @@ def draft_memory(
     """
     config, requests, block = setup.model.config, setup.running, setup.options.block_size
     settings = [setup.setting(layers, requests, positions) for layers in setup.layer_groups]
-    sorts = setup.backend.capabilities.scratch
+    paged = setup.backend.capabilities.scratch
     of_steps = sizes.draft_memory(
         config,
         block_size=block,
         requests=requests,
         columns=sum(setting.columns for setting in settings),
+        ring_columns=sum(
+            layers.reach.of(positions) for layers in setup.layer_groups if layers.reach.is_bounded
+        ),
         itemsize=setup.model.fc.weight.element_size(),
         ranks=setup.tp.size,
-        sorts=sorts,
+        paged=paged,
         recorded=recorded,
         waiting_steps=MOST_STEPS if narrow else 0,
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
-        scratch_kv=(1 + requests * block * sorts) * token_bytes,
+        scratch_kv=(1 + requests * block * paged) * token_bytes,
         attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )
 

@@ -1,0 +1,65 @@
+"""Seeded sampling that depends on the request alone.
+
+SGLang's seeded sampler takes the token with the largest log p(v) + g(seed, position, v), g being
+Gumbel noise from a hash (`multinomial_with_seed`). If any request of the batch has top-k, top-p or
+min-p, and a greedy one has top-k 1, it sorts the probabilities of all of them and numbers v by
+rank: every seeded answer of the batch changes. Here v is always the token id.
+
+Letters in shapes: N rows, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.sampler import (
+    _SamplingMaskCapture as MaskCapture,
+)
+from sglang.srt.layers.sampler import (
+    multinomial_with_seed,
+)
+from torch import Tensor
+
+
+def sample_by_token_id(
+    original: Any, sampler: Any, probs: Tensor, info: Any, positions: Tensor, simple: bool
+) -> tuple[Tensor, MaskCapture | None]:
+    """Around `Sampler._sample_from_probs`: rows with a seed, all of a batch or none.
+
+    Args:
+        probs: `[N, V]`, after temperature.
+        info: SGLang's sampling parameters of the rows.
+        positions: int `[N]`.
+        simple: whether no row has top-k, top-p or min-p.
+
+    Returns:
+        Tokens int32 `[N]`, and what `return_sampling_mask` shows of rows that asked for it.
+    """
+    if info.sampling_seed is None:
+        return original(sampler, probs, info, positions, simple)
+    kept = probs if simple else kept_weights(probs, info)
+    tokens = multinomial_with_seed(torch.log(kept), info.sampling_seed, positions).view(-1)
+    rows = info.sampling_mask_batch_indices
+    if rows is None:
+        return tokens.int(), None
+    weights = kept[rows]
+    chosen = weights.gather(1, tokens[rows][:, None])[:, 0]
+    return tokens.int(), MaskCapture(weights, None, chosen, rows)
+
+
+def kept_weights(probs: Tensor, info: Any) -> Tensor:
+    """`probs` `[N, V]` with zeros for tokens that top-k, top-p or min-p leave out, not normalized.
+
+    The rules are those of SGLang's torch sampler. A row's result does not depend on other rows: of
+    equal probabilities the lower token ids are kept, and without top-p nothing is left out by a sum
+    that rounds to more than 1.
+    """
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    likelier = ordered.cumsum(-1) - ordered
+    top_ps = info.top_ps[:, None]
+    left_out = rank >= info.top_ks[:, None]
+    left_out |= (likelier > top_ps) & (top_ps < 1)
+    left_out |= ordered < ordered[:, :1] * info.min_ps[:, None]
+    return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill_(left_out, 0))
