@@ -16,7 +16,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs.seams import SEAMS as REPAIRS
 from sglang_dflash.seam.seam import Seam, load_plugins, state
 from sglang_dflash.seam.version import unsupported
-from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
+from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS, WORKER_SEAMS
 
 OURS, BUILTIN = "sglang-dflash", "SGLang's built-in worker"
 _GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
@@ -169,7 +169,8 @@ def _plugins() -> list[dict[str, Any]]:
 
 def _seams(found: object | None) -> list[dict[str, str]]:
     """Every row of our tables as text, with its state in this process. `found`: the platform."""
-    tables = {"serving": SEAMS, "replay": REPLAY_SEAMS, "repairs": REPAIRS}
+    serving = {"serving": SEAMS, "worker": WORKER_SEAMS, "replay": REPLAY_SEAMS}
+    tables = {**serving, "repairs": REPAIRS}
     from sglang_dflash.platform_cpu import is_active
 
     if is_active(found):

@@ -49,21 +49,23 @@ def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
 def simulate_acceptance(
     block: Tensor, target_tokens: Tensor, length: int, filler: int | None = None
 ) -> Accepted:
-    """For timing only: commit `length` tokens (1 to B) of every block. The output has no meaning.
+    """For timing only: commit `length` tokens (1 to B) of every block, fewer if there are fewer
+    drafts. The output has no meaning.
 
     Args:
-        block: int64 `[R, B]`; a negative draft means none, and the target's token is taken.
+        block: int64 `[R, B]`; a negative draft means that there are none from there on.
         target_tokens: int64 `[R, B]`.
         length: tokens to commit.
         filler: a token id to commit in place of all; None commits the drafted tokens and, as the
             last one, the target's.
     """
-    tokens = target_tokens.clone()
     drafts = block[:, 1:length]
+    lengths = 1 + (drafts >= 0).long().cumprod(1).sum(1)
+    tokens = target_tokens.clone()
     tokens[:, : length - 1] = torch.where(drafts < 0, tokens[:, : length - 1], drafts)
     if filler is not None:
         tokens.fill_(filler)
-    return Accepted(torch.full_like(block[:, 0], length), tokens, tokens[:, length - 1])
+    return Accepted(lengths, tokens, tokens.gather(1, lengths[:, None] - 1)[:, 0])
 
 
 def target_probabilities(

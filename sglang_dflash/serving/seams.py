@@ -66,13 +66,6 @@ SEAMS = (
         proof="tests/serving/test_memory.py::test_a_table_row_holds_what_is_reserved",
     ),
     Seam(
-        target=_SRT + "speculative.dflash_utils.validate_dflash_request",
-        kind=Kind.AROUND,
-        ours=_OURS + "step.scheduler:refuse_hidden_states",
-        reason="Without overlap, return_hidden_states is accepted and answered with an empty list.",
-        proof="tests/serving/test_seams.py::test_hidden_states_are_accepted_without_the_row",
-    ),
-    Seam(
         target=_SRT + "session.streaming_session.StreamingSession.try_cache_finished_req",
         kind=Kind.AFTER,
         ours=_OURS + "step.scheduler:without_last_token",
@@ -87,6 +80,10 @@ SEAMS = (
         reason="/server_info shows nothing of an out-of-tree worker.",
         proof="tests/serving/test_seams.py::test_server_info_shows_no_worker_without_the_row",
     ),
+)
+
+# Applied in the scheduler process when our worker serves.
+WORKER_SEAMS = (
     Seam(
         target=_SRT + "managers.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor.process_batch_result_decode",
@@ -94,6 +91,46 @@ SEAMS = (
         ours=_OURS + "step.scheduler:count_kept_tokens",
         reason="The worker does not learn which steps and tokens of its result a request keeps.",
         proof=_ENGINE + "test_counts.py::test_all_accounts_of_the_acceptance_agree",
+    ),
+    Seam(
+        target=_SRT + "managers.schedule_batch.ScheduleBatch"
+        "._new_tokens_required_next_decode_spec_v2",
+        kind=Kind.REPLACE,
+        ours=_OURS + "step.batch:slots_for_next_step",
+        reason="A request that plain decoding finishes ends with HTTP 500 if the pool has no room "
+        "for two blocks beyond it.",
+        proof="tests/serving/test_batch.py::test_sglang_asks_for_two_blocks",
+    ),
+    Seam(
+        target=_SRT + "managers.schedule_batch.Req.update_finish_state",
+        kind=Kind.AROUND,
+        ours=_OURS + "step.scheduler:end_at_the_first_reason",
+        reason="Of the reasons to end inside one block, a later one can win: SGLang judges the "
+        "block's tokens at once, kind by kind.",
+        proof="tests/serving/test_answer_ends.py::test_a_later_reason_wins_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "speculative.dflash_utils.validate_dflash_request",
+        kind=Kind.AROUND,
+        ours=_OURS + "step.scheduler:serve_hidden_states",
+        reason="Under overlap, requests for hidden states are refused.",
+        proof="tests/serving/test_seams.py::test_requests_are_refused_without_the_rows",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._append_decode_hidden_states",
+        kind=Kind.AROUND,
+        ours=_OURS + "step.scheduler:without_rows_after_the_end",
+        reason="Hidden states of tokens after an answer's end are returned.",
+        proof="tests/serving/test_answer_ends.py::test_a_row_of_hidden_states_per_token_kept",
+    ),
+    Seam(
+        target=_SRT + "speculative.spec_sampling_mask.validate_spec_sampling_mask_request",
+        kind=Kind.AROUND,
+        ours=_OURS + "step.sampling:refuse_simulated_masks",
+        reason="Sampling masks of sampled requests are refused where SGLang's own worker would "
+        "fall back to greedy tokens.",
+        proof="tests/serving/test_seams.py::test_requests_are_refused_without_the_rows",
     ),
 )
 

@@ -101,10 +101,10 @@ def test_a_simulated_acceptance_commits_what_it_is_told(length: int) -> None:
         torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]),
     )
     simulated = simulate_acceptance(block, tokens, length)
-    assert simulated.lengths.tolist() == [length] * 2
-    # Drafts, then the target's own; where nothing was drafted the target's own throughout.
-    expected = [[*[1, 2, 3][: length - 1], [5, 6, 7, 8][length - 1]], [5, 6, 7, 8][:length]]
-    assert simulated.tokens[:, :length].tolist() == expected
+    # Drafts, then the target's own; where nothing was drafted the target's own only.
+    expected = [[*[1, 2, 3][: length - 1], [5, 6, 7, 8][length - 1]], [5]]
+    assert simulated.lengths.tolist() == [length, 1]
+    assert [simulated.tokens[0, :length].tolist(), simulated.tokens[1, :1].tolist()] == expected
     assert simulated.bonus.tolist() == [row[-1] for row in expected]
     filled = simulate_acceptance(block, tokens, length, filler=100)
     assert (

@@ -97,6 +97,64 @@ def sampled(length: float) -> Check:
     return check
 
 
+def ended_alike(seen: Seen) -> None:
+    """For the same reason, with the same text and log-probabilities; many before their length."""
+    for got, expected in zip(seen.ours, seen.theirs, strict=True):
+        assert got["text"] == expected["text"]
+        ours, theirs = (answer["meta_info"] for answer in (got, expected))
+        assert ours["finish_reason"] == theirs["finish_reason"]
+        assert ours["completion_tokens"] == theirs["completion_tokens"]
+        ours, theirs = (info["output_token_logprobs"] for info in (ours, theirs))
+        assert [one[1] for one in ours] == [one[1] for one in theirs]
+        torch.testing.assert_close(
+            *(torch.tensor([one[0] for one in every]) for every in (ours, theirs)),
+            atol=1e-4, rtol=0,
+        )  # fmt: skip
+    types = [answer["meta_info"]["finish_reason"]["type"] for answer in seen.ours]
+    assert types.count("stop") > len(types) / 2
+
+
+def hidden_states_alike(seen: Seen) -> None:
+    """A row per token that was read, up to the last one of the answer; of a request that was
+    retracted, after its last prefill."""
+    for got, expected in zip(seen.ours, seen.theirs, strict=True):
+        ours, theirs = (_rows(answer["meta_info"]["hidden_states"]) for answer in (got, expected))
+        if not got["meta_info"]["num_retractions"]:
+            assert len(ours) == len(theirs)
+        both = min(len(ours), len(theirs))
+        torch.testing.assert_close(ours[-both:], theirs[-both:], atol=1e-5, rtol=1e-5)
+    of_all = [len(_rows(answer["meta_info"]["hidden_states"])) for answer in seen.theirs]
+    assert min(of_all[:3]) > 20 and of_all[3] == 1
+
+
+def _rows(states: list[Any]) -> torch.Tensor:
+    """Rows of tokens `[N, E]`: those of the last prefill, then one per step."""
+    prefills = [i for i, one in enumerate(states) if isinstance(one[0], list)]
+    last = prefills[-1] if prefills else 0
+    first = states[last] if prefills else [states[0]]
+    return torch.tensor([*first, *states[last + 1 :]])
+
+
+def masks_alike(seen: Seen) -> None:
+    """The same tokens to draw from, with the same probabilities."""
+    for got, expected in zip(seen.ours, seen.theirs, strict=True):
+        ours, theirs = (answer["meta_info"] for answer in (got, expected))
+        masks = ours["output_token_sampling_mask"]
+        assert [set(mask) for mask in masks] == [
+            set(mask) for mask in theirs["output_token_sampling_mask"]
+        ]
+        assert len(masks) == ours["completion_tokens"]
+        flat = [_numbers(info["output_token_sampling_logprobs"]) for info in (ours, theirs)]
+        torch.testing.assert_close(*flat, atol=1e-4, rtol=0)
+    assert max(len(mask) for mask in seen.ours[1]["meta_info"]["output_token_sampling_mask"]) > 2
+
+
+def _numbers(entries: list[Any]) -> torch.Tensor:
+    """A number per token, or a list in any order."""
+    lists = [sorted(one) if isinstance(one, list) else [one] for one in entries]
+    return torch.tensor([number for one in lists for number in one])
+
+
 def _cached(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
 

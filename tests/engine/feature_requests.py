@@ -8,8 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import requests
-
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import GREEDY, ask, flush, post, stream, together, until
@@ -233,10 +231,51 @@ def aborts(server: Server) -> Answers:
 
 
 def hidden_states(server: Server) -> Answers:
-    """The response to a request for them, and the next answer."""
-    body = {"text": PROMPTS["demo"][0], "sampling_params": GREEDY, "return_hidden_states": True}
-    response = requests.post(f"{server.url}/generate", json=body, timeout=60)
-    return [{"status": response.status_code, **response.json()}, ask(server, PROMPTS["demo"][0])]
+    """Of every token, streamed and not, with an end inside a block; of the last one only; and of a
+    sampled request."""
+    ids = ask(server, PROMPTS["demo"][1], max_new_tokens=40)["output_ids"]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"stream": True},
+        {"stop_token_ids": [ids[21]], "ignore_eos": False},
+        {"return_hidden_states": "last", "stop_token_ids": [ids[26]], "ignore_eos": False},
+        {"temperature": 0.7, "top_k": 1},
+    ]
+
+    def one(i: int, way: dict[str, Any]) -> dict[str, Any]:
+        sampling = {**GREEDY, "max_new_tokens": 40, **way}
+        body = {
+            "text": PROMPTS["demo"][min(i, 1) if i < 4 else 2],
+            "return_hidden_states": sampling.pop("return_hidden_states", True),
+        }
+        if sampling.pop("stream", False):
+            return stream(server, {**body, "sampling_params": sampling}, threading.Event())
+        return post(server, "generate", {**body, "sampling_params": sampling}).json()
+
+    return together(lambda i=i, w=w: one(i, w) for i, w in enumerate(ways))
+
+
+def sampling_masks(server: Server) -> Answers:
+    """Greedy, and sampled by every rule, with log-probabilities of the token and of all."""
+    ways: list[dict[str, Any]] = [
+        {"top_k": 1},
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 1.0, "top_k": 40, "top_p": 0.9},
+        {"temperature": 1.0, "top_k": 40, "min_p": 0.05},
+    ]
+    return together(
+        lambda i=i, w=w: ask(
+            server,
+            PROMPTS["short"][8 + i],
+            {
+                "return_sampling_mask": True,
+                "sampling_logprobs_mode": ("selected", "support")[i % 2],
+            },
+            sampling_seed=i,
+            **w,
+        )
+        for i, w in enumerate(ways * 2)
+    )
 
 
 TURNS = [

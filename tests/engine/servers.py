@@ -115,7 +115,12 @@ WATCHED: dict[str, Any] = {
 # 25 steps.
 TIGHT = (
     DFLASH.named("tight")
-    .having(max_total_tokens=4000, max_running_requests=8, **WATCHED)
+    .having(
+        max_total_tokens=4000,
+        max_running_requests=8,
+        enable_return_hidden_states=True,
+        **WATCHED,
+    )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
 # Neither checkpoint has weights.
@@ -239,6 +244,34 @@ SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True)
 CODE_PAIR = demo_pair("code")
 SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
 SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
+
+# -- pools and contexts that a request or two fill; SGLang looks for leaks after every step
+
+
+def _full(name: str, base: ServerConfig, **flags: Any) -> ServerConfig:
+    config = base.named(name).having(max_total_tokens=256, max_running_requests=4, **flags)
+    return config.with_env(**STRICT)
+
+
+FULL_PLAIN = {page: _full(f"full-plain-{page}", PLAIN, page_size=page) for page in (1, 16)}
+FULL = {
+    (page, block): _full(
+        f"full-{page}-{block}", DFLASH, page_size=page, speculative_num_draft_tokens=block
+    )
+    for page in (1, 16)
+    for block in (8, 16)
+}
+FULL_NO_OVERLAP = FULL[1, 16].named("full-no-overlap").having(disable_overlap_schedule=True)
+
+# -- SGLang's own tests
+
+KITS_PLAIN = PLAIN.named("kits-plain").having(
+    model_path=CODE_PAIR.target,
+    enable_return_hidden_states=True,
+    enable_streaming_session=True,
+    allow_auto_truncate=True,
+)
+KITS_DFLASH = KITS_PLAIN.named("kits-dflash").having(**drafting(CODE_PAIR.draft))
 
 # -- request features: what all of them need of a server, at once
 

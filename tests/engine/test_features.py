@@ -137,18 +137,6 @@ def test_aborted_requests_end_and_the_others_continue(answers: Any) -> None:
 
 
 @either
-@compared(features.hidden_states)
-def test_hidden_states_are_refused(config: ServerConfig, answers: Any) -> None:
-    """As SGLang does under overlap; without it, SGLang's own worker answers with an empty list."""
-    ours, after = answers(config, features.hidden_states)
-    plain, expected = answers(FEATURES_PLAIN, features.hidden_states)
-    assert plain["status"] == 200 and len(plain["meta_info"]["hidden_states"]) == 32
-    assert ours["status"] == 400
-    assert "does not support return_hidden_states" in ours["error"]["message"]
-    assert after["output_ids"] == expected["output_ids"]
-
-
-@either
 def test_sessions_continue_from_what_is_cached(config: ServerConfig, answers: Any) -> None:
     """A turn's prompt is the whole conversation, cached but for its last token if no forward has
     computed that."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
@@ -39,8 +40,13 @@ def sampling_info(**changes: Any) -> SamplingBatchInfo:
 
 
 def test_every_row_of_a_block_has_its_requests_parameters() -> None:
-    given = sampling_info()
+    given = sampling_info(
+        sampling_mask_batch_indices=torch.tensor([0, 1]),
+        sampling_support_logprobs_capture_indices=torch.tensor([1]),
+    )
     repeated = repeated_sampling_info(given, BLOCK)
+    assert repeated.sampling_mask_batch_indices.tolist() == list(range(2 * BLOCK))
+    assert repeated.sampling_support_logprobs_capture_indices.tolist() == [3, 4, 5]
     for name in ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed"):
         first, second = getattr(given, name).flatten().tolist()
         rows = getattr(repeated, name).flatten().tolist()
@@ -62,13 +68,17 @@ def batch_of(info: Any) -> Any:
     return SimpleNamespace(has_grammar=False, sampling_info=info, return_logprob=False)
 
 
+def output_of(logits: Tensor) -> LogitsProcessorOutput:
+    return LogitsProcessorOutput(next_token_logits=logits)
+
+
 def test_every_position_draws_its_own_random_number() -> None:
     """With a seed, the number is a hash of seed and position: plain decoding's."""
     sampler = NotedPositions()
     positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
     block, logits = torch.zeros(2, BLOCK, dtype=torch.int64), torch.randn(2 * BLOCK, VOCAB)
     TargetTokens(sampler, Ranks(ONE_RANK), no_penalties())(
-        batch_of(sampling_info()), logits, block, positions, None
+        batch_of(sampling_info()), output_of(logits), block, positions, None
     )
     assert sampler.positions.tolist() == [7, 8, 9, 20, 21, 22]
 
@@ -91,6 +101,7 @@ def test_penalties_and_a_bias_apply_to_every_position() -> None:
     bias[1, 4], penalty[0, 2] = 5.0, 10.0
     info = SimpleNamespace(
         is_all_greedy=True,
+        sampling_mask_batch_indices=None,
         logit_bias=bias,
         grammar_mask=None,
         has_custom_logit_processor=False,
@@ -104,7 +115,7 @@ def test_penalties_and_a_bias_apply_to_every_position() -> None:
     block = torch.zeros(2, BLOCK, dtype=torch.int64)
     penalised = Penalised(2, BLOCK, torch.device("cpu"))
     tokens = TargetTokens(NotedPositions(), Ranks(ONE_RANK), penalised)(
-        batch_of(info), logits, block, block, None
+        batch_of(info), output_of(logits), block, block, None
     )
     assert tokens.tolist() == [[2, 0, 0], [4, 4, 4]]
 

@@ -24,6 +24,7 @@ from tests.seam.originals import original
 ROOT = Path(__file__).parents[2]
 TABLES = {
     "serving": serving.SEAMS,
+    "worker": serving.WORKER_SEAMS,
     "replay": serving.REPLAY_SEAMS,
     "repairs": repairs.SEAMS,
     "platform_cpu": platform_cpu.SEAMS,

@@ -52,6 +52,7 @@ class Target:
         self.model_runner: Any = None
         self.on_launch: Callable[[], None] = lambda: None
         self.output: Any = None
+        self.last: Any = None
 
     def forward_batch_generation(
         self, batch: Any, forward_batch: Any = None, **_: Any
@@ -62,7 +63,10 @@ class Target:
         logits = torch.randn(rows, VOCAB, device=self.device)
         hidden = torch.randn(tokens + self.padding, self.features, device=self.device)
         hidden[tokens:] = float("nan")
-        self.output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=hidden)
+        self.last = torch.randn(tokens + self.padding, HIDDEN, device=self.device)
+        self.output = LogitsProcessorOutput(
+            next_token_logits=logits, hidden_states=hidden, last_hidden_states=self.last
+        )
         result = GenerationBatchResult(logits_output=self.output, **self.extra)
         if batch is not None:
             result.next_token_ids = logits.argmax(-1)
@@ -136,13 +140,15 @@ def prefill_of(prefixes: Sequence[int], lengths: Sequence[int], device: str = "c
         seq_lens=torch.tensor(lengths).to(device),
         sampling_info=None,
         has_grammar=False,
+        return_hidden_states=False,
     )
 
 
 def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> Any:
     """A decode step of requests in rows 1, 2, ... with that many committed tokens."""
     seq_lens = torch.tensor(lengths)
-    given = draft_input(torch.full((len(lengths),), 5, device=device), seq_lens.to(device), width=1)
+    bonus = torch.full((len(lengths),), 5, device=device)
+    given = draft_input(bonus, seq_lens.to(device), in_flight=1)
     batch = SimpleNamespace(
         forward_mode=MODES["decode"],
         reqs=[SimpleNamespace(rid=str(row)) for row in range(len(lengths))],
@@ -154,6 +160,7 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
         sampling_info=None,
         has_grammar=False,
         return_logprob=False,
+        return_hidden_states=False,
         mamba_track_indices=None,
         mamba_track_mask=None,
     )

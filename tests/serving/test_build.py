@@ -67,6 +67,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("draft_kv_dtype", torch.float32),
         ("target_head", head),
         ("metric_labels", None),
+        ("install_late", None),
+        ("keep_last_hidden_states", None),
     ):
         monkeypatch.setattr(build, name, lambda *_, made=made: made)
     for name, given in (

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from sglang_dflash.seam.seam import Seam
-from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS
+from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS, WORKER_SEAMS
 from sglang_dflash.serving.show import figures
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step import scheduler
+from sglang_dflash.serving.step import sampling, scheduler
 from tests.seam.originals import original
 
-ROWS = [*SEAMS, *REPLAY_SEAMS]
+ROWS = [*SEAMS, *WORKER_SEAMS, *REPLAY_SEAMS]
 OURS = ["--speculative-dflash-worker", "builtin"]
 
 
@@ -71,13 +71,22 @@ def test_the_builtin_worker_serves_without_the_row() -> None:
     assert worker.__module__ == "sglang.srt.speculative.dflash_worker_v2"
 
 
-def test_hidden_states_are_accepted_without_the_row() -> None:
-    """Without overlap SGLang accepts the request; the answer's list would be empty."""
+def test_requests_are_refused_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For hidden states under overlap; for sampling masks where SGLang has no kernel."""
     validate = original(row_of("validate_dflash_request").target)
-    request = SimpleNamespace(return_hidden_states=True, sampling_params=SimpleNamespace())
-    assert validate(request, False) is None
-    refusal = scheduler.refuse_hidden_states(validate, request, False)
-    assert refusal is not None and "hidden" in refusal
+    request = SimpleNamespace(
+        return_hidden_states=True, sampling_params=SimpleNamespace(min_p=0.1, top_k=20)
+    )
+    assert "hidden" in validate(request, True)
+    assert scheduler.serve_hidden_states(validate, request, True) is None
+    validate = original(row_of("validate_spec_sampling_mask_request").target)
+    dflash = SimpleNamespace(is_dflash_family=lambda: True)
+    assert "min_p" in validate(request, dflash)
+    assert sampling.refuse_simulated_masks(validate, request, dflash) is None
+    request.sampling_params.min_p = 0
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
+    refusal = sampling.refuse_simulated_masks(validate, request, dflash)
+    assert refusal is not None and "simulated" in refusal
 
 
 def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) -> None:

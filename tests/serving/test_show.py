@@ -76,12 +76,12 @@ def processed(
         for request, process in zip(batch.reqs, work, strict=True):
             process(request)
 
-    worker = None
-    if counts is not None:
-        worker = SimpleNamespace(learn=lambda steps, _width, _accepted: counts.add(steps))
+    worker = SimpleNamespace(learn=lambda steps, _width, _accepted: counts.add(steps))
     processor = SimpleNamespace(model_worker=SimpleNamespace(dflash=worker))
-    result = SimpleNamespace(speculative_num_draft_tokens=width)
+    given = SimpleNamespace(in_flight=width)
+    result = SimpleNamespace(speculative_num_draft_tokens=width, next_draft_input=given)
     count_kept_tokens(original, processor, SimpleNamespace(reqs=requests), result)
+    assert given.in_flight == 0
 
 
 def test_what_a_request_does_not_keep_is_not_counted() -> None:
@@ -119,12 +119,6 @@ def test_a_position_is_divided_by_the_steps_that_drafted_it() -> None:
     processed(counts, [Request()], [takes(7)], width=8)
     assert counts.accepted == [2, 1, 1, 1, 1, 1, 1]
     assert counts.by_position() == [1.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_another_worker_is_left_alone() -> None:
-    request = Request()
-    processed(None, [request], [takes(3)])
-    assert len(request.output_ids) == 5
 
 
 # -- what is warned of, once

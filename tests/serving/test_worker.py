@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.logits_processor import SamplingMaskOutput
 from torch import Tensor
 
-from sglang_dflash.serving.step.batch import DFlashVerifyInput
+from sglang_dflash.drafting.acceptance import accept
+from sglang_dflash.serving.step import batch as our_batch
+from sglang_dflash.serving.step.batch import CaptureHiddenMode, DFlashVerifyInput
+from tests.reliability.test_block_rows import sampling_info as block_sampling
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
@@ -111,16 +115,6 @@ def sampling_info(**changes: Any) -> Any:
     return info
 
 
-def test_the_sampling_mask_of_a_step_is_handed_on() -> None:
-    """A greedy request's tokens are drawn from themselves."""
-    worker = filled(worker_of(sampler=SimpleNamespace(_sync_token_ids_across_tp=print)), LENGTHS)
-    info = sampling_info(sampling_mask_batch_indices=torch.tensor([1]), sampling_mask_top_ks=[1])
-    result = worker.forward_batch_generation(decode_of(LENGTHS, sampling_info=info))
-    mask = result.logits_output.sampling_mask_output
-    assert mask.token_ids[0, :, 0].tolist() == result.next_token_ids.view(2, -1)[1].tolist()
-    assert mask.num_accept_tokens.tolist() == result.accept_lens[1:].tolist()
-
-
 class Sampler:
     """Notes which memory it is given, and turns logits into probabilities in place."""
 
@@ -136,6 +130,65 @@ class Sampler:
 
     def _sync_token_ids_across_tp(self, *_: Any) -> None:
         pass
+
+
+class MaskingSampler(Sampler):
+    """Gives the row of a token as the one that it was drawn from."""
+
+    def __call__(self, output: Any, info: Any, *rest: Any) -> Tensor:
+        rows = info.sampling_mask_batch_indices
+        one = torch.ones(len(rows))
+        output.sampling_mask_output = SamplingMaskOutput(rows[:, None], one, one, None, one)
+        return super().__call__(output, info, *rest)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_sampling_masks_of_a_step_are_handed_on(greedy: bool) -> None:
+    """Of every position of the requests that ask, with how many of them are committed."""
+    worker = filled(worker_of(sampler=MaskingSampler()), LENGTHS)
+    info = block_sampling(sampling_mask_batch_indices=torch.tensor([1]), is_all_greedy=greedy)
+    result = worker.forward_batch_generation(decode_of(LENGTHS, sampling_info=info))
+    mask = result.logits_output.sampling_mask_output
+    block = worker.block_size
+    assert mask.token_ids.tolist() == [[[block + i] for i in range(block)]]
+    assert mask.lengths.shape == mask.selected_logprobs.shape == mask.statuses.shape == (1, block)
+    assert mask.num_accept_tokens.tolist() == result.accept_lens[1:].tolist()
+
+
+@pytest.mark.parametrize("mode", [CaptureHiddenMode.FULL, CaptureHiddenMode.LAST])
+def test_the_last_layers_hidden_states_are_handed_on(
+    mode: CaptureHiddenMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a request asks for them; in place of those that the drafter reads."""
+    monkeypatch.setattr(our_batch, "get_server_return_hidden_states_mode", lambda: mode)
+    worker = worker_of()
+    for asked in (False, True):
+        for batch in (prefill_of([0, 2], LENGTHS), decode_of(LENGTHS)):
+            batch.return_hidden_states = asked
+            output = worker.forward_batch_generation(batch).logits_output
+            rows = worker.target_worker.last
+            if mode.is_last() and batch.forward_mode.is_extend():
+                rows = rows[[LENGTHS[0] - 1, sum(LENGTHS) - 3]]
+            assert output.hidden_states.equal(rows) if asked else output.hidden_states is None
+            assert output.last_hidden_states is None
+
+
+def test_tokens_without_a_slot_are_not_committed() -> None:
+    """Near the end of the pool: they are computed in the padding slot, and the last slot but one
+    is the last that a draft may take."""
+    for left in range(1, 8):
+        worker = filled(worker_of(), LENGTHS)
+        steps: list[Any] = []
+        worker.observer.before_step = lambda _batch, step, steps=steps: steps.append(step)
+        # The target agrees with every draft that it is shown.
+        worker.accept = lambda block, _: accept(block, block.clamp(min=0).roll(-1, 1))
+        batch = decode_of(LENGTHS)
+        batch.spec_info.ends = torch.tensor([LENGTHS[0] + left, 1000])
+        result = worker.forward_batch_generation(batch)
+        block = worker.block_size
+        assert (steps[0].slots[0] != 0).tolist() == [i < left for i in range(block)]
+        assert (steps[0].slots[1] != 0).all()
+        assert result.accept_lens.tolist() == [min(max(1, left - 1), block), block]
 
 
 @pytest.mark.parametrize("return_logprob", [False, True])

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.lora.layers import unwrap_lora_layer
+from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.runtime_context import (
     get_model,
     get_observability,
@@ -31,9 +33,11 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import make_rollback
+from sglang_dflash.serving.seams import WORKER_SEAMS
 from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.start import flags, memory
@@ -79,6 +83,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         del gpu_id, nccl_port
         self._target_worker, self._names = target_worker, flags.names(server_args)
         with ends_the_server(self._names):
+            install_late(WORKER_SEAMS)
+            keep_last_hidden_states(target_worker.model_runner.model)
             self._reserve(server_args, target_worker.model_runner, load_draft)
 
     def alloc_memory_pool(
@@ -264,6 +270,16 @@ def target_head(model: Any) -> TargetHead:
     shard = lm_head.shard_indices
     weight, first_id = lm_head.weight[: shard.num_org_elements], shard.org_vocab_start_index
     return TargetHead(embed, lambda hidden: hidden @ weight.T, first_id)
+
+
+def keep_last_hidden_states(model: Any) -> None:
+    """Let the target return its last layer's hidden states beside those that the draft reads, if
+    requests may ask for them. To be called before its graphs are captured."""
+    if not get_server_return_hidden_states_mode().need_capture():
+        return
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor):
+            module.keep_last_hidden_states = True
 
 
 def unserved_target(model: Any) -> str | None:

@@ -3,6 +3,7 @@ it, and what the next step is given."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,13 +11,18 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch as ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult as GenerationBatchResult
+from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode as CaptureHiddenMode
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_batch_info import (
+    ForwardBatch,
+    get_server_return_hidden_states_mode,
+)
 from sglang.srt.runtime_context import get_spec, mamba_track_grid
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
-from sglang.srt.utils.common import is_pin_memory_available
+from sglang.srt.utils.common import ceil_align, is_pin_memory_available
 from torch import Tensor
 
 from sglang_dflash.serving.hybrid.rollback import Checkpoints
@@ -101,6 +107,19 @@ def decode_batch(
         )
 
 
+def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:
+    """In place of the hidden states that the drafter has read, leave the last layer's if a request
+    asks for them. The overlap loop copies what is left to the host."""
+    last, output.hidden_states, output.last_hidden_states = output.last_hidden_states, None, None
+    if not batch.return_hidden_states:
+        return
+    if batch.forward_mode.is_extend() and get_server_return_hidden_states_mode().is_last():
+        # SGLang then expects one row per request.
+        ends = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, last.device)
+        last = last[ends]
+    output.hidden_states = last
+
+
 def host_lengths(batch: ScheduleBatch) -> Tensor:
     """Upper bounds on the committed lengths that the host knows without reading the device."""
     if batch.seq_lens_cpu is not None:
@@ -129,53 +148,97 @@ class DraftInput(DFlashDraftInputV2):
     """What SGLang carries from one step to the next.
 
     Attributes:
-        newest: tokens per request that the last step can have committed. Under overlap the host
-            does not know them yet.
+        in_flight: tokens per request that the last step can have committed, until the host knows
+            them.
+        ends: int64 `[R]`: each request has KV slots for the positions below. None if there are
+            enough for a whole block.
     """
 
-    newest = 0
+    in_flight = 0
+    ends: Tensor | None = None
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        if self._has_slots(batch):
-            self._prepare_reserved(batch)
-        else:
-            super().prepare_for_decode(batch)
-
-    def _has_slots(self, batch: ScheduleBatch) -> bool:
-        """Whether a whole block fits in what earlier steps have reserved.
-
-        Each reservation is of two blocks, rounded up to pages, and a step without drafts takes one
-        slot. Under overlap the lengths that the host knows are one step old.
-        """
-        needed = get_spec().speculative_num_draft_tokens + self.newest * batch.enable_overlap
-        caches = [request.kv for request in batch.reqs]
-        enough = [kv.kv_allocated_len - kv.kv_committed_len >= needed for kv in caches]
-        return bool(enough) and all(enough)
-
-    def _prepare_reserved(self, batch: ScheduleBatch) -> None:
-        """What SGLang's own method does besides reserving slots."""
+        """Reserve two blocks of slots per request, as SGLang does, unless a whole block fits in
+        what earlier steps have reserved; near the end of the pool, what is left of it."""
+        if not batch.reqs:
+            return
         batch.maybe_evict_swa()
-        committed = [int(request.kv.kv_committed_len) for request in batch.reqs]
-        allocated = [int(request.kv.kv_allocated_len) for request in batch.reqs]
-        top_ks = [int(request.sampling_params.top_k) for request in batch.reqs]
+        block = get_spec().speculative_num_draft_tokens
+        caches = [request.kv for request in batch.reqs]
+        committed = [int(kv.kv_committed_len) for kv in caches]
+        bounds = [length + self.in_flight + block for length in committed]
+        self.ends = None
+        if not _have_slots(caches, bounds):
+            _reserve(batch, 2 * block)
+            if not _have_slots(caches, bounds):
+                ends = torch.tensor([kv.kv_allocated_len for kv in caches])
+                self.ends = to_device(ends, batch.device)
         for request in batch.reqs:
             request.decode_batch_idx += 1
-        self.max_top_k = max(1, *top_ks)
-        self.uniform_top_k_value = top_ks[0] if len(set(top_ks)) == 1 else None
         batch.seq_lens_cpu, batch.seq_lens_sum = torch.tensor(committed), sum(committed)
+        longest = [max(kv.kv_allocated_len, n) for kv, n in zip(caches, bounds, strict=True)]
         self.nxt_kv_lens_cpu = torch.tensor(
-            allocated, dtype=torch.int32, pin_memory=is_pin_memory_available(batch.device)
+            longest, dtype=torch.int32, pin_memory=is_pin_memory_available(batch.device)
         )
-        self.nxt_kv_lens_sum = sum(allocated)
+        self.nxt_kv_lens_sum = sum(longest)
 
     def merge_batch(self, spec_info: DraftInput) -> None:
         super().merge_batch(spec_info)
-        self.newest = max(self.newest, spec_info.newest)
+        self.in_flight = max(self.in_flight, spec_info.in_flight)
 
 
-def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, width: int) -> DraftInput:
-    """The next step's input: bonus tokens and committed lengths, both int64 `[R]`, of a step of
-    that width. The fields of other algorithms stay empty."""
+def slots_for_next_step(batch: ScheduleBatch, requests: list[Any], page_size: int) -> int:
+    """In place of `ScheduleBatch._new_tokens_required_next_decode_spec_v2`: what a step takes at
+    least, for a newest token and for one that the host does not know yet, as plain decoding's."""
+    known_later = min(1, batch.spec_info.in_flight)
+    return page_aligned_decode_alloc_lens(requests, reserve=1 + known_later, page_size=page_size)[2]
+
+
+def _have_slots(caches: list[Any], bounds: list[int]) -> bool:
+    return all(kv.kv_allocated_len >= n for kv, n in zip(caches, bounds, strict=True))
+
+
+def _reserve(batch: ScheduleBatch, most: int) -> None:
+    """Give each request slots for `most` tokens beyond its committed ones; if the pool has fewer,
+    as many to each, but none that its answer cannot reach."""
+    allocator = batch.token_to_kv_pool_allocator
+    page = allocator.page_size
+    now, then, tokens = page_aligned_decode_alloc_lens(batch.reqs, reserve=most, page_size=page)
+    if not allocator.check_decode_capacity(num_tokens=tokens, tree_cache=batch.tree_cache):
+        left = sum(now) + allocator.available_size()
+        reserve = bisect_right(range(1, most), left, key=lambda n: sum(_share(batch.reqs, n, page)))
+        then = _share(batch.reqs, max(1, reserve), page)
+        tokens = sum(then) - sum(now)
+    lengths = torch.tensor([now, then], dtype=torch.int32)
+    on_device = to_device(lengths, batch.device)
+    alloc_for_spec_decode(
+        batch.tree_cache,
+        batch.req_to_token_pool,
+        reqs=batch.reqs,
+        req_pool_indices=batch.req_pool_indices,
+        cur_kv_lens=on_device[0],
+        cur_kv_lens_cpu=lengths[0],
+        nxt_kv_lens=on_device[1],
+        nxt_kv_lens_cpu=lengths[1],
+        num_needed_tokens=tokens,
+        batch=batch,
+    )
+
+
+def _share(requests: list[Any], reserve: int, page: int) -> list[int]:
+    """Slots per request if each gets `reserve` beyond its committed tokens. The last token of an
+    answer needs none."""
+    ends = (len(r.origin_input_ids) + r.sampling_params.max_new_tokens - 1 for r in requests)
+    now, then, _ = page_aligned_decode_alloc_lens(requests, reserve=reserve, page_size=page)
+    return [
+        max(held, min(slots, ceil_align(end, page)))
+        for held, slots, end in zip(now, then, ends, strict=True)
+    ]
+
+
+def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, in_flight: int) -> DraftInput:
+    """The next step's input: bonus tokens and committed lengths, both int64 `[R]`. The fields of
+    other algorithms stay empty."""
     empty = bonus_tokens.new_empty((len(bonus_tokens), 0), dtype=torch.float32)
     made = DraftInput(
         topk_p=empty,
@@ -184,7 +247,7 @@ def draft_input(bonus_tokens: Tensor, new_seq_lens: Tensor, width: int) -> Draft
         new_seq_lens=new_seq_lens.long(),
         hidden_states=empty,
     )
-    made.newest = width
+    made.in_flight = in_flight
     return made
 
 

@@ -30,12 +30,15 @@ class Step(NamedTuple):
         seq_lens: int64 `[R]`, committed tokens before the step.
         positions: int64 `[R, width]`, of the tokens that the target computes.
         slots: int64 `[R, width]`, their target KV slots.
+        ends: int64 `[R]`: each request has KV slots for the positions below, the others are
+            computed in SGLang's padding slot. None if there are slots for all.
     """
 
     rows: Tensor
     seq_lens: Tensor
     positions: Tensor
     slots: Tensor
+    ends: Tensor | None = None
 
     @property
     def width(self) -> int:

@@ -19,6 +19,7 @@ from sglang_dflash.serving.step.batch import (
     GenerationBatchResult,
     ScheduleBatch,
     draft_input,
+    replace_hidden_states,
     to_device,
 )
 from sglang_dflash.serving.step.sampling import Ranks
@@ -70,7 +71,10 @@ class PrefillStep:
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
         self._absorb(writes, len(batch.reqs), result.logits_output)
-        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, width=1)
+        replace_hidden_states(batch, result.logits_output)
+        # Of decoding requests that take part, the host does not know the next token yet.
+        in_flight = int(batch.forward_mode.is_mixed())
+        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, in_flight)
         return result
 
     def _absorb(self, writes: PromptWrites, requests: int, output: Any) -> None:
@@ -78,7 +82,6 @@ class PrefillStep:
         quota = requests * self._drafter.cache.num_entries // self._max_running_requests
         features = writes.features(output.hidden_states)
         self._drafter.absorb(features, writes.positions, writes.slots, quota=quota)
-        output.hidden_states = None
 
 
 @dataclass(frozen=True)

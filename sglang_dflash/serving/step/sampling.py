@@ -14,7 +14,6 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs as compute
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.spec_sampling_mask import SpeculativeSamplingMaskCapture
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -94,8 +93,18 @@ def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatch
         has_custom_logit_processor=False,
         custom_logit_processor=None,
         logit_bias=None,
-        sampling_mask_batch_indices=None,
+        sampling_mask_batch_indices=_at_every_position(info.sampling_mask_batch_indices, times),
+        sampling_support_logprobs_capture_indices=_at_every_position(
+            info.sampling_support_logprobs_capture_indices, times
+        ),
     )
+
+
+def _at_every_position(rows: Tensor | None, width: int) -> Tensor | None:
+    """Rows int64 `[N]` of requests -> `[N * width]` of their block positions."""
+    if rows is None:
+        return None
+    return (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten()
 
 
 class Ranks:
@@ -126,25 +135,23 @@ class Ranks:
             sampler._sync_token_ids_across_tp(tokens, info)
 
 
-def mask_output(
-    info: SamplingBatchInfo | None, draft_input: Any, logits: Tensor, accepted: Accepted
-) -> Any:
-    """SGLang's answer to `return_sampling_mask`: the tokens that each committed one was drawn from;
-    None if no request asked for it.
+def asks_for_masks(info: SamplingBatchInfo) -> bool:
+    """Whether a request asks for `return_sampling_mask`."""
+    return info.sampling_mask_batch_indices is not None
 
-    Args:
-        info: the running requests' sampling state.
-        draft_input: what SGLang carried to this step, with the largest top-k.
-        logits: `[R * B, V]`, adjusted.
-        accepted: what the step commits.
-    """
-    rows, width = accepted.tokens.shape
-    capture = SpeculativeSamplingMaskCapture.from_logits(
-        info, next_token_logits=logits, draft_input=draft_input, draft_token_num=width, bs=rows
-    )
-    if capture is None:
-        return None
-    return capture.build_output(out_tokens=accepted.tokens, commit_lens=accepted.lengths.int())
+
+def keep_accepted_masks(mask: Any, info: SamplingBatchInfo, accepted: Accepted) -> None:
+    """Turn the sampler's answer to `return_sampling_mask`, the tokens that it has drawn from at
+    every block position, into one for the committed tokens."""
+    width = accepted.tokens.shape[1]
+    mask.map_device_tensors(lambda values: values.unflatten(0, (-1, width)))
+    mask.num_accept_tokens = accepted.lengths.int()[info.sampling_mask_batch_indices]
+
+
+def refuse_simulated_masks(original: Any, request: Any, algorithm: Any) -> str | None:
+    """Around `validate_spec_sampling_mask_request`: our tokens are samples of the target, unless
+    their acceptance is simulated."""
+    return None if simulated_acceptance_length() is None else original(request, algorithm)
 
 
 def simulated_acceptance_length() -> float | None:

@@ -1,4 +1,4 @@
-"""Around SGLang's scheduler: requests that it is to refuse, and what live ones keep of a step."""
+"""Around SGLang's scheduler: requests that it is to serve, and what they keep of a step."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from sglang_dflash.serving.step.batch import serves_dflash
 from sglang_dflash.serving.step.target_tokens import takes_one_token
 
 
-def refuse_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
-    """Around `validate_dflash_request`: refuse `return_hidden_states` without overlap too."""
+def serve_hidden_states(original: Any, request: Any, enable_overlap: bool) -> str | None:
+    """Around `validate_dflash_request`, which refuses `return_hidden_states` under overlap only."""
     del enable_overlap
-    return original(request, True)
+    return original(request, False)
+
+
+def without_rows_after_the_end(
+    original: Any, *, req: Any, hidden_states: Any, start: int, accept_len: int
+) -> None:
+    """Around `_append_decode_hidden_states`: a row per token that the answer keeps. (SGLang finds
+    the last one itself.)"""
+    if req.finished_len is not None and req.return_hidden_states != "last":
+        accept_len -= len(req.output_ids) - req.finished_len
+    original(req=req, hidden_states=hidden_states, start=start, accept_len=accept_len)
 
 
 def without_last_token(kept: bool, sessions: Any, request: Any) -> bool:
@@ -28,6 +38,29 @@ def without_last_token(kept: bool, sessions: Any, request: Any) -> bool:
     return kept
 
 
+def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int = 1) -> None:
+    """Around `Req.update_finish_state`: judge the tokens of a step one after another, as if each
+    were a step of plain decoding, until one ends the request.
+
+    The request keeps all of them: SGLang cuts its output at `finished_len`.
+    """
+    if new_accepted_len < 2 or request.finished():
+        original(request, new_accepted_len)
+        return
+    output, grammar = request.output_ids, request.grammar
+    tokens = output[-new_accepted_len:]
+    del output[-new_accepted_len:]
+    for at, token in enumerate(tokens, 1):
+        output.append(token)
+        # The grammar has read them all, and if it has ended, then with the last.
+        request.grammar = grammar if at == new_accepted_len else None
+        original(request, 1)
+        if request.finished():
+            output.extend(tokens[at:])
+            break
+    request.grammar = grammar
+
+
 def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) -> None:
     """Around the scheduler's processing of a decode result: tell our worker what each live request
     got of it.
@@ -36,12 +69,9 @@ def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) ->
     the others (`spec_verify_ct`, which an answer's meta_info shows), and finds out how many of the
     accepted tokens they keep.
     """
-    worker = getattr(processor.model_worker, "dflash", None)
-    if worker is None:
-        original(processor, batch, result)
-        return
     before = [(r.spec_verify_ct, r.spec_num_correct_drafts, len(r.output_ids)) for r in batch.reqs]
     original(processor, batch, result)
+    result.next_draft_input.in_flight = 0
     steps, outcome, width = [], {}, result.speculative_num_draft_tokens
     for request, (step_count, correct, length) in zip(batch.reqs, before, strict=True):
         if request.spec_verify_ct == step_count:
@@ -53,4 +83,4 @@ def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) ->
         steps.append(RequestStep(drafts, accepted, tokens))
         if takes_drafts:
             outcome[request.rid] = accepted
-    worker.learn(steps, width, outcome)
+    processor.model_worker.dflash.learn(steps, width, outcome)

@@ -35,7 +35,7 @@ class TargetTokens:
     def __call__(
         self,
         batch: ScheduleBatch,
-        logits: Tensor,
+        output: sampling.LogitsProcessorOutput,
         block: Tensor,
         positions: Tensor,
         barrier: Callable[[], None] | None,
@@ -44,13 +44,15 @@ class TargetTokens:
 
         Args:
             batch: the running requests.
-            logits: `[R * B, V]` after each token of the block; adjusted in place. A sampled batch
-                turns them to probabilities, unless log-probabilities or sampling masks need them.
+            output: with logits `[R * B, V]` after each token of the block; adjusted in place. A
+                sampled batch turns them to probabilities, unless log-probabilities need them.
+                Gets the sampling masks, if a request asks for them.
             block: int64 `[R, B]`.
             positions: int64 `[R, B]`.
             barrier: waits until the grammars have seen the last tokens.
         """
         rows, width = block.shape
+        logits = output.next_token_logits
         mask = sampling.grammar_mask(batch, block, logits.device, barrier)
         info = batch.sampling_info
         if info is not None and sampling.adjusts_logits(info):
@@ -64,25 +66,29 @@ class TargetTokens:
             by_position[:, 0] = first
         if mask is not None:
             mask.apply(logits)
-        if info is None or info.is_all_greedy:
+        if info is None or (info.is_all_greedy and not sampling.asks_for_masks(info)):
             tokens = logits.argmax(-1)
         else:
-            tokens = self._sample(batch, logits, positions)
+            tokens = self._sample(batch, output, positions)
         self._ranks.target_tokens(tokens, info, self._sampler)
         return tokens.view(rows, width)
 
-    def _sample(self, batch: ScheduleBatch, logits: Tensor, positions: Tensor) -> Tensor:
+    def _sample(
+        self, batch: ScheduleBatch, output: sampling.LogitsProcessorOutput, positions: Tensor
+    ) -> Tensor:
         """Sample a token int64 `[R * B]` from each row of the logits `[R * B, V]`.
 
         The sampler turns logits into probabilities in place. A copy of all of them, gigabytes for a
         large batch, is made only if something else is still to be computed from them.
         """
-        info = batch.sampling_info
-        if batch.return_logprob or info.sampling_mask_batch_indices is not None:
-            logits = logits.clone()
-        output = sampling.LogitsProcessorOutput(next_token_logits=logits)
-        repeated = sampling.repeated_sampling_info(info, positions.shape[1])
-        return self._sampler(output, repeated, False, [], [], positions.flatten()).long()
+        logits = output.next_token_logits
+        sampled = sampling.LogitsProcessorOutput(
+            next_token_logits=logits.clone() if batch.return_logprob else logits
+        )
+        repeated = sampling.repeated_sampling_info(batch.sampling_info, positions.shape[1])
+        tokens = self._sampler(sampled, repeated, False, [], [], positions.flatten()).long()
+        output.sampling_mask_output = sampled.sampling_mask_output
+        return tokens
 
     def single_token_mask(self, batch: ScheduleBatch) -> Tensor | None:
         """Bool `[R]`: requests that take one token per step; None for none."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
+from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
@@ -29,6 +30,7 @@ from sglang_dflash.serving.step.batch import (
     draft_input,
     host_lengths,
     record_stream,
+    replace_hidden_states,
 )
 from sglang_dflash.serving.step.extension import Step, StepObserver
 from sglang_dflash.serving.step.prefill import Barrier, PrefillStep, Publish
@@ -107,7 +109,7 @@ class DFlashWorker:
         # The target's own result has what else the request asked for, such as routed experts.
         target.next_token_ids = accepted.tokens.flatten()
         target.accept_lens, target.new_seq_lens = accepted.lengths.int(), new_seq_lens
-        target.next_draft_input = draft_input(accepted.bonus, new_seq_lens, step.width)
+        target.next_draft_input = draft_input(accepted.bonus, new_seq_lens, in_flight=step.width)
         target.speculative_num_draft_tokens = step.width
         return target
 
@@ -116,7 +118,10 @@ class DFlashWorker:
         rows, seq_lens = batch.req_pool_indices.long(), batch.seq_lens.long()
         positions = seq_lens[:, None] + self._offsets[:width]
         slots = self.req_to_token[rows[:, None], positions].long()
-        return Step(rows, seq_lens, positions, slots)
+        ends = batch.spec_info.ends
+        if ends is not None:
+            slots = slots.masked_fill(positions >= ends[:, None], PADDING_SLOT)
+        return Step(rows, seq_lens, positions, slots, ends)
 
     def _propose(self, batch: ScheduleBatch, step: Step) -> Tensor:
         """The step's tokens int64 `[R, width]`: each request's bonus token, then drafts."""
@@ -133,18 +138,13 @@ class DFlashWorker:
     def _verify(
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
     ) -> tuple[GenerationBatchResult, Accepted]:
-        given = batch.spec_info
         target = self.target(batch, block, step.positions, step.slots)
         output = target.logits_output
-        tokens = self.target_tokens(batch, output.next_token_logits, block, step.positions, barrier)
-        single = self.target_tokens.single_token_mask(batch)
-        if single is not None:
-            block = block.masked_fill(single[:, None], -1)
-        accepted = self.accept(block, tokens)
+        tokens = self.target_tokens(batch, output, block, step.positions, barrier)
+        accepted = self.accept(self._acceptable(batch, step, block), tokens)
         self.target_tokens.penalties.commit(batch, accepted.tokens, accepted.lengths)
-        output.sampling_mask_output = sampling.mask_output(
-            batch.sampling_info, given, output.next_token_logits, accepted
-        )
+        if output.sampling_mask_output is not None:
+            sampling.keep_accepted_masks(output.sampling_mask_output, batch.sampling_info, accepted)
         if batch.return_logprob:
             sampling.compute_spec_logprobs(
                 batch, output, accepted.tokens.flatten(), chain_stride=step.width
@@ -155,13 +155,22 @@ class DFlashWorker:
             self.rollback.commit(accepted.lengths, due)
         return target, accepted
 
+    def _acceptable(self, batch: ScheduleBatch, step: Step, block: Tensor) -> Tensor:
+        """The block, with -1 for drafts that are not to be accepted: of requests that take one
+        token per step, and those without a slot, or with one that the next bonus token needs."""
+        single = self.target_tokens.single_token_mask(batch)
+        if single is not None:
+            block = block.masked_fill(single[:, None], -1)
+        if step.ends is not None:
+            block = block.masked_fill(step.positions >= step.ends[:, None] - 1, -1)
+        return block
+
     def _commit(self, batch: ScheduleBatch, step: Step, output: Any, accepted: Accepted) -> None:
         """Pass the hidden states of the committed tokens (the old bonus token and the accepted
         drafts) to the drafter."""
         # A batch that was padded has rows after the block's.
         hidden = output.hidden_states[: step.positions.numel()]
-        # Large, and no longer needed: the overlap loop would copy it to the host.
-        output.hidden_states = None
+        replace_hidden_states(batch, output)
         if step.width == 1:
             requests = [request.rid for request in batch.reqs]
             self._plain_context.add(requests, hidden, step.positions, step.slots)
