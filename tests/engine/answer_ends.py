@@ -69,6 +69,7 @@ def _sent(server: Server, text: str, sampling: dict[str, Any], streamed: bool) -
             return got.json()
         lines = [line[6:] for line in got.iter_lines() if line.startswith(b"data: {")]
     *before, last = map(json.loads, lines)
+    assert "output_ids" in last, (last, sampling)
     for chunk in before:
         assert last["output_ids"][: len(chunk["output_ids"])] == chunk["output_ids"]
     return last
@@ -81,7 +82,7 @@ def _ends(server: Server, name: str, times: int = 1, **sampling: Any) -> Answers
         seed = {"sampling_seed": 100 + at} if sampling else {}
         ids = ask(server, text, max_new_tokens=60, **sampling, **seed)["output_ids"]
         for i, kinds in enumerate(PAIRS * times):
-            early = 8 + (7 * at + 5 * i) % 20
+            early = 12 + (7 * at + 5 * i) % 20
             places = zip(kinds, (early, early + 1 + i % 4), strict=True)
             made = [condition(kind, tokenizer, ids, k) for kind, k in places]
             given = both(*made) if i % 2 else both(*made[::-1])

@@ -231,26 +231,23 @@ def aborts(server: Server) -> Answers:
 
 
 def hidden_states(server: Server) -> Answers:
-    """Of every token, streamed and not, with an end inside a block; of the last one only; and of a
-    sampled request."""
+    """Of every token, streamed and not, with an end inside a block, and of a sampled request."""
     ids = ask(server, PROMPTS["demo"][1], max_new_tokens=40)["output_ids"]
     ways: list[dict[str, Any]] = [
         {},
         {"stream": True},
         {"stop_token_ids": [ids[21]], "ignore_eos": False},
-        {"return_hidden_states": "last", "stop_token_ids": [ids[26]], "ignore_eos": False},
         {"temperature": 0.7, "top_k": 1},
     ]
 
     def one(i: int, way: dict[str, Any]) -> dict[str, Any]:
         sampling = {**GREEDY, "max_new_tokens": 40, **way}
-        body = {
-            "text": PROMPTS["demo"][min(i, 1) if i < 4 else 2],
-            "return_hidden_states": sampling.pop("return_hidden_states", True),
-        }
-        if sampling.pop("stream", False):
-            return stream(server, {**body, "sampling_params": sampling}, threading.Event())
-        return post(server, "generate", {**body, "sampling_params": sampling}).json()
+        streamed = sampling.pop("stream", False)
+        text = PROMPTS["demo"][1 if i == 2 else 0]
+        body = {"text": text, "return_hidden_states": True, "sampling_params": sampling}
+        if streamed:
+            return stream(server, body, threading.Event())
+        return post(server, "generate", body).json()
 
     return together(lambda i=i, w=w: one(i, w) for i, w in enumerate(ways))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_dflash.bench.server import Server
-from tests.engine import checks, workload
+from tests.engine import answer_ends, checks, workload
 from tests.engine import feature_requests as features
 from tests.engine import servers as s
 from tests.engine.checks import Check, Seen
@@ -173,6 +173,38 @@ FEATURES = (
         (checks.used_every_width,),
     ),
 )
+# Answers that end inside a block, for the earlier of two reasons.
+ENDS = (
+    Row(s.FEATURES_DFLASH, s.FEATURES_PLAIN, (answer_ends.ends,), (checks.ended_alike,)),
+    Row(
+        s.FEATURES_DFLASH_NO_OVERLAP,
+        s.FEATURES_PLAIN,
+        (answer_ends.ends_once,),
+        (checks.ended_alike,),
+    ),
+    Row(s.ADAPTIVE, s.FEATURES_PLAIN, (answer_ends.ends_once,), (checks.ended_alike,)),
+    Row(
+        s.HYBRID_PAIR_WIDTHS,
+        s.HYBRID_PAIR_PLAIN,
+        (answer_ends.ends_hybrid,),
+        (checks.ended_alike,),
+    ),
+    Row(s.SEEDED, s.SEEDED_PLAIN, (answer_ends.ends_seeded,), (checks.ended_alike,)),
+)
+# What is returned besides tokens.
+RETURNED = (
+    *(
+        Row(config, s.FEATURES_PLAIN, (features.hidden_states,), (checks.hidden_states_alike,))
+        for config in (s.FEATURES_DFLASH, s.FEATURES_DFLASH_NO_OVERLAP, s.FEATURES_WIDTHS)
+    ),
+    Row(
+        s.TIGHT,
+        s.FEATURES_PLAIN,
+        (features.hidden_states,),
+        (checks.hidden_states_alike, checks.retracted),
+    ),
+    Row(s.SEEDED, s.SEEDED_PLAIN, (features.sampling_masks,), (checks.masks_alike,)),
+)
 # Targets with recurrent layers: the demo pair, then random targets with drafts of an oracle, so
 # that everything from none to all of a block is accepted. Every way of keeping states is in the
 # ordinary tier with one rollback; the default one with two ranks, with experts and with widths.
@@ -250,7 +282,7 @@ HYBRID = (
         ),
     ),
 )
-TABLE = (*DEMO, *SAMPLED, *FEATURES, *HYBRID)
+TABLE = (*DEMO, *SAMPLED, *FEATURES, *ENDS, *RETURNED, *HYBRID)
 
 
 def half_of_two(answers: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +296,7 @@ PARTS: dict[Ask, tuple[Ask, Callable[[Any], Any]]] = {
     workload.hang_ups: (workload.run, lambda answers: answers["demo"][:8:2]),
     workload.joining: (workload.alone, lambda answers: answers),
     workload.seeded_alone: (workload.seeded, lambda answers: answers[: len(workload.SAMPLING)]),
+    answer_ends.ends_once: (answer_ends.ends, answer_ends.once),
 }
 
 
