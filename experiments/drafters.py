@@ -15,8 +15,8 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, finite
 from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -98,28 +98,30 @@ class Loaded:
         """Parts of a step, which repeat on the same tensors: `propose` a block, `commit` (accept
         drafts, and find entries for their tokens), `absorb` (project hidden states of all of them
         into entries)."""
-        drafter, model, cache = self.drafter, self.drafter.model, self.drafter.cache
+        drafter, model, groups = self.drafter, self.drafter.model, self.drafter.groups
         block = drafter.block_size
         ids, steps = self.targets.clone(), torch.arange(block, device=self.targets.device)
-        entries = cache.place(self.slots).clone()
+        entries = [group.cache.place(self.slots).clone() for group in groups]
 
         def propose() -> None:
             drafter.propose(self.bonus, self.known)
 
         def commit() -> None:
             accepted = model.ops.accept(ids, self.targets)
-            cache.place(self.slots, (steps < accepted.lengths[:, None]).flatten())
+            for group in groups:
+                group.cache.place(self.slots, (steps < accepted.lengths[:, None]).flatten())
 
         def absorb() -> None:
             kv = model.project_context(finite(model.context_features(self.hidden))[0])
-            model.write_context(kv, self.positions, cache.kv, entries)
+            for group, at in zip(groups, entries, strict=True):
+                group.store(model, kv, self.positions, at)
 
         return {"propose": propose, "commit": commit, "absorb": absorb}
 
     def graphed(self, recorder: Recorder, columns: int | None = None) -> GraphedDrafter:
         """The drafter with recorded steps, for a batch of this load; `columns`: of the recorded
         table, by default those that the load reads."""
-        columns = columns or self.known.columns(self.drafter.reach)
+        columns = columns or self.drafter.columns(self.known)
         table, requests = self.known.req_to_token, (self.load.requests,)
         return GraphedDrafter(self.drafter, recorder, table, requests, (columns,))
 
@@ -155,14 +157,15 @@ def loaded(
     # Slot 0 and row 0 are for padding. Tokens lie where they were free, not side by side.
     slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
     table = torch.cat((torch.zeros_like(slots[:1]), slots))
-    cache = setup.cache(1 + requests * width, requests, bounded=True)
-    cache.kv.normal_()
     rows = 1 + torch.arange(requests, device=device)
     lengths = torch.full_like(rows, load.context)
     known = RequestSlots(table, rows, lengths, load.context)
-    _fill(cache, known, options.reach.is_bounded, known.columns(options.reach))
-    drafter = Drafter(model, head, cache, options, setup.attention(cache, requests, width))
-    check_live(model.ops.slot_table(known, options.reach, cache.tags))
+    groups = setup.groups(requests * width, 1 + requests * width, requests, width)
+    for group in groups:
+        group.cache.kv.normal_()
+        _fill(group, known)
+        check_live(model.ops.slot_table(known, group.reach, group.cache.tags))
+    drafter = Drafter(model, head, groups, options)
     positions = lengths[:, None] + torch.arange(block, device=device)
     tokens = requests * block
     return Loaded(
@@ -185,10 +188,8 @@ def check_live(entries: Tensor) -> None:
         raise RuntimeError(f"{lost} of {entries.numel()} tokens of the load are not live")
 
 
-def _fill(cache: DraftKVCache, known: RequestSlots, windowed: bool, columns: int) -> None:
-    """Make the last `columns` tokens of every request live. Without tags, all are."""
-    if not windowed:
-        return
-    length = known.longest
+def _fill(group: KVGroup, known: RequestSlots) -> None:
+    """Make what the group reads of every request live."""
+    length, columns = known.longest, known.columns(group.reach)
     visible = known.req_to_token[known.rows, length - columns : length]
-    cache.place(visible.long().flatten())
+    group.cache.place(visible.long().flatten())

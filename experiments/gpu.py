@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,9 +27,10 @@ from torch import Tensor
 from experiments.drafters import TINY, Load, Loaded, loaded, random_head, random_model
 from experiments.traffic import SHAPES, absorb_floor, commit_floor, config_of, propose_floor
 from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
-from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
+from sglang_dflash.drafting.groups import clear
+from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
-from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
+from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops, check_recording
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
@@ -122,14 +123,16 @@ def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
     """Attention against torch's, and on a GPU a recorded step against an eager one. Raises
     SelfCheckFailed."""
     drafter, table = one.drafter, one.known.req_to_token
-    drafter.cache.clear()
-    check_attention(
-        drafter.model, drafter.block_size, drafter.attention, drafter.cache.kv, can.scratch
-    )
+    clear(drafter.groups)
+    for group in drafter.groups:
+        dead: Dead = "any"
+        if can.scratch:
+            dead = "oldest" if group.cache.is_bounded else "none"
+        check_attention(drafter.model, drafter.block_size, group, dead)
     if device.type != "cuda" or not can.capturable:
         return "as torch, not recorded"
     graphed = one.graphed(CudaGraphs(), table.shape[1])
-    check_recording(drafter, graphed, table)
+    check_recording(drafter, graphed, table, (one.load.requests,))
     if graphed.eager or not graphed.replays["propose"]:
         raise RuntimeError("the proposal that was to be compared had no recording")
     return "as torch, recorded as eager"
@@ -166,14 +169,15 @@ def fold(
     )
     states = normal(requests, value_heads, dim, dim)
     rows = torch.arange(requests, device=device)
-    given = kept, rows, rows, rows, torch.full((requests,), block // 2, device=device)
+    lengths = torch.full((requests,), block // 2, device=device)
+    given = kept, Moves(rows, rows, rows, lengths)
     ours, twins = states.clone(), states.clone()
     fold_(layers, ours, *given)
     torch_fold_(layers, twins, *given)
     error = (ours - twins).abs().max().item()
     snapshots = states[:, :, None].expand(-1, -1, block, -1, -1, -1).contiguous()
     kernel_ms = milliseconds(device, lambda: fold_(layers, ours, *given))
-    copy_ms = milliseconds(device, lambda: states.copy_(snapshots[:, rows, given[-1] - 1]))
+    copy_ms = milliseconds(device, lambda: states.copy_(snapshots[:, rows, lengths - 1]))
     return {
         "largest_error": round(error, 6),
         "kernel_ms": round(kernel_ms, 4),
@@ -219,7 +223,9 @@ def phases(
             "eager_ms": round(milliseconds(device, runs[phase]), 5),
         }
         if recorded:
-            replay = _recorded_step(one) if phase == "step" else CudaGraphs().record(runs[phase])
+            replay = (
+                _recorded_step(one) if phase == "step" else CudaGraphs().record([runs[phase]])[0]
+            )
             result[phase]["graph_ms"] = round(milliseconds(device, replay), 5)
     return result
 
@@ -242,7 +248,10 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        return [self._record(run) for run in runs]
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

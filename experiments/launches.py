@@ -1,7 +1,8 @@
-"""Counts what operations would move in a GPU's memory, without a GPU.
+"""Kernels that replay adds to a verify step of a hybrid target, without a GPU.
 
-For fake tensors on the device "cuda". Of a torch operation, what it reads and writes is counted; of
-a Triton kernel of `dflash_kernels`, what the formula beside it says. Nothing is computed.
+Counted on fake tensors on the device "cuda", for Qwen3.5-27B's recurrent layers on one rank. Of a
+torch operation, what it reads and writes is counted; of a Triton kernel of `dflash_kernels`, what
+the formula beside it says. `traffic.py` counts the draft side of a step so. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 from dflash_kernels import (
     accept,
     add_rms_norm,
     block_attention,
+    gated_delta_fold,
     prepare_block,
     qk_norm_rope,
     silu_mul,
@@ -23,11 +27,19 @@ from dflash_kernels import (
 )
 from dflash_kernels.traffic import Traffic
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
 
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, LayerAttention, Reach
+from experiments.runner import NoOptions as Options
+from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs
+from sglang_dflash.facts.draft_config import LayerAttention, Reach
+from sglang_dflash.facts.published import shipped
+from sglang_dflash.facts.target_config import TargetGeometry
+
+TARGET, BLOCK = "Qwen/Qwen3.5-27B", 16
+REQUESTS = (1, 8, 29)
 
 
 class Launch(NamedTuple):
@@ -43,12 +55,10 @@ class Scene:
 
     Attributes:
         lengths: committed tokens of the requests.
-        reach: what the drafts read.
         kept: tokens whose context K/V is stored.
     """
 
     lengths: Sequence[int]
-    reach: Reach = WHOLE_CONTEXT
     kept: int = 0
 
 
@@ -90,17 +100,19 @@ def _of_kernel(kernel: Any, scene: Scene, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _slot_table(scene: Scene, args: Any, kwargs: Any) -> Traffic:
-    columns = args[0].shape[1]
-    return slot_table.traffic(columns, scene.lengths, scene.reach, kwargs["RING"])
+    limit, sinks = args[11:13]
+    reach = Reach(limit - sinks, sinks)
+    return slot_table.traffic(args[0].shape[1], scene.lengths, reach, kwargs["RING"])
 
 
 def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     """Of the splits and of their merge."""
     q, _, _, old, _, entries = args[:6]
-    kv_heads = old.shape[1]
+    kv_heads, limit, sinks = old.shape[1], args[-1], kwargs["SINKS"]
+    reach = Reach(limit - sinks, sinks)
     return block_attention.traffic(
         tuple(q.shape), kv_heads, entries.shape[1], scene.lengths,
-        LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"], scene.reach),
+        LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"], reach),
         kwargs["SPLITS"], q.element_size(), old.element_size(),
     )  # fmt: skip
 
@@ -129,6 +141,24 @@ def _write_context(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     )
 
 
+def _fold(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    """With a checkpoint of every request, if there may be any."""
+    states, *kept = args[:5]
+    weight, bias, a_log, dt_bias = args[11:15]
+    heads, value_heads, key_dim, value_dim = (kwargs[name] for name in ("H", "HV", "K", "V"))
+    layers = RecurrentLayers(
+        weight, bias, "silu", a_log, dt_bias, heads, value_heads, key_dim, value_dim
+    )
+    checkpoints = None if args[9] is None else len(args[5])
+    accepted = [scene.kept] * len(args[5])
+    return gated_delta_fold.traffic(layers, states, VerifyInputs(*kept), accepted, checkpoints)
+
+
+def _move_windows(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    pool, rows, checkpoints = args[0], len(args[2]), args[5]
+    return gated_delta_fold.window_traffic(pool, rows, None if checkpoints is None else rows)
+
+
 def _silu_mul(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     count, width = args[0].shape
     return silu_mul.traffic(count, width, args[0].element_size())
@@ -142,6 +172,8 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
     "silu_mul_kernel": _silu_mul,
+    "fold_kernel": _fold,
+    "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
 }
@@ -194,3 +226,86 @@ def _bytes(x: Tensor) -> int:
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride or not size else 1
     return count * x.element_size()
+
+
+# ---- of a hybrid's verify step
+
+
+def run(options: Options) -> dict[str, Any]:
+    geometry = TargetGeometry.from_dict(shipped("target")[TARGET].config or {})
+    rows = []
+    for requests in REQUESTS:
+        with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
+            phases = replayed(geometry, requests)
+        rows += [
+            {"requests": requests, "phase": name, "launches": len(found), "bytes": found.bytes}
+            for name, found in phases.items()
+        ]
+    return {"target": TARGET, "recurrent_layers": geometry.recurrent_layers, "rows": rows}
+
+
+def replayed(geometry: TargetGeometry, requests: int) -> dict[str, Launches]:
+    """What a verify forward and its commit launch for replay, half of each block accepted."""
+    from sglang_dflash.serving.hybrid.replay_pool import Recording
+    from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
+
+    shape = geometry.recurrent
+    if shape is None:
+        raise ValueError(f"{TARGET}: its recurrent layers have no known shape")
+    depth, channels, value_heads = shape.layers, shape.channels, shape.value_heads
+    key_heads = (channels - value_heads * shape.value_dim) // (2 * shape.key_dim)
+
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.bfloat16)
+
+    layers = [
+        SimpleNamespace(
+            layer_id=i, conv_weights=zeros(channels, shape.window + 1), bias=None,
+            activation="silu", A_log=torch.zeros(value_heads), dt_bias=zeros(value_heads),
+            num_k_heads=key_heads, num_v_heads=value_heads, head_k_dim=shape.key_dim,
+            head_v_dim=shape.value_dim,
+        )
+        for i in range(depth)
+    ]  # fmt: skip
+    windows = zeros(depth, requests, channels, BLOCK + shape.window).unfold(3, shape.window, 1)
+    cache = SimpleNamespace(
+        conv=[zeros(depth, requests + 1, channels, shape.window)],
+        temporal=torch.zeros(depth, requests + 1, value_heads, shape.value_dim, shape.key_dim),
+        intermediate_conv_window=[windows[:, :, :, 1:].permute(0, 1, 3, 2, 4)],
+    )
+    pool: Any = SimpleNamespace(
+        size=requests,
+        mamba_pool=SimpleNamespace(mamba_cache=cache, recording=Recording()),
+        mamba2_layer_index=lambda index: index,
+    )
+    slots = torch.zeros(requests, dtype=torch.int32)
+    linear = SimpleNamespace(
+        forward_metadata=SimpleNamespace(mamba_cache_indices=slots),
+        _translate_mamba_indices=lambda indices: indices,
+    )
+    runner = SimpleNamespace(
+        req_to_token_pool=pool, attn_backend=SimpleNamespace(linear_attn_backend=linear)
+    )
+    replay = Replay(runner, ReplayOps(gated_delta_fold.fold_, gated_delta_fold.move_windows_))
+    gate, lengths = zeros(requests * BLOCK, value_heads), torch.zeros(requests, dtype=torch.int64)
+    found = {}
+    # What a first step makes is not counted.
+    for _ in range(2):
+        with counted(Scene([])) as found["record"]:
+            for layer in layers:
+                pool.mamba_pool.recording.record(pool, layer, gate, gate, slots, BLOCK)
+        for name, checkpoints in (
+            ("commit", None), ("commit, checkpoints", Checkpoints(lengths, lengths)),
+        ):  # fmt: skip
+            with counted(Scene([], kept=BLOCK // 2)) as found[name]:
+                replay.commit(lengths, checkpoints)
+    return found
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    lines = [f"{result['target']}, {result['recurrent_layers']} recurrent layers"]
+    lines.append(f"{'requests':>8}  {'phase':20}{'launches':>9}{'MiB moved':>11}")
+    for row in result["rows"]:
+        moved = row["bytes"] / 2**20
+        lines.append(f"{row['requests']:8}  {row['phase']:20}{row['launches']:9}{moved:11.1f}")
+    return lines

@@ -28,6 +28,7 @@ from experiments.runner import NoOptions as Options
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, finite
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -86,7 +87,7 @@ def measure(row: Row) -> Step:
     """The launches of one step, on fake CUDA tensors."""
     config, device = config_of(row.shape), torch.device("cuda")
     options = DraftOptions(window=row.window).resolve(config)
-    scene = Scene([row.context] * row.requests, options.reach, row.requests * options.block_size)
+    scene = Scene([row.context] * row.requests, row.requests * options.block_size)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -100,18 +101,26 @@ def measure(row: Row) -> Step:
 def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene) -> Step:
     device, block, requests = torch.device("cuda"), options.block_size, row.requests
     model = DraftModel(config, ops=TritonOps()).freeze()
-    setting = Setting(block, device, options.reach, requests=requests, columns=row.context)
+    slots = row.requests * (row.context + options.block_size)
+    groups = []
+    for layers in config.groups(options.reach):
+        entries = options.ring_entries(layers.reach, requests)
+        shape = layers.kv_shape(config.kv_shape)
+        cache: DraftKVCache = DraftKVCache(slots, shape, torch.bfloat16, device)
+        if entries is not None:
+            cache = RingKVCache(entries, slots, shape, torch.bfloat16, device)
+        setting = Setting(block, device, layers.layers, requests=requests, columns=row.context)
+        groups.append(KVGroup(layers, cache, TritonAttention(config, setting, PROCESSORS)))
     vocabulary = torch.empty(config.vocab_size, config.hidden_size)
     drafter = Drafter(
         model,
         TargetHead(lambda ids: vocabulary[ids], lambda hidden: hidden @ vocabulary.T),
-        _cache(row, config, options),
+        groups,
         options,
-        TritonAttention(config, setting, PROCESSORS),
     )
     lengths = torch.empty(requests, dtype=torch.int64)
-    slots = torch.empty(requests, row.context + block, dtype=torch.int32)
-    known = RequestSlots(slots, torch.empty_like(lengths), lengths, row.context)
+    table = torch.empty(requests, row.context + block, dtype=torch.int32)
+    known = RequestSlots(table, torch.empty_like(lengths), lengths, row.context)
     with counted(scene) as propose:
         ids = drafter.propose(torch.empty_like(lengths), known)
     tokens = ids.numel()
@@ -120,19 +129,12 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
     with counted(scene) as commit:
         accepted = model.ops.accept(ids, targets)
         keep = torch.arange(block) < accepted.lengths[:, None]
-        entries = drafter.cache.place(flat, keep.flatten())
+        found = [group.cache.place(flat, keep.flatten()) for group in groups]
     with counted(scene) as absorb:
         kv = model.project_context(finite(model.context_features(hidden))[0])
-        model.write_context(kv, flat, drafter.cache.kv, entries)
+        for group, at in zip(groups, found, strict=True):
+            group.store(model, kv, flat, at)
     return Step(propose, absorb, commit)
-
-
-def _cache(row: Row, config: DraftConfig, options: ResolvedOptions) -> DraftKVCache:
-    slots, device = row.requests * (row.context + options.block_size), "cuda"
-    entries = options.draft_kv_entries(row.requests)
-    if entries is None:
-        return DraftKVCache(slots, config.kv_shape, torch.bfloat16, device)
-    return RingKVCache(entries, slots, config.kv_shape, torch.bfloat16, device)
 
 
 def figures(row: Row, step: Step) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import shown
+from tests.conftest import rewrite
 
 PAIR = demo_pair("dense")
 WEIGHTS = "model.safetensors"
@@ -75,12 +76,7 @@ def invalid(path: str, value: Any, beside: Mapping[str, Any]) -> BrokenDraft:
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
-    def rewrite(folder: Path) -> None:
-        loaded = load_file(folder / WEIGHTS)
-        change(loaded)
-        save_file({name: t.contiguous() for name, t in loaded.items()}, folder / WEIGHTS)
-
-    return rewrite
+    return lambda folder: rewrite(folder, change)
 
 
 def one_value(name: str, value: float, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
@@ -141,6 +137,11 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "digits": (content(b'{"hidden_size": ' + 5000 * b"9" + b"}"), f"{_NO_JSON}Exceeds the"),
     "no file": (lambda folder: (folder / "config.json").unlink(), "no config.json in it"),
     "a folder": (instead("config.json", Path.mkdir), "no config.json in it"),
+    "long": (content(b'{"auto_map": "' + 2**20 * b"x" + b'"}'), "more than 1048576 bytes; no conf"),
+    "a pipe": (
+        lambda folder: os.mkfifo(folder / "hf_quant_config.json"),
+        "json'; a pipe, a socket",
+    ),
     "a dangling link": (
         instead("config.json", lambda path: path.symlink_to("nowhere")),
         "no config.json in it",
@@ -151,7 +152,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 # Dotted path -> values that are refused. None stands for a field that is missing.
 INVALID: dict[str, list[Any]] = {
     "dflash_config": [[1], False],
-    "text_config": ["x", []],
+    "text_config": ["x", [], {}],
     "rope_scaling": ["yarn", []],
     "rope_parameters": [3],
     "rope_scaling.rope_type": [["yarn"]],
@@ -167,10 +168,27 @@ INVALID: dict[str, list[Any]] = {
     "attention_sink_bias": ["false"],
     "has_embed_tokens": ["no"],
     "quantization_config": ["fp8"],
+    "quantization_config.quant_method": [None, 3],
+    "rope_scaling.factor": [None],
+    "auto_map": ["x", [1]],
+    "attention_dropout": ["much", [0.1]],
+    "initializer_range": [1, "x"],
+    "use_cache": ["yes"],
+    "tie_word_embeddings": [0],
+    "use_sliding_window": ["no"],
+    "max_window_layers": [1.5],
+    "num_labels": ["2"],
+    "bos_token_id": [[1]],
+    "pad_token_id": [1.5],
+    "eos_token_id": ["x"],
+    "id2label": [["a"]],
+    "dtype": ["float7"],
+    "torch_dtype": ["", []],
+    "thinker_config": [{}],
     "hidden_act": [["silu"]],
     "dflash_config.projector_type": [7],
-    "architectures": ["DFlash", [None]],
-    "model_type": [3],
+    "architectures": ["DFlash", [None], None],
+    "model_type": [3, None],
     "num_hidden_layers": [100_000, 0, True],
     "head_dim": [1, 63, 0, "64"],
     "num_attention_heads": [2**40],
@@ -222,6 +240,11 @@ FIELDS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (instead(WEIGHTS, os.mkfifo), "model.safetensors'; a pipe, a socket or a device"),
+    "twice": (
+        tensors(lambda t: t.update({"model.fc.weight": t["fc.weight"].clone()})),
+        "'fc.weight'; twice in model.safetensors, with and without 'model.' before it",
+    ),
     "a folder": (instead(WEIGHTS, Path.mkdir), "model.safetensors'; a folder; a safetensors"),
     "a dangling link": (
         instead(WEIGHTS, lambda path: path.symlink_to("nowhere")),

@@ -8,14 +8,22 @@ import importlib
 import os
 import pkgutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from sglang_dflash.drafting.attention.backend import DraftAttention
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.groups import KVGroup
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
 
 if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined, those of its own language included: set it before
@@ -120,9 +128,39 @@ def raw_config(**changes: Any) -> dict[str, Any]:
     return {**raw, **changes}
 
 
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint of one file."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+
+
 def random_model(raw: dict[str, Any]) -> DraftModel:
     """A draft with random weights of a size at which attention and norms matter."""
     model = DraftModel(DraftConfig.from_dict(raw))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim == 2 else 1.0)
     return model
+
+
+def kv_groups(
+    model: DraftModel,
+    options: ResolvedOptions,
+    slots: int,
+    entries: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: Callable[[LayerGroup], DraftAttention] | None = None,
+) -> list[KVGroup]:
+    """Draft KV caches over that many target slots. Layers that do not read the whole context have
+    rings of `entries`, if given."""
+    device, found = model.fc.weight.device, []
+    for layers in model.config.groups(options.reach):
+        shape = layers.kv_shape(model.kv_shape)
+        cache: DraftKVCache = DraftKVCache(slots, shape, dtype, device)
+        if entries is not None and layers.reach.is_bounded:
+            cache = RingKVCache(entries, slots, shape, dtype, device)
+        torch_attention = TorchAttention(layers.layers, options.block_size)
+        found.append(KVGroup(layers, cache, attention(layers) if attention else torch_attention))
+    return found

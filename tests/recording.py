@@ -9,7 +9,7 @@ pass through torch's dispatcher and are not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +57,10 @@ class _Op(NamedTuple):
 class OpRecorder:
     """A `sglang_dflash.drafting.graphs.Recorder` by torch's dispatcher."""
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        return [self.record_one(run) for run in runs]
+
+    def record_one(self, run: Callable[[], None]) -> Recording:
         # What a first run caches is not part of the recording.
         run()
         listing = _Listing()

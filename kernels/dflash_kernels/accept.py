@@ -12,7 +12,9 @@ from torch import Tensor
 from dflash_kernels.traffic import Traffic
 
 
-@triton.jit
+# Otherwise a row of `[2, R]`, aligned or not by whether R is even, would choose the compilation and
+# make one while serving.
+@triton.jit(do_not_specialize=["p_lengths", "p_bonus"])
 def accept_kernel(
     p_block, p_target, p_lengths, p_bonus, s_block, s_target, B: tl.constexpr, BLOCK_B: tl.constexpr
 ):

@@ -15,10 +15,10 @@ from dflash_kernels.traffic import Traffic
         "HAS_BIAS": lambda args: args["p_bias"] is not None,
     }
 )
-@triton.jit
+@triton.jit(do_not_specialize=["N", "ROWS"])
 def add_rms_norm_kernel(
-    p_out, p_x, p_residual, p_bias, p_weight, s_out, s_x, s_residual, N, E, EPS,
-    BLOCK_E: tl.constexpr, ROWS: tl.constexpr, STORE_SUM: tl.constexpr,
+    p_out, p_x, p_residual, p_bias, p_weight, s_out, s_x, s_residual, N, ROWS, E, EPS,
+    BLOCK_E: tl.constexpr, STORE_SUM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One program per ROWS tokens, which load weight and bias once."""
@@ -79,7 +79,7 @@ def add_rms_norm(
     add_rms_norm_kernel[(triton.cdiv(count, rows(count)),)](
         out, x, residual, bias, weight,
         out.stride(0), x.stride(0), 0 if residual is None else residual.stride(0),
-        count, width, eps, BLOCK_E=triton.next_power_of_2(width), ROWS=rows(count),
+        count, rows(count), width, eps, BLOCK_E=triton.next_power_of_2(width),
         STORE_SUM=store_sum, num_warps=warps(width),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ class TritonAttention:
 
     def __init__(self, config: DraftConfig, setting: Setting, processors: int) -> None:
         """`processors`: multiprocessors of the GPU."""
-        self._layers, self._processors = config.layers_within(setting.reach), processors
+        self._layers, self._processors = setting.layers, processors
         programs, *self._shape = workspace_shape(config, setting, processors)
         device = setting.device
         self._partial = torch.empty(programs, *self._shape, dtype=torch.float32, device=device)

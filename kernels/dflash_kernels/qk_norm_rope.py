@@ -63,7 +63,7 @@ def _norm_rotate(b_1, b_2, b_w1, b_w2, b_cos, b_sin, EPS, D: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_positions"])
 def qk_norm_rope_kernel(
     p_qkv, p_positions, p_q_weight, p_k_weight, p_frequencies, s_qkv, EPS, FACTOR,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -87,7 +87,7 @@ def qk_norm_rope_kernel(
     tl.store(p_1 + D // 2, b_2.to(p_qkv.dtype.element_ty), mask=m_h)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["p_entries", "p_positions"])
 def write_context_kernel(
     p_cache, p_kv, p_entries, p_positions, p_k_weight, p_frequencies,
     s_cache_s, s_cache_l, s_kv_n, s_weight, EPS, FACTOR,

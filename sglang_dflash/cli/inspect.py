@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from dataclasses import fields
+from pathlib import Path
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.command_line import add_flags, given
+from sglang_dflash.facts.fields import READ_BY_SGLANG
+from sglang_dflash.facts.hub import exists
 from sglang_dflash.facts.published import look_up
+from sglang_dflash.inspect.pair import OURS
 from sglang_dflash.inspect.report import Serving, as_table, inspect
 
 
@@ -24,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="first tokens of a request that stay visible beside the window",
     )
     add("--block-size", type=int, help="tokens verified per step (default: the draft's)")
-    add("--draft-kv-tokens", type=int, help="entries of the draft KV cache under a window")
+    add("--draft-kv-tokens", type=int, help="entries of each ring of draft KV")
     add_flags(parser, Serving, _flags(Serving))
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")
@@ -38,7 +43,22 @@ def run(args: argparse.Namespace) -> None:
         look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft")
     )
     found = inspect(target, draft, options, serving, _flags(Options))
+    if exists(args.draft) and exists(args.target):
+        _check_as_sglang_reads_it(Path(args.target), Path(args.draft), found["worker"])
     print(json.dumps(found) if args.json else as_table(found, sources=args.sources))
+
+
+def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:
+    """Raise ConfigError if a server would refuse what we do not read: a draft of SGLang's worker,
+    or files that only SGLang reads. Seconds, most of it imports."""
+    if worker == OURS and not any((draft / name).exists() for name in READ_BY_SGLANG):
+        return
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_dflash.serving.start.draft_files import check_as_sglang_reads_it
+
+    logging.disable(logging.WARNING)
+    check_as_sglang_reads_it(str(draft), ServerArgs(model_path=str(target)))
 
 
 def _flags(of: type) -> dict[str, str]:

@@ -14,7 +14,8 @@ class DraftHealth(NamedTuple):
     Attributes:
         nonfinite: outputs of the draft that held NaN or Inf: the logits of a drafted token, or the
             K/V of a committed one.
-        context_sought: context tokens that drafts were to see, one per token, request and block.
+        context_sought: context tokens that drafts were to see, one per token, request, block and
+            ring.
         context_found: those of them whose K/V the draft KV cache held.
     """
 

@@ -3,16 +3,16 @@ block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import DraftAttention
-from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.groups import EVERYTHING, KVGroup, Written
 from sglang_dflash.drafting.heads import TargetHead, make_head
-from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 
@@ -24,7 +24,7 @@ class Proposer(Protocol):
     drafter keeps nothing of a request.
     """
 
-    cache: DraftKVCache
+    groups: Sequence[KVGroup]
     counters: DraftCounters
 
     def absorb(
@@ -33,7 +33,7 @@ class Proposer(Protocol):
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        quota: int | None = None,
+        written: Sequence[Written] | None = None,
     ) -> None:
         """Take in tokens that the target has computed.
 
@@ -43,7 +43,7 @@ class Proposer(Protocol):
             positions: int64 `[N]`.
             slots: int64 `[N]`, the tokens' slots in the target's KV pool.
             keep: bool `[N]`, False for drafted tokens that were not accepted; None keeps all.
-            quota: entries of a full cache that these tokens may take (see `DraftKVCache.write`).
+            written: of a prompt, what each of `groups` writes; None for all.
         """
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
@@ -72,14 +72,24 @@ class Drafter:
         self,
         model: DraftModel,
         target: TargetHead,
-        cache: DraftKVCache,
+        groups: Sequence[KVGroup],
         options: ResolvedOptions,
-        attention: DraftAttention,
     ) -> None:
-        self.model, self.cache, self.attention = model, cache, attention
+        """`groups`: of all layers of the model, by `DraftConfig.groups`."""
+        self.model = model
+        self.groups: Sequence[KVGroup] = tuple(groups)
         self.head, self._embed = make_head(model, target), target.embed
-        self.counters = DraftCounters(cache.kv.device)
-        self.block_size, self.reach = options.block_size, options.reach
+        self.counters = DraftCounters(model.fc.weight.device)
+        self.block_size = options.block_size
+        self._attend = {
+            number: partial(group.attention.attend, i)
+            for group in groups
+            for i, number in enumerate(group.layers.numbers)
+        }
+
+    def columns(self, requests: RequestSlots) -> int:
+        """Columns of the widest table of a step."""
+        return max(requests.columns(group.reach) for group in self.groups)
 
     def absorb(
         self,
@@ -87,32 +97,35 @@ class Drafter:
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        quota: int | None = None,
+        written: Sequence[Written] | None = None,
     ) -> None:
         if len(slots) == 0:
             return
         features, broken = finite(self.model.context_features(target_hidden))
         self.counters.add_nonfinite(broken if keep is None else keep & broken)
-        entries = self.cache.place(slots, keep, quota)
         kv = self.model.project_context(features)
-        self.model.write_context(kv, positions, self.cache.kv, entries)
+        for group, of in zip(self.groups, written or (EVERYTHING,) * len(self.groups), strict=True):
+            group.write(self.model, kv, positions, slots, keep, of)
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
-        ops, block = self.model.ops, self.block_size
-        # One table for all layers: they read the same entries.
-        entries = ops.slot_table(requests, self.reach, self.cache.tags)
-        if self.cache.is_bounded:
-            self.counters.add_context(requests.seq_lens, entries)
-        self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens))
-        mask_id = self.model.config.mask_token_id
-        ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
-        embedded = self._embed(ids.flatten()).unflatten(0, ids.shape)
-        hidden = self.model(embedded, positions, self.attention.attend)
+        ids, hidden = self.forward(bonus, requests)
         drafted = self.head(hidden)
         broken = drafted < 0
         self.counters.add_nonfinite(broken)
-        ids[:, 1:] = drafted.masked_fill(broken, mask_id)
+        ids[:, 1:] = drafted.masked_fill(broken, self.model.config.mask_token_id)
         return ids
+
+    def forward(self, bonus: Tensor, requests: RequestSlots) -> tuple[Tensor, Tensor]:
+        """The draft's inputs int64 `[R, B]`, bonus and mask tokens, and its hidden states
+        `[R, B, E]`."""
+        ops, block = self.model.ops, self.block_size
+        for group in self.groups:
+            group.prepare(self.model, requests, self.counters)
+        mask_id = self.model.config.mask_token_id
+        ids, positions = ops.prepare_block(bonus, requests.seq_lens, block, mask_id)
+        embedded = self._embed(ids.flatten()).unflatten(0, ids.shape)
+        attend = self._attend
+        return ids, self.model(embedded, positions, lambda layer, *qkv: attend[layer](*qkv))
 
     def describe(self) -> Mapping[str, Any]:
         return {}
@@ -131,6 +144,4 @@ def finite(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # An experiment's drafter is made by a function with the signature of `Drafter`.
-DrafterFactory = Callable[
-    [DraftModel, TargetHead, DraftKVCache, ResolvedOptions, DraftAttention], Proposer
-]
+DrafterFactory = Callable[[DraftModel, TargetHead, Sequence[KVGroup], ResolvedOptions], Proposer]

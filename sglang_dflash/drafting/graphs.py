@@ -1,8 +1,8 @@
 """Decode steps of the drafter, recorded per batch size and replayed.
 
-A recording has fixed shapes. Batches are padded to the next recorded size (bucket), and without a
-window the table of entries to the next recorded number of columns. Rows of padding read nothing,
-and write to the padding slot only.
+A recording has fixed shapes. Batches are padded to the next recorded size (bucket), and a table of
+the whole context to the next recorded number of columns. Rows of padding read nothing, and write to
+the padding slot only.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.groups import KVGroup, Written
 
 logger = logging.getLogger(__name__)
 
 # The target slot that rows of padding name. A KV pool keeps it for padding.
 PADDING_SLOT = 0
-# Columns of the narrowest table without a window; each wider one has four times as many.
+# Columns of the narrowest table of a whole context; each wider one but the last has four times as
+# many.
 LEAST_COLUMNS = 1024
 
 
 class Recorder(Protocol):
-    """Turns a run into a function that repeats it.
+    """Turns runs into functions that repeat them.
 
-    `run` reads and writes tensors that exist before it and stay where they are. It is executed
-    before it is recorded, more than once.
+    A run reads and writes tensors that exist before it and stay where they are. It is executed
+    before it is recorded, more than once, and what it then writes may be anything.
     """
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Raises an error of its own if `run` cannot be repeated without the host."""
+    def record(self, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+        """In the order of `runs`. Raises an error of its own if one cannot be repeated without the
+        host."""
 
 
 class Key(NamedTuple):
@@ -48,10 +50,11 @@ class Key(NamedTuple):
 
 
 def column_buckets(columns: int) -> tuple[int, ...]:
-    """Numbers of table columns to record, up to `columns`."""
+    """Numbers of table columns to record, up to `columns`. The last one is at least twice the one
+    before: what SGLang adds to a context length is not worth a recording."""
     found = []
     size = LEAST_COLUMNS
-    while size < columns:
+    while 2 * size <= columns:
         found.append(size)
         size *= 4
     return (*found, columns)
@@ -85,28 +88,29 @@ class GraphedDrafter:
         Args:
             req_to_token: int32 `[rows, positions]`, of all requests to come (see `RequestSlots`).
             buckets: batch sizes.
-            widths: numbers of table columns; by default those of `column_buckets`, or one if the
-                drafter has a window.
+            widths: numbers of table columns; by default those of `column_buckets`, or one if no
+                layer reads the whole context.
         """
         self._drafter, self._table = drafter, req_to_token
-        self.cache: DraftKVCache = drafter.cache
+        self.groups: Sequence[KVGroup] = drafter.groups
         self.counters = drafter.counters
         self._buckets = tuple(sorted(set(buckets)))
         positions = req_to_token.shape[1]
-        if drafter.reach.is_bounded:
-            widths = (drafter.reach.of(positions),)
+        self._is_bounded = all(group.reach.is_bounded for group in drafter.groups)
+        if self._is_bounded:
+            widths = (max(group.reach.of(positions) for group in drafter.groups),)
         self._widths = tuple(sorted(set(widths or column_buckets(positions))))
         self.replays = {"propose": 0, "commit": 0}
         self.eager = 0
         self._static = _Static(drafter, self._buckets[-1])
-        self._graphs: dict[Key, Callable[[], None]] = {}
         # The largest first: smaller ones reuse its memory.
-        for requests in reversed(self._buckets):
-            for columns in reversed(self._widths):
-                key = Key(requests, columns, drafter.block_size)
-                self._graphs[key] = recorder.record(partial(self._propose, key))
-            key = Key(requests, 0, drafter.block_size)
-            self._graphs[key] = recorder.record(partial(self._commit, key))
+        keys = [
+            Key(requests, columns, drafter.block_size)
+            for requests in reversed(self._buckets)
+            for columns in (*reversed(self._widths), 0)
+        ]
+        runs = [partial(self._propose if key.columns else self._commit, key) for key in keys]
+        self._graphs = dict(zip(keys, recorder.record(runs), strict=True))
 
     @property
     def static_bytes(self) -> int:
@@ -132,7 +136,7 @@ class GraphedDrafter:
     def _propose(self, key: Key) -> None:
         s, n = self._static, key.requests
         # A window reads no more columns than it has, however long the request.
-        longest = self._table.shape[1] if self._drafter.reach.is_bounded else key.columns
+        longest = self._table.shape[1] if self._is_bounded else key.columns
         requests = RequestSlots(self._table, s.rows[:n], s.seq_lens[:n], longest)
         s.ids[:n].copy_(self._drafter.propose(s.bonus[:n], requests))
 
@@ -167,11 +171,11 @@ class GraphedDrafter:
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        quota: int | None = None,
+        written: Sequence[Written] | None = None,
     ) -> None:
-        key = None if keep is None or quota is not None else self._key_of_commit(len(slots))
+        key = None if keep is None or written is not None else self._key_of_commit(len(slots))
         if key is None or keep is None:
-            self._drafter.absorb(target_hidden, positions, slots, keep, quota)
+            self._drafter.absorb(target_hidden, positions, slots, keep, written)
             return
         s, n = self._static, len(slots)
         for static, given in (
@@ -191,7 +195,7 @@ class GraphedDrafter:
         if of.req_to_token.data_ptr() != self._table.data_ptr():
             raise ValueError("req_to_token is not the table that the recordings read")
         size = _next(self._buckets, requests)
-        columns = _next(self._widths, of.columns(self._drafter.reach))
+        columns = _next(self._widths, self._drafter.columns(of))
         if size is None or columns is None:
             return None
         return Key(size, columns, self._drafter.block_size)

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 
-# Hidden states [R, B, E], the first ones the bonus tokens' -> ids int64 [R, B - 1], -1 where the
-# draft computed nothing finite.
-DraftHead = Callable[[Tensor], Tensor]
+
+class DraftHead(Protocol):
+    """Hidden states `[R, B, E]`, the first ones the bonus tokens', to drafted tokens."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Ids int64 `[R, B - 1]`, -1 where the draft computed nothing finite."""
+
+    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """By how much other tokens, int64 `[R, B - 1]`, are less likely than the ones that
+        `__call__` takes: float32 `[R, B - 1]`, as a share of the largest score. For checks."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,15 @@ class ArgmaxHead:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1))
         drafted = argmax_of_shards(logits, self.target.first_id, self.tp)
         return drafted.unflatten(0, (len(hidden), -1))
+
+    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
+        columns = ids.flatten() - self.target.first_id
+        there = (columns >= 0) & (columns < logits.shape[1])
+        own = logits.gather(1, columns.where(there, 0)[:, None])[:, 0]
+        parts = (own.where(there, -torch.inf), logits.amax(1), logits.abs().amax(1))
+        own, best, scale = self.tp.all_gather(torch.stack(parts)).amax(0)
+        return ((best - own) / scale.amax()).view(ids.shape)
 
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:

@@ -154,13 +154,16 @@ class DraftModel(nn.Module):
             self.config.rms_norm_eps,
         )
 
-    def write_context(self, kv: Tensor, positions: Tensor, cache: Tensor, entries: Tensor) -> None:
+    def write_context(
+        self, kv: Tensor, layers: slice, positions: Tensor, cache: Tensor, entries: Tensor
+    ) -> None:
         """Store `context_kv` of N tokens in entries of a draft KV cache.
 
         Args:
-            kv: `[N, L, 2, G, D]`, from `project_context`.
+            kv: `[N, l, 2, G, D]`, from `project_context`.
+            layers: which l layers they are.
             positions: int64 `[N]`.
-            cache: `[S, L, 2, G, D]`.
+            cache: `[S, l, 2, G, D]`.
             entries: int64 `[N]`, from `DraftKVCache.place`.
         """
         self.ops.write_context(
@@ -168,7 +171,7 @@ class DraftModel(nn.Module):
             kv,
             entries,
             positions,
-            self._k_norms(),
+            self._k_norms()[layers],
             self.rotary,
             self.config.rms_norm_eps,
         )

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
 
-# Entries of a bounded draft KV cache over what the running requests can see. The cache overwrites
-# the oldest entries that no running request reads, so requests that come and go need spare ones.
-# By simulation: docs/how-it-works.md.
+# Entries of a ring over what the running requests can see. It overwrites the oldest entries that no
+# running request reads, so requests that come and go need spare ones (docs/how-it-works.md).
 DRAFT_KV_HEADROOM = 2
 
 # Positions and cache entries are 32-bit.
@@ -29,27 +28,32 @@ class ResolvedOptions:
 
     Attributes:
         block_size: tokens verified per step, the bonus token included.
-        reach: what the drafts read of a request.
-        draft_kv_tokens: entries of a bounded draft KV cache; None for the default.
+        reach: what the server lets drafts read of a request.
+        draft_kv_tokens: entries of every ring; None for the default.
         recurrent_rollback: see `Options`.
+        context: tokens of a request, at most; None if that is not known.
     """
 
     block_size: int
     reach: Reach
     draft_kv_tokens: int | None
     recurrent_rollback: str
+    context: int | None = None
 
-    def draft_kv_entries(self, max_running_requests: int) -> int | None:
-        """Entries of a bounded draft KV cache for that many requests; None without a window.
+    def ring_entries(self, reach: Reach, max_running_requests: int) -> int | None:
+        """Entries of the ring for the layers of that reach and that many requests; None if they
+        read the whole context.
 
         By default `DRAFT_KV_HEADROOM` times what the requests can see or are about to commit.
         """
-        if self.reach.tokens is None:
+        if reach.tokens is None:
             return None
         if self.draft_kv_tokens is not None:
             return self.draft_kv_tokens
-        visible = self.reach.tokens + self.reach.sinks + self.block_size
-        return DRAFT_KV_HEADROOM * max_running_requests * visible
+        visible = reach.tokens + reach.sinks
+        if self.context is not None:
+            visible = min(visible, self.context)
+        return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.block_size)
 
     def warnings(
         self, config: DraftConfig, context: int | None, names: Mapping[str, str]
@@ -90,7 +94,8 @@ class Options:
         block_size: tokens verified per step, the bonus token included; None for the checkpoint's.
         window: committed tokens that the draft's attention reads; None for all.
         sinks: first tokens of a request that stay visible beside the window.
-        draft_kv_tokens: entries of the draft KV cache under a window; None for the default.
+        draft_kv_tokens: entries of the draft KV cache of layers that do not read the whole context;
+            None for the default.
         recurrent_rollback: how the target's recurrent layers follow an accepted prefix, one of
             `RECURRENT_ROLLBACKS`; auto is replay where the kind of layer allows it.
 
@@ -105,10 +110,9 @@ class Options:
     recurrent_rollback: str = "auto"
 
     def __post_init__(self) -> None:
-        of_a_window = ("sinks", "draft_kv_tokens")
-        bounds = {"block_size": 2, "window": 1, "draft_kv_tokens": 1}
-        for name in ("block_size", "window", *of_a_window):
-            value, least = getattr(self, name), bounds.get(name, 0)
+        bounds = {"block_size": 2, "window": 1, "sinks": 0, "draft_kv_tokens": 1}
+        for name, least in bounds.items():
+            value = getattr(self, name)
             if value is None:
                 continue
             is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -116,13 +120,12 @@ class Options:
                 raise ConfigError(
                     name, value, f"a number of tokens from {least} to {_MOST_TOKENS} is required"
                 )
-        for name in of_a_window:
-            if self.window is None and getattr(self, name):
-                raise ConfigError(
-                    name,
-                    getattr(self, name),
-                    "this has no effect without a window; give {window} too, or leave it out",
-                )
+        if self.window is None and self.sinks:
+            raise ConfigError(
+                "sinks",
+                self.sinks,
+                "this has no effect without a window; give {window} too, or leave it out",
+            )
         if self.recurrent_rollback not in RECURRENT_ROLLBACKS:
             raise ConfigError(
                 "recurrent_rollback",
@@ -132,7 +135,16 @@ class Options:
 
     def resolve(self, config: DraftConfig) -> ResolvedOptions:
         """Fill in what the checkpoint decides. Raises ConfigError if the two do not fit."""
-        return self.for_trained_block(config.block_size)
+        resolved = self.for_trained_block(config.block_size)
+        bounded = any(group.reach.is_bounded for group in config.groups(resolved.reach))
+        if self.draft_kv_tokens is not None and not bounded:
+            raise ConfigError(
+                "draft_kv_tokens",
+                self.draft_kv_tokens,
+                "this has no effect on a draft whose layers all read the whole context; give "
+                "{window} too, or leave it out",
+            )
+        return resolved
 
     def for_trained_block(self, trained: int | None) -> ResolvedOptions:
         """Fill in the block size that the draft was trained with, if none was asked for.

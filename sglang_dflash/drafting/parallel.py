@@ -40,6 +40,10 @@ class TensorParallel:
     all_gather: Callable[[Tensor], Tensor] = _single_rank
     from_first: Callable[[int], int] = _own_number
 
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError("tp_size", self.size, "a positive number of ranks is required")
+
     def shard_size(self, name: str, total: int) -> int:
         """Heads or columns per rank, of `total`. Raises ConfigError if it does not divide."""
         if total % self.size:

@@ -5,24 +5,25 @@ inputs: a few milliseconds at start-up that find a kernel or a graph which this 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
+from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, Reach
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
 
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
+Dead = Literal["any", "oldest", "none"]
 
 
 class SelfCheckFailed(ConfigError):
@@ -47,67 +48,63 @@ def check_ops(model: DraftModel, block_size: int) -> list[str]:
     return list(cases)
 
 
-def check_attention(
-    model: DraftModel,
-    block_size: int,
-    attention: DraftAttention,
-    kv: Tensor | None = None,
-    compacts: bool = False,
-    reach: Reach = WHOLE_CONTEXT,
-) -> None:
-    """Compare draft attention with torch's, for every layer, with dead entries.
+def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: Dead = "any") -> None:
+    """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
-        kv: `[S, L, 2, G, D]`, entries of an empty draft KV cache with what the attention keeps at
-            their end; zero again afterwards. None for entries made for this.
-        compacts: whether the attention leaves dead entries out instead of masking them. Inside of
-            a sliding window it then sees farther, so only the oldest ones are dead here.
-        reach: of the attention's layers.
+        group: its cache is empty, but for what the attention keeps at its end, and has zeros again
+            afterwards.
+        dead: which entries are. An attention that leaves them out instead of masking them sees
+            farther inside of a sliding window: of it only the oldest ones are.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
     """
-    draw = _Random(model)
-    if kv is None:
-        kv = draw.floats(CONTEXT + 2, *model.kv_shape)
+    draw, layers, kv = _Random(model), group.layers, group.cache.kv
     context = max(1, min(CONTEXT, len(kv) - 2))
     everything = torch.arange(context, device=draw.device)
-    store_(kv, everything, draw.floats(context, *model.kv_shape))
+    store_(kv, everything, draw.floats(context, *kv.shape[1:]))
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
-    columns = everything[: reach.of(context)].expand(REQUESTS, -1)
-    live = (columns < seq_lens[:, None]) & ((columns > 3) if compacts else (columns % 7 != 3))
+    columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
+    live = columns < seq_lens[:, None]
+    if dead != "none":
+        live &= (columns > 3) if dead == "oldest" else (columns % 7 != 3)
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
     k, v = (draw.floats(REQUESTS, block_size, layer.kv_heads, layer.head_dim) for _ in range(2))
-    expected = TorchAttention(model.config.layers_within(reach), block_size)
+    expected = TorchAttention(layers.layers, block_size)
     try:
-        for one in (attention, expected):
+        for one in (group.attention, expected):
             one.prepare(kv, table)
-        for i in range(len(model.layers)):
-            name = f"attention of layer {i} ({type(attention).__name__})"
-            _compare(name, attention.attend(i, q, k, v), expected.attend(i, q, k, v))
+        for i, number in enumerate(layers.numbers):
+            name = f"attention of layer {number} ({type(group.attention).__name__})"
+            _compare(name, group.attention.attend(i, q, k, v), expected.attend(i, q, k, v))
     finally:
         kv.zero_()
 
 
 def check_recording(
-    eager: Drafter, recorded: Proposer, req_to_token: Tensor, most: int = REQUESTS
+    eager: Drafter, recorded: Proposer, req_to_token: Tensor, sizes: Sequence[int] = (REQUESTS,)
 ) -> None:
     """Compare a recorded proposal with an eager one, over context that both read. For an empty
     cache; it is empty again afterwards, and so are the rows of the table.
 
+    Another token is no error where it is as likely to the eager draft as the one that it took, up
+    to rounding: two products of one shape may still be computed by two algorithms.
+
     Args:
-        most: requests of the largest recorded batch. A larger one would be run eagerly, and so be
-            compared with itself.
+        sizes: of recorded batches. The one compared has such a size: rows of padding would change
+            shapes, and a larger one would be run eagerly, and so be compared with itself.
 
     Raises:
         SelfCheckFailed: the drafted tokens differ.
     """
     draw, model = _Random(eager.model), eager.model
-    count = min(REQUESTS, most, len(req_to_token) - 1)
+    count = max((n for n in sizes if n <= REQUESTS), default=min(sizes))
     rows = torch.arange(1, count + 1, device=draw.device)
-    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, eager.cache.num_entries // 8)
+    entries = min(group.cache.num_entries for group in eager.groups)
+    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, entries // max(8, 2 * count))
     slots = 1 + torch.arange(len(rows) * length, device=draw.device)
     req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
     hidden = draw.floats(len(slots), model.config.target_hidden_width)
@@ -115,11 +112,16 @@ def check_recording(
     seq_lens, bonus = torch.full_like(rows, length), torch.zeros_like(rows)
     requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
     try:
-        _compare("recorded proposal", recorded.propose(bonus, requests),
-                 eager.propose(bonus, requests))  # fmt: skip
+        drafted = recorded.propose(bonus, requests)[:, 1:]
+        shortfall = eager.head.shortfall(eager.forward(bonus, requests)[1], drafted).max().item()
+        # A NaN fails: it is not below anything.
+        if not shortfall <= TOLERANCE[draw.dtype]:
+            where = f"recorded proposal of {count} requests on {draw.device.type}"
+            found = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest logit"
+            raise _failed(where, f"{found} ({TOLERANCE[draw.dtype]:g} is allowed)")
     finally:
         req_to_token[rows, :length] = 0
-        eager.cache.clear()
+        clear(eager.groups)
         eager.counters.clear()
 
 
@@ -196,9 +198,16 @@ def _compare(name: str, got: Any, expected: Tensor) -> None:
     # A NaN fails: it is not below anything.
     if got.shape == expected.shape and difference <= allowed * scale:
         return
-    raise SelfCheckFailed(
-        f"self-check: {name} {list(expected.shape)} {str(expected.dtype).removeprefix('torch.')} "
-        f"on {expected.device.type}",
-        required=f"it differs from torch by {difference:.3g} of {scale:.3g} ({allowed:g} of it is "
-        "allowed); serve with {worker} builtin, and report it; {self_check} off starts anyway",
+    dtype = str(expected.dtype).removeprefix("torch.")
+    raise _failed(
+        f"{name} {list(expected.shape)} {dtype} on {expected.device.type}",
+        f"it differs from torch by {difference:.3g} of {scale:.3g} ({allowed:g} of it is allowed)",
+    )
+
+
+def _failed(what: str, found: str) -> SelfCheckFailed:
+    return SelfCheckFailed(
+        f"self-check: {what}",
+        required=f"{found}; serve with {{worker}} builtin, and report it; {{self_check}} off "
+        "starts anyway",
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import Fields, read_json_object
+from sglang_dflash.facts.other_fields import check_other_fields
 
 _FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
@@ -74,6 +75,12 @@ class Reach:
         """How many of a request's `length` tokens are read."""
         return length if self.tokens is None else min(length, self.tokens + self.sinks)
 
+    def within(self, sliding_window: int | None) -> Reach:
+        """What a layer with that sliding window reads of it."""
+        if sliding_window is None or (self.tokens is not None and self.tokens < sliding_window):
+            return self
+        return Reach(sliding_window)
+
 
 WHOLE_CONTEXT = Reach()
 
@@ -85,12 +92,31 @@ class LayerAttention:
     Attributes:
         sliding_window: tokens back from the query, the query included; None for no limit.
         causal: whether a block position sees only the block positions up to itself.
-        reach: of the context, what the server lets drafts read.
+        reach: of the context.
     """
 
     sliding_window: int | None
     causal: bool
     reach: Reach = WHOLE_CONTEXT
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Draft layers that read the same of a request, and share a draft KV cache.
+
+    Attributes:
+        reach: of their context.
+        numbers: of the layers in the draft, from 0, ascending.
+        layers: how each of them attends.
+    """
+
+    reach: Reach
+    numbers: tuple[int, ...]
+    layers: tuple[LayerAttention, ...]
+
+    def kv_shape(self, of_draft: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+        """Their K/V of one token, of a draft's `(layers, 2, kv heads, head dim)`."""
+        return (len(self.numbers), *of_draft[1:])
 
 
 @dataclass(frozen=True)
@@ -137,8 +163,7 @@ class DraftConfig:
         """Build from a parsed config.json. See `from_pretrained` for the errors."""
         text = Fields.of(raw, "draft")
         either = draft_fields(raw)
-        # A draft with another head goes by these names, too.
-        either.words("architectures")
+        check_other_fields(raw)
         _refuse_other_heads(text, either)
         _check_kind(raw, either)
         depth, _, kv_heads, head_dim = draft_kv_shape(text)
@@ -171,9 +196,16 @@ class DraftConfig:
         """Width of one token's target hidden states: those of `target_layer_ids`, side by side."""
         return len(self.target_layer_ids) * self.hidden_size
 
-    def layers_within(self, reach: Reach) -> tuple[LayerAttention, ...]:
-        """What each layer sees on a server that lets drafts read `reach`."""
-        return tuple(replace(layer, reach=reach) for layer in self.layers)
+    def groups(self, reach: Reach) -> tuple[LayerGroup, ...]:
+        """The layers by what they read on a server that lets drafts read `reach`, the group of the
+        first layer first. Of two groups, one reads all that the other reads."""
+        numbers: dict[Reach, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            numbers.setdefault(reach.within(layer.sliding_window), []).append(number)
+        return tuple(
+            LayerGroup(of, tuple(some), tuple(replace(self.layers[i], reach=of) for i in some))
+            for of, some in numbers.items()
+        )
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:

@@ -16,6 +16,12 @@ from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
 
 # Counts and sizes of a model are 32-bit in SGLang and in kernels.
 _MOST_INT = 2**31 - 1
+# Files beside config.json and weights that SGLang reads of a draft.
+READ_BY_SGLANG = (
+    "adapter_config.json", "generation_config.json", "head.pt", "hf_quant_config.json",
+)  # fmt: skip
+# Published ones are below 100 kB.
+_MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,8 @@ def read_json_object(path: Path, what: str) -> Mapping[str, Any]:
     if not is_file(path):
         folder = str(path.parent)
         raise ConfigError(what, folder, f"no {path.name} in it; give the folder of a checkpoint")
+    if path.name == "config.json" and path.stat().st_size > _MOST_BYTES:
+        raise ConfigError(what, str(path), f"more than {_MOST_BYTES} bytes; no config is so large")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     # It cannot be read, or is nested too deeply, not JSON, not UTF-8, or has an integer of
@@ -193,3 +201,14 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False
+
+
+def check_files(folder: str | Path) -> None:
+    """Raise ConfigError if something in a draft's folder is neither file nor folder: SGLang reads
+    files of many names, and would wait for a pipe; or if one that it reads holds no JSON object."""
+    for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            required = "a pipe, a socket or a device; a file is required"
+            raise ConfigError("draft checkpoint", str(path), required)
+        if path.name in READ_BY_SGLANG and path.suffix == ".json":
+            read_json_object(path, "draft checkpoint")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sglang_dflash.facts.errors import ConfigError, cut
+from sglang_dflash.facts.fields import check_files
 from sglang_dflash.facts.tensors import MASK_EMBEDDING, StoredTensor
 
 CONFIG = "config.json"
@@ -35,6 +36,7 @@ def draft_folder(
         ConfigError: `name` is neither a path nor a draft that can be fetched.
     """
     if exists(name):
+        check_files(name)
         return name
     # A mask embedding is fetched to be refused by name: it is never read.
     patterns = ["*.json", "*.safetensors", MASK_EMBEDDING] if weights else ["*.json"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.fields import check_files, read_json_object
 from sglang_dflash.facts.hub import exists, fetch_config, hub_tensors
 from sglang_dflash.facts.tensors import (
     StoredTensor,
@@ -169,6 +169,8 @@ def _refuse_draft_as_target(kind: str, name: str, raw: Mapping[str, Any]) -> Non
 
 
 def _of_folder(kind: str, folder: Path) -> ModelFacts:
+    if kind == "draft":
+        check_files(folder)
     raw = read_json_object(folder / "config.json", f"{kind} checkpoint")
     _refuse_draft_as_target(kind, str(folder), raw)
     source = f"config.json and weight files in {folder}"

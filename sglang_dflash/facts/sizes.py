@@ -7,7 +7,8 @@ bytes of one number.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -25,13 +26,16 @@ KV_DTYPES: Mapping[str, int] = {
 }
 _BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
 
-# Of a bounded draft KV cache, per entry: whose it is, and whether it is in use; and per target
-# token: which entry it has.
+# Of a ring, per entry: whose it is, and whether it is in use; and per target token: which entry it
+# has.
 BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
-# Of a step's table, per request and column. A kernel that cannot mask sorts the live entries to
-# the front and counts them (`drafting.attention.paged`), with int64 numbers.
-_TABLE_BYTES, _SORTED_TABLE_BYTES = 4, 48
+# Of a step's table, per request and column. For a kernel that reads pages the table is copied, and
+# of a bounded cache its live entries are sorted to the front, with int64 numbers
+# (`drafting.attention.paged`).
+_TABLE_BYTES, _PAGES_BYTES, _SORTED_PAGES_BYTES = 4, 12, 48
 
+# --swa-full-tokens-ratio, where it is not given.
+SLIDING_SHARE = Fraction(8, 10)
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
 # Parts into which the Triton backend splits a request at most, by default.
@@ -40,13 +44,68 @@ _TRITON_SPLITS = 8
 _FLASHINFER_WORKSPACE, _FLASHINFER_EAGER = 8 << 20, 4
 
 
+class GroupKV(NamedTuple):
+    """Draft K/V of the layers of one reach.
+
+    Attributes:
+        token_bytes: of a token's K/V, over these layers.
+        ring: entries of their ring; None if it cannot be one.
+    """
+
+    token_bytes: int
+    ring: int | None
+
+    def entries(self, kv_tokens: int) -> int | None:
+        """Entries beside a target pool of that many tokens; None for one per target slot, which a
+        ring that is no smaller comes to."""
+        return self.ring if self.ring is not None and self.ring < kv_tokens else None
+
+
+class Charge(NamedTuple):
+    """Bytes of draft K/V: at once, and for each token of the target's pool."""
+
+    once: int
+    per_token: int
+
+    def total(self, kv_tokens: int) -> int:
+        return self.once + self.per_token * kv_tokens
+
+    @classmethod
+    def of(cls, groups: Iterable[GroupKV], kv_tokens: int) -> Charge:
+        """What the groups take beside a pool of that many tokens."""
+        once = per_token = 0
+        for group in groups:
+            entries = group.entries(kv_tokens)
+            if entries is None:
+                per_token += group.token_bytes
+            else:
+                once += entries * (group.token_bytes + BYTES_PER_ENTRY)
+                per_token += BYTES_PER_TARGET_SLOT
+        return cls(once, per_token)
+
+
+def draft_kv_charge(groups: Sequence[GroupKV], fits: Callable[[Charge], int]) -> Charge:
+    """What draft K/V takes beside the largest pool of the target that fits.
+
+    Args:
+        fits: the pool's tokens if that much is taken.
+    """
+    charge = Charge.of(groups, 0)
+    # A ring serves from the pool on that exceeds it.
+    for ring in sorted({group.ring for group in groups if group.ring is not None}):
+        larger = Charge.of(groups, ring + 1)
+        if fits(larger) <= ring:
+            break
+        charge = larger
+    return charge
+
+
 class DraftMemory(NamedTuple):
     """Bytes of the drafter beside its weights and the K/V of tokens, at most.
 
     Attributes:
         scratch_kv: entries that attention keeps the block's own K/V in.
-        slot_tables: tags of a bounded draft KV cache, without those per target slot, and a step's
-            table of entries.
+        slot_tables: a step's tables of entries.
         attention_workspace: of draft attention, such as parts of split requests.
         graph_buffers: what recorded steps read and write; 0 if none are recorded.
         logits: of all drafted positions of the largest batch.
@@ -93,10 +152,10 @@ def draft_memory(
     block_size: int,
     requests: int,
     columns: int,
-    entries: int | None,
+    ring_columns: int = 0,
     itemsize: int = _BF16,
     ranks: int = 1,
-    sorts: bool = False,
+    paged: bool = False,
     recorded: int = 0,
     waiting_steps: int = 0,
 ) -> DraftMemory:
@@ -105,21 +164,24 @@ def draft_memory(
     Args:
         block_size: B, tokens of a block.
         requests: R, --max-running-requests.
-        columns: of a step's table of entries.
-        entries: of a bounded draft KV cache; None for one per target slot.
+        columns: of a step's tables of entries.
+        ring_columns: those of them that are of rings.
         itemsize: of the draft's weights, and of the target's hidden states.
         ranks: of the tensor-parallel group.
-        sorts: whether draft attention needs the live entries in front.
+        paged: whether draft attention reads K/V through a page table.
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
             most (`drafting.plain_context`); 0 if every step drafts.
     """
     hidden = config.target_hidden_width * itemsize
-    table = requests * columns * (_SORTED_TABLE_BYTES if sorts else _TABLE_BYTES)
+    table = requests * columns * _TABLE_BYTES
+    if paged:
+        whole = columns - ring_columns
+        table = requests * (whole * _PAGES_BYTES + ring_columns * _SORTED_PAGES_BYTES)
     vocabulary = math.ceil(config.vocab_size / ranks)
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
-        slot_tables=table + (0 if entries is None else BYTES_PER_ENTRY * (entries + 1)),
+        slot_tables=table,
         graph_buffers=recorded * (3 * 8 + block_size * (3 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * vocabulary * itemsize,
         activations=tokens * _activations(config, ranks) * itemsize,
@@ -191,9 +253,11 @@ def draft_weight_bytes(config: DraftConfig) -> int:
 
 
 def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:
-    """Of one token's K and V, or of its latent, over all attention layers."""
+    """Of one token's K and V, or of its latent, over all attention layers. A pool of sliding layers
+    has `SLIDING_SHARE` of the tokens of the other."""
     elements = target.latent_width or 2 * target.num_key_value_heads * target.head_dim
-    return target.attention_layers * elements * itemsize
+    layers = target.attention_layers - (1 - SLIDING_SHARE) * target.sliding_layers
+    return int(layers * elements * itemsize)
 
 
 def state_bytes(shape: RecurrentShape) -> int:

@@ -9,6 +9,9 @@ from typing import Any
 
 from sglang_dflash.facts.fields import Fields, read_json_object
 
+# Architectures whose sliding layers get a KV pool of their own from SGLang and are shaped like the
+# others. The sliding layers of further ones are counted as if they kept every token.
+_POOLED = ("GptOssForCausalLM", "LagunaForCausalLM", "MellumForCausalLM")
 _RECURRENT_FIELDS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -46,8 +49,8 @@ class TargetGeometry:
     """The fields of a target's config.json that decide the size of its KV and recurrent states.
 
     Attributes:
-        attention_layers: layers that keep K/V of every token. A sliding layer counts as one, which
-            is an upper bound.
+        attention_layers: layers that keep K/V, sliding ones included.
+        sliding_layers: of these, those that have a KV pool of their own.
         recurrent_layers: linear-attention layers, which keep a state per request and nothing per
             token.
         recurrent: shape of the recurrent layers; None if there are none or the config does not
@@ -65,6 +68,7 @@ class TargetGeometry:
     head_dim: int
     recurrent: RecurrentShape | None
     latent_width: int | None = None
+    sliding_layers: int = 0
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> TargetGeometry:
@@ -99,6 +103,7 @@ class TargetGeometry:
             head_dim=text.positive_int("head_dim", default=hidden // heads),
             recurrent=_recurrent_shape(text, recurrent),
             latent_width=_latent_width(text),
+            sliding_layers=_sliding_layers(raw, text, depth),
         )
 
 
@@ -107,6 +112,18 @@ def _latent_width(text: Fields) -> int | None:
     if "kv_lora_rank" not in text:
         return None
     return text.positive_int("kv_lora_rank") + text.positive_int("qk_rope_head_dim")
+
+
+def _sliding_layers(raw: Mapping[str, Any], text: Fields, depth: int) -> int:
+    found = raw.get("architectures")
+    named = found if isinstance(found, list) else []
+    if not any(name in named for name in _POOLED):
+        return 0
+    types = text.layer_types(depth)
+    if types is None:
+        # gpt-oss by default: every second layer, the first one included.
+        return (depth + 1) // 2 if "GptOssForCausalLM" in named else 0
+    return types.count("sliding_attention")
 
 
 def _recurrent_layers(text: Fields, depth: int) -> int:

@@ -239,14 +239,16 @@ def each_tensor(
         only = f", only {others[0]}{_more(others)}" if others else ""
         required = f"no .safetensors file in it{only}; weights are read from safetensors files"
         raise ConfigError(what, where, required)
-    seen: set[str] = set()
+    seen: dict[str, Path] = {}
     for file in files:
         with _opened(what, file, framework) as opened:
             for stored in opened.keys():  # noqa: SIM118 - the handle does not iterate
                 name = plain_name(stored)
                 if name in seen:
-                    raise ConfigError(what, name, f"in two files, the second is {file.name}")
-                seen.add(name)
+                    second = f"in two files, the second is {file.name}"
+                    twice = f"twice in {file.name}, with and without 'model.' before it"
+                    raise ConfigError(what, name, twice if seen[name] == file else second)
+                seen[name] = file
                 yield name, stored, opened
 
 

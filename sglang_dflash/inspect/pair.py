@@ -113,6 +113,8 @@ def describe_target(target: ModelFacts, geometry: TargetGeometry | None) -> dict
     raw, layers = target.config or {}, None
     if geometry is not None:
         recurrent, layers = geometry.recurrent_layers, f"{geometry.attention_layers} attention"
+        if geometry.sliding_layers:
+            layers += f", {geometry.sliding_layers} of them sliding"
         layers = f"{recurrent} recurrent, {layers}" if recurrent else layers
     text = Fields.of(raw, "target")
     return {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafting.options import Options, ResolvedOptions
@@ -16,6 +17,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.inspect.pair import (
     BUILTIN,
     OURS,
@@ -27,8 +29,9 @@ from sglang_dflash.inspect.pair import (
     other_target,
 )
 
-GIB = 2**30
 _WIDTH = 120
+# Far above any device, and below what makes the arithmetic overflow.
+_MOST_GIB, _MOST_REQUESTS = 2**20, 2**20
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,17 @@ class Serving:
     )
 
     def __post_init__(self) -> None:
-        gib = "a positive number of GiB is required"
+        gib = f"a number of GiB above 0 and up to {_MOST_GIB} is required"
         dtypes = f"choose one of {', '.join(KV_DTYPES)}"
         checks = (
-            ("max_running_requests", lambda n: n >= 1, "a positive number is required"),
+            (
+                "max_running_requests",
+                lambda n: 1 <= n <= _MOST_REQUESTS,
+                f"a number from 1 to {_MOST_REQUESTS} is required",
+            ),
             ("mem_fraction", lambda x: 0 < x <= 1, "a fraction above 0 and up to 1 is required"),
-            ("memory_gib", lambda x: math.isfinite(x) and x > 0, gib),
-            ("kv_memory_gib", lambda x: x is None or (math.isfinite(x) and x > 0), gib),
+            ("memory_gib", lambda x: 0 < x <= _MOST_GIB, gib),
+            ("kv_memory_gib", lambda x: x is None or 0 < x <= _MOST_GIB, gib),
             ("kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
             ("draft_kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
         )
@@ -87,20 +94,22 @@ def inspect(
     """
     judged, context = judge(target, draft), context_of(target)
     geometry, config = judged.geometry, judged.config
-    resolved = _resolve(options, draft, config)
+    resolved = replace(_resolve(options, draft, config), context=context)
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
+    groups = draft_groups(judged, resolved, draft_kv, requests)
     recurrent = _recurrent(geometry, judged.worker, block_size)
     steps = _step_bytes(judged, resolved, requests, context)
     weights = sizes.draft_weight_bytes(config) if config else draft.weight_bytes
     states = sum(recurrent[f"recurrent_{part}_bytes"] or 0 for part in ("state", "replay"))
     memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
-    kv = split_kv(memory, target_kv, draft_kv, resolved.draft_kv_entries(requests))
+    kv = split_kv(memory, target_kv, groups)
     options.check_room(resolved, context=context, kv_tokens=kv["target_tokens"])
     facts = {
         "warnings": [
             *other_target(target.name, draft.name),
             *(resolved.warnings(config, context, names or {}) if config else ()),
+            *_config_only(draft),
         ],
         "target": target.name,
         "draft": draft.name,
@@ -127,6 +136,16 @@ def inspect(
     return {"verdict": _verdict(facts), "assumptions": _assumptions(serving), **facts}
 
 
+def _config_only(draft: ModelFacts) -> list[str]:
+    """A warning if the draft's folder has no weights."""
+    if draft.config is None or draft.tensors is not None or not Path(draft.name).is_dir():
+        return []
+    return [
+        f"config only: {draft.name} has no weights, so they are not judged, and a server needs "
+        "them (or --load-format dummy)"
+    ]
+
+
 def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) -> ResolvedOptions:
     """With the draft's block size. Raises ConfigError if it is unknown and not given."""
     trained = None if config is None else config.block_size
@@ -134,46 +153,6 @@ def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) ->
         fields = draft_fields(draft.config)
         trained = fields.positive_int("block_size") if "block_size" in fields else None
     return options.for_trained_block(trained)
-
-
-def split_kv(
-    memory: int, target_bytes: int, draft_bytes: int, entries: int | None
-) -> dict[str, Any]:
-    """Divide `memory` bytes between target and draft KV.
-
-    A bounded cache that would outgrow one entry per target slot becomes that. Its tags (4 bytes per
-    target token, 5 per entry) are left out.
-
-    Args:
-        target_bytes, draft_bytes: KV bytes of one token.
-        entries: of a bounded draft KV cache; None for one per target slot.
-
-    Raises:
-        ConfigError: the memory does not hold one token.
-    """
-    unbounded = memory // (target_bytes + draft_bytes)
-    if not unbounded:
-        raise ConfigError(
-            "kv_memory_gib",
-            memory / GIB,
-            f"this does not hold one token of {target_bytes + draft_bytes} bytes; give more",
-        )
-    bounded = entries is not None and entries < unbounded
-    if entries is not None and bounded:
-        tokens = (memory - entries * draft_bytes) // target_bytes
-    else:
-        entries = tokens = unbounded
-    return {
-        "draft_kv_entries": entries,
-        "draft_kv_bytes": entries * draft_bytes,
-        "draft_kv_bytes_unbounded": unbounded * draft_bytes,
-        "target_tokens": tokens,
-        "target_tokens_unbounded": unbounded,
-        "target_tokens_without_draft_kv": memory // target_bytes,
-        "target_tokens_gain": tokens / unbounded - 1,
-        "target_tokens_gain_ceiling": draft_bytes / target_bytes,
-        "draft_kv_map": "bounded" if bounded else "one entry per target slot",
-    }
 
 
 def _kv_memory(
@@ -207,13 +186,12 @@ def _step_bytes(
     """What our worker reserves for draft steps; None if another worker serves."""
     if judged.worker != OURS or judged.config is None:
         return None
-    reach = options.reach
+    reaches = [group.reach for group in judged.config.groups(options.reach)]
     return sizes.draft_memory(
         judged.config,
         block_size=options.block_size,
         requests=requests,
-        columns=reach.of(context or (reach.tokens or 0) + reach.sinks),
-        entries=options.draft_kv_entries(requests),
+        columns=sum(reach.of(context or (reach.tokens or 0) + reach.sinks) for reach in reaches),
         recorded=requests,
     ).total
 
@@ -283,13 +261,13 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
         *(f"warning: {text}" for text in report["warnings"]),
     ]
     width = max(map(len, facts))
-    lines = [f"{name:<{width}}  {text}" for name, text in facts.items()]
+    rows = [*facts.items(), *(("source", text) for text in report["sources"] if sources)]
     indent = " " * (width + 2)
-    notes = [
-        textwrap.fill(f"{'source':<{width}}  {text}", _WIDTH, subsequent_indent=indent)
-        for text in (report["sources"] if sources else ())
+    lines = [
+        textwrap.fill(f"{name:<{width}}  {text}", _WIDTH, subsequent_indent=indent)
+        for name, text in rows
     ]
-    return "\n".join([*(textwrap.fill(text, _WIDTH) for text in head), "", *lines, *notes])
+    return "\n".join([*(textwrap.fill(text, _WIDTH) for text in head), "", *lines])
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
@@ -304,20 +282,25 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     share = f"its draft KV takes {_percent(draft / (draft + target))} of the KV memory"
     if worker == BUILTIN:
         return f"{who}; {share}, whatever the window"
-    if window is None:
-        most = _percent(facts["target_tokens_gain_ceiling"])
+    groups = facts["draft_kv_groups"]
+    most = f"up to +{_percent(facts['target_tokens_gain_ceiling'])} KV tokens for the target"
+    if all(group["window"] is None for group in groups):
+        return f"{who}; without --window {share}, a window leaves {most}"
+    slides = sum(len(group["layers"]) for group in groups if group["window"])
+    depth = sum(len(group["layers"]) for group in groups)
+    what = f"window {window}" if window else f"{slides} of {depth} draft layers slide"
+    if not any(group["ring"] for group in groups):
         return (
-            f"{who}; without --window {share}, a window leaves up to +{most} KV tokens for the "
-            "target"
-        )
-    if facts["draft_kv_map"] != "bounded":
-        return (
-            f"{who}; window {window} frees nothing: {facts['max_running_requests']} running "
+            f"{who}; {what}, which frees nothing: {facts['max_running_requests']} running "
             "requests need as many draft entries as the target has KV tokens "
             f"({facts['target_tokens']:,})"
         )
+    before, after = (
+        f"{facts[name] / GIB:.1f} GiB" for name in ("draft_kv_bytes_unbounded", "draft_kv_bytes")
+    )
     gain = _percent(facts["target_tokens_gain"])
-    return f"{who}; window {window} leaves +{gain} KV tokens for the target"
+    left = f"{who}; {what}: {before} of draft KV become {after}, +{gain} KV tokens for the target"
+    return left if slides == depth else f"{left} (--window: {most})"
 
 
 def _weights_verdict(facts: Mapping[str, Any]) -> str:
@@ -348,11 +331,22 @@ def _assumptions(serving: Serving) -> str:
 
 
 def _readable(name: str, value: Any) -> str:
+    if name == "draft_kv_groups":
+        return "; ".join(map(_readable_group, value))
     if "gain" in name:
         return f"{value:.2%}"
     if "bytes" in name and value >= GIB // 1024:
         return f"{value:,} ({value / GIB:.3f} GiB)"
     return f"{value:,}" if isinstance(value, int) and not name.endswith("_id") else str(value)
+
+
+def _readable_group(group: Mapping[str, Any]) -> str:
+    count = f"{len(group['layers']) or 'all'} layers"
+    reads = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
+    kind = (
+        f"a ring of {group['entries']:,} entries" if group["ring"] else "an entry per target slot"
+    )
+    return f"{count} read {reads}: {kind}, {group['bytes'] / GIB:.3f} GiB"
 
 
 def _percent(share: float) -> str:

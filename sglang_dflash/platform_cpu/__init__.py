@@ -22,7 +22,13 @@ def activate() -> str | None:
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
         return None
-    return PLATFORM if supported(WITHOUT_US) else None
+    if not supported(WITHOUT_US):
+        return None
+    # SGLang compiles functions of its sampler at the first request that needs them. On a CPU that
+    # takes half a minute, in which the server answers nothing, and a C++ compiler; without one the
+    # server ends. torch reads the variable where a function is decorated, and children inherit it.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    return PLATFORM
 
 
 def is_active(platform: object) -> bool:

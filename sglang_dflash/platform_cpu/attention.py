@@ -26,12 +26,14 @@ class Span:
         rows: its query rows.
         prefix: how many tokens precede them.
         slots: the KV slots of prefix and queries, int64 `[prefix + n]`.
+        sliding: those of sliding layers, which may have a pool of their own.
         masks: made by the first layer that needs them, shared by the others.
     """
 
     rows: slice
     prefix: int
     slots: Tensor
+    sliding: Tensor
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
     def mask(self, start: int, count: int, groups: int, window: int | None) -> Tensor:
@@ -50,12 +52,8 @@ class CpuAttentionBackend(AttentionBackend):
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        if isinstance(self.token_to_kv_pool, SWAKVPool):
-            raise ValueError(
-                "the plain-CPU platform has no sliding-window KV pool; "
-                "start with --disable-hybrid-swa-memory"
-            )
         self.spans: list[Span] = []
+        self.sliding_loc: Tensor | None = None
 
     def support_triton(self) -> bool:
         return False
@@ -69,6 +67,7 @@ class CpuAttentionBackend(AttentionBackend):
         if mode.is_idle():
             self.spans = []
             return
+        self.sliding_loc = self._sliding(forward_batch.out_cache_loc)
         lengths = forward_batch.seq_lens.tolist()
         if mode.is_decode():
             prefixes, counts = [n - 1 for n in lengths], [1] * len(lengths)
@@ -84,10 +83,15 @@ class CpuAttentionBackend(AttentionBackend):
         for request, prefix, count in zip(
             forward_batch.req_pool_indices.tolist(), prefixes, counts, strict=True
         ):
-            self.spans.append(
-                Span(slice(row, row + count), prefix, table[request, : prefix + count].long())
-            )
+            slots = table[request, : prefix + count].long()
+            self.spans.append(Span(slice(row, row + count), prefix, slots, self._sliding(slots)))
             row += count
+
+    def _sliding(self, slots: Tensor) -> Tensor:
+        """The slots of the same tokens for sliding layers. Those of tokens that have left every
+        window are gone: the slot for padding stands for them."""
+        pool = self.token_to_kv_pool
+        return pool.translate_loc_from_full_to_swa(slots) if isinstance(pool, SWAKVPool) else slots
 
     def forward_extend(
         self,
@@ -97,19 +101,20 @@ class CpuAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: Any,
         save_kv_cache: bool = True,
-        **_: Any,
+        **others: Any,
     ) -> Tensor:
         """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`.
 
         Raises:
-            NotImplementedError: the layer is a cross attention.
+            NotImplementedError: the layer is a cross attention, or has attention sinks.
         """
-        if layer.is_cross_attention:
-            raise NotImplementedError("cross attention is not served on the plain-CPU platform")
+        if layer.is_cross_attention or others.get("sinks") is not None:
+            kind = "cross attention" if layer.is_cross_attention else "an attention sink"
+            raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
         if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
-            )
+            where = KVWriteLoc(forward_batch.out_cache_loc, self.sliding_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        slides = layer.sliding_window_size is not None and layer.sliding_window_size > -1
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         q = q.reshape(
@@ -117,7 +122,8 @@ class CpuAttentionBackend(AttentionBackend):
         )  # [N, G, g, D]
         out = q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         for span in self.spans:
-            out[span.rows] = attend(q[span.rows], keys[span.slots], values[span.slots], span, layer)
+            slots = span.sliding if slides else span.slots
+            out[span.rows] = attend(q[span.rows], keys[slots], values[slots], span, layer)
         return out
 
     forward_decode = forward_extend

@@ -11,6 +11,10 @@ _SRT = "sglang.srt."
 _OURS = "sglang_dflash.repairs."
 _ENGINE = "tests/engine/"
 
+# Names of fields that SGLang redacts where it shows its arguments: its own, and the server's keys.
+SECRETS = frozenset(
+    {"watermark_key", "watermark_key_b", "watermark_config", "api_key", "admin_api_key"}
+)
 SEAMS = (
     Seam(
         target=_SRT + "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
@@ -65,5 +69,61 @@ SEAMS = (
         ours=_OURS + "weight_update:check_and_update",
         reason="Weights of another model are reported as a success, and outputs are wrong.",
         proof=_ENGINE + "test_weight_update.py::test_outputs_are_wrong_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler._dispatch_event_loop_once",
+        kind=Kind.AROUND,
+        ours=_OURS + "containment:run_loop",
+        reason="An exception in a step ends the server, and with it every request.",
+        proof=_ENGINE + "test_containment.py::test_the_server_ends_without_the_rows",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler.Scheduler.get_next_batch_to_run",
+        kind=Kind.AROUND,
+        ours=_OURS + "containment:plan",
+        reason="Requests that shared a failed step with a bad one are batched with it again.",
+        proof="tests/repairs/test_containment.py::test_suspects_are_admitted_step_by_step",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler.Scheduler.process_batch_result",
+        kind=Kind.BEFORE,
+        ours=_OURS + "containment:note_result",
+        reason="If a result is processed in part, a token that ends a request is overlooked, and "
+        "what was collected to be sent is lost.",
+        proof="tests/repairs/test_containment.py::test_a_result_processed_in_part_is_undone",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler.Scheduler.process_input_requests",
+        kind=Kind.AROUND,
+        ours=_OURS + "containment:take_in",
+        reason="A request that cannot be queued ends the server.",
+        proof="tests/repairs/test_containment.py::test_a_request_that_cannot_be_queued_is_ended",
+    ),
+    Seam(
+        target=_SRT + "managers.scheduler_components.internal_state"
+        ".SchedulerInternalStateController._add_topology",
+        kind=Kind.AFTER,
+        ours=_OURS + "containment:add_report",
+        reason="/server_info does not show what was contained.",
+        proof=_ENGINE + "test_containment.py::test_the_guilty_get_500_and_others_their_answers",
+    ),
+    Seam(
+        target=_SRT + "sampling.watermarking.core.WATERMARK_SECRET_FIELD_NAMES",
+        kind=Kind.ASSIGN,
+        ours=SECRETS,
+        reason="/server_info shows --api-key and --admin-api-key to whoever has one of them, and "
+        "the log has both.",
+        proof="tests/repairs/test_operators.py::test_keys_are_shown_without_the_row",
+    ),
+    *(
+        Seam(
+            target=_SRT + f"managers.tokenizer_manager.TokenizerManager.{action}"
+            "_expert_distribution_record",
+            kind=Kind.BEFORE,
+            ours=_OURS + "operators:refuse_without_recorder",
+            reason="Without --expert-distribution-recorder-mode, it ends the server.",
+            proof="tests/repairs/test_operators.py::test_the_recorder_raises_without_the_rows",
+        )
+        for action in ("start", "stop", "dump")
     ),
 )

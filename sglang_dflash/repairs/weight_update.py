@@ -6,13 +6,17 @@ SGLang copies the tensors whose names it knows and reports success, whatever the
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.facts.errors import ConfigError
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.hub import exists
 from sglang_dflash.facts.tensors import StoredTensor, stored_tensors
 from sglang_dflash.repairs.flag import guard_off
 
@@ -24,30 +28,55 @@ TIED = ("lm_head.weight", "embed_tokens.weight")
 
 async def check_and_update(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
     """Around `TokenizerManager.update_weights_from_disk`: `(success, message, paused requests)`."""
-    if not guard_off(manager.server_args) and obj.load_format in CHECKED_FORMATS:
+    if not guard_off(manager.server_args):
         try:
+            check_format(obj.load_format)
             await asyncio.to_thread(check_folder, obj.model_path, manager.model_path)
         except ConfigError as error:
             return False, f"{error}. The weights are unchanged", 0
     return await original(manager, obj, request)
 
 
+def check_format(load_format: str | None) -> None:
+    """Raise ConfigError for a format whose weights cannot be compared with the served ones: of
+    equal shapes, those of another model are reported as a success, of others they end the server.
+    """
+    if load_format not in CHECKED_FORMATS:
+        known = ", ".join(repr(name) for name in CHECKED_FORMATS if name)
+        required = f"one of {known} is required; --speculative-dflash-request-guard off allows all"
+        raise ConfigError("load_format", load_format, required)
+
+
 def check_folder(folder: str, served: str) -> None:
     """Compare architecture, tensor names and shapes with those of the served checkpoint.
 
-    A name on the hub, of either, is not compared; nor are weights that are no safetensors files.
+    Either may be a name on the hub. Weights of the served model that are no safetensors files are
+    not compared.
 
     Raises:
-        ConfigError: the folder does not hold weights of the served model.
+        ConfigError: the folder does not hold weights of the served model, or one of the two cannot
+            be had.
     """
-    if not (os.path.exists(folder) and os.path.isdir(served)):
-        return
+    folder, served = _local("model_path", folder), _local("served model", served)
     new, old = architectures(folder), architectures(served)
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
     if any(Path(served).glob("*.safetensors")):
         tensors = stored_tensors(served, "served")
         check_tensors(folder, stored_tensors(folder, "new"), tensors)
+
+
+def _local(field: str, name: str) -> str:
+    """The local folder of a checkpoint, fetched from the hub if need be. Raises ConfigError."""
+    if exists(name):
+        return name
+    try:
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
+    except (HFValidationError, HfHubHTTPError, httpx.TransportError, OSError) as error:
+        required = (
+            f"neither a folder here nor on the hub, so nothing is compared ({cut(str(error))})"
+        )
+        raise ConfigError(field, name, required) from error
 
 
 def architectures(folder: str) -> Any:

@@ -44,6 +44,13 @@ SEAMS = (
         "test_all_refuse_a_broken_draft_with_the_same_line",
     ),
     Seam(
+        target=_SRT + "utils.hf_transformers.config.get_config",
+        kind=Kind.AROUND,
+        ours=_OURS + "start.draft_files:get_config",
+        reason="With --trust-remote-code, Python of the draft's folder runs.",
+        proof="tests/serving/test_draft_code.py::test_sglang_runs_the_code_without_the_row",
+    ),
+    Seam(
         target=_SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker",
         kind=Kind.AROUND,
         ours=_OURS + "start.choose_worker:create_worker",

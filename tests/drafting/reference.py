@@ -59,8 +59,10 @@ def draft_block(
     block: int,
     window: int | None = None,
     sinks: int = 0,
+    lost: dict[str, set[int]] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Hidden states [block, E] and tokens of the block, given `target_hidden` [T, F * E]."""
+    """Hidden states [block, E] and tokens of the block, given `target_hidden` [T, F * E], and by
+    the kind of layer the positions whose K/V is lost."""
     heads, groups = raw["num_attention_heads"], raw["num_key_value_heads"]
     dim, eps = raw["head_dim"], raw["rms_norm_eps"]
     length = len(target_hidden)
@@ -87,7 +89,8 @@ def draft_block(
         for b in range(block):
             allowed = [
                 p for p in positions if sees(kind, raw, length + b, p, length, window, sinks)
-            ]
+                and p not in (lost or {}).get(kind, ())
+            ]  # fmt: skip
             for head in range(heads):
                 scores = k[allowed, head // (heads // groups)] @ q[b, head] / math.sqrt(dim)
                 out[b, head] = scores.softmax(0) @ v[allowed, head // (heads // groups)]

@@ -15,11 +15,9 @@ from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import LayerAttention, Reach
-from tests.conftest import random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config
 
 LAYERS = (
     LayerAttention(None, False),
@@ -95,7 +93,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
     raw = raw_config(
         num_key_value_heads=4,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        sliding_window=3000,
+        sliding_window=1500,
     )
     model = random_model(raw).freeze()
     config, requests, chunk = model.config, 2, 1 << 18
@@ -103,17 +101,15 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
     peaks = {}
     for context in (2000, 4000):
         slots = torch.arange(requests * context, dtype=torch.int32).view(requests, context)
-        cache: DraftKVCache = DraftKVCache(slots.numel(), config.kv_shape, torch.float32, "cpu")
-        if window is not None:
-            cache = RingKVCache(slots.numel(), slots.numel(), config.kv_shape, torch.float32, "cpu")
-            cache.write(slots.flatten().long(), torch.randn(slots.numel(), *config.kv_shape))
-        drafter = Drafter(
-            model,
-            TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T),
-            cache,
-            options,
-            TorchAttention(config.layers_within(options.reach), options.block_size, chunk),
-        )
+        groups = kv_groups(
+            model, options, slots.numel(), slots.numel(),
+            attention=lambda of: TorchAttention(of.layers, options.block_size, chunk),
+        )  # fmt: skip
+        for group in groups:
+            kv = torch.randn(slots.numel(), *group.cache.kv.shape[1:])
+            group.cache.write(slots.flatten().long(), kv)
+        head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
+        drafter = Drafter(model, head, groups, options)
         lengths = torch.full((requests,), context)
         known = RequestSlots(slots, torch.arange(requests), lengths, context)
         with torch.inference_mode():

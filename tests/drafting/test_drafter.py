@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
-from tests.conftest import random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config
 from tests.drafting.reference import draft_block
 
 SLIDING = {
@@ -90,26 +87,19 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         model.config
     )
     requests = Requests(count, width=40, hidden=model.config.target_hidden_width)
-    if case.window is None:
-        cache: DraftKVCache = DraftKVCache(
-            requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
-        )
+    groups = kv_groups(model, options, requests.pool_size, 4 * requests.pool_size)
+    for group in groups:
         # Poison: an entry that was never written must never be read.
-        cache.kv.fill_(float("nan"))
-        cache.kv[-1] = 0
-    else:
-        cache = RingKVCache(
-            4 * requests.pool_size, requests.pool_size, model.config.kv_shape, torch.float32, "cpu"
-        )
+        group.cache.kv.fill_(float("nan"))
+        group.cache.kv[-1] = 0
     seen: list[torch.Tensor] = []
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(hidden)
         return hidden @ embed.T
 
-    attention = TorchAttention(model.config.layers_within(options.reach), options.block_size)
     head = TargetHead(lambda ids: embed[ids], logits)
-    drafter = Drafter(model, head, cache, options, attention)
+    drafter = Drafter(model, head, groups, options)
     with torch.inference_mode():
         requests.absorb_in_pieces(drafter)
         lengths, bonus = torch.tensor(requests.lengths), torch.randint(0, 63, (count,))

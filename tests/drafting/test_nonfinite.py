@@ -8,16 +8,13 @@ import math
 import pytest
 import torch
 
-from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
-from tests.conftest import random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config
 
 VOCAB, BLOCK, TOKENS = 64, 4, 10
 
@@ -25,13 +22,9 @@ VOCAB, BLOCK, TOKENS = 64, 4, 10
 def drafter(window: int | None = None, entries: int = 40) -> Drafter:
     model = random_model(raw_config())
     options = Options(block_size=BLOCK, window=window).resolve(model.config)
-    embed, kv_shape = torch.randn(VOCAB, model.config.hidden_size), model.config.kv_shape
-    cache: DraftKVCache = DraftKVCache(40, kv_shape, torch.float32, "cpu")
-    if window is not None:
-        cache = RingKVCache(entries, 40, kv_shape, torch.float32, "cpu")
+    embed = torch.randn(VOCAB, model.config.hidden_size)
     head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
-    attention = TorchAttention(model.config.layers_within(options.reach), options.block_size)
-    return Drafter(model, head, cache, options, attention)
+    return Drafter(model, head, kv_groups(model, options, 40, entries), options)
 
 
 def propose(drafter: Drafter, requests: int = 2) -> torch.Tensor:
@@ -76,7 +69,7 @@ def test_one_broken_token_is_no_other_requests_problem() -> None:
     hidden = torch.full((1, broken.model.config.target_hidden_width), math.nan)
     with torch.inference_mode():
         broken.absorb(hidden, torch.tensor([9]), torch.tensor([39]))
-    assert broken.cache.kv.isfinite().all()
+    assert broken.groups[0].cache.kv.isfinite().all()
     assert health(broken).nonfinite == 1
 
 

@@ -48,7 +48,10 @@ def plain_kernel(
 
 
 def compare(
-    entries: list[list[int]], lengths: list[int], layers: tuple[LayerAttention, ...]
+    entries: list[list[int]],
+    lengths: list[int],
+    layers: tuple[LayerAttention, ...],
+    holes: bool = True,
 ) -> None:
     requests = len(lengths)
     kv = torch.randn(SCRATCH + requests * BLOCK, len(layers), 2, KV_HEADS, HEAD_DIM)
@@ -56,7 +59,7 @@ def compare(
         torch.tensor(entries, dtype=torch.int32).view(requests, len(entries[0]) if entries else 2),
         torch.tensor(lengths),
     )
-    ours = PagedAttention(layers, BLOCK, SCRATCH, plain_kernel)
+    ours = PagedAttention(layers, BLOCK, SCRATCH, plain_kernel, holes)
     reference = TorchAttention(layers, BLOCK)
     ours.prepare(kv, table)
     reference.prepare(kv, table)
@@ -69,11 +72,25 @@ def compare(
     assert kv[:SCRATCH].equal(before)
 
 
-def test_it_is_the_reference() -> None:
+@pytest.mark.parametrize("holes", [True, False])
+def test_it_is_the_reference(holes: bool) -> None:
     """Ragged requests, nothing dead; one without context."""
     columns = 14
     entries = [[*torch.randperm(ENTRIES)[:n].tolist(), *[-1] * (columns - n)] for n in (14, 0, 5)]
-    compare(entries, [14, 0, 5], LAYERS)
+    compare(entries, [14, 0, 5], LAYERS, holes)
+
+
+def test_a_table_without_holes_is_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of it may have 262,144 columns."""
+    entries = torch.tensor([[5, 7, -1], [-1, -1, -1]], dtype=torch.int32)
+    expected = pages(entries, 2, 50, holes=True)
+    monkeypatch.setattr(Tensor, "argsort", None)
+    got = pages(entries, 2, 50, holes=False)
+    assert torch.equal(got.lengths, expected.lengths)
+    for row, length in enumerate(got.lengths.tolist()):
+        assert torch.equal(got.table[row, :length], expected.table[row, :length])
+    with pytest.raises(TypeError):
+        pages(entries, 2, 50, holes=True)
 
 
 def test_dead_entries_are_left_out() -> None:
@@ -85,7 +102,7 @@ def test_no_context_at_all() -> None:
 
 
 def test_pages() -> None:
-    known = pages(torch.tensor([[-1, 7, -1, 3], [-1, -1, -1, -1]], dtype=torch.int32), 2, 50)
+    known = pages(torch.tensor([[-1, 7, -1, 3], [-1, -1, -1, -1]], dtype=torch.int32), 2, 50, True)
     assert known.lengths.tolist() == [4, 2] and known.queries.tolist() == [0, 2, 4]
     assert known.table[0, :4].tolist() == [7, 3, 50, 51]
     assert known.table[1, :2].tolist() == [52, 53]

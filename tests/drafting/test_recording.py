@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
-from tests.conftest import random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config
 from tests.recording import OpRecorder, RecordingError
 
 RAW = raw_config()
@@ -35,7 +32,7 @@ def test_a_replay_reads_and_writes_the_same_tensors() -> None:
         first, second = x.view(2, 3).unbind(0)
         y.copy_((first * second).cumsum(0) + torch.ones(3))
 
-    replay = OpRecorder().record(run)
+    replay = OpRecorder().record_one(run)
     for _ in range(3):
         x.normal_()
         expected = (x[:3] * x[3:]).cumsum(0) + 1
@@ -47,7 +44,7 @@ def test_a_replay_reads_and_writes_the_same_tensors() -> None:
 def test_what_python_computed_is_frozen() -> None:
     x, y = torch.ones(4), torch.zeros(())
     count = [2]
-    replay = OpRecorder().record(lambda: y.copy_(x[: count[0]].sum()))
+    replay = OpRecorder().record_one(lambda: y.copy_(x[: count[0]].sum()))
     count[0] = 4
     replay()
     assert y == 2
@@ -55,7 +52,7 @@ def test_what_python_computed_is_frozen() -> None:
 
 def test_results_are_freed_when_they_were_last_read() -> None:
     x = torch.ones(8)
-    replay: Any = OpRecorder().record(lambda: x.copy_((x + 1) * 2 - 3))
+    replay: Any = OpRecorder().record_one(lambda: x.copy_((x + 1) * 2 - 3))
     freed = [index for op in replay.ops for index in op.last]
     made = [index for op in replay.ops for index in op.outputs]
     assert sorted(freed) == sorted(made) and replay.ops[0].last == []
@@ -74,29 +71,31 @@ def test_results_are_freed_when_they_were_last_read() -> None:
 def test_what_needs_the_host_cannot_be_recorded(run: Callable[[Tensor], Any], reason: str) -> None:
     x = torch.ones(4)
     with pytest.raises(RecordingError, match=reason):
-        OpRecorder().record(lambda: run(x))
+        OpRecorder().record_one(lambda: run(x))
 
 
 # -- the drafter
 
 
-def drafter_of(window: int | None, sinks: int = 0, kind: type[Drafter] = Drafter) -> Drafter:
+# Two groups of layers.
+MIXED = raw_config(
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=9
+)
+
+
+def drafter_of(
+    window: int | None,
+    sinks: int = 0,
+    kind: type[Drafter] = Drafter,
+    raw: dict[str, Any] = RAW,
+) -> Drafter:
     torch.manual_seed(1)
-    model = random_model(RAW).freeze()
+    model = random_model(raw).freeze()
     options = Options(window=window, sinks=sinks).resolve(model.config)
     embedding = torch.randn(RAW["vocab_size"], RAW["hidden_size"])
     head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
     slots = ROWS * COLUMNS + 1
-    cache: Any = DraftKVCache(slots, model.kv_shape, torch.float32, "cpu")
-    if window is not None:
-        cache = RingKVCache(ENTRIES, slots, model.kv_shape, torch.float32, "cpu")
-    return kind(
-        model,
-        head,
-        cache,
-        options,
-        TorchAttention(model.config.layers_within(options.reach), options.block_size),
-    )
+    return kind(model, head, kv_groups(model, options, slots, ENTRIES), options)
 
 
 def table() -> Tensor:
@@ -147,11 +146,17 @@ class Requests:
         return found
 
 
-@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (12, 0), (12, 3)])
-def test_replayed_steps_are_the_eager_ones(window: int | None, sinks: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "sinks", "raw"),
+    [(None, 0, RAW), (12, 0, RAW), (12, 3, RAW), (None, 0, MIXED), (12, 3, MIXED)],
+    ids=["full", "window", "sinks", "mixed", "mixed-sinks"],
+)
+def test_replayed_steps_are_the_eager_ones(
+    window: int | None, sinks: int, raw: dict[str, Any]
+) -> None:
     """Batches smaller than, equal to and larger than the buckets; states bit for bit."""
     slots = table()
-    plain, inner = drafter_of(window, sinks), drafter_of(window, sinks)
+    plain, inner = (drafter_of(window, sinks, raw=raw) for _ in range(2))
     # Of the width of every eager step: another number of columns sums in another order.
     recorded = graphed(inner, slots, widths=(COLUMNS,))
     requests = Requests(slots, plain, recorded)
@@ -159,14 +164,15 @@ def test_replayed_steps_are_the_eager_ones(window: int | None, sinks: int) -> No
         count = (1, 3, 4, 2, 6)[step % 5]
         eager, replayed = requests.step(count)
         assert torch.equal(eager, replayed), step
-        a, b = plain.cache, inner.cache
-        assert torch.equal(a.kv[: a.num_entries], b.kv[: b.num_entries])
-        for mine, theirs in zip(a.tags or (), b.tags or (), strict=True):
-            # The padding slot's own entry is never read.
-            mine, theirs = mine.clone(), theirs.clone()
-            if len(mine) == len(slots.flatten()) + 1:
-                mine[0] = theirs[0] = 0
-            assert torch.equal(mine, theirs)
+        for one, other in zip(plain.groups, inner.groups, strict=True):
+            a, b = one.cache, other.cache
+            assert torch.equal(a.kv[: a.num_entries], b.kv[: b.num_entries])
+            for mine, theirs in zip(a.tags or (), b.tags or (), strict=True):
+                # The padding slot's own entry is never read.
+                mine, theirs = mine.clone(), theirs.clone()
+                if len(mine) == len(slots.flatten()) + 1:
+                    mine[0] = theirs[0] = 0
+                assert torch.equal(mine, theirs)
     assert recorded.eager == 7 and recorded.replays == {"propose": 29, "commit": 29}
 
 
@@ -203,20 +209,23 @@ def test_padding_touches_the_padding_slot_only() -> None:
     drafter = drafter_of(12)
     recorded = graphed(drafter, slots)
     requests = Requests(slots, recorded)
-    assert isinstance(drafter.cache, RingKVCache)
+    (group,) = drafter.groups
+    cache: Any = group.cache
     for _ in range(12):
-        before = drafter.cache.entry_of.clone()
+        before = cache.entry_of.clone()
         rows_before = requests.lengths.clone()
         requests.step(3)
-        changed = (drafter.cache.entry_of != before).nonzero().flatten().tolist()
+        changed = (cache.entry_of != before).nonzero().flatten().tolist()
         active = (requests.lengths != rows_before).nonzero().flatten()
         allowed = {0, *slots[active].flatten().tolist()}
         assert set(changed) <= allowed
 
 
-def test_without_a_window_the_next_wider_table_is_replayed() -> None:
+@pytest.mark.parametrize("raw", [RAW, MIXED], ids=["full", "mixed"])
+def test_without_a_window_the_next_wider_table_is_replayed(raw: dict[str, Any]) -> None:
     slots = table()
-    plain, recorded = drafter_of(None), graphed(drafter_of(None), slots, widths=(16, 32))
+    plain, inner = (drafter_of(None, raw=raw) for _ in range(2))
+    recorded = graphed(inner, slots, widths=(16, 32))
     requests = Requests(slots, plain, recorded)
     for _ in range(20):
         eager, replayed = requests.step(4)
@@ -227,7 +236,9 @@ def test_without_a_window_the_next_wider_table_is_replayed() -> None:
 def test_buckets() -> None:
     assert batch_buckets(1) == (1,) and batch_buckets(6) == (1, 2, 4, 6)
     assert batch_buckets(8) == (1, 2, 4, 8)
-    assert column_buckets(500) == (500,) and column_buckets(5000) == (1024, 4096, 5000)
+    assert column_buckets(500) == (500,) and column_buckets(9000) == (1024, 4096, 9000)
+    # A context of 256K and what SGLang adds to it: not two tables of nearly the same size.
+    assert column_buckets(262176) == (1024, 4096, 16384, 65536, 262176)
 
 
 def test_another_table_is_refused() -> None:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs, fold_
+from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs, fold_
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, BLOCK, DEPTH = 2, 4, 8, 6, 4, 5, 3
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -72,7 +72,7 @@ def test_every_accepted_length_gives_the_state_of_that_many_steps() -> None:
         target = source + lengths % 2
         # One row is skipped.
         target[3] = -1
-        fold_(layers, states, kept, rows, source, target, lengths)
+        fold_(layers, states, kept, Moves(rows, source, target, lengths))
         for length, row, at, to in zip(
             *(t.tolist() for t in (lengths, rows, source, target)), strict=True
         ):

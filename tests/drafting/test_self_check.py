@@ -13,17 +13,18 @@ from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.draft_counters import DraftHealth
 from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.drafting.self_check import (
     SelfCheckFailed,
     check_attention,
     check_ops,
     check_recording,
 )
-from tests.conftest import random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config
 from tests.drafting.test_paged_attention import plain_kernel
 from tests.drafting.test_recording import drafter_of, table
 from tests.recording import OpRecorder
@@ -54,6 +55,12 @@ class Other:
             return parts[0] if isinstance(out, Tensor) else tuple(parts)
 
         return run
+
+
+def sliding_model() -> tuple[DraftModel, ResolvedOptions]:
+    layers = ["sliding_attention"] * 2 + ["full_attention"]
+    model = random_model(raw_config(layer_types=layers, sliding_window=8))
+    return model, Options().resolve(model.config)
 
 
 def model_of(ops: Any) -> DraftModel:
@@ -91,11 +98,14 @@ class Blind(TorchAttention):
 
 
 def test_attention_is_compared_layer_by_layer() -> None:
-    model = random_model(raw_config(layer_types=["sliding_attention"] * 2 + ["full_attention"],
-                                    sliding_window=8))  # fmt: skip
-    check_attention(model, BLOCK, TorchAttention(model.config.layers, BLOCK, chunk_bytes=4096))
+    model, options = sliding_model()
+    for group in kv_groups(
+        model, options, 60, attention=lambda of: TorchAttention(of.layers, BLOCK, chunk_bytes=4096)
+    ):
+        check_attention(model, BLOCK, group)
+    blind, _ = kv_groups(model, options, 60, attention=lambda of: Blind(of.layers, BLOCK))
     with pytest.raises(SelfCheckFailed, match=r"attention of layer 1 \(Blind\)"):
-        check_attention(model, BLOCK, Blind(model.config.layers, BLOCK))
+        check_attention(model, BLOCK, blind)
 
 
 def far(q: Tensor, k: Tensor, v: Tensor, pages: Any, block: int, layer: Any) -> Tensor:
@@ -105,34 +115,74 @@ def far(q: Tensor, k: Tensor, v: Tensor, pages: Any, block: int, layer: Any) -> 
 
 def test_attention_through_pages_is_compared_on_the_cache() -> None:
     """It keeps the block's K/V at the end of the cache, and leaves dead entries out."""
-    model = random_model(raw_config(layer_types=["sliding_attention"] * 2 + ["full_attention"],
-                                    sliding_window=8))  # fmt: skip
-    cache = DraftKVCache(60, model.kv_shape, torch.float32, "cpu", scratch=3 * BLOCK)
+    model, options = sliding_model()
+    layers, _ = model.config.groups(options.reach)
+    shape = layers.kv_shape(model.kv_shape)
+    cache = DraftKVCache(60, shape, torch.float32, "cpu", scratch=3 * BLOCK)
     for kernel in (plain_kernel, far):
-        paged = PagedAttention(model.config.layers, BLOCK, cache.num_entries + 1, kernel)
+        paged = PagedAttention(layers.layers, BLOCK, cache.num_entries + 1, kernel)
+        group = KVGroup(layers, cache, paged)
         if kernel is plain_kernel:
-            check_attention(model, BLOCK, paged, cache.kv, compacts=True)
+            check_attention(model, BLOCK, group, dead="oldest")
         else:
             with pytest.raises(SelfCheckFailed, match=r"attention of layer 0 \(PagedAttention\)"):
-                check_attention(model, BLOCK, paged, cache.kv, compacts=True)
+                check_attention(model, BLOCK, group, dead="oldest")
         assert not cache.kv.any()
 
 
 @pytest.mark.parametrize("entries", [1, 3, 41])
 def test_attention_is_compared_on_a_small_cache(entries: int) -> None:
     model = random_model(raw_config())
-    cache = RingKVCache(entries, 60, model.kv_shape, torch.float32, "cpu")
-    check_attention(model, BLOCK, TorchAttention(model.config.layers, BLOCK), cache.kv)
+    options = Options(window=20).resolve(model.config)
+    (group,) = kv_groups(model, options, 60, entries)
+    check_attention(model, BLOCK, group)
+    (group,) = kv_groups(model, options, 60, entries, attention=lambda of: Blind(of.layers, BLOCK))
     with pytest.raises(SelfCheckFailed, match="attention of layer 1"):
-        check_attention(model, BLOCK, Blind(model.config.layers, BLOCK), cache.kv)
+        check_attention(model, BLOCK, group)
 
 
-def test_what_is_compared_has_a_recording() -> None:
-    """Although the batches that are recorded are small."""
+@pytest.mark.parametrize(("sizes", "compared"), [((1, 2), 2), ((1, 2, 4), 2), ((4, 8), 4)])
+def test_what_is_compared_has_a_recorded_size(sizes: tuple[int, ...], compared: int) -> None:
+    """Rows of padding would change the shapes of products, and so their rounding."""
     slots, drafter = table(), drafter_of(None)
-    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (1, 2), (64,))
-    check_recording(drafter, recorded, slots, most=2)
-    assert (recorded.replays["propose"], recorded.eager) == (1, 0)
+    seen = []
+
+    class Recorded:
+        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
+            seen.append(len(bonus))
+            return drafter.propose(bonus, requests)
+
+    check_recording(drafter, Recorded(), slots, sizes)
+    assert seen == [compared]
+
+
+@pytest.mark.parametrize(("gap", "passes"), [(0.0, True), (1e-5, True), (1e-2, False)])
+def test_a_token_that_is_as_likely_is_no_error(gap: float, passes: bool) -> None:
+    """Where two logits are equal up to rounding, the other may win in a graph."""
+    slots, drafter = table(), drafter_of(None)
+    head: Any = drafter.head
+    logits = head.target.logits
+
+    def with_twins(hidden: Tensor) -> Tensor:
+        """Token 7 is the likeliest, token 8 comes next."""
+        found = logits(hidden)
+        found[:, 7] = found.abs().max() + 1
+        found[:, 8] = found[:, 7] * (1 - gap)
+        return found
+
+    drafter.head = replace(head, target=replace(head.target, logits=with_twins))
+
+    class Recorded:
+        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
+            ids = drafter.propose(bonus, requests)
+            ids[:, 1:] += 1
+            return ids
+
+    if passes:
+        check_recording(drafter, Recorded(), slots)
+        return
+    with pytest.raises(SelfCheckFailed, match="less likely by 0"):
+        check_recording(drafter, Recorded(), slots)
 
 
 @pytest.mark.parametrize("window", [None, 12])
@@ -143,7 +193,7 @@ def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -
     recorded = GraphedDrafter(drafter, OpRecorder(), slots, (4,), (64,))
     slots.copy_(before)
     check_recording(drafter, recorded, slots)
-    assert torch.equal(slots, before) and drafter.cache.live_share() in (0, 1)
+    assert torch.equal(slots, before) and drafter.groups[0].cache.live_share() in (0, 1)
     drafter.counters.send()
     assert drafter.counters.read() == DraftHealth()
 

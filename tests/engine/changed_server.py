@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from tests.engine import faults
 from tests.engine.shown_states import show_states
 
 GIB = 1 << 30
@@ -51,6 +52,24 @@ def states() -> None:
     TpModelWorker.forward_batch_generation = forward_batch_generation
 
 
+def no_containment() -> None:
+    """Without the seams of repairs/containment.py, and with faults."""
+    from sglang_dflash.repairs import plugin, seams
+
+    kept = tuple(row for row in seams.SEAMS if ".containment:" not in str(row.ours))
+    assert len(kept) == len(seams.SEAMS) - 5
+    seams.SEAMS = plugin.SEAMS = kept
+    faults.install()
+
+
+CHANGES = {
+    "sized": sized,
+    "no_penalty_rows": no_penalty_rows,
+    "states": states,
+    "faults": faults.install,
+    "no_containment": no_containment,
+}
+
 if __name__ == "__main__":
-    {"sized": sized, "no_penalty_rows": no_penalty_rows, "states": states}[os.environ["CHANGED"]]()
+    CHANGES[os.environ["CHANGED"]]()
     runpy.run_module("sglang.launch_server", run_name="__main__")

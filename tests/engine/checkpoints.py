@@ -8,44 +8,40 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import SHAPE, save_random_hybrid
 from tests.engine.hybrid_requests import BLOCK_SIZE
 
 PAIR = demo_pair("dense")
+SLIDING_WINDOW = 96
+
+
+def _demo_draft_with(folder: Path, **fields: object) -> None:
+    """The demo draft with other fields in its config."""
+    shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
 
 
 def short_draft(folder: Path) -> None:
-    """The demo draft with a config that claims training on no more than 64 positions."""
-    shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    """It claims training on no more than 64 positions."""
+    _demo_draft_with(folder, max_position_embeddings=64)
 
 
-def _changed_draft(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """The demo draft with every tensor put through `change`."""
-    shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
-    for file in folder.glob("*.safetensors"):
-        tensors = {name: change(name, tensor) for name, tensor in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
-
-
-def random_draft(folder: Path) -> None:
-    """The demo draft, its matrices drawn anew."""
-    random = torch.Generator().manual_seed(0)
-    _changed_draft(
-        folder,
-        lambda _, t: t if t.ndim < 2 else torch.randn(t.shape, generator=random).to(t.dtype) * 0.05,
-    )
+def mixed_draft(folder: Path) -> None:
+    """Its first and last layer slide: two draft KV caches."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    _demo_draft_with(folder, layer_types=kinds, sliding_window=64, is_causal=False)
 
 
 def overflowing_draft(folder: Path) -> None:
     """The demo draft with a finite weight that makes every logit overflow."""
-    _changed_draft(folder, lambda name, t: torch.full_like(t, 3e38) if name == "norm.weight" else t)
+    shutil.copytree(PAIR.draft, folder, dirs_exist_ok=True)
+    rewrite(folder, lambda tensors: tensors["norm.weight"].fill_(3e38))
 
 
 def config_only(folder: Path) -> None:
@@ -56,6 +52,24 @@ def config_only(folder: Path) -> None:
         ignore=shutil.ignore_patterns("*.safetensors"),
         dirs_exist_ok=True,
     )
+
+
+def sliding(folder: Path) -> None:
+    """The demo target with every second layer sliding, as gpt-oss has them: the architecture is one
+    for which SGLang keeps two KV pools, and whose dense layers are Qwen3's."""
+    shutil.copytree(PAIR.target, folder, dirs_exist_ok=True)
+    raw = json.loads((PAIR.target / "config.json").read_text())
+    depth = raw["num_hidden_layers"]
+    changed = {
+        "architectures": ["LagunaForCausalLM"],
+        "model_type": "laguna",
+        "layer_types": ["sliding_attention", "full_attention"] * (depth // 2),
+        "mlp_layer_types": ["dense"] * depth,
+        "sliding_window": SLIDING_WINDOW,
+        "gating": "disabled",
+        "rope_parameters": {"full_attention": raw["rope_parameters"]},
+    }
+    (folder / "config.json").write_text(json.dumps({**raw, **changed}))
 
 
 def hybrid_moe(folder: Path) -> None:
@@ -117,9 +131,10 @@ def adapter(folder: Path) -> None:
 # The first folder of a path after `{files}` -> what fills it.
 MAKERS: dict[str, Callable[[Path], None]] = {
     "short-draft": short_draft,
-    "random-draft": random_draft,
+    "mixed-draft": mixed_draft,
     "overflowing-draft": overflowing_draft,
     "config-only": config_only,
+    "sliding": sliding,
     "hybrid": save_random_hybrid,
     "hybrid-moe": hybrid_moe,
     "hybrid-draft": hybrid_draft,

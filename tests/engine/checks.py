@@ -60,6 +60,15 @@ def known_text_drafted(seen: Seen) -> None:
         assert workload.acceptance_length(seen.ours["demo"]) > 2
 
 
+def two_pools(seen: Seen) -> None:
+    """The sliding layers' is a quarter of the other, and more tokens were kept than it has."""
+    drafted(seen)
+    all_layers, sliding = 12000, 3000
+    load = requests.get(f"{seen.server.url}/server_info").json()["internal_states"][0]
+    assert load["memory_usage"]["token_capacity"] == all_layers, load["memory_usage"]
+    assert sum(answer["meta_info"]["prompt_tokens"] for answer in _answers(seen)) > sliding
+
+
 def used_every_width(seen: Seen, steps: int = 20) -> None:
     assert all(used > steps for used in seen.report["width_steps"].values())
 
@@ -184,7 +193,7 @@ def replayed(seen: Seen) -> None:
     """Draft steps came from recordings of the sizes asked for; batches of 7 and 8 exceed the
     largest of GRAPHS."""
     report = seen.report
-    assert report["draft_graph_proposals"] > 50 and report["draft_graph_commits"] > 50
+    assert report["draft_graph_proposals"] > 30 and report["draft_graph_commits"] > 30
     asked = [int(size) for size in seen.config.extra_args[1:]]
     sizes = asked or list(range(1, 9))
     assert report["draft_graph_batch_sizes"] == sizes
@@ -251,7 +260,7 @@ def states_found(kept: str) -> Check:
     return check
 
 
-def same_states(seen: Seen, at_least: int = 50) -> None:
+def same_states(seen: Seen) -> None:
     """At every length of a request at which both servers had a step, its states are the same (the
     first rank's)."""
     ours, plain = (
@@ -260,7 +269,7 @@ def same_states(seen: Seen, at_least: int = 50) -> None:
     )
     both = sorted(set(ours) & set(plain))
     # 40 prompts and 12 turns of 40 new tokens, at four or five tokens a step.
-    assert len({file.split("-")[0] for file in both}) >= at_least and len(both) >= 6 * at_least
+    assert len({file.split("-")[0] for file in both}) >= 50 and len(both) >= 300
     # The first rank's heads come first; of the convolution it has parts of three, which the outputs
     # test.
     parts = ("temporal",) if "--tp-size" in seen.config.flags else ("temporal", "conv")

@@ -1,4 +1,4 @@
-"""Extensions of our worker that make a step harder: half of the draft KV lost, ranks that disagree,
+"""Extensions of our worker that make a step harder: ranks that disagree,
 lengths that only the device knows, an exception, widths drawn at random, and steps replayed from
 recordings. (Known drafts: oracle.py.)"""
 
@@ -12,33 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.groups import Written
 from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.engine import oracle
 from tests.recording import OpRecorder
-
-
-class LossyDrafter(Drafter):
-    """Loses a random half of a bounded cache's entries per step."""
-
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
-        assert isinstance(self.cache, RingKVCache)
-        owner = self.cache.owner
-        owner[torch.rand(len(owner)) < 0.5] = -1
-        return super().propose(bonus, requests)
-
-
-def lossy(target_worker: Any) -> Extension:
-    del target_worker
-    return Extension(make_drafter=LossyDrafter)
 
 
 class OtherDrafts(Drafter):
@@ -108,11 +92,11 @@ class FaultyDrafter(Drafter):
         positions: Tensor,
         slots: Tensor,
         keep: Tensor | None = None,
-        quota: int | None = None,
+        written: Sequence[Written] | None = None,
     ) -> None:
         if keep is not None:  # Not of a prompt.
             fail_in("commit")
-        super().absorb(target_hidden, positions, slots, keep, quota)
+        super().absorb(target_hidden, positions, slots, keep, written)
 
 
 def faulty(target_worker: Any) -> Extension:

@@ -11,7 +11,6 @@ from sglang_dflash.bench.server import Server
 
 NEW_TOKENS, BLOCK_SIZE = 40, 8
 TURNS = 3
-FEW = 16
 
 Answers = list[dict[str, Any]]
 
@@ -55,9 +54,3 @@ def hybrid_answers(server: Server) -> dict[str, Answers]:
         answers = list(pool.map(one, every[:-8])) + [one(prompt) for prompt in every[-8:]]
         chats = [turn for turns in pool.map(chat, range(4)) for turn in turns]
         return {"prompts": answers, "chats": chats}
-
-
-def few_answers(server: Server) -> Answers:
-    """To the first prompts, eight at a time: for a server that a test must find to be wrong."""
-    with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(functools.partial(_answer, server), prompts()[:FEW]))

@@ -117,10 +117,9 @@ class Nursery:
 
     def __init__(self) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "tests.engine.nursery"]
-        # torch reads these when it is imported, and when functions are decorated: what a child sets
-        # comes too late. SGLang compiles what applies a penalty, half a minute of every server.
+        # torch reads it when it is imported: what a child sets comes too late.
         threads = str(max(1, (os.cpu_count() or 1) - 1))
-        env = {"OMP_NUM_THREADS": threads, **os.environ, "TORCHDYNAMO_DISABLE": "1"}
+        env = {"OMP_NUM_THREADS": threads, **os.environ}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )

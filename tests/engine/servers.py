@@ -88,7 +88,9 @@ PAGES = DFLASH.having(
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True)
+# Sliding and full layers.
+MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft"}
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **MIXED)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
@@ -120,6 +122,7 @@ TIGHT = (
         max_running_requests=8,
         enable_return_hidden_states=True,
         **WATCHED,
+        **MIXED,
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
@@ -155,10 +158,9 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED),
+    DFLASH.named("graphs").having(**RECORDED, **MIXED),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
-GRAPHS_WINDOW = DFLASH.named("graphs-page64-window").having(page_size=64, **RECORDED, **WINDOW)
 HYBRID_PAIR = demo_pair("hybrid")
 HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     model_path=HYBRID_PAIR.target,
@@ -166,6 +168,9 @@ HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
     mamba_track_interval=64,
     mamba_scheduler_strategy="extra_buffer",
     max_running_requests=8,
+)
+HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
+    **drafting(HYBRID_PAIR.draft)
 )
 HYBRID_PAIR_GRAPHS = replace(
     HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
@@ -181,7 +186,7 @@ SOAK_PLAIN = PLAIN.named("soak-plain").having(max_running_requests=16)
 SOAK = (
     SOAK_PLAIN.named("soak")
     .having(**DFLASH_FLAGS, **WATCHED)
-    .having(max_total_tokens=12000, max_running_requests=32)
+    .having(**MIXED, max_total_tokens=12000, max_running_requests=32)
     .with_env(**STRICT)
 )
 SOAK_HYBRID = (
@@ -199,7 +204,6 @@ SOAK_HYBRID = (
 CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_WINDOW = PAGE16_NO_OVERLAP.named("random-widths-window").having(**BY_WIDTH, **WINDOW)
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     **drafting(HYBRID_PAIR.draft), **BY_WIDTH
@@ -214,15 +218,25 @@ CHATS_DEFAULT = DFLASH.named("chats-default").having(
 CHATS_UNBOUNDED = CHATS_DEFAULT.named("chats-unbounded").having(
     speculative_dflash_draft_kv_tokens=100000
 )
-# A twentieth of the default: 2 * 8 * (512 + 8) / 20. At a tenth the loss is within its own spread.
-CHATS_TWENTIETH = CHATS_DEFAULT.named("chats-twentieth").having(
-    speculative_dflash_draft_kv_tokens=416
-)
-# -- drafts of no use: random ones, and finite ones whose logits overflow
+# -- a target with sliding layers: theirs is a pool of its own, a quarter of the other
 
-RANDOM_DRAFT = DFLASH.named("random-draft").having(
-    speculative_draft_model_path=f"{FILES}/random-draft"
+SLIDING_PLAIN = PLAIN.named("sliding-plain").having(
+    model_path=f"{FILES}/sliding", disable_hybrid_swa_memory=True
 )
+SLIDING = (
+    DFLASH.named("sliding")
+    .having(
+        model_path=f"{FILES}/sliding",
+        max_total_tokens=12000,
+        swa_full_tokens_ratio=0.25,
+        max_running_requests=8,
+    )
+    .with_env(**STRICT)
+)
+SLIDING_WINDOW = SLIDING.named("sliding-window").having(**WINDOW)
+SLIDING_PAGES = SLIDING.named("sliding-page16").having(page_size=16)
+# -- a finite draft whose logits overflow
+
 OVERFLOWING = DFLASH.named("overflowing").having(
     speculative_draft_model_path=f"{FILES}/overflowing-draft", enable_metrics=True
 )
@@ -231,10 +245,9 @@ OVERFLOWING = DFLASH.named("overflowing").having(
 SIZED = PLAIN.changed("sized").having(
     max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16
 )
-LOSSY = SIZED.named("lossy").having(
+BOUNDED = SIZED.named("bounded").having(
     **DFLASH_FLAGS,
     speculative_draft_window_size=512,
-    speculative_dflash_extension="tests.engine.extensions:lossy",
 )
 
 # -- sampling with seeds
@@ -383,5 +396,4 @@ HYBRID_WIDTHS = {
 HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").having(
     **KEPT_STATES["lazy"], disable_overlap_schedule=True, speculative_dflash_extension=None
 )
-HYBRID_BROKEN = _hybrid("hybrid-broken", HYBRID, HYBRID_PLAIN).with_env(TOO_FEW="1")
 HYBRID_MOE_DFLASH = _hybrid("hybrid-moe-auto", HYBRID_MOE, HYBRID_MOE_PLAIN)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,13 @@ def test_the_readme_command_serves_in_bfloat16_and_little_memory(
     servers.stop()
     log, pair = tmp_path / "log", demo_pair(kind)
     config = AS_PRINTED.having(model_path=pair.target, speculative_draft_model_path=pair.draft)
-    with Server(config, log=log, timeout_s=600) as server:
+    # A machine without a C++ compiler, and without what one has compiled before.
+    bare = {"CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "compiled")}
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    with Server(replace(config, env=bare), log=log, timeout_s=600) as server:
+        began = time.monotonic()
+        server.generate("import os", repetition_penalty=1.3, max_new_tokens=4)
+        assert time.monotonic() - began < 10
         assert server.dflash()["draft_kv_dtype"] == "bfloat16"
         answers = [
             server.generate(text, temperature=0, max_new_tokens=40, ignore_eos=True)

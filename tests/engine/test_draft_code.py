@@ -11,13 +11,14 @@ from sglang_dflash.transformers_loop import load
 from tests.engine import client
 from tests.engine.nursery import ForkedServer
 from tests.engine.session import ServerSession
-from tests.serving.test_draft_code import CONFIG, MODEL, PAIR, TRUST, TracedDraft
+from tests.serving.test_draft_code import CONFIG, MODEL, PAIR, TRUST, TracedDraft, mistral
 
 
 @pytest.mark.long
 def test_a_server_that_trusts_the_targets_code(tmp_path: Path, servers: ServerSession) -> None:
     draft = TracedDraft(tmp_path)
-    draft.edit(auto_map=MODEL)
+    draft.edit(auto_map={**CONFIG, **MODEL})
+    mistral(draft)
     flags = ["--dtype", "float32", "--max-total-tokens", "4096"]
     servers.stop()
     with ForkedServer(servers.nursery, draft.command(TRUST, *flags)) as server:

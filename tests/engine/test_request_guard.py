@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,40 @@ def test_requests_at_the_bounds_are_served(server: Server) -> None:
         for name, body in ALLOWED.items()
     }
     assert not {name: a.text[:300] for name, a in answers.items() if a.status_code != 200}
+
+
+CHAIN = "root ::= a0\n" + "\n".join(f"a{i} ::= a{i + 1}" for i in range(1600)) + '\na1600 ::= "x"'
+NESTED = '{"type": "array", "items": ' * 60 + "{}" + "}" * 60
+SLOW: dict[str, dict[str, Any]] = {
+    "chains": {"sampling_params": [{"ebnf": CHAIN} for i in range(10)]},
+    "a nested schema": {"sampling_params": [{"json_schema": NESTED}] * 10},
+    "stops": {"sampling_params": [{"stop": [f"{i:>60}" for i in range(20_000)]}] * 10},
+    "patterns": {"sampling_params": [{"stop_regex": [f"{i}(a|b)+c" for i in range(2000)]}] * 10},
+    "biases": {"sampling_params": [{"logit_bias": {str(i): 1.0 for i in range(1024)}}] * 10},
+    "choices": {"sampling_params": [{"n": 8}] * 10},
+}
+
+
+@pytest.mark.server(DFLASH)
+def test_no_request_blocks_the_server(server: Server) -> None:
+    """/health answers within a second while the largest requests are checked that are let in."""
+    longest: dict[str, float] = {}
+    with ThreadPoolExecutor(1) as pool:
+        for name, body in SLOW.items():
+            texts = {"text": [f"x = {i}" for i in range(10)]}
+            for params in body["sampling_params"]:
+                params["max_new_tokens"] = 1
+            url = f"{server.url}/generate"
+            sent, times = pool.submit(requests.post, url, json=body | texts, timeout=120), [0.0]
+            while not sent.done():
+                began = time.monotonic()
+                assert requests.get(f"{server.url}/health", timeout=60).ok
+                times.append(time.monotonic() - began)
+                time.sleep(0.02)
+            assert sent.result().status_code in (200, 400), sent.result().text[:300]
+            longest[name] = max(times)
+    print({name: round(seconds, 2) for name, seconds in longest.items()})
+    assert max(longest.values()) < 1
 
 
 ENDED = {"empty text": PLAIN_OFF}

@@ -14,11 +14,11 @@ from tests.engine.session import ServerSession
 OFF = DFLASH.named("guard-off").having(speculative_dflash_request_guard="off")
 
 
-def update(server: Server, folder: str) -> requests.Response:
+def update(server: Server, folder: str, **more: str) -> requests.Response:
     """Update an idle server: SGLang reports failure if its cache cannot be emptied afterwards."""
     client.flush(server)
     return requests.post(
-        f"{server.url}/update_weights_from_disk", json={"model_path": folder}, timeout=120
+        f"{server.url}/update_weights_from_disk", json={"model_path": folder, **more}, timeout=120
     )
 
 
@@ -48,6 +48,9 @@ def test_another_models_weights_are_refused(server: Server) -> None:
     for name in (5000 * "a", "dra\0ft", "/no/such/folder"):
         answer = update(server, name)
         assert answer.status_code == 400 and not answer.json()["success"], name[:20]
+    for load_format in ("nonesuch", "npcache", "pt"):
+        answer = update(server, str(PAIR.target), load_format=load_format)
+        assert answer.status_code == 400 and load_format in answer.json()["message"]
     client.flush(server)
     assert output(server) == before
     assert update(server, str(PAIR.target)).json()["success"]

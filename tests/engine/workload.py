@@ -144,8 +144,8 @@ def chatted(server: Server) -> dict[str, conversations.Answers]:
 
 
 def run_pair(server: Server) -> Answers:
-    """The hybrid pair's texts: 150 tokens cross two boundaries of kept recurrent states."""
-    return _at_once(server, demo_pair("hybrid").prompts[:10], clients=5, max_new_tokens=150)
+    """The hybrid pair's texts: 132 tokens cross two boundaries of kept recurrent states."""
+    return _at_once(server, demo_pair("hybrid").prompts[:8], clients=5, max_new_tokens=132)
 
 
 SAMPLING: list[dict[str, Any]] = [

@@ -36,7 +36,7 @@ def test_all_parts_on_a_cpu(
     assert result["failed"] == {} and any("3x200w64 step" in line for line in gpu.table(result))
     attention = parts["check/tiny"]["attention"]
     assert attention["torch"] == "as torch, not recorded"
-    assert "runs on cuda, not on cpu" in attention["flashinfer"]
+    assert "runs on cuda, not on cpu" in attention["fa4"]
     assert parts["fold"]["largest_error"] == 0
     for name in ("1x96", "3x200w64"):
         timed = parts[f"phases/tiny/{name}"]

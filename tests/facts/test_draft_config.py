@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import (
     DraftConfig,
     LayerAttention,
+    Reach,
     default_target_layer_ids,
 )
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
@@ -93,6 +95,7 @@ def test_a_pair_that_does_not_fit_is_refused(name: str) -> None:
         ({"window": 0}, "from 1 to"),
         ({"draft_kv_tokens": 0}, "from 1 to"),
         ({"sinks": 4}, "no effect without a window; give {window} too"),
+        ({"draft_kv_tokens": 9}, "all read the whole context; give {window} too"),
         ({"window": 2**31}, "to 2147483647"),
         ({"block_size": 65}, "more than 16 times .* give at most 64"),
         ({"window": 3}, "smaller than the block size; give at least 4"),
@@ -110,6 +113,36 @@ def test_options_are_checked(options: dict, required: str) -> None:
 def test_options_take_the_checkpoints_block_size_and_size_the_cache() -> None:
     resolved = Options(window=100, sinks=4).resolve(DraftConfig.from_dict(raw_config()))
     assert resolved.block_size == 4
-    assert resolved.draft_kv_entries(16) == 2 * 16 * (100 + 4 + 4)
+    assert resolved.ring_entries(resolved.reach, 16) == 2 * 16 * (100 + 4 + 4)
     chosen = Options(window=100, draft_kv_tokens=7).resolve(DraftConfig.from_dict(raw_config()))
-    assert chosen.draft_kv_entries(16) == 7
+    assert chosen.ring_entries(chosen.reach, 16) == 7
+
+
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("window", "sinks", "expected"),
+    [
+        (None, 0, {Reach(6): (0, 2), Reach(): (1,)}),
+        # A window bounds full layers, and sliding ones if it is narrower.
+        (9, 2, {Reach(6): (0, 2), Reach(9, 2): (1,)}),
+        (6, 0, {Reach(6): (0, 1, 2)}),
+        (6, 2, {Reach(6): (0, 2), Reach(6, 2): (1,)}),
+        (5, 2, {Reach(5, 2): (0, 1, 2)}),
+    ],
+)
+def test_layers_with_the_same_reach_are_a_group(
+    window: int | None, sinks: int, expected: dict[Reach, tuple[int, ...]]
+) -> None:
+    config = DraftConfig.from_dict(raw_config(layer_types=KINDS, sliding_window=6))
+    groups = config.groups(Reach(window, sinks))
+    assert {group.reach: group.numbers for group in groups} == expected
+    for group in groups:
+        assert group.kv_shape((3, 2, 7, 8)) == (len(group.numbers), 2, 7, 8)
+        for number, layer in zip(group.numbers, group.layers, strict=True):
+            assert replace(layer, reach=Reach()) == config.layers[number]
+            assert layer.reach == group.reach
+    # Its own window gives a draft a ring, whose size can be asked for.
+    options = Options(draft_kv_tokens=9).resolve(config)
+    assert [options.ring_entries(g.reach, 4) for g in config.groups(options.reach)] == [9, None]

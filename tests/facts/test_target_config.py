@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 import pytest
+from sglang.srt.arg_groups.fields.schedule import Schedule
+from sglang.srt.configs.model_config import is_hybrid_swa_model
 
+from sglang_dflash.facts import target_config
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.sizes import state_bytes, target_kv_bytes
+from sglang_dflash.facts.sizes import SLIDING_SHARE, state_bytes, target_kv_bytes
 from sglang_dflash.facts.target_config import TargetGeometry
 from tests.facts.target_fields import GDN, TARGET
 
@@ -50,6 +54,23 @@ def test_target_fields_are_named(change: dict[str, Any], message: str) -> None:
         TargetGeometry.from_dict({**TARGET, **change})
     with pytest.raises(ConfigError, match=message):
         TargetGeometry.from_dict({"text_config": {**TARGET, **change}})
+
+
+def test_sliding_layers_with_a_pool_of_their_own_cost_a_part() -> None:
+    """Of the architectures for which SGLang has such a pool, by its own list."""
+    every = target_kv_bytes(TargetGeometry.from_dict(TARGET), 2)
+    raw = {**TARGET, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    assert target_kv_bytes(TargetGeometry.from_dict(raw), 2) == every
+    for name in target_config._POOLED:
+        assert is_hybrid_swa_model([name], SimpleNamespace(sliding_window=128))
+        pooled = TargetGeometry.from_dict({**raw, "architectures": [name]})
+        assert pooled.sliding_layers == 3
+        assert target_kv_bytes(pooled, 2) == int(every * (3 + 3 * SLIDING_SHARE) / 6)
+    flag = get_type_hints(Schedule, include_extras=True)["swa_full_tokens_ratio"]
+    assert flag.__metadata__[0].fallback == float(SLIDING_SHARE)
+    # Transformers' default, which published copies of the config leave out.
+    by_default = TargetGeometry.from_dict({**TARGET, "architectures": ["GptOssForCausalLM"]})
+    assert by_default.sliding_layers == 3
 
 
 def test_latent_attention_keeps_one_vector_per_token_and_layer() -> None:

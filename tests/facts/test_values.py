@@ -12,7 +12,7 @@ from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.tensors import _CHUNK, check_values, check_weights
-from tests.conftest import random_model, raw_config
+from tests.conftest import random_model, raw_config, rewrite
 
 # Its up and down projections have more elements than are looked at together.
 WIDE = raw_config(intermediate_size=_CHUNK // 32 + 1, attention_bias=True)
@@ -26,9 +26,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def put(folder: Path, name: str, at: int, value: float, dtype: torch.dtype) -> None:
-    tensors = {key: t.to(dtype) for key, t in load_file(folder / "model.safetensors").items()}
-    tensors[name].view(-1)[at] = value
-    save_file(tensors, folder / "model.safetensors")
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({key: tensor.to(dtype) for key, tensor in tensors.items()})
+        tensors[name].view(-1)[at] = value
+
+    rewrite(folder, change)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

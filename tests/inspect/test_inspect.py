@@ -13,13 +13,14 @@ import pytest
 from safetensors import safe_open
 
 from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
-from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts, collection
-from sglang_dflash.facts.sizes import draft_weight_bytes
+from sglang_dflash.facts.sizes import GroupKV, draft_weight_bytes
+from sglang_dflash.inspect.kv import GIB, DraftGroup, split_kv
 from sglang_dflash.inspect.pair import other_target
-from sglang_dflash.inspect.report import GIB, Serving, as_table, inspect, split_kv
+from sglang_dflash.inspect.report import Serving, as_table, inspect
 from tests.commands import ROOT
 from tests.conftest import raw_config
 from tests.facts.target_fields import GDN, TARGET
@@ -55,7 +56,7 @@ def test_the_demo_pair_weighs_what_its_files_hold(capsys: pytest.CaptureFixture[
     assert report["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 64 * 2
     assert (report["worker"], report["worker_reason"]) == ("sglang-dflash", None)
     assert report["block_size"] == 8
-    assert report["draft_kv_entries"] == int(DRAFT_KV_HEADROOM * 4 * (64 + 8))
+    assert report["draft_kv_groups"][0]["entries"] == DRAFT_KV_HEADROOM * 4 * (64 + 8)
 
 
 DESCRIBED = {
@@ -146,24 +147,51 @@ def test_draft_weights_by_hand() -> None:
     assert draft_weight_bytes(biased) == draft_weight_bytes(of_config) + 2 * biases
 
 
-def test_a_bounded_cache_leaves_the_rest_to_the_target() -> None:
-    split = split_kv(12_000, 100, 20, entries=30)
+def test_rings_leave_the_rest_to_the_target() -> None:
+    """30 entries of 20 bytes and tags of 5; of each target token, one of 4."""
+
+    def split_of(*groups: GroupKV) -> dict[str, Any]:
+        return split_kv(12_000, 100, [DraftGroup((), Reach(), kv) for kv in groups])
+
+    split = split_of(GroupKV(20, 30))
+    assert split.pop("draft_kv_groups")[0]["entries"] == 30
     assert split == {
-        "draft_kv_entries": 30,
-        "draft_kv_bytes": 600,
+        "draft_kv_bytes": 30 * 25 + 4 * 108,
         "draft_kv_bytes_unbounded": 2000,
-        "target_tokens": 114,
+        "target_tokens": 108,
         "target_tokens_unbounded": 100,
         "target_tokens_without_draft_kv": 120,
-        "target_tokens_gain": pytest.approx(0.14),
+        "target_tokens_gain": pytest.approx(0.08),
         "target_tokens_gain_ceiling": 0.2,
-        "draft_kv_map": "bounded",
     }
-    for slots in (None, 100, 5000):
-        whole = split_kv(12_000, 100, 20, slots)
-        assert (whole["draft_kv_entries"], whole["draft_kv_bytes"]) == (100, 2000)
+    for ring in (None, 100, 5000):
+        whole = split_of(GroupKV(20, ring))
         assert (whole["target_tokens"], whole["target_tokens_gain"]) == (100, 0)
-        assert whole["draft_kv_map"] != "bounded"
+        assert whole["draft_kv_bytes"] == 2000
+    mixed = split_of(GroupKV(15, 30), GroupKV(5, None))
+    assert mixed["target_tokens"] == (12_000 - 30 * 20) // (100 + 5 + 4)
+
+
+def test_sliding_layers_gain_without_a_window() -> None:
+    """What they cannot see is not kept; a full layer beside them keeps all."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    draft = raw_config(layer_types=kinds, sliding_window=100)
+    serving = Serving(max_running_requests=3, kv_memory_gib=1.0)
+    found = found_of(TARGET, draft, serving=serving)
+    tokens = found["target_tokens"]
+    sliding, full = found["draft_kv_groups"]
+    assert sliding == {
+        "layers": [0, 1], "window": 100, "entries": 2 * 3 * (100 + 4), "ring": True,
+        "bytes": 624 * (2 * 128 + 5) + 4 * tokens,
+    }  # fmt: skip
+    assert full == {
+        "layers": [2], "window": None, "entries": tokens, "ring": False, "bytes": 128 * tokens,
+    }  # fmt: skip
+    assert found["draft_kv_bytes"] == sliding["bytes"] + full["bytes"]
+    taken = found["draft_kv_bytes"] + tokens * found["target_kv_bytes_per_token"]
+    assert GIB - 1000 < taken <= GIB
+    assert "2 of 3 draft layers slide: 0.3 GiB of draft KV become 0.1 GiB, +" in found["verdict"]
+    assert "a ring of 624 entries" in as_table(found)
 
 
 def test_memory_is_what_weights_and_states_leave() -> None:
@@ -187,11 +215,12 @@ def test_options_size_the_cache_and_dtypes_its_entries() -> None:
     fp8 = {"kv_memory_gib": 1.0, "kv_dtype": "fp8_e4m3"}
     serving = Serving(max_running_requests=3, draft_kv_dtype="float32", **fp8)  # type: ignore[arg-type]
     found = found_of(TARGET, raw_config(), Options(window=100, sinks=4), serving)
-    assert found["draft_kv_entries"] == int(DRAFT_KV_HEADROOM * 3 * (100 + 4 + 4))
+    (group,) = found["draft_kv_groups"]
+    assert group["entries"] == DRAFT_KV_HEADROOM * 3 * (100 + 4 + 4)
     assert found["target_kv_bytes_per_token"] == 6 * 2 * 2 * 16
     assert found["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 4
     chosen = found_of(TARGET, raw_config(), Options(window=100, draft_kv_tokens=7), serving)
-    assert chosen["draft_kv_entries"] == 7
+    assert chosen["draft_kv_groups"][0]["entries"] == 7
     inherited = found_of(TARGET, raw_config(), serving=Serving(**fp8))  # type: ignore[arg-type]
     assert inherited["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 16
 
@@ -202,6 +231,9 @@ def test_options_size_the_cache_and_dtypes_its_entries() -> None:
         ("max_running_requests", 0, {"max_running_requests": 0}),
         ("mem_fraction", 1.5, {"mem_fraction": 1.5}),
         ("memory_gib", -1.0, {"memory_gib": -1.0}),
+        ("memory_gib", 1e300, {"memory_gib": 1e300}),
+        ("kv_memory_gib", 1e300, {"kv_memory_gib": 1e300}),
+        ("max_running_requests", 10**400, {"max_running_requests": 10**400}),
         ("kv_memory_gib", 0.0, {"kv_memory_gib": 0.0}),
         ("kv_dtype", "int3", {"kv_dtype": "int3"}),
         ("draft_kv_dtype", "int3", {"draft_kv_dtype": "int3"}),

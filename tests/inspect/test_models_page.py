@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import UnsupportedDraft
 from sglang_dflash.facts.published import Pair, collection, shipped
 from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.inspect.report import Serving, inspect
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINES = [
@@ -40,6 +42,11 @@ def test_a_row_shows_what_its_facts_file_decides(row: dict[str, str]) -> None:
     assert counts == raw["num_hidden_layers"]
     is_sliding = "sliding_attention" in raw.get("layer_types", ())
     assert ("sliding" in row["draft layers"]) == is_sliding
+    serving = Serving(max_running_requests=8, kv_memory_gib=16)
+    gain = inspect(shipped("target")[row["target"]], facts, Options(), serving)[
+        "target_tokens_gain"
+    ]
+    assert row["more KV tokens"] == (f"+{100 * gain:.1f} %" if is_sliding else "none")
     if facts.unknown:
         assert row["served by"].startswith("unknown: ")
         assert all(name in row["served by"] for name in facts.unknown)

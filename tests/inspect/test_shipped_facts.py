@@ -3,13 +3,16 @@ numbers."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM
+from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.published import FOLDER, Pair, collection, shipped
 from sglang_dflash.facts.sizes import draft_weight_bytes
-from sglang_dflash.inspect.report import GIB
+from sglang_dflash.inspect.kv import GIB
+from sglang_dflash.inspect.report import Serving, inspect
 from tests.inspect.pairs import inspected
 
 # GiB of the published checkpoints, as listed publicly.
@@ -80,8 +83,9 @@ def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["kv_memory_bytes"] == 72 * GIB - weights - states - step
     # Most of it are logits: 15 drafts of 48 requests over 248,320 tokens.
     assert 48 * 15 * 248_320 * 2 < step < 0.6 * GIB
-    assert report["draft_kv_entries"] == min(
-        int(DRAFT_KV_HEADROOM * 48 * (4096 + 16)), report["target_tokens_unbounded"]
+    (group,) = report["draft_kv_groups"]
+    assert group["entries"] == min(
+        DRAFT_KV_HEADROOM * 48 * (4096 + 16), report["target_tokens_unbounded"]
     )
     # Replay against snapshots at block 16, per request: 19.8 MiB and 2.27 GiB.
     assert report["recurrent_replay_bytes"] < report["recurrent_snapshot_bytes"] / 100
@@ -130,3 +134,19 @@ def test_a_plain_name_is_the_revision_that_it_downloads(
     assert report["draft_kv_bytes_per_token"] == 6 * 2 * 8 * 128 * 2
     assert report["worker"] == "sglang-dflash"
     assert len(report["target_layer_ids"]) == 8
+
+
+def test_the_mark_of_the_peer_without_a_flag() -> None:
+    """SGLang's pull request 40665 measured Qwen3.8-27B with a draft of five sliding layers, window
+    2048, 8 requests: 450,060 target tokens with a draft entry per slot (8.6 GiB of draft KV beside
+    27.5 GiB), 547,899 with its flag (+21.7 %). The configs are made of these sizes."""
+    target = shipped("target")["Qwen/Qwen3.6-27B"]
+    draft = shipped("draft")["z-lab/Qwen3.6-27B-DFlash"]
+    assert draft.config is not None
+    sliding = {**draft.config, "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048}
+    serving = Serving(max_running_requests=8, kv_memory_gib=8.6 + 27.5)
+    found = inspect(target, replace(draft, config=sliding), Options(), serving)
+    assert (found["target_kv_bytes_per_token"], found["draft_kv_bytes_per_token"]) == (65536, 20480)
+    assert found["target_tokens_unbounded"] == pytest.approx(450_060, rel=0.01)
+    assert found["target_tokens"] > 1.24 * 450_060
+    assert found["draft_kv_bytes"] < 0.7 * GIB

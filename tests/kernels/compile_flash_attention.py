@@ -62,6 +62,8 @@ if __name__ == "__main__":
     wanted = int(sys.argv[1])
     os.environ["FLASH_ATTENTION_ARCH"] = f"sm_{wanted}"
     os.environ["CUTE_DSL_ARCH"] = f"sm_{wanted}a"
+    # Of an H100 and a B200: FA4 chooses its splits by it.
+    os.environ["FLASH_ATTENTION_NUM_SMS"] = {90: "132", 100: "148"}[wanted]
     compiled = []
     for name, (config, layer) in kinds().items():
         compile_for(wanted, config, layer)

@@ -45,12 +45,13 @@ TABLE = Path(__file__).with_name("registers.json")
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner"}
 BOOL = {"p_in_use"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
-         "p_target", "p_lengths"}  # fmt: skip
+         "p_target", "p_lengths", "p_checkpoints", "p_steps"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log"}
 # Qwen3.5-27B's heads, without a convolution bias.
 GATED_DELTA = {"H": 16, "HV": 48, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "HAS_BIAS": False,
                "p_bias": None}  # fmt: skip
+NO_CHECKPOINTS = {"p_checkpoints": None, "p_steps": None}
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,6 @@ def layer_cases(config: DraftConfig) -> list[Case]:
             add_rms_norm.add_rms_norm_kernel,
             {
                 "BLOCK_E": width,
-                "ROWS": 4 if extra else 1,
                 "STORE_SUM": True,
                 "HAS_RESIDUAL": extra,
                 "HAS_BIAS": extra,
@@ -188,10 +188,19 @@ def cases() -> dict[str, Case]:
         )
         for ring in (False, True)
     ]
-    fold = {**GATED_DELTA, "BLOCK_V": gated_delta_fold.BLOCK_V}
-    found.append(
-        Case("gated_delta_fold", gated_delta_fold.fold_kernel, fold, types={"EPS": "fp32"})
-    )
+    for kept in (False, True):
+        with_checkpoints = {"HAS_CHECKPOINTS": kept, **({} if kept else NO_CHECKPOINTS)}
+        fold = {**GATED_DELTA, "BLOCK_V": gated_delta_fold.BLOCK_V, **with_checkpoints}
+        windows = {"KEPT": GATED_DELTA["W"] - 1, "BLOCK": gated_delta_fold.WINDOW_BLOCK}
+        name, types = " checkpoints" * kept, {"EPS": "fp32"}
+        found += [
+            Case(f"gated_delta_fold{name}", gated_delta_fold.fold_kernel, fold, types=types),
+            Case(
+                f"move_windows{name}",
+                gated_delta_fold.move_windows_kernel,
+                {**windows, **with_checkpoints},
+            ),
+        ]
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
     drafts = published()
     # No published draft has head dim 256. It is served all the same.
@@ -220,7 +229,7 @@ def resources(case: Case, capability: int) -> dict[str, int]:
             continue
         usual = pointer(name, case.dtype) if name.startswith("p_") else "i32"
         signature[name] = case.types.get(name, usual)
-        if name.startswith(("p_", "s_")):
+        if name.startswith(("p_", "s_")) and not kernel.params[index].do_not_specialize:
             # As a launch finds out: tensors begin at, and rows are multiples of, 16 elements.
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, dict(case.constants), attributes)

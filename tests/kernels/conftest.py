@@ -12,15 +12,22 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choose the interpreter, and correct three operations of Triton 3.8's.
+    """Choose the interpreter, and correct operations of Triton 3.8's.
 
-    It multiplies matrices of bfloat16 as integers, cuts bits off where a GPU rounds float32 to
-    bfloat16, and loses the carry into the exponent where it rounds float32 to float8.
+    It multiplies bfloat16 as integers, numbers and matrices, cuts bits off where a GPU rounds
+    float32 to bfloat16, and loses the carry into the exponent where it rounds float32 to float8.
     """
     if torch.cuda.is_available():
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     dot, convert = InterpreterBuilder.create_dot, interpreter._convert_float
+    multiply = InterpreterBuilder.create_fmul
+
+    def product(self, a, b):
+        if a.dtype.scalar != tl.bfloat16:
+            return multiply(self, a, b)
+        exact = multiply(self, _as_float32(a), _as_float32(b)).data
+        return TensorHandle(rounded(exact, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
     def dot_of_values(self, a, b, *rest):
         return dot(self, _as_float32(a), _as_float32(b), *rest)
@@ -33,6 +40,7 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return result.view(bits).numpy()
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_of_values)
+    monkeypatch.setattr(InterpreterBuilder, "create_fmul", product)
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 

@@ -10,13 +10,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_dflash.drafting.attention.backend import Setting
+from sglang_dflash.drafting.attention.paged import Pages
 from sglang_dflash.drafting.attention.visibility import keys_around
-from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, LayerAttention
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu import flash_attention
 from tests.conftest import raw_config
@@ -98,6 +100,33 @@ def test_fa3_takes_our_call(tmp_path: Path) -> None:
         assert line.startswith("sgl_kernel::fwd: attempted to run this operator with Meta tensors")
 
 
+@pytest.mark.parametrize(("major", "splits"), [(9, 1), (10, 18)])
+def test_fa4_chooses_its_splits(major: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request with 8 KV heads on 148 multiprocessors, as FA4 then computes them: four splits
+    would leave most of them idle."""
+    from flash_attn.cute import interface
+    from sglang.kernels.ops.attention import flash_attention_v4
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        flash_attention_v4, "flash_attn_varlen_func", lambda *_, **kwargs: given.update(kwargs)
+    )
+    monkeypatch.setattr(flash_attention_v4, "is_flash_attention_v4_available", lambda: True)
+    monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", "148")
+    pages = Pages(torch.zeros(1, 4096), torch.zeros(1), torch.zeros(2))
+    kernel = flash_attention.fa4_kernel(flash_attention.FA4_SPLITS[major])
+    q = torch.zeros(16, 32, 128)
+    kernel(q, q, q, pages, 16, LayerAttention(None, False))
+    assert given["max_seqlen_k"] == 4096 and (given["num_splits"] == 1) == (major == 9)
+    chosen = interface._get_fwd_config(
+        arch=10 * major, head_dim=128, head_dim_v=128, max_seqlen_q=16,
+        max_seqlen_k=given["max_seqlen_k"], num_head_kv=8, qhead_per_kvhead=4, pack_gqa=True,
+        batch_size=1, causal=False, local=False, window_size_left=None, window_size_right=None,
+        num_splits=given["num_splits"], device=torch.device("cpu"),
+    )  # fmt: skip
+    assert chosen.num_splits == splits
+
+
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [
@@ -117,7 +146,7 @@ def test_another_generation_is_refused(
     name: str, majors: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (12, 0))
-    setting = Setting(4, torch.device("cuda"), WHOLE_CONTEXT)
+    setting = Setting(4, torch.device("cuda"), ())
     message = rf"'{name}'; it has kernels for GPUs of capability {majors}, this one's is 12"
     with pytest.raises(ConfigError, match=message):
         getattr(flash_attention, name)(DraftConfig.from_dict(raw_config()), setting)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from dflash_kernels import gated_delta_fold
+from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent as recurrent
+from sglang.kernels.ops.mamba import causal_conv1d_triton
 
-from sglang_dflash.drafting.recurrent import replay
+from sglang_dflash.drafting.recurrent import gated_delta, replay
 from sglang_dflash.facts.errors import ConfigError
 from tests.kernels.support import counted_bytes, needs_interpreter
 
@@ -52,11 +57,15 @@ def test_the_kernel_is_its_twin(name: str, dtype: torch.dtype, bias: bool) -> No
         value_dim=value_dim,
     )
     # Slots and blocks out of order, more slots than requests, strided as SGLang's windows are.
-    states = torch.randn(depth, 2 * count + 1, value_heads, value_dim, key_dim, device=DEVICE)
+    slots = 3 * count + 1
+    states = torch.randn(depth, slots, value_heads, value_dim, key_dim, device=DEVICE)
     rows, lengths = torch.arange(count, device=DEVICE).flip(0), torch.arange(count, device=DEVICE)
     source, target = 2 * lengths + 1, torch.where(lengths % 2 == 0, 2 * lengths, 2 * lengths + 1)
-    # One row is skipped.
+    # One row is skipped. The last two have a checkpoint: in the block, and at its end.
     target[2] = -1
+    checkpoints = (slots - lengths.flip(0) - 1).where(lengths >= count - 2, -1)
+    steps = (lengths - (lengths == count - 2).long()).clamp(min=1)
+    moves = replay.Moves(rows, source, target, lengths, checkpoints, steps)
     a, b = (some(count, block, value_heads) * 4 for _ in range(2))
     inputs = some(count, channels, block).transpose(2, 3)
     kept = replay.VerifyInputs(some(count, channels, width - 1), inputs, a, b)
@@ -64,18 +73,124 @@ def test_the_kernel_is_its_twin(name: str, dtype: torch.dtype, bias: bool) -> No
     refused = lengths[:, None] <= torch.arange(block, device=DEVICE)
     poisoned = inputs.masked_fill(refused[rows][None, :, :, None], float("nan"))
     got, expected = states.clone(), states.clone()
-    gated_delta_fold.fold_(
-        layers, got, kept._replace(inputs=poisoned), rows, source, target, lengths
-    )
-    replay.fold_(layers, expected, kept, rows, source, target, lengths)
+    gated_delta_fold.fold_(layers, got, kept._replace(inputs=poisoned), moves)
+    replay.fold_(layers, expected, kept, moves)
     # float32: another order of sums. bfloat16: a convolved input near 4 may round the other way, by
     # 2^-8 of its value.
     tolerance = 3e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
-    untouched = [i for i in range(2 * count + 1) if i not in target.tolist()]
-    assert torch.equal(got[:, untouched], states[:, untouched])
+    untouched = set(range(slots)) - {*target.tolist(), *checkpoints.tolist()}
+    assert torch.equal(got[:, sorted(untouched)], states[:, sorted(untouched)])
     # Length 0, from slot 1 to slot 0.
     assert torch.equal(got[:, 0], states[:, 1])
+    # Without checkpoints the same, but for their slots.
+    plain = states.clone()
+    gated_delta_fold.fold_(layers, plain, kept, moves._replace(checkpoints=None, steps=None))
+    due = checkpoints[checkpoints >= 0]
+    assert len(due) == 2 and torch.equal(plain[:, due], states[:, due])
+    others = sorted(set(range(slots)) - set(due.tolist()))
+    assert torch.equal(plain[:, others], got[:, others])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_windows_are_moved_as_by_the_twin(channels_last: bool) -> None:
+    depth, count, block, channels, kept = 2, 4, 3, 1100, 3
+    pool = torch.randn(depth, 9, channels, kept, device=DEVICE).bfloat16()
+    if channels_last:
+        pool = pool.transpose(2, 3).contiguous().transpose(2, 3)
+    # As SGLang lays them out, each window begins one input after the one before.
+    inputs = torch.randn(depth, count, channels, block + kept, device=DEVICE).bfloat16()
+    windows = inputs.unfold(3, kept, 1)[:, :, :, 1:].permute(0, 1, 3, 2, 4)
+    rows = torch.arange(count, device=DEVICE).flip(0)
+    target, lengths, checkpoints, steps = (
+        torch.tensor(x, device=DEVICE)
+        for x in ([5, -1, 2, 0], [3, 2, 1, 3], [-1, 7, 8, 6], [0, 1, 1, 2])
+    )
+    moves = replay.Moves(rows, target, target, lengths, checkpoints, steps)
+    for given in (moves, moves._replace(checkpoints=None, steps=None)):
+        got, expected = pool.clone(), pool.clone()
+        with counted_bytes() as bytes_:
+            gated_delta_fold.move_windows_(got, windows, given)
+        replay.move_windows_(expected, windows, given)
+        assert torch.equal(got, expected) and not torch.equal(got, pool)
+        due = None if given.steps is None else 2
+        # The skipped row reads its target.
+        skipped = gated_delta_fold.Traffic(depth * 8 * 2, 0)
+        bytes_.check(gated_delta_fold.window_traffic(pool, 3, due) + skipped)
+
+
+def conv_kernel(p_out, p_window, p_inputs, p_weight, p_bias, C, T, W: tl.constexpr,
+                HAS_BIAS: tl.constexpr):  # fmt: skip
+    """The fold's convolution by itself: `[C, T]` of a window `[C, W - 1]` and inputs `[T, C]`."""
+    o_c = tl.arange(0, 64)
+    for i_t in range(T):
+        b_out = gated_delta_fold._conv_silu(p_window + o_c * (W - 1), p_inputs + o_c,
+                                            p_weight + o_c * W, p_bias + o_c, o_c < C, i_t,
+                                            1, C, W, HAS_BIAS)  # fmt: skip
+        tl.store(p_out + o_c * T + i_t, b_out, mask=o_c < C)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("width", [2, 4])
+def test_the_convolution_rounds_as_sglangs_kernel(
+    width: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of decode and verify, bit for bit: the state after a block is the one that decoding its
+    tokens leaves. The twin may differ in the last bit of silu."""
+    # Only what is decorated now runs in the interpreter: SGLang's module was imported without it.
+    name = "_causal_conv1d_update_kernel"
+    again = triton.jit(getattr(causal_conv1d_triton, name).fn)
+    monkeypatch.setattr(causal_conv1d_triton, name, again)
+    channels, block = 48, 5
+    x, history = torch.randn(1, channels, block), torch.randn(1, channels, width - 1)
+    x, history, weight = (
+        t.bfloat16().to(DEVICE) for t in (x, history, torch.randn(channels, width))
+    )
+    shift = torch.randn(channels, device=DEVICE).bfloat16() if bias else None
+    steps = torch.empty(1, block, channels, width - 1, dtype=x.dtype, device=DEVICE)
+    slot = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    theirs = causal_conv1d_triton.causal_conv1d_update(
+        x, history.clone(), weight, shift, "silu", conv_state_indices=slot,
+        intermediate_conv_window=steps, intermediate_state_indices=slot,
+    )[0]  # fmt: skip
+    got = torch.empty(channels, block, dtype=x.dtype, device=DEVICE)
+    tokens = x[0].T.contiguous()
+    added = shift if bias else weight
+    triton.jit(conv_kernel)[(1,)](
+        got, history, tokens, weight, added, channels, block, W=width, HAS_BIAS=bias
+    )
+    assert torch.equal(got, theirs)
+    twin, windows = gated_delta.causal_conv(x.transpose(1, 2), history, weight, shift, "silu")
+    assert (twin[0].T.to(x.dtype) != theirs).float().mean() < 0.01
+    assert torch.equal(windows[:, 1:], steps)
+
+
+@needs_interpreter
+def test_sglangs_verify_kernel_writes_no_snapshot_without_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What replay passes it: a buffer of one number, and rows of -1."""
+    name, dim, block = "fused_sigmoid_gating_delta_rule_update_kernel", 16, 2
+    again = triton.jit(inspect.unwrap(getattr(recurrent, name).fn))
+    monkeypatch.setattr(recurrent, name, again)
+    q, k, v = torch.randn(3, 1, block, 1, dim)
+    a, b, states = torch.randn(block, 1), torch.randn(block, 1), torch.randn(1, 1, dim, dim)
+    one, row = torch.zeros(()), torch.zeros(1, dtype=torch.int32)
+
+    def verified(buffer: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+        return recurrent.fused_sigmoid_gating_delta_rule_update(
+            A_log=torch.zeros(1), a=a, dt_bias=torch.zeros(1), softplus_beta=1.0,
+            softplus_threshold=20.0, q=q, k=k, v=v, b=b, initial_state_source=states,
+            initial_state_indices=row, use_qk_l2norm_in_kernel=True, disable_state_update=True,
+            cu_seqlens=torch.tensor([0, block]), intermediate_states_buffer=buffer,
+            intermediate_state_indices=rows, cache_steps=block,
+        )  # fmt: skip
+
+    before, without = states.clone(), verified(None, row)
+    assert torch.equal(verified(one.expand(1, block, 1, dim, dim), row - 1), without)
+    assert one == 0 and torch.equal(states, before)
+    kept = torch.zeros(1, block, 1, dim, dim)
+    assert torch.equal(verified(kept, row), without) and kept.all()
 
 
 @needs_interpreter
@@ -92,9 +207,15 @@ def test_traffic() -> None:
     inputs = torch.randn(2, 3, block, channels).bfloat16()
     window = torch.randn(2, 3, channels, width - 1).bfloat16()
     kept, lengths = replay.VerifyInputs(window, inputs, a, a), [2, 0, 3]
+    moves = replay.Moves(rows, rows, rows, torch.tensor(lengths))
     with counted_bytes() as count:
-        gated_delta_fold.fold_(layers, states, kept, rows, rows, rows, torch.tensor(lengths))
+        gated_delta_fold.fold_(layers, states, kept, moves)
     assert count.traffic == gated_delta_fold.traffic(layers, states, kept, lengths)
+    states = torch.cat((states, states), 1)
+    moves = moves._replace(checkpoints=torch.tensor([4, -1, 5]), steps=torch.tensor([1, 0, 3]))
+    with counted_bytes() as count:
+        gated_delta_fold.fold_(layers, states, kept, moves)
+    assert count.traffic == gated_delta_fold.traffic(layers, states, kept, lengths, checkpoints=2)
 
 
 def test_another_activation_is_refused() -> None:
@@ -107,6 +228,6 @@ def test_another_activation_is_refused() -> None:
             replace(layers, activation="gelu"),
             nothing,
             replay.VerifyInputs(*[nothing] * 4),
-            *(nothing for _ in range(4)),
+            replay.Moves(*[nothing] * 4),
         )
     assert (refused.value.field, refused.value.value) == ("activation", "gelu")

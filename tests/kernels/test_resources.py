@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,10 @@ SHARED = {"80": 101376, "90": 232448, "100": 232448, "120": 101376}
 MAY_SPILL = "block_attention fp32-fp32"
 
 
-def compiled(*arguments: str) -> dict[str, dict[str, dict[str, int]]]:
-    """What `tests.kernels.compile_kernels` prints, of a process without the interpreter."""
+def printed(module: str, *arguments: str) -> Any:
+    """What a module prints as JSON, of a process without the interpreter."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_kernels", *arguments],
+        [sys.executable, "-m", module, *arguments],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         cwd=ROOT,
         capture_output=True,
@@ -32,6 +33,17 @@ def compiled(*arguments: str) -> dict[str, dict[str, dict[str, int]]]:
         check=True,
     )
     return json.loads(done.stdout)
+
+
+def compiled(*arguments: str) -> dict[str, dict[str, dict[str, int]]]:
+    return printed("tests.kernels.compile_kernels", *arguments)
+
+
+def test_a_server_launches_every_kernel_and_compiles_none_while_it_serves() -> None:
+    """After its start: for batches and prompts of any size."""
+    found = printed("tests.kernels.served_launches")
+    assert found["launched"] == found["kernels"]
+    assert found["late"] == []
 
 
 def test_the_table_has_every_published_shape() -> None:

@@ -16,12 +16,10 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.facts.draft_config import DraftConfig
-from tests.conftest import random_model, raw_config
+from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
+from tests.conftest import kv_groups, random_model, raw_config
 from tests.kernels.support import DEVICE
 
 # float32, through three layers: another order of sums.
@@ -54,15 +52,16 @@ class Side:
         self.model.load_state_dict(state)
         self.model.freeze()
         config, options = self.model.config, of.resolve(self.model.config)
-        self.cache = cache_of(self.model, options.reach.is_bounded)
-        setting = Setting(
-            options.block_size, torch.device(DEVICE), options.reach, requests=ROWS,
-            columns=WIDTH,
-        )  # fmt: skip
-        layers = config.layers_within(options.reach)
-        attention: DraftAttention = TorchAttention(layers, options.block_size)
-        if triton:
-            attention = TritonAttention(config, setting, processors=64)
+
+        def attention(of: LayerGroup) -> DraftAttention:
+            if not triton:
+                return TorchAttention(of.layers, options.block_size)
+            device = torch.device(DEVICE)
+            setting = Setting(options.block_size, device, of.layers, requests=ROWS, columns=WIDTH)
+            return TritonAttention(config, setting, processors=64)
+
+        # Too few entries for all, so that some tokens are lost.
+        groups = kv_groups(self.model, options, ROWS * WIDTH, 60, attention=attention)
         embed = torch.randn(64, 32, generator=torch.Generator().manual_seed(5)).to(DEVICE)
         self.hidden = torch.empty(0)
 
@@ -71,15 +70,7 @@ class Side:
             return hidden @ embed.T
 
         head = TargetHead(lambda ids: embed[ids], logits)
-        self.drafter = Drafter(self.model, head, self.cache, options, attention)
-
-
-def cache_of(model: DraftModel, ring: bool) -> DraftKVCache:
-    slots, shape = ROWS * WIDTH, model.config.kv_shape
-    if ring:
-        # Too few entries for all, so that some tokens are lost.
-        return RingKVCache(60, slots, shape, torch.float32, DEVICE)
-    return DraftKVCache(slots, shape, torch.float32, DEVICE)
+        self.drafter = Drafter(self.model, head, groups, options)
 
 
 # What the others cover in part; a case takes the interpreter eight seconds.
@@ -123,8 +114,9 @@ def test_triton_and_torch_draft_the_same(case: tuple[dict[str, Any], int | None,
                 sides[1].hidden, sides[0].hidden, atol=TOLERANCE, rtol=TOLERANCE
             )
             assert torch.equal(blocks[0], blocks[1])
-            stored = [side.cache.kv[: side.cache.num_entries] for side in sides]
-            torch.testing.assert_close(*stored, atol=1e-5, rtol=1e-5)
+            for pair in zip(*(side.drafter.groups for side in sides), strict=True):
+                stored = [group.cache.kv[: group.cache.num_entries] for group in pair]
+                torch.testing.assert_close(*stored, atol=1e-5, rtol=1e-5)
 
 
 def test_accept_and_an_empty_batch() -> None:

@@ -23,7 +23,8 @@ def layer(kind: AttentionType = AttentionType.DECODER, window: int = -1) -> Simp
 
 
 def span(prefix: int, count: int) -> attention.Span:
-    return attention.Span(slice(0, count), prefix, torch.arange(prefix + count))
+    slots = torch.arange(prefix + count)
+    return attention.Span(slice(0, count), prefix, slots, slots)
 
 
 def dense(
@@ -78,15 +79,28 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
     )  # fmt: skip
     slots = torch.randperm(64)
     one, other = (
-        attention.Span(slice(0, 4), 6, slots[:10]),
-        attention.Span(slice(4, 7), 30, slots[10:43]),
+        attention.Span(slice(0, 4), 6, slots[:10], slots[:10]),
+        attention.Span(slice(4, 7), 30, slots[10:43], slots[10:43]),
     )
     q = torch.randn(7, GROUPS * SHARED * DIM)
     batch = SimpleNamespace(out_cache_loc=None)
-    backend.spans = [one, other]
+    backend.sliding_loc, backend.spans = None, [one, other]
     both = backend.forward_extend(q, None, None, fake, batch)
     backend.spans = [one]
     assert torch.equal(both[:4], backend.forward_extend(q[:4], None, None, fake, batch))
+
+
+@pytest.mark.parametrize(
+    ("crosses", "others", "kind"),
+    [(True, {}, "cross attention"), (False, {"sinks": torch.zeros(2)}, "an attention sink")],
+)
+def test_attention_of_another_kind_is_refused(crosses: bool, others: dict, kind: str) -> None:
+    """And not computed as if it were ordinary attention."""
+    backend = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
+    fake = SimpleNamespace(**layer().__dict__, is_cross_attention=crosses)
+    q = torch.randn(1, GROUPS * SHARED * DIM)
+    with pytest.raises(NotImplementedError, match=kind):
+        backend.forward_extend(q, q, q, fake, SimpleNamespace(), **others)
 
 
 def test_seeded_sampling_hashes_as_murmur3() -> None:

@@ -15,7 +15,6 @@ import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from torch import Tensor
 
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from tests.serving.in_process import (
     COLUMNS,
@@ -174,12 +173,9 @@ class Served:
         """Free its slots, and poison what the draft KV cache has of them."""
         del self.running[row]
         slots = self.table[row].long()
-        cache = self.worker.drafter.cache
-        if isinstance(cache, RingKVCache):
-            entries, live = cache.find(slots)
-            cache.kv[entries[live]] = float("nan")
-        else:
-            cache.kv[slots] = float("nan")
+        for group in self.worker.drafter.groups:
+            entries, live = group.cache.find(slots)
+            group.cache.kv[entries[live]] = float("nan")
         self.free += slots.tolist()
 
     def run(self, queues: Sequence[Sequence[Request]]) -> None:

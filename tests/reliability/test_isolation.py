@@ -61,9 +61,9 @@ def test_a_long_prompt_leaves_nothing_of_its_slots_last_owner() -> None:
     that finds them in the prefix cache would read another one's K/V."""
     worker = filled(worker_of(7), [12])
     slots = worker.req_to_token[1].long()
-    assert worker.drafter.cache.find(slots[5:12])[1].all()
+    assert worker.drafter.groups[0].cache.find(slots[5:12])[1].all()
     worker.forward_batch_generation(prefill_of([0], [20]))
-    live = worker.drafter.cache.find(slots[:20])[1]
+    live = worker.drafter.groups[0].cache.find(slots[:20])[1]
     assert live.tolist() == [False] * 13 + [True] * 7
 
 
@@ -71,7 +71,7 @@ def test_a_long_prompt_leaves_nothing_of_its_slots_last_owner() -> None:
 def test_a_step_keeps_the_committed_tokens_and_no_other(window: int | None) -> None:
     worker = Served(window)
     worker.start(1, Request(1, 9, 9))
-    cache, slots = worker.worker.drafter.cache, worker.table[1].long()
+    cache, slots = worker.worker.drafter.groups[0].cache, worker.table[1].long()
     lengths = set()
     for _ in range(3):
         before, length = cache.kv.clone(), worker.running[1].length
@@ -96,8 +96,9 @@ def test_a_failed_verify_publishes_and_commits_nothing() -> None:
         raise RuntimeError("out of memory")
 
     worker.target_worker.forward_batch_generation = fails
-    before, batch = worker.drafter.cache.entry_of.clone(), decode_of([9, 14])
+    before, batch = worker.drafter.groups[0].cache.entry_of.clone(), decode_of([9, 14])
     with pytest.raises(RuntimeError, match="out of memory"):
         worker.forward_batch_generation(batch, published.append)
-    assert published == [] and torch.equal(worker.drafter.cache.entry_of, before)
+    after = worker.drafter.groups[0].cache.entry_of
+    assert published == [] and torch.equal(after, before)
     assert batch.seq_lens_cpu.tolist() == [9, 14] and batch.seq_lens_sum == 23

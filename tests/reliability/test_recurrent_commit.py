@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, fold_
-from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.drafting.recurrent.replay import RecurrentLayers
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.batch import checkpoints_due
 from tests.drafting.test_recurrent_fold import (
@@ -77,7 +77,7 @@ class Target:
 
 
 def commit(target: Target, tracked: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay = Replay(target.runner, fold_)
+    replay = Replay(target.runner, TORCH_OPS)
     monkeypatch.setattr(replay, "layers", lambda: target.layers)
     monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: GRID)
     batch: Any = SimpleNamespace(
@@ -105,7 +105,6 @@ def test_a_commit_is_that_many_single_steps(
             torch.testing.assert_close(target.states[:, place], state, atol=3e-5, rtol=3e-5)
             assert torch.equal(target.conv[:, place], window)
             written.add(place)
-    # Slot 0 is padding, where what is not due goes.
-    untouched = [slot for slot in range(1, POOL) if slot not in written]
+    untouched = [slot for slot in range(POOL) if slot not in written]
     assert torch.equal(target.states[:, untouched], states[:, untouched])
     assert torch.equal(target.conv[:, untouched], conv[:, untouched])

@@ -57,9 +57,10 @@ class WatchedDrafter(Drafter):
 
     def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
         free = free_slots(self.runner.token_to_kv_pool_allocator)
-        entries, live = self.cache.find(free)
-        self.cache.kv[entries[live]] = float("nan")
-        self.rare["poisoned entries"] += int(live.sum())
+        for group in self.groups:
+            entries, live = group.cache.find(free)
+            group.cache.kv[entries[live]] = float("nan")
+            self.rare["poisoned entries"] += int(live.sum())
         return super().propose(bonus, requests)
 
     def report(self) -> dict[str, Any]:
@@ -148,8 +149,9 @@ def extension(target_worker: Any) -> Extension:
     def make_drafter(*args: Any) -> WatchedDrafter:
         drafter = WatchedDrafter(*args)
         drafter.rare, drafter.runner = rare, runner
-        if isinstance(drafter.cache, RingKVCache):
-            count_overwrites(drafter.cache, rare)
+        for group in drafter.groups:
+            if isinstance(group.cache, RingKVCache):
+                count_overwrites(group.cache, rare)
         return drafter
 
     count_in_worker(rare)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.repairs.weight_update import check_folder
+from sglang_dflash.repairs.weight_update import check_folder, check_format
+from tests.conftest import rewrite
 
 PAIR = demo_pair("dense")
 Tensors = dict[str, torch.Tensor]
@@ -25,13 +25,6 @@ def folder(tmp_path: Path) -> Path:
     copy = tmp_path / "target"
     shutil.copytree(PAIR.target, copy)
     return copy
-
-
-def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
-    file = next(folder.glob("*.safetensors"))
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file)
 
 
 def transpose_a_projection(tensors: Tensors) -> None:
@@ -53,7 +46,7 @@ BAD: dict[str, tuple[Callable[[Tensors], object], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_other_tensors_are_refused(what: str, folder: Path) -> None:
     change, message = BAD[what]
-    edit(folder, change)
+    rewrite(folder, change)
     with pytest.raises(ConfigError, match=message):
         check_folder(str(folder), str(PAIR.target))
 
@@ -74,13 +67,33 @@ def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "", "/no/such/folder"])
-def test_what_is_no_folder_is_left_to_sglang(name: str) -> None:
-    check_folder(name, str(PAIR.target))
+def test_what_cannot_be_had_is_refused(name: str, folder: Path) -> None:
+    """Of the new weights, and of the served ones that they are compared with."""
+    with pytest.raises(ConfigError, match="neither a folder here nor on the hub"):
+        check_folder(name, str(PAIR.target))
+    with pytest.raises(ConfigError, match="served model"):
+        check_folder(str(folder), name)
+
+
+def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {"a/target": str(folder), "a/draft": str(PAIR.draft)}
+    fetched = "sglang_dflash.repairs.weight_update.snapshot_download"
+    monkeypatch.setattr(fetched, lambda name, **_: places[name])
+    check_folder("a/target", str(PAIR.target))
+    check_folder(str(PAIR.target), "a/target")
+    with pytest.raises(ConfigError, match="DFlash"):
+        check_folder("a/draft", "a/target")
+
+
+@pytest.mark.parametrize("load_format", ["nonesuch", "npcache", "pt", "dummy", ""])
+def test_formats_that_cannot_be_compared_are_refused(load_format: str) -> None:
+    with pytest.raises(ConfigError, match=r"load_format: .*'safetensors' is required"):
+        check_format(load_format)
+    check_format(None), check_format("auto"), check_format("safetensors")
 
 
 def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 1}))
-    edit(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
+    rewrite(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
     check_folder(str(folder), str(PAIR.target))
-    check_folder("some/name", str(PAIR.target))

@@ -17,16 +17,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def resolve() -> Callable[[list[str]], Any]:
-    """Command-line arguments to SGLang's resolved arguments, as the launcher makes them."""
+def parser() -> argparse.ArgumentParser:
+    """SGLang's, with our flags. Made once: 500 flags take longer than all that follows."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang.srt.server_args import ServerArgs, prepare_server_args
+    from sglang.srt.server_args import ServerArgs
 
-    # Made once: its 500 flags take longer than all that follows.
-    parser = argparse.ArgumentParser(prog="sglang serve")
-    ServerArgs.add_cli_args(parser)
+    made = argparse.ArgumentParser(prog="sglang serve")
+    ServerArgs.add_cli_args(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def resolve(parser: argparse.ArgumentParser) -> Callable[[list[str]], Any]:
+    """Command-line arguments to SGLang's resolved arguments, as the launcher makes them."""
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     def of(argv: list[str]) -> Any:
         with pytest.MonkeyPatch.context() as patch:

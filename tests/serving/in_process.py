@@ -11,11 +11,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import accept
-from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -31,7 +29,7 @@ from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
-from tests.conftest import random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config
 
 RAW = raw_config()
 VOCAB, HIDDEN = RAW["vocab_size"], RAW["hidden_size"]
@@ -73,11 +71,10 @@ class Target:
         return result
 
 
-def drafter_of(model: DraftModel, cache: DraftKVCache, options: Any, device: str) -> Drafter:
+def drafter_of(model: DraftModel, groups: Sequence[KVGroup], options: Any, device: str) -> Drafter:
     embedding = torch.randn(VOCAB, HIDDEN, device=device)
     head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
-    attention = TorchAttention(model.config.layers_within(options.reach), options.block_size)
-    return Drafter(model, head, cache, options, attention)
+    return Drafter(model, head, groups, options)
 
 
 def widths_of(policy: WidthPolicy, tp: TensorParallel | None = None) -> StepWidths:
@@ -102,20 +99,18 @@ def worker_of(
     with torch.device(device):
         model = random_model(RAW).freeze()
     options = Options(window=window).resolve(model.config)
-    cache: DraftKVCache = DraftKVCache(SLOTS, model.kv_shape, dtype, device)
-    if window is not None:
-        cache = RingKVCache(entries, SLOTS, model.kv_shape, dtype, device)
-    drafter = drafter_of(model, cache, options, device)
+    groups = kv_groups(model, options, SLOTS, entries, dtype=dtype)
+    drafter = drafter_of(model, groups, options, device)
     block, ranks = options.block_size, Ranks(group)
     widths = widths or widths_of(FixedWidth(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     target: Any = Target(model.config.target_hidden_width, device, padding)
-    prefill = PrefillStep(target, drafter, table, options.reach, ranks, 2)
+    prefill = PrefillStep(target, drafter, table, ranks, 2)
     figures = Figures(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
         model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
-        seeds=prefill.ignored_seeds, watch=DraftWatch(drafter.counters, cache.num_entries),
+        seeds=prefill.ignored_seeds, watch=DraftWatch(drafter.counters, entries),
         width_steps=widths.steps, labels=labels,
     )  # fmt: skip
     worker: Any = DFlashWorker(
@@ -185,7 +180,6 @@ def filled(worker: Any, lengths: Sequence[int]) -> Any:
 
 def draft_kv(worker: Any, slots: Tensor) -> Tensor:
     """K/V of target slots, NaN for those that are not live."""
-    entries, live = worker.drafter.cache.find(slots)
-    return worker.drafter.cache.kv[entries].masked_fill(
-        ~live[:, None, None, None, None], float("nan")
-    )
+    (group,) = worker.drafter.groups
+    entries, live = group.cache.find(slots)
+    return group.cache.kv[entries].masked_fill(~live[:, None, None, None, None], float("nan"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,16 @@ def resolved_fields(server_args: Any) -> dict[str, Any]:
 
     settings = resolving_view(server_args)
     return {name: getattr(settings, name) for name in ASKED}
+
+
+class Arrived:
+    """Resolved settings, some of them as they arrive on a machine that is not here."""
+
+    def __init__(self, settings: Any, changes: Mapping[str, Any]) -> None:
+        self._settings, self._changes = settings, changes
+
+    def __getattr__(self, name: str) -> Any:
+        return self._changes.get(name, getattr(self._settings, name))
 
 
 needs_plain_cpu = pytest.mark.skipif(

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_dflash.drafting.attention.backend import Capabilities
+from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.platform_cpu.attention import CpuKVPool
 from sglang_dflash.repairs.flag import ATTRIBUTE
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.start.build import DFlashSpecWorker
@@ -74,19 +78,21 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, given in (
         ("table_positions", COLUMNS),
         ("hand_plan_to_sizing", None),
-        ("is_bounded", True),
         ("largest_recorded", 2),
     ):
         monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)
     monkeypatch.setattr(build, "get_dp_tp_group", lambda: ONE_RANK)
+    monkeypatch.setattr(build, "attention_backends", lambda: {"triton"})
     monkeypatch.setattr(build, "make_rollback", lambda *_: None)
     monkeypatch.setattr(build, "resolving_view", lambda server_args: server_args)
     monkeypatch.setattr("sglang_dflash.serving.gpu.graphs.captured_sizes", lambda _most: (2,))
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
-def started(kv_tokens: int = SLOTS - 1, **ours: Any) -> Any:
+def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> Any:
     """After SGLang's three calls."""
+    if allocator is None:
+        allocator = SimpleNamespace(size=kv_tokens, size_full=kv_tokens, page_size=1)
     model = random_model(RAW).freeze()
     target: Any = Target(model.config.target_hidden_width, "cpu")
     target.model_runner = SimpleNamespace(
@@ -114,10 +120,44 @@ def started(kv_tokens: int = SLOTS - 1, **ours: Any) -> Any:
     table = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).int() + 1
     worker.alloc_memory_pool(
         req_to_token_pool=SimpleNamespace(size=ROWS - 1, req_to_token=table),
-        token_to_kv_pool_allocator=SimpleNamespace(size=kv_tokens, page_size=1),
+        token_to_kv_pool_allocator=allocator,
     )
     worker.init_cuda_graphs()
     return worker
+
+
+@pytest.mark.parametrize("entries", [60, 1000], ids=["ring", "direct"])
+def test_every_slot_has_draft_kv_if_sliding_layers_have_a_pool(entries: int) -> None:
+    """A smaller one (gpt-oss, Gemma 4): slots are numbers of the other."""
+    sliding = 40
+    pool = SWAKVPool(
+        SLOTS - 1,
+        sliding,
+        1,
+        torch.float32,
+        1,
+        8,
+        [0],
+        [1],
+        "cpu",
+        token_to_kv_pool_class=CpuKVPool,
+    )
+    allocator = SWATokenToKVPoolAllocator(
+        SLOTS - 1, sliding, 1, torch.float32, "cpu", pool, need_sort=False
+    )
+    assert allocator.size == sliding
+    for _ in range(4):
+        slots = allocator.alloc(20)
+        allocator.free_swa(slots)
+    assert slots.min() > sliding
+    worker = started(allocator=allocator, draft_kv_tokens=entries)
+    assert isinstance(worker.dflash.drafter.cache, RingKVCache) == (entries < SLOTS)
+    drafter, table = worker.dflash.drafter, torch.zeros(2, COLUMNS, dtype=torch.int32)
+    table[1, : len(slots)] = slots
+    width = drafter.model.config.target_hidden_width
+    drafter.absorb(torch.randn(len(slots), width), torch.arange(len(slots)), slots)
+    requests = RequestSlots(table, torch.tensor([1]), torch.tensor([len(slots)]), len(slots))
+    assert drafter.propose(torch.tensor([3]), requests).shape == (1, worker.dflash.block_size)
 
 
 def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(
@@ -127,6 +167,17 @@ def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(
     of_fp8 = replace(rows["torch"], capabilities=Capabilities(kv_dtypes=frozenset()))
     monkeypatch.setattr(build, "ATTENTION", {"first": of_fp8, **rows})
     assert started().dflash.figures.report()["draft_attention"] == "torch"
+
+
+def test_what_a_flashinfer_target_drafts_with_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    started()
+    assert "FlashInfer" not in caplog.text
+    monkeypatch.setattr(build, "attention_backends", lambda: {"flashinfer"})
+    started()
+    assert caplog.text.count("the target attends by FlashInfer, the draft by torch") == 1
 
 
 @pytest.mark.parametrize("extension", [None, f"{HERE}:recorded"])
@@ -139,7 +190,7 @@ def test_a_started_worker_serves(extension: str | None) -> None:
     assert worker.block_penalties is worker.dflash.target_tokens.penalties
     drafter, report, observer = worker.dflash.drafter, worker.report(), worker.dflash.observer
     assert getattr(observer, "target_worker", None) is (extension and worker.target_worker)
-    assert isinstance(drafter.cache, RingKVCache) and report["draft_kv_entries"] == 60
+    assert isinstance(drafter.groups[0].cache, RingKVCache) and report["draft_kv_entries"] == 60
     assert isinstance(drafter, GraphedDrafter) == (extension is not None)
     assert report.get("draft_graph_proposals", 1) == 1
     assert report["decode_steps"] == 1 and report["draft_kv_live_share"] > 0

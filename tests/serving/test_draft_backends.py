@@ -48,14 +48,14 @@ def test_unset_takes_the_best_that_can_serve(
     assert choose_attention(None, config(head_dim=head_dim), device, ATTENTION) == chosen
 
 
-ONE_DTYPE = ("fa3", "fa4", "flashinfer")
+ONE_DTYPE = ("fa3", "fa4")
 # Name, device and dtype of draft K/V, and what can run instead.
 IMPOSSIBLE = [
     *(
         (name, CPU, None, "runs on cuda, not on cpu", "['torch']")
         for name in ("triton", *ONE_DTYPE)
     ),
-    ("flash", CUDA, None, "unknown", "['triton', 'torch', 'fa3', 'fa4', 'flashinfer']"),
+    ("flash", CUDA, None, "unknown", "['triton', 'torch', 'fa3', 'fa4']"),
     *(
         (name, CUDA, dtype, f"not in {str(dtype)[6:]}", "['triton', 'torch']")
         for name in ONE_DTYPE
@@ -81,7 +81,7 @@ def test_an_impossible_choice_names_what_can_run(
     ("name", "is_served"),
     [
         *((name, True) for name in (None, "torch", "torch_native", "flash", *ATTENTION)),
-        *((name, False) for name in ("trtllm_mha", "intel_xpu")),
+        *((name, False) for name in ("flashinfer", "trtllm_mha", "intel_xpu")),
     ],
 )
 def test_another_backend_of_sglangs_is_left_to_its_worker(

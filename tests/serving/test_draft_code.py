@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from tests.seam.originals import original
 
 PAIR = demo_pair("dense")
 TRUST = "--trust-remote-code"
@@ -58,8 +62,6 @@ def draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TracedDraft:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str], str]] = {
-    "config": ({"auto_map": CONFIG}, [TRUST], r"--trust-remote-code would run its AutoConfig"),
-    "config, built-in": ({"auto_map": CONFIG}, [TRUST, *BUILTIN], r"--trust-remote-code"),
     "model": (
         {"auto_map": MODEL, "architectures": ["TracingModel"]},
         BUILTIN,
@@ -90,14 +92,59 @@ def test_a_draft_whose_code_would_run_is_refused(
     assert not draft.mark.exists()
 
 
-@pytest.mark.parametrize("auto_map", [MODEL, CONFIG], ids=["model", "config"])
-def test_code_that_does_not_run_is_no_reason_to_refuse(
-    auto_map: dict[str, str], draft: TracedDraft, resolve: Callable[[list[str]], Any]
+def mistral(draft: TracedDraft) -> None:
+    """SGLang reads params.json of a folder of such a name."""
+    draft.folder = draft.folder.rename(draft.folder.with_name("mistral-large-3"))
+    other = {"auto_map": CONFIG, "model_type": "qwen3", "dim": 192, "n_layers": 2, "vocab_size": 9}
+    (draft.folder / "params.json").write_text(json.dumps(other))
+
+
+def adapter(draft: TracedDraft) -> None:
+    """SGLang reads the base that head.pt names if it cannot read config.json."""
+    base = shutil.copytree(draft.folder, draft.folder.with_name("base"))
+    (base / "config.json").write_text(json.dumps({"model_type": "x", "auto_map": CONFIG}))
+    draft.edit(model_type="x")
+    (draft.folder / "adapter_config.json").write_text("{}")
+    torch.save({"base": str(base), "weights_dtype": "fp32"}, draft.folder / "head.pt")
+
+
+ROUTES: dict[str, Callable[[TracedDraft], None]] = {
+    "config": lambda draft: draft.edit(auto_map=CONFIG),
+    "model": lambda draft: draft.edit(auto_map=MODEL),
+    "params.json": mistral,
+    "head.pt": adapter,
+}
+
+
+@pytest.mark.parametrize("worker", [[], BUILTIN], ids=["ours", "builtin"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_code_runs_though_that_of_the_target_is_trusted(
+    route: str,
+    worker: list[str],
+    draft: TracedDraft,
+    resolve: Callable[[list[str]], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Published drafts name an AutoModel, and their commands trust the target's code."""
-    draft.edit(auto_map=auto_map)
-    resolve(draft.command(*([TRUST] if auto_map == MODEL else [])))
-    assert not draft.mark.exists()
+    """Published drafts name an AutoModel, and their commands trust the target's code. Whatever
+    reads a config of the draft's, it does so without trust."""
+    ROUTES[route](draft)
+    read, trusted = AutoConfig.from_pretrained, []
+
+    def recording(path: Any, *args: Any, **named: Any) -> Any:
+        if Path(path).parent == draft.folder.parent:
+            trusted.append(named.get("trust_remote_code", False))
+        return read(path, *args, **named)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", recording)
+    if route == "head.pt":
+        with pytest.raises(ConfigError, match=r"head\.pt and adapter_config\.json|model_type"):
+            resolve(draft.command(TRUST, *worker))
+    else:
+        settings = resolve(draft.command(TRUST, *worker))
+        # Of config.json, whatever the folder's name.
+        assert settings.speculative_num_draft_tokens == 8
+        assert trusted
+    assert not any(trusted) and not draft.mark.exists()
 
 
 def test_a_tokenizer_of_the_draft_is_not_loaded(
@@ -109,10 +156,12 @@ def test_a_tokenizer_of_the_draft_is_not_loaded(
     assert not draft.mark.exists()
 
 
-def test_sglang_runs_the_code_without_the_check(draft: TracedDraft) -> None:
+@pytest.mark.parametrize("route", ["config", "params.json", "head.pt"])
+def test_sglang_runs_the_code_without_the_row(route: str, draft: TracedDraft) -> None:
     """The mark works: SGLang's reader runs the file of the same folder."""
-    from sglang.srt.utils.hf_transformers_utils import get_config
-
-    draft.edit(auto_map=CONFIG)
-    get_config(str(draft.folder), trust_remote_code=True)
+    ROUTES[route](draft)
+    with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
+        original("sglang.srt.utils.hf_transformers.config.get_config")(
+            str(draft.folder), trust_remote_code=True
+        )
     assert draft.mark.read_text() == "it ran"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +39,7 @@ from sglang_dflash.facts.sizes import (
 )
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
-from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.memory import draft_memory, plan_memory, size_state_pool
@@ -46,6 +47,11 @@ from tests.conftest import raw_config
 from tests.drafting.test_paged_attention import plain_kernel
 from tests.recording import OpRecorder
 
+# Two groups of layers, the first and the last of them in one.
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 200,
+}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROCESSORS, RUNNING, POSITIONS = 132, 5, 3000
 
@@ -64,8 +70,8 @@ BACKENDS = {
     ),
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
-        lambda config, setting: PagedAttention(
-            config.layers, setting.block_size, setting.scratch, plain_kernel
+        lambda _, setting: PagedAttention(
+            setting.layers, setting.block_size, setting.scratch, plain_kernel, setting.holes
         ),
     ),
 }
@@ -81,40 +87,47 @@ def setup_of(
 
 
 def drafter_of(setup: DraftSetup, slots: int) -> Drafter:
-    cache = setup.cache(slots, RUNNING, bounded=True)
-    attention = setup.attention(cache, RUNNING, POSITIONS)
-    return Drafter(setup.model, random_head(setup.model), cache, setup.options, attention)
+    groups = setup.groups(slots - 1, slots, RUNNING, POSITIONS)
+    return Drafter(setup.model, random_head(setup.model), groups, setup.options)
 
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
-    """As FA3, FA4 and FlashInfer have them."""
-    setup = setup_of("pages", window, DraftConfig.from_dict(raw_config()))
-    cache = setup.cache(9000, RUNNING, bounded=True)
-    setup.check(setup.attention(cache, RUNNING, POSITIONS), cache)
-    assert not cache.kv.any()
+    """As FA3 and FA4 have them."""
+    setup = setup_of("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
+    groups = setup.groups(8999, 9000, RUNNING, POSITIONS)
+    setup.check(groups)
+    assert not any(group.cache.kv.any() for group in groups)
 
 
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> None:
-    setup = setup_of(backend, window, DraftConfig.from_dict(raw_config()))
+    setup = setup_of(backend, window, DraftConfig.from_dict(raw_config(**SLIDING)))
     needed = draft_memory(setup, POSITIONS, recorded=4)
     slots = 9000
     drafter = drafter_of(setup, slots)
-    cache, attention = drafter.cache, drafter.attention
-    spare = len(cache.kv) - cache.num_entries
-    assert needed.scratch_kv == spare * cache.kv[0].nbytes
-    if isinstance(attention, TritonAttention):
-        assert needed.attention_workspace == attention.workspace_bytes > 0
-    columns = POSITIONS if window is None else window
-    table, tags = RUNNING * columns * (48 if backend == "pages" else 4), 0
-    if window is not None:
-        assert isinstance(cache, RingKVCache)
-        tags = cache.owner.nbytes + cache.in_use.nbytes
-        assert tags == BYTES_PER_ENTRY * (cache.num_entries + 1)
-        assert cache.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
-    assert needed.slot_tables == table + tags
+    scratch = workspaces = columns = 0
+    for group in drafter.groups:
+        cache, attention = group.cache, group.attention
+        scratch += cache.kv[cache.num_entries :].nbytes
+        if isinstance(attention, TritonAttention):
+            workspaces += attention.workspace_bytes
+        columns += group.reach.of(POSITIONS)
+        kv, entries = setup.group_kv(group.layers), cache.num_entries
+        assert cache.kv[0].nbytes == kv.token_bytes
+        if group.reach.is_bounded:
+            assert isinstance(cache, RingKVCache) and entries == kv.ring
+            tags = cache.owner.nbytes + cache.in_use.nbytes
+            assert tags == BYTES_PER_ENTRY * (entries + 1)
+            assert cache.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
+    assert needed.scratch_kv == scratch
+    if backend == "triton":
+        assert needed.attention_workspace == workspaces > 0
+    assert columns == 200 + (POSITIONS if window is None else window)
+    rings = sum(group.reach.of(POSITIONS) for group in drafter.groups if group.reach.is_bounded)
+    table = 12 * (columns - rings) + 48 * rings if backend == "pages" else 4 * columns
+    assert needed.slot_tables == RUNNING * table
     slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
     if backend == "torch":
         graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
@@ -170,9 +183,9 @@ def test_a_step_takes_no_more_than_was_reserved(
             "pages",
             Backend(
                 Capabilities(scratch=True),
-                lambda config, setting: PagedAttention(
-                    config.layers, setting.block_size, setting.scratch,
-                    lambda q, *_: torch.empty_like(q),
+                lambda _, setting: PagedAttention(
+                    setting.layers, setting.block_size, setting.scratch,
+                    lambda q, *_: torch.empty_like(q), setting.holes,
                 ),
             ),
         )  # fmt: skip
@@ -188,7 +201,7 @@ def test_a_step_takes_no_more_than_was_reserved(
         tokens = torch.arange(RUNNING * block, device=CUDA)
         hidden = setup.model.fc.weight.new_empty(len(tokens), config.target_hidden_width)
         alive = Alive()
-        with counted(Scene([POSITIONS] * RUNNING, setup.options.reach)), alive:
+        with counted(Scene([POSITIONS] * RUNNING)), alive:
             drafter.propose(rows, known)
             proposal, alive.most = alive.most, 0
             drafter.absorb(hidden, tokens, tokens, keep=tokens > 3)
@@ -209,7 +222,7 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
         hidden = setup.model.fc.weight.new_empty(RUNNING, width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()
-        with counted(Scene([POSITIONS] * RUNNING, setup.options.reach)), alive:
+        with counted(Scene([POSITIONS] * RUNNING)), alive:
             for _ in range(MOST_STEPS - 1):
                 waiting.add(range(RUNNING), hidden, rows, rows)
             kept = alive.most
@@ -291,9 +304,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
         plan = plan_memory(setup, model_config, True, True, ())
     assert plan.needed.total == sum(plan.needed) and plan.replay and plan.recorded
     assert plan.needed.after_graphs(plan.recorded) == 0
-    entries = setup.options.draft_kv_entries(RUNNING)
-    assert entries is not None
-    assert plan.bounded_draft_kv_bytes == entries * 3 * 2 * 2 * 16 * 4
+    assert plan.draft_kv == ((3 * 2 * 2 * 16 * 4, 2 * RUNNING * (300 + 4)),)
     (line,) = caplog.messages
     assert line.startswith("DFLASH: reserved beside draft K/V, before the KV pools are sized: ")
     assert "attention workspace 64.0, graph buffers 0.0, logits" in line
@@ -353,7 +364,23 @@ def test_what_replay_keeps_is_reserved_once(
     for index in params.layers:
         layer = SimpleNamespace(layer_id=index)
         pool.recording.record(requests, layer, gate, gate, slots, block)
-    kept = Replay(SimpleNamespace(req_to_token_pool=requests), lambda *_: None).scratch_bytes
+    kept = Replay(SimpleNamespace(req_to_token_pool=requests), TORCH_OPS).scratch_bytes
     # A single number stands for the snapshots.
     kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
     assert by_pool + replays.needed.total - snapshots.needed.total == kept
+
+
+def test_rings_hold_no_more_than_the_context() -> None:
+    """A window of two million tokens at a context of 32,768 took a gigabyte, and one of 2**31 - 1
+    ended the server. A sliding layer's own window may be larger than the context, too."""
+
+    def entries(window: int | None, sliding: int, context: int | None) -> list[int | None]:
+        raw = raw_config(layer_types=["sliding_attention"] * 3, sliding_window=sliding)
+        config = DraftConfig.from_dict(raw)
+        options = replace(Options(window=window).resolve(config), context=context)
+        return [options.ring_entries(of.reach, 8) for of in config.groups(options.reach)]
+
+    block = DraftConfig.from_dict(raw_config()).block_size
+    for window, sliding in [(None, 1024), (None, 2**31 - 1), (2_000_000, 2**31 - 1), (1024, 2000)]:
+        assert entries(window, sliding, 1024) == [2 * 8 * (1024 + block)]
+    assert entries(None, 200, 1024) == entries(300, 200, None) == [2 * 8 * (200 + block)]

@@ -46,6 +46,8 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     (WINDOW, "64", SINKS, HUGE): (SINKS, int(HUGE)),
     (WINDOW, "64", SINKS, "-1"): (SINKS, -1),
     (SINKS, "4"): (SINKS, 4),
+    ("--tp-size", "0"): ("--tp-size", 0),
+    ("--tp-size", "-1"): ("--tp-size", -1),
     (ENTRIES, "999"): (ENTRIES, 999),
     (ENTRIES, "0"): (ENTRIES, 0),
     (WINDOW, "64", ENTRIES, HUGE): (ENTRIES, int(HUGE)),
@@ -105,6 +107,25 @@ def test_flags_that_work_are_served(flags: list[str], resolve: Callable[..., Any
     resolve([*PAIR_FLAGS, *flags])
 
 
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (PAIR_FLAGS[:2], "without --speculative-algorithm DFLASH"),
+        ([*PAIR_FLAGS, "--speculative-dflash-worker", "builtin"], "-worker builtin"),
+    ],
+    ids=["plain", "builtin"],
+)
+def test_flags_without_effect_are_named(
+    flags: list[str], why: str, resolve: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    resolve([*flags, "--speculative-dflash-width", "adaptive"])
+    (line,) = [line for line in caplog.messages if "no effect" in line]
+    assert line.startswith("--speculative-dflash-width: ") and why in line
+    caplog.clear()
+    resolve(flags)
+    assert not [line for line in caplog.messages if "no effect" in line]
+
+
 def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
     make = flags.server_args_from_kwargs
     made = make(model_path="m", speculative_dflash_draft_window_size=128)
@@ -122,16 +143,6 @@ def test_keyword_arguments_of_an_engine_are_checked_too() -> None:
 
 NUMBERS = ["-1", "0", "1", "2", "7", "8", "16", "64", "129", "1000", HUGE, "x", "", "1.5"]
 FLAGS = [BLOCK, BLOCK_ALIAS, WINDOW, SINKS, ENTRIES]
-
-
-@pytest.fixture(scope="module")
-def parser(resolve: Callable[..., Any]) -> argparse.ArgumentParser:
-    """SGLang's, with our flags: `resolve` has loaded the plugins."""
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    return parser
 
 
 @settings(max_examples=80 * FUZZ, deadline=None, derandomize=True)

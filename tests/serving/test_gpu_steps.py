@@ -15,7 +15,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.repairs.penalties import count
-from sglang_dflash.serving.hybrid.rollback import Replay
+from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import penalties as block_penalties
 from sglang_dflash.serving.step import worker as our_worker
@@ -171,7 +171,7 @@ class Layer(SimpleNamespace):
 def test_replays_commit_stays_on_the_device(
     gpu: FakeCuda, with_checkpoints: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the fold, which is a kernel (tests/kernels/test_gated_delta_fold.py)."""
+    """All but two kernels (tests/kernels/test_gated_delta_fold.py), which are launched once."""
     layers, rows, block = 2, 3, 4
     windows = torch.zeros(layers, rows, block, 24, 3, device="cuda")
     pool = SimpleNamespace(
@@ -196,7 +196,8 @@ def test_replays_commit_stays_on_the_device(
         attn_backend=SimpleNamespace(linear_attn_backend=linear),
     )
     folded: list[Any] = []
-    replay = Replay(runner, lambda *args: folded.append(args))
+    ops = ReplayOps(lambda *args: folded.append(args), lambda *args: folded.append(args))
+    replay = Replay(runner, ops)
     lengths = torch.ones(2, dtype=torch.int64, device="cuda")
     monkeypatch.setattr(our_batch, "mamba_track_grid", lambda _page: 8)
     batch = SimpleNamespace(
@@ -205,7 +206,8 @@ def test_replays_commit_stays_on_the_device(
     )
     gpu.crossings.clear()
     replay.commit(lengths, our_batch.checkpoints_due(batch, lengths + 6, lengths))
-    assert gpu.crossings == [] and len(folded) == 1 + with_checkpoints
+    assert gpu.crossings == [] and len(folded) == 2
+    assert all((args[-1].steps is None) != with_checkpoints for args in folded)
 
 
 def test_a_host_scalar_in_an_indexed_assignment_is_noticed(gpu: FakeCuda) -> None:

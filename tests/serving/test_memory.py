@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,11 @@ from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.sizes import DraftMemory
+from sglang_dflash.facts.sizes import DraftMemory, GroupKV
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import (
     MemoryPlan,
     hand_plan_to_sizing,
-    is_bounded,
     plan_of,
     pool_config,
     table_headroom,
@@ -70,68 +68,76 @@ def tokens(runner: Any, budget_bytes: int = MEMORY) -> int:
     return sized.max_total_num_tokens
 
 
-def with_tags(count: int) -> int:
-    """Of that many target tokens, those that fit beside the tags of a bounded cache for them."""
-    return (TARGET * count - 4 * count) // TARGET
-
-
 NEEDED = DraftMemory(logits=1_000_000)
-# Plan -> target tokens, and whether the sizing took the bound. A bound that is charged once leaves
-# more tokens, unless the pool holds fewer draft slots: then it gives way to one per token.
-SIZED: list[tuple[MemoryPlan | None, int, bool]] = [
-    (None, 8_000, False),
-    (MemoryPlan(None, replay=True), 8_000, False),
-    (MemoryPlan(500_000, replay=False), with_tags(9_500), True),
-    (MemoryPlan(2_100_000, replay=False), 8_000, False),
-    (MemoryPlan(20_000_000, replay=False), 8_000, False),
-    (MemoryPlan(None, replay=False, needed=NEEDED), 7_200, False),
-    (MemoryPlan(500_000, replay=False, needed=NEEDED), with_tags(8_500), True),
+# Entries of 250 bytes have tags of 5, and each target token one of 4.
+RING = GroupKV(DRAFT, 2_000)
+WITH_RING = (MEMORY - 2_000 * 255) // (TARGET + 4)
+# Groups of draft layers -> target tokens, and entries of their caches. A ring leaves more tokens,
+# unless the pool holds no more than its entries: then there is one per token.
+SIZED: list[tuple[tuple[GroupKV, ...], int, list[int | None]]] = [
+    ((GroupKV(DRAFT, None),), 8_000, [None]),
+    ((RING,), WITH_RING, [2_000]),
+    ((GroupKV(DRAFT, 8_400),), 8_000, [None]),
+    ((GroupKV(DRAFT, 80_000),), 8_000, [None]),
+    ((GroupKV(200, 2_000), GroupKV(50, None)), (MEMORY - 2_000 * 205) // 1_054, [2_000, None]),
+    ((GroupKV(200, 9_000), GroupKV(50, 1_000)), (MEMORY - 1_000 * 55) // 1_204, [None, 1_000]),
+    ((GroupKV(200, 2_000), GroupKV(50, 1_000)), (MEMORY - 465_000) // 1_008, [2_000, 1_000]),
 ]
 
 
-@pytest.mark.parametrize(("plan", "expected", "bounded"), SIZED)
-def test_a_bound_leaves_the_target_more_tokens(
-    plan: MemoryPlan | None, expected: int, bounded: bool
+@pytest.mark.parametrize(("groups", "expected", "entries"), SIZED)
+def test_rings_leave_the_target_more_tokens(
+    groups: tuple[GroupKV, ...], expected: int, entries: list[int | None]
 ) -> None:
-    runner = runner_with(plan)
+    runner = runner_with(MemoryPlan(groups, replay=False))
     # Without the row, SGLang's sizing alone.
     assert sglang_sizing(runner.kv_cache_configurator, MEMORY).max_total_num_tokens == 8_000
-    assert tokens(runner) == expected and is_bounded(runner) is bounded
+    assert tokens(runner) == expected
+    assert [group.entries(expected) for group in groups] == entries
     kept = runner.kv_cache_configurator
     assert kept.spec_aux_config.dflash_target_layer_ids == [1, 2]
-    assert plan_of(kept) == (plan and replace(plan, bounded=bounded))
-    if not bounded:
-        # Until it is allocated, the draft is charged per token.
-        assert sglang_sizing(kept, MEMORY).max_total_num_tokens == 8_000
+    # What is taken is what is allocated, and no token more would fit.
+    taken = [
+        expected * (TARGET + sum(g.token_bytes for g in groups if g.entries(expected) is None)),
+        *(g.ring * (g.token_bytes + 5) + 4 * expected for g in groups if g.entries(expected)),
+    ]
+    assert MEMORY - 1_500 < sum(taken) <= MEMORY
+    # The second sizing, after graphs were captured, finds less memory free by the draft K/V.
+    assert tokens(runner, expected * TARGET) == expected
 
 
-@pytest.mark.parametrize("bound", [500_000, 20_000_000, None], ids=["ring", "direct", "no-window"])
-def test_allocated_draft_kv_is_not_charged_again(bound: int | None) -> None:
-    """The second sizing, after graphs were captured, finds less memory free by the draft K/V."""
-    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=bound, replay=False))
-    first = tokens(runner)
-    decided = is_bounded(runner)
-    assert tokens(runner, first * TARGET) == first and is_bounded(runner) is decided
+def test_a_server_of_another_worker_is_sized_by_sglang() -> None:
+    assert tokens(runner_with(None)) == 8_000
+    assert plan_of(runner_with(None).kv_cache_configurator) is None
+
+
+def test_what_is_needed_beside_is_left_free() -> None:
+    assert tokens(runner_with(MemoryPlan((GroupKV(DRAFT, None),), False, NEEDED))) == 7_200
+    assert tokens(runner_with(MemoryPlan((RING,), False, NEEDED))) == (
+        (MEMORY - 1_000_000 - 2_000 * 255) // 1_004
+    )
 
 
 def test_what_is_allocated_is_not_left_free_again() -> None:
     """After graphs were captured, only what eager steps will need is missing."""
     needed = DraftMemory(slot_tables=750_000, logits=150_000, activations=100_000)
-    runner = runner_with(MemoryPlan(None, replay=False, needed=needed))
+    runner = runner_with(MemoryPlan((GroupKV(DRAFT, None),), replay=False, needed=needed))
     assert tokens(runner) == 7_200
     assert tokens(runner, 7_200_000) == 6_950
 
 
 @pytest.mark.parametrize("reserved", [MEMORY, MEMORY + 1])
 def test_no_room_for_the_drafter_is_refused(reserved: int) -> None:
-    runner = runner_with(MemoryPlan(None, replay=False, needed=DraftMemory(logits=reserved)))
+    runner = runner_with(
+        MemoryPlan((GroupKV(DRAFT, None),), replay=False, needed=DraftMemory(logits=reserved))
+    )
     with pytest.raises(ConfigError) as refused:
         tokens(runner)
     assert refused.value.field == "--mem-fraction-static"
 
 
 def test_a_draft_runner_has_no_plan() -> None:
-    runner = runner_with(MemoryPlan(bounded_draft_kv_bytes=500_000, replay=False), True)
+    runner = runner_with(MemoryPlan((RING,), replay=False), True)
     assert tokens(runner) == 8_000
 
 

@@ -20,6 +20,7 @@ from sglang_dflash.serving.start.choose_worker import unserved_setting
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.serving.in_process import decode_of, filled, prepared
 from tests.serving.in_process import worker_of as worker_of_step
+from tests.serving.published import Arrived
 
 PAIR = demo_pair("dense")
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -124,20 +125,17 @@ def test_kv_of_a_blackwell_gpu(
 ) -> None:
     given = resolve(argv())
 
-    class Arrived:
-        def __getattr__(self, name: str) -> Any:
-            return changes.get(name, getattr(resolving_view(given), name))
-
-    assert unserved_setting(Arrived(), str(PAIR.draft)) == reason
+    arrived = Arrived(resolving_view(given), changes)
+    assert unserved_setting(arrived, str(PAIR.draft)) == reason
     if dtype is not None:
-        assert draft_dtype(Arrived(), monkeypatch) == dtype
+        assert draft_dtype(arrived, monkeypatch) == dtype
 
 
 @pytest.mark.parametrize("config", [FP8, NVFP4], ids=["fp8", "nvfp4"])
 def test_a_quantized_target_is_served(
     config: dict[str, Any], resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lm_head decides, when it is loaded: tests/engine/test_start_up.py."""
+    """Its lm_head decides, when it is loaded: tests/serving/test_start_up.py."""
     given = resolve(argv(target=quantized(tmp_path, "target", config)))
     assert worker_of(given) == "ours"
     # Also if the checkpoint asks for 8-bit KV of the target.
@@ -156,7 +154,7 @@ def test_8_bit_draft_kv_drafts(window: int | None, monkeypatch: pytest.MonkeyPat
     """A prefill and a decode step; the drafts are of tokens, whatever was rounded."""
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
     worker = filled(worker_of_step(window, dtype=torch.float8_e4m3fn), [9, 14])
-    assert worker.drafter.cache.kv.dtype == torch.float8_e4m3fn
+    assert worker.drafter.groups[0].cache.kv.dtype == torch.float8_e4m3fn
     result = worker.forward_batch_generation(decode_of([9, 14]))
-    assert worker.drafter.cache.kv.float().isfinite().all()
+    assert worker.drafter.groups[0].cache.kv.float().isfinite().all()
     assert all(1 <= n <= worker.block_size for n in result.accept_lens.tolist())

@@ -1,7 +1,4 @@
-"""The launch commands of the model cards, as printed, through SGLang's own parser and resolution.
-
-`sglang.Engine` with the same flags: tests/engine/test_published_engine.py.
-"""
+"""The launch commands of the model cards, through SGLang's own parser and resolution."""
 
 from __future__ import annotations
 

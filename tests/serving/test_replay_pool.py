@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent as recurrent
+from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.serving.hybrid import replay_pool
-from sglang_dflash.serving.hybrid.rollback import Replay, Snapshots
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, Snapshots
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import MemoryPlan
+from tests.serving.fake_cuda import FakeCuda
 
 REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
 
@@ -69,9 +74,10 @@ class FakePool(replay_pool.ReplayPool):
         self.recording = replay_pool.Recording()
 
 
-def verify(is_verify: bool, state_pool: Any, tokens: int = 2) -> None:
+def verify(is_verify: bool, state_pool: Any, tokens: int = 2, size: int = 5) -> None:
+    """Of four tokens, by two layers, with a request pool of that size."""
     requests = SimpleNamespace(
-        size=5, mamba_pool=state_pool, mamba2_layer_index=lambda layer_id: layer_id - 10
+        size=size, mamba_pool=state_pool, mamba2_layer_index=lambda layer_id: layer_id - 10
     )
     slots = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0][: 4 // tokens]))
     forward = SimpleNamespace(
@@ -81,7 +87,7 @@ def verify(is_verify: bool, state_pool: Any, tokens: int = 2) -> None:
     backend = SimpleNamespace(req_to_token_pool=requests, forward_metadata=slots)
     a = torch.arange(8.0).view(4, 2)
     calls: list[tuple[Any, ...]] = []
-    for layer in (SimpleNamespace(layer_id=11), SimpleNamespace(layer_id=10)):
+    for layer in (SimpleNamespace(layer_id=10), SimpleNamespace(layer_id=11)):
         replay_pool.record_verify(
             lambda *args, **_: calls.append(args), backend, layer, forward, None, a, -a
         )
@@ -114,15 +120,93 @@ def test_a_step_may_record_less_than_a_block() -> None:
     assert pool.recording.gates[0, 0, :2].tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
+def test_a_batch_padded_beyond_the_pool_is_recorded_as_far_as_the_pool_has_rows() -> None:
+    """SGLang pads the batches of its warm-ups to a multiple of the TP size."""
+    pool = FakePool()
+    verify(True, pool, tokens=1, size=2)
+    assert pool.recording.gates.shape[2] == 3
+    assert pool.recording.gates[0, 1, :, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert pool.recording.windows.equal(pool.mamba_cache.conv[0][:, [3, 1, 2]])
+
+
+def test_a_layer_is_recorded_by_one_operation() -> None:
+    """Beside views. The windows of all layers are copied by three, with the first layer."""
+    ran: Counter[str] = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if not func.is_view:
+                ran[func.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    pool = FakePool()
+    verify(True, pool)
+    with Watch():
+        verify(True, pool)
+    copied = {name: n for name, n in ran.items() if "copy" in name or "index" in name}
+    assert copied == {"_foreach_copy_.default": 2, "index.Tensor": 1, "copy_.default": 1}
+
+
+class Launched:
+    """SGLang's kernel, not launched: what it would be given."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(**given: Any) -> None:
+            self.grid, self.given = grid, given
+
+        return launch
+
+
+@pytest.mark.parametrize("snapshots", [True, False], ids=["snapshots", "replay"])
+def test_verify_has_the_launch_shape_of_a_verify_with_snapshots(
+    snapshots: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On sm_90: tiles of 4 value rows, not of 32. Without snapshots no row of them is named."""
+    kernel = Launched()
+    monkeypatch.setattr(recurrent, "fused_sigmoid_gating_delta_rule_update_kernel", kernel)
+    monkeypatch.setattr(recurrent, "_is_sm90", True)
+    requests, block, heads, dim = 3, 4, 2, 128
+    of_triton = TritonGDNKernel()
+    dispatcher: Any = SimpleNamespace(_get_target_verify_kernel=lambda _: of_triton)
+
+    def target_verify(_dispatcher: Any, **given: Any) -> None:
+        of_triton.target_verify(**given)
+
+    with FakeCuda(), torch.device("cuda"):
+        x = torch.zeros(1, requests * block, heads, dim)
+        states = torch.zeros(requests, heads, dim, dim)
+        buffer = (
+            torch.zeros(requests, block, heads, dim, dim)
+            if snapshots
+            else states.new_zeros(()).expand(requests, block, heads, dim, dim)
+        )
+        rows = torch.arange(requests, dtype=torch.int32)
+        for _ in range(2):
+            replay_pool.verify_without_snapshots(
+                target_verify, dispatcher, q=x, k=x, v=x, A_log=x[0, 0, :, 0], a=x[0, :, :, 0],
+                dt_bias=x[0, 0, :, 0], b=x[0, :, :, 0], ssm_states=states, cache_indices=rows,
+                query_start_loc=torch.zeros(requests + 1), intermediate_states_buffer=buffer,
+                intermediate_state_indices=rows, cache_steps=block, retrieve_parent_token=None,
+            )  # fmt: skip
+        assert kernel.given["BV"] == 4 and kernel.grid == (dim // 4, requests, heads)
+        assert kernel.given["intermediate_states_buffer"] is buffer
+        named = kernel.given["intermediate_state_indices"]
+        assert (named is rows) == snapshots
+        assert (named is getattr(dispatcher, "no_rows", None)) == (not snapshots)
+
+
 def test_a_buffer_without_memory_is_not_passed_on() -> None:
+    """To other kernels than that one."""
     passed: list[Any] = []
 
     def target_verify(_dispatcher: Any, **kwargs: Any) -> None:
         passed.append(kwargs["intermediate_states_buffer"])
 
-    real = torch.zeros(2, 3)
+    real, other = torch.zeros(2, 3), SimpleNamespace(_get_target_verify_kernel=lambda _: object())
     for buffer in (real, torch.zeros(()).expand(2, 3), None):
-        replay_pool.verify_without_snapshots(target_verify, None, intermediate_states_buffer=buffer)
+        replay_pool.verify_without_snapshots(
+            target_verify, other, intermediate_states_buffer=buffer
+        )
     assert passed[0] is real and passed[1:] == [None, None]
 
 
@@ -140,7 +224,7 @@ def test_new_weights_are_stacked_again() -> None:
     recorded = {i: gdn_layer(float(i)) for i in range(3)}
     pool = SimpleNamespace(recording=SimpleNamespace(layers=recorded))
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(mamba_pool=pool))
-    replay = Replay(runner, lambda *_: None)
+    replay = Replay(runner, TORCH_OPS)
     layers = replay.layers()
     stacked = (layers.conv_weight, layers.conv_bias, layers.a_log, layers.dt_bias)
     assert [t[1].unique().item() for t in stacked if t is not None] == [1.0] * 4

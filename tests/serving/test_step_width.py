@@ -135,7 +135,7 @@ def steps_of(widths: Sequence[int], window: int | None) -> tuple[Any, list[int]]
     """A worker after the prefill and a step of each width, and the committed lengths."""
     torch.manual_seed(1)
     worker = worker_of(window, widths=widths_of(Scripted(widths)))
-    worker.drafter.cache.kv.fill_(STALE)
+    worker.drafter.groups[0].cache.kv.fill_(STALE)
     return worker, run_steps(worker, widths)
 
 

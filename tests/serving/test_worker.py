@@ -59,7 +59,7 @@ def test_rows_of_padding_are_no_tokens(window: int | None) -> None:
     """Behind the hidden states of a prefill, and of a verify forward."""
     worker = filled(worker_of(window, padding=3), LENGTHS)
     result = worker.forward_batch_generation(decode_of(LENGTHS))
-    assert worker.drafter.cache.kv.isfinite().all()
+    assert worker.drafter.groups[0].cache.kv.isfinite().all()
     assert result.logits_output.hidden_states is None
     committed = result.new_seq_lens.tolist()
     newest = torch.cat([slots_of([0, n])[-1:] if row else slots_of([n])[-1:]

@@ -12,13 +12,13 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.reference import CHUNK_BYTES, TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.facts.draft_config import DraftConfig, Reach
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 
 
 class DraftAttention(Protocol):
     """Attention of the drafted blocks of R requests: `prepare` once per step, then `attend` for
-    every layer of that step.
+    every layer of that step. For the draft layers that share a draft KV cache.
 
     Letters in shapes: R requests, B block positions, C context columns, H query heads, G kv heads,
     D head dim.
@@ -37,7 +37,7 @@ class DraftAttention(Protocol):
         """softmax(q k^T / sqrt(D)) v over the visible context and the block.
 
         Args:
-            layer: draft layer, from 0.
+            layer: of those that it is for, from 0.
             q: `[R, B, H, D]`, after norm and RoPE.
             k: `[R, B, G, D]`, the block's own keys, after norm and RoPE.
             v: `[R, B, G, D]`.
@@ -95,20 +95,22 @@ class Setting:
     Attributes:
         block_size: B.
         device: where the cache is.
-        reach: of every layer's context.
+        layers: that it is for, and how they attend.
         tp: the rank, which holds a part of the heads.
         requests: most requests of a batch.
         columns: columns of the widest table.
         scratch: the cache's first scratch entry, if the backend needs them.
+        holes: whether K/V of a token in sight may be dead, as in a bounded cache.
     """
 
     block_size: int
     device: torch.device
-    reach: Reach
+    layers: tuple[LayerAttention, ...]
     tp: TensorParallel = field(default_factory=TensorParallel)
     requests: int = 1
     columns: int = 1
     scratch: int = 0
+    holes: bool = True
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Backend:
 BACKENDS: Mapping[str, Backend] = {
     "torch": Backend(
         Capabilities(),
-        lambda config, of: TorchAttention(config.layers_within(of.reach), of.block_size),
+        lambda _config, of: TorchAttention(of.layers, of.block_size),
         lambda _config, _setting: CHUNK_BYTES,
     )
 }

@@ -58,17 +58,22 @@ class PagedAttention:
     """`DraftAttention` through a page table. Needs R * B scratch entries in the cache."""
 
     def __init__(
-        self, layers: Sequence[LayerAttention], block_size: int, scratch: int, kernel: PagedKernel
+        self,
+        layers: Sequence[LayerAttention],
+        block_size: int,
+        scratch: int,
+        kernel: PagedKernel,
+        holes: bool = True,
     ) -> None:
-        """`scratch`: the first scratch entry."""
-        self._layers, self._block = tuple(layers), block_size
+        """`scratch`: the first scratch entry; `holes`: see `Setting`."""
+        self._layers, self._block, self._holes = tuple(layers), block_size, holes
         self._scratch, self._kernel = scratch, kernel
         none = torch.empty(0, dtype=torch.int32)
         self._kv, self._pages = none, Pages(none, none, none)
 
     def prepare(self, kv: Tensor, table: ContextTable) -> None:
         """Make the page table; no K/V is copied."""
-        self._kv, self._pages = kv, pages(table.entries, self._block, self._scratch)
+        self._kv, self._pages = kv, pages(table.entries, self._block, self._scratch, self._holes)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         block = self._kv[self._scratch : self._scratch + k.shape[0] * k.shape[1], layer]
@@ -79,16 +84,19 @@ class PagedAttention:
         return out.view(q.shape)
 
 
-def pages(entries: Tensor, block: int, scratch: int) -> Pages:
+def pages(entries: Tensor, block: int, scratch: int, holes: bool) -> Pages:
     """The live `entries` int32 `[R, C]` of each request, then its `block` scratch entries, which
-    begin at `scratch`. Reads nothing on the host."""
+    begin at `scratch`. Without `holes` the live ones are in front already, and are not sorted.
+    Reads nothing on the host."""
     requests, device = len(entries), entries.device
     live = entries >= 0
     counts = live.sum(1, keepdim=True)
-    order = (~live).to(torch.uint8).argsort(dim=1, stable=True)
+    if holes:
+        order = (~live).to(torch.uint8).argsort(dim=1, stable=True)
+        entries = entries.gather(1, order)
     steps = torch.arange(block, device=device)
     own = scratch + block * torch.arange(requests, device=device)[:, None] + steps
-    table = torch.cat((entries.gather(1, order), own.int()), dim=1)
+    table = torch.cat((entries, own.int()), dim=1)
     table.scatter_(1, counts + steps, own.int())
     queries = block * torch.arange(requests + 1, dtype=torch.int32, device=device)
     return Pages(table.clamp_(min=0), (counts[:, 0] + block).int(), queries)

@@ -33,12 +33,12 @@ class DraftKVCache:
     """Draft K/V entries, found by target slot. Here an entry's number is the slot: every token is
     written, and none is ever lost.
 
-    For drafts without a window, and for bounds that the target's pool does not exceed. There are no
-    tags, so every token must be written: a skipped one would leave the K/V of the slot's last
-    owner.
+    For layers that read the whole context, and in place of a ring that would be no smaller. There
+    are no tags, so every token must be written: a skipped one would leave the K/V of the slot's
+    last owner.
 
-    Letters in shapes: N tokens, R requests, C context columns, L draft layers, G kv heads, D head
-    dim. Target slots are int64. No method but `live_share` reads a device value on the host.
+    Letters in shapes: N tokens, R requests, C context columns, L layers of the cache, G kv heads, D
+    head dim. Target slots are int64. No method but `live_share` reads a device value on the host.
 
     Attributes:
         num_entries: entries, without the padding one.

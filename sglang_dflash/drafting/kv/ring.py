@@ -1,4 +1,5 @@
-"""A bounded draft KV cache: new entries overwrite the oldest that no running request reads."""
+"""A draft KV cache with fewer entries than the target's pool has slots: new entries overwrite the
+oldest that no running request reads."""
 
 from __future__ import annotations
 

@@ -159,7 +159,8 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
 def causal_conv(
     x: Tensor, history: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution, then the activation.
+    """Depthwise causal convolution, then the activation. Products are rounded to the dtype of x and
+    weight and summed in float32, as SGLang's Triton kernels do for decode and verify.
 
     Args:
         x: `[N, T, C]`.
@@ -173,14 +174,13 @@ def causal_conv(
     """
     width, tokens = weight.shape[1], x.shape[1]
     inputs = torch.cat([history.transpose(1, 2).to(x.dtype), x], 1)
-    wide, taps = inputs.float(), weight.float()
     # Products are summed tap by tap instead of by a convolution call, so that a token's sum is the
     # same in a block as in a forward of one token.
-    out = wide[:, :tokens] * taps[:, 0]
-    for tap in range(1, width):
-        out += wide[:, tap : tap + tokens] * taps[:, tap]
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if bias is not None:
         out += bias.float()
+    for tap in range(width):
+        out += inputs[:, tap : tap + tokens] * weight[:, tap]
     if activation is not None:
         out = ACTIVATIONS[activation](out)
     return out, inputs.unfold(1, width - 1, 1)

@@ -1,13 +1,14 @@
 """Replay: move Gated DeltaNet states forward by the accepted tokens of a verified block.
 
 Verification leaves the states unchanged and keeps its inputs (`VerifyInputs`). `block_outputs`
-computes the outputs of a block without the states between its tokens; `fold_` then applies the
-accepted tokens. Letters in shapes as in `gated_delta`, and: L layers, R kept blocks, B block
-positions, S slots of the state pool.
+computes the outputs of a block without the states between its tokens; `fold_` and `move_windows_`
+then apply the accepted tokens. Letters in shapes as in `gated_delta`, and: L layers, R kept blocks,
+B block positions, S slots of the state pool.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,29 +64,61 @@ class VerifyInputs(NamedTuple):
     b: Tensor
 
 
-def fold_(
-    layers: RecurrentLayers,
-    states: Tensor,
-    kept: VerifyInputs,
-    rows: Tensor,
-    source: Tensor,
-    target: Tensor,
-    lengths: Tensor,
-) -> None:
-    """Apply the first `lengths` tokens of N blocks to the states of all layers, in place.
+class Moves(NamedTuple):
+    """How N of the blocks move states of all layers. Rows with a negative target are skipped.
+
+    Attributes:
+        rows: int64 `[N]`, the blocks.
+        source, target: int64 `[N]`, slots of the states before and after. No target may be the
+            source or target of another row.
+        lengths: int64 `[N]`, accepted tokens, up to B.
+        checkpoints: int64 `[N]`, slots of the states after the first `steps` tokens; negative for
+            none, as in all rows if this is None.
+        steps: int64 `[N]`, 1 to `lengths` where there is a checkpoint.
+    """
+
+    rows: Tensor
+    source: Tensor
+    target: Tensor
+    lengths: Tensor
+    checkpoints: Tensor | None = None
+    steps: Tensor | None = None
+
+    def parts(self) -> Iterator[Moves]:
+        """To checkpoints, then to targets, of the rows that are not skipped."""
+        kept = self.target >= 0
+        if self.checkpoints is not None and self.steps is not None:
+            due = kept & (self.checkpoints >= 0)
+            every = (self.rows, self.source, self.checkpoints, self.steps)
+            yield Moves(*(x[due] for x in every))
+        yield Moves(*(x[kept] for x in self[:4]))
+
+
+def fold_(layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, moves: Moves) -> None:
+    """Apply the accepted tokens to the states of all layers, in place.
 
     Args:
         states: `[L, S, HV, V, K]`, the state pool.
         kept: the inputs of the blocks.
-        rows: int64 `[N]`, the blocks in `kept`.
-        source, target: int64 `[N]`, slots of the states before and after. No target may be the
-            source or target of another row. A row with a negative target is skipped.
-        lengths: int64 `[N]`, accepted tokens, 0 to B.
     """
-    valid = (target >= 0).nonzero()[:, 0]
-    if not len(valid):
-        return
-    rows, source, target, lengths = (x[valid] for x in (rows, source, target, lengths))
+    for part in moves.parts():
+        if len(part.rows):
+            _fold_part_(layers, states, kept, part)
+
+
+def move_windows_(pool: Tensor, windows: Tensor, moves: Moves) -> None:
+    """Copy the convolution's window after the accepted tokens of each block, in all layers.
+
+    Args:
+        pool: `[L, S, C, W - 1]`.
+        windows: `[L, R, B, C, W - 1]`, the last inputs after every block position.
+    """
+    for part in moves.parts():
+        pool[:, part.target] = windows[:, part.rows, part.lengths - 1]
+
+
+def _fold_part_(layers: RecurrentLayers, states: Tensor, kept: VerifyInputs, part: Moves) -> None:
+    rows, source, target, lengths = part[:4]
     window, inputs, a, b = (x[:, rows] for x in kept)
     block, keys = inputs.shape[2], layers.key_heads * layers.key_dim
     k, v = _keys_and_values(layers, window[:, :, keys:], inputs[..., keys:])

@@ -26,7 +26,8 @@ def causal_conv1d_fn(
     block_table: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Prefill: x `[C, T]` of all sequences -> `[C, T]`, token-major in memory.
+    """Prefill: x `[C, T]` of all sequences -> `[C, T]`, token-major in memory. Products are
+    float32, as in SGLang's compiled kernel.
 
     A sequence's last inputs are written to its slot of conv_states `[slots, C, W - 1]`.
     """
@@ -43,7 +44,11 @@ def causal_conv1d_fn(
         # Not multiplied by zero: a fresh slot may hold anything.
         history = history if old else torch.zeros_like(history)
         conv, windows = gdn.causal_conv(
-            tokens[None, start:end], history[None], weight, bias, activation_name(activation)
+            tokens[None, start:end].float(),
+            history[None],
+            weight.float(),
+            bias,
+            activation_name(activation),
         )
         out[start:end] = conv[0].to(x.dtype)
         conv_states[slot, :, :keep] = windows[0, -1].to(conv_states.dtype)

@@ -46,11 +46,6 @@ ATTENTION: Mapping[str, Backend] = {
         Capabilities(_CUDA, frozenset({64, 128}), capturable=True, scratch=True, kv_dtypes=_HALF),
         Lazy(_GPU + "flash_attention:fa4"),
     ),
-    "flashinfer": Backend(
-        Capabilities(_CUDA, head_dims=frozenset({64, 128, 256}), scratch=True, kv_dtypes=_HALF),
-        Lazy(_GPU + "flashinfer_attention:flashinfer"),
-        Lazy(_GPU + "flashinfer_attention:workspace_bytes"),
-    ),
 }
 
 

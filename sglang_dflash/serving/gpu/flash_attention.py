@@ -14,8 +14,9 @@ from sglang_dflash.drafting.attention.visibility import keys_around
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.errors import ConfigError
 
-# Major compute capability -> splits of a request's context. On Hopper, FA4 has one only.
-FA4_SPLITS = {9: 1, 10: 4}
+# Major compute capability -> splits of a request's context, 0 for as many as FA4 finds best. On
+# Hopper it has one only.
+FA4_SPLITS = {9: 1, 10: 0}
 # The kernels that sgl-kernel is built with.
 FA3_MAJORS = (8, 9)
 
@@ -26,7 +27,7 @@ def fa4(config: DraftConfig, setting: Setting) -> PagedAttention:
     if major not in FA4_SPLITS:
         raise _other_gpu("fa4", sorted(FA4_SPLITS), major)
     kernel = fa4_kernel(FA4_SPLITS[major])
-    return _paged(config, setting, kernel)
+    return _paged(setting, kernel)
 
 
 def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
@@ -34,12 +35,13 @@ def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
     major = _major(setting.device)
     if major not in FA3_MAJORS:
         raise _other_gpu("fa3", FA3_MAJORS, major)
-    return _paged(config, setting, fa3_kernel())
+    return _paged(setting, fa3_kernel())
 
 
-def _paged(config: DraftConfig, setting: Setting, kernel: PagedKernel) -> PagedAttention:
-    layers = config.layers_within(setting.reach)
-    return PagedAttention(layers, setting.block_size, setting.scratch, kernel)
+def _paged(setting: Setting, kernel: PagedKernel) -> PagedAttention:
+    return PagedAttention(
+        setting.layers, setting.block_size, setting.scratch, kernel, setting.holes
+    )
 
 
 def _other_gpu(name: str, majors: Sequence[int], found: int) -> ConfigError:
@@ -73,6 +75,8 @@ def fa4_kernel(splits: int) -> Any:
             max_seqlen_q=block,
             seqused_k=pages.lengths,
             page_table=pages.table,
+            # On the host, and no less than any request has: FA4 chooses its splits by it.
+            max_seqlen_k=pages.table.shape[1],
             causal=layer.causal and layer.sliding_window is None,
             window_size=keys_around(layer),
             num_splits=splits,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from sglang_dflash.drafting.self_check import check_recording
 logger = logging.getLogger(__name__)
 
 
+# Below that much free memory, of the rank that has least, SGLang records no draft graphs either.
+LEAST_FREE_GIB = 1.0
+
+
 class CudaGraphRecorder:
     """A `Recorder` by CUDA graphs, which share one memory pool of their own: the target's graphs
     may still hold logits in theirs."""
@@ -27,27 +31,47 @@ class CudaGraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._group = get_parallel().tp_group
 
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+    def record(self, runs: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
         from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
         from sglang.srt.distributed.parallel_state import graph_capture
+        from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc
         from sglang.srt.model_executor.runner_utils.pool import (
             get_or_create_global_graph_capture_stream,
         )
 
         set_graph_pool_id(self._pool)
-        graph = torch.cuda.CUDAGraph()
-        with graph_capture(stream=get_or_create_global_graph_capture_stream()) as context:
-            # Kernels are compiled and libraries initialized before the capture.
-            for _ in range(2):
-                torch.cuda.synchronize()
-                self._group.barrier()
-                run()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool, stream=context.stream):
-                run()
+        torch.cuda.empty_cache()
+        # Opened once: at its end the ranks exchange the addresses of their all-reduce buffers.
+        with (
+            freeze_gc(False),
+            graph_capture(stream=get_or_create_global_graph_capture_stream()) as context,
+        ):
+            replays = [self._record(run) for run in runs]
         torch.cuda.current_stream().wait_stream(context.stream)
         torch.cuda.synchronize()
+        return replays
+
+    def _record(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # Kernels are compiled and libraries initialized before the capture.
+        for _ in range(2):
+            torch.cuda.synchronize()
+            self._group.barrier()
+            run()
+        torch.cuda.synchronize()
+        graph.capture_begin(pool=self._pool)
+        try:
+            run()
+        finally:
+            graph.capture_end()
         return graph.replay
+
+    def free_gib(self) -> float:
+        """Free memory of the rank that has least."""
+        from sglang.srt.utils.common import get_available_gpu_memory
+
+        several, index = self._group.world_size > 1, torch.cuda.current_device()
+        return get_available_gpu_memory("cuda", index, several, cpu_group=self._group.cpu_group)
 
 
 def cuda_recorder(device: torch.device, capturable: bool) -> type[CudaGraphRecorder] | None:
@@ -90,12 +114,22 @@ def graphed(
             type(drafter).__name__,
         )
         return drafter
+    if isinstance(recorder, CudaGraphRecorder) and (free := recorder.free_gib()) < LEAST_FREE_GIB:
+        logger.warning(
+            "DFLASH: draft steps run without CUDA graphs: %.2f GiB of memory are free, and %.0f "
+            "are wanted; lower --mem-fraction-static or --cuda-graph-max-bs-decode",
+            free,
+            LEAST_FREE_GIB,
+        )
+        return drafter
     began, buckets = time.perf_counter(), captured_sizes(len(req_to_token) - 1)
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
         made = GraphedDrafter(drafter, recorder, req_to_token, buckets)
+        # While graphs are captured, all-reduces of eager steps return anything.
+        drafter.counters.clear()
         if self_check:
-            check_recording(drafter, made, req_to_token, buckets[-1])
+            check_recording(drafter, made, req_to_token, buckets)
             made.replays = dict.fromkeys(made.replays, 0)
     logger.info(
         "DFLASH: draft steps recorded in %.1f s by %s: %s",
@@ -118,7 +152,8 @@ def target_has_graphs(device: torch.device) -> bool:
 
 
 def captured_sizes(most: int) -> tuple[int, ...]:
-    """The target's batch sizes, by --cuda-graph-bs-decode and the like, up to `most` requests."""
+    """The target's batch sizes, by --cuda-graph-bs-decode and the like, up to `most` requests; that
+    is one of them if the largest size is larger."""
     from sglang.srt.runtime_context import get_exec
 
     graph: Any = get_exec().graph
@@ -126,4 +161,4 @@ def captured_sizes(most: int) -> tuple[int, ...]:
     sizes = graph.cuda_graph_bs_decode or (config.decode.bs if config is not None else None)
     if not sizes:
         return batch_buckets(most)
-    return tuple(n for n in sizes if n <= most) or (most,)
+    return tuple(sorted({min(n, most) for n in sizes}))

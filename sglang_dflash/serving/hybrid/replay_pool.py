@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from torch import Tensor
 
@@ -48,18 +49,22 @@ class Recording:
             block: tokens per request in this step, at most B.
         """
         index = pool.mamba2_layer_index(layer.layer_id)
-        gates = torch.stack((a, b)).unflatten(1, (-1, block))
-        conv, count = pool.mamba_pool.mamba_cache.conv[0], gates.shape[1]
+        conv = pool.mamba_pool.mamba_cache.conv[0]
         if not self.layers:
             depth, rows = len(conv), pool.size + 1
             # A step may verify less than a block; SGLang's own windows are for a whole one.
             most = pool.mamba_pool.mamba_cache.intermediate_conv_window[0].shape[2]
-            self.gates = gates.new_zeros(2, depth, rows, most, gates.shape[-1])
+            self.gates = a.new_zeros(2, depth, rows, most, a.shape[-1])
             self.windows = conv.new_zeros(depth, rows, *conv.shape[2:])
         self.layers[index] = layer
-        # Copies: a captured graph reuses the memory of its tensors.
-        self.gates[:, index, :count, :block] = gates
-        self.windows[index, :count] = conv[index, slots[:count].long()]
+        # Batches of warm-ups are padded beyond the pool; nothing of the padding is replayed.
+        count = min(len(a) // block, self.gates.shape[2])
+        if index == 0:
+            # Of all layers at once: a layer overwrites its own window, and none does so before the
+            # first. Copies, because a captured graph reuses the memory of its tensors.
+            self.windows[:, :count] = conv[:, slots[:count].long()]
+        kept, given = self.gates[:, index, :count, :block], (a, b)
+        torch._foreach_copy_(list(kept), [gate.unflatten(0, (-1, block))[:count] for gate in given])
 
 
 class ReplayPool(MambaPool):
@@ -105,10 +110,21 @@ def record_verify(
 
 
 def verify_without_snapshots(original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `GDNKernelDispatcher.target_verify`: pass no buffer for snapshots if the pool's has no
-    memory."""
+    """Around `GDNKernelDispatcher.target_verify`: no snapshots if their buffer has no memory.
+
+    SGLang's Triton kernel picks a launch shape by whether there is a buffer (on sm_90 an eighth of
+    the programs without one), and skips requests whose row in it is negative.
+    """
     buffer = kwargs.get("intermediate_states_buffer")
-    if buffer is not None and not any(buffer.stride()):
+    if buffer is None or any(buffer.stride()):
+        return original(dispatcher, *args, **kwargs)
+    kernel = dispatcher._get_target_verify_kernel(kwargs.get("retrieve_parent_token"))
+    if buffer.device.type == "cuda" and isinstance(kernel, TritonGDNKernel):
+        if not hasattr(dispatcher, "no_rows"):
+            # For all layers and graphs: as long as SGLang's table of rows, which never changes.
+            dispatcher.no_rows = torch.full_like(kwargs["intermediate_state_indices"], -1)
+        kwargs["intermediate_state_indices"] = dispatcher.no_rows
+    else:
         kwargs["intermediate_states_buffer"] = None
     return original(dispatcher, *args, **kwargs)
 

@@ -15,14 +15,21 @@ import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from torch import Tensor
 
-from sglang_dflash.drafting.graphs import PADDING_SLOT
-from sglang_dflash.drafting.recurrent.replay import RecurrentLayers, VerifyInputs, fold_
+from sglang_dflash.drafting.recurrent import replay
+from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.seams import REPLAY_SEAMS
 
-# See `fold_` in drafting/recurrent/replay.py.
-Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Tensor, Tensor, Tensor, Tensor], None]
+
+class ReplayOps(NamedTuple):
+    """The operations of a commit; see drafting/recurrent/replay.py."""
+
+    fold_: Callable[[RecurrentLayers, Tensor, VerifyInputs, Moves], None]
+    move_windows_: Callable[[Tensor, Tensor, Moves], None]
+
+
+TORCH_OPS = ReplayOps(replay.fold_, replay.move_windows_)
 
 GATED_DELTA_NET = "Gated DeltaNet"
 
@@ -48,6 +55,9 @@ class Rollback(Protocol):
     def scratch_bytes(self) -> int:
         """Bytes that verification needs beside the states, of all running requests."""
 
+    def warm_up(self) -> None:
+        """Compile what `commit` launches. Called once, when the target's graphs are captured."""
+
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
         B) tokens."""
@@ -65,6 +75,9 @@ class Snapshots:
     def scratch_bytes(self) -> int:
         return verify_scratch_bytes(self._runner)
 
+    def warm_up(self) -> None:
+        """Nothing: SGLang warms its kernels up."""
+
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         self._runner.attn_backend.update_mamba_state_after_mtp_verify(
             last_correct_step_indices=lengths - 1,
@@ -79,8 +92,8 @@ class Replay:
 
     name = "replay"
 
-    def __init__(self, model_runner: Any, fold: Fold) -> None:
-        self._runner, self._fold = model_runner, fold
+    def __init__(self, model_runner: Any, ops: ReplayOps) -> None:
+        self._runner, self._ops = model_runner, ops
         self._layers: RecurrentLayers | None = None
         self._weights_changed = False
 
@@ -107,27 +120,32 @@ class Replay:
         backend = self._runner.attn_backend.linear_attn_backend
         slots = backend.forward_metadata.mamba_cache_indices[: len(lengths)].long()
         rows = torch.arange(len(lengths), device=lengths.device)
-        layers = self.layers()
+        moves = Moves(rows, slots, slots, lengths)
         if checkpoints is not None:
             # Only the device knows which are due. Reading it would make the host wait every step.
             due = (checkpoints.steps >= 0) & (checkpoints.slots >= 0)
             # A unified memory pool renumbers its state slots; other pools return them unchanged.
             to = backend._translate_mamba_indices(checkpoints.slots.clamp(min=0)).long()
-            self._write(layers, rows, slots, to.where(due, -1), checkpoints.steps + 1)
-        self._write(layers, rows, slots, slots, lengths)
+            moves = moves._replace(checkpoints=to.where(due, -1), steps=checkpoints.steps + 1)
+        self._move(moves)
 
-    def _write(
-        self, layers: RecurrentLayers, rows: Tensor, source: Tensor, target: Tensor, lengths: Tensor
-    ) -> None:
-        """Write state and convolution window after `lengths` tokens into the slots `target` of
-        every layer's pool; a negative target is skipped."""
+    def _move(self, moves: Moves) -> None:
         pool = self._runner.req_to_token_pool.mamba_pool
         cache, recording = pool.mamba_cache, pool.recording
         # [L, R, B, C, W - 1], the last inputs after every block position.
         windows = cache.intermediate_conv_window[0]
         kept = VerifyInputs(recording.windows, windows[..., -1], *recording.gates)
-        self._fold(layers, cache.temporal, kept, rows, source, target, lengths)
-        cache.conv[0][:, target.clamp(min=PADDING_SLOT)] = windows[:, rows, lengths - 1]
+        self._ops.fold_(self.layers(), cache.temporal, kept, moves)
+        self._ops.move_windows_(cache.conv[0], windows, moves)
+
+    def warm_up(self) -> None:
+        """Compile the kernels of a commit, with and without checkpoints, if a verify forward has
+        been recorded, as for the target's graphs. Moves nothing."""
+        pool = self._runner.req_to_token_pool.mamba_pool
+        if pool.recording.layers:
+            nothing = torch.full((1,), -1, device=pool.mamba_cache.temporal.device)
+            self._move(Moves(*[nothing] * 4))
+            self._move(Moves(*[nothing] * 6))
 
 
 def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
@@ -152,15 +170,15 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
     if requested == "snapshot":
         return Snapshots(model_runner)
     install_late(REPLAY_SEAMS)
-    return Replay(model_runner, _fold_op(torch.device(model_runner.device)))
+    return Replay(model_runner, _ops(torch.device(model_runner.device)))
 
 
-def _fold_op(device: torch.device) -> Fold:
+def _ops(device: torch.device) -> ReplayOps:
     if device.type != "cuda":
-        return fold_
+        return TORCH_OPS
     from dflash_kernels import gated_delta_fold
 
-    return gated_delta_fold.fold_
+    return ReplayOps(gated_delta_fold.fold_, gated_delta_fold.move_windows_)
 
 
 def recurrent_kind(model_config: Any) -> str | None:

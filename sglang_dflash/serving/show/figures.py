@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sglang_dflash.drafting.drafter import Proposer
+from sglang_dflash.drafting.groups import KVGroup
+from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
@@ -46,13 +48,13 @@ SET_UP = (
     Figure("block_size", lambda s: s.options.block_size),
     Figure("window", lambda s: s.options.reach.tokens),
     Figure("sinks", lambda s: s.options.reach.sinks),
-    Figure("draft_kv_entries", lambda s: s.drafter.cache.num_entries),
-    Figure("draft_kv_is_bounded", lambda s: s.drafter.cache.is_bounded),
+    Figure("draft_kv_entries", lambda s: min(cache.num_entries for cache in s.caches)),
+    Figure("draft_kv_groups", lambda s: [shown_group(group) for group in s.drafter.groups]),
     Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name),
     Figure("recurrent_scratch_bytes", lambda s: s.rollback and s.rollback.scratch_bytes),
-    Figure("draft_kv_bytes", lambda s: s.drafter.cache.kv.nbytes),
+    Figure("draft_kv_bytes", lambda s: sum(cache.kv.nbytes for cache in s.caches)),
     Figure("draft_memory_bytes", lambda s: s.memory),
-    Figure("draft_kv_dtype", lambda s: str(s.drafter.cache.kv.dtype).removeprefix("torch.")),
+    Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch.")),
     Figure("draft_attention", lambda s: s.attention),
     Figure("draft_ops", lambda s: type(s.model.ops).__name__),
     Figure("simulated_acceptance", lambda s: s.simulated),
@@ -61,7 +63,7 @@ SET_UP = (
 )
 # What steps change.
 COUNTS = (
-    Figure("draft_kv_live_share", lambda s: round(s.drafter.cache.live_share(), 4)),
+    Figure("draft_kv_live_share", lambda s: round(min(c.live_share() for c in s.caches), 4)),
     Figure("verify_steps", lambda s: s.counts.drafted.steps,
            "verify_steps", "Verify steps, one per live request and forward."),
     Figure("committed_tokens", lambda s: s.counts.drafted.tokens,
@@ -87,6 +89,17 @@ COUNTS = (
     Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
     Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()}),
 )  # fmt: skip
+
+
+def shown_group(group: KVGroup) -> dict[str, Any]:
+    """A draft KV cache, and the layers that it is of."""
+    return {
+        "layers": list(group.layers.numbers),
+        "window": group.reach.tokens,
+        "sinks": group.reach.sinks,
+        "entries": group.cache.num_entries,
+        "is_ring": group.cache.is_bounded,
+    }
 
 
 class Series:
@@ -170,6 +183,10 @@ class Figures:
     def __post_init__(self) -> None:
         self.counts, self.times = AcceptanceCounts(self.options.block_size), PhaseTimes()
         self._series = None if self.labels is None else Series(self, self.labels)
+
+    @property
+    def caches(self) -> list[DraftKVCache]:
+        return [group.cache for group in self.drafter.groups]
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""

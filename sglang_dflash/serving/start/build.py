@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.runtime_context import (
+    attention_backends,
     get_model,
     get_observability,
     get_parallel,
@@ -113,7 +115,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         began = time.perf_counter()
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
         self._load_seconds = time.perf_counter() - began
-        options = self._asked.resolve(model.config)
+        context = runner.model_config.context_len
+        options = replace(self._asked.resolve(model.config), context=context)
         self._extension = load_extension(self._flags.extension, self._target_worker)
         if self._extension.width_policy is None:
             self._policy = flags.width_policy(server_args, settings, options.block_size)
@@ -122,6 +125,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         asked_for = asked_attention(server_args)
         dtype = draft_kv_dtype(runner.dtype)
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
+        if asked_for is None and "flashinfer" in attention_backends():
+            logger.info(
+                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
+                "step on the host, which has no part in a recorded draft step",
+                self._attention,
+            )
         backend = ATTENTION[self._attention]
         self._recorder = self._extension.recorder
         if self._recorder is None and self._flags.draft_graphs == "auto":
@@ -136,13 +145,12 @@ class DFlashSpecWorker(BaseSpecWorker):
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         self._memory = plan.needed
-        context = runner.model_config.context_len
         for warning in options.warnings(model.config, context, self._names):
             logger.warning("DFLASH: %s", warning)
         sampling.warn_of_simulation()
 
     def _allocate(self, requests: Any, allocator: Any) -> Proposer:
-        """The drafter, with its cache and attention.
+        """The drafter, with its caches and attention.
 
         Raises:
             ConfigError: the pool is too small for the block.
@@ -151,14 +159,14 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup, runner = self._setup, self._target_worker.model_runner
         self._asked.check_room(setup.options, context=None, kv_tokens=allocator.size)
         rows, positions = requests.size, requests.req_to_token.shape[1]
-        slots = allocator.size + allocator.page_size
-        cache = setup.cache(slots, rows, memory.is_bounded(runner))
-        attention = setup.attention(cache, rows, positions)
+        # If sliding layers have a pool of their own, `size` is the smaller one's.
+        tokens = allocator.size_full
+        groups = setup.groups(tokens, tokens + allocator.page_size, rows, positions)
         if self._flags.self_check == "on":
-            setup.check(attention, cache)
+            setup.check(groups)
         head = target_head(runner.model)
         make = self._extension.make_drafter or Drafter
-        return make(setup.model, head, cache, setup.options, attention)
+        return make(setup.model, head, groups, setup.options)
 
     def _build(self, drafter: Proposer, req_to_token: torch.Tensor) -> DFlashWorker:
         """The worker. Raises SelfCheckFailed if a recorded step differs from an eager one.
@@ -172,12 +180,13 @@ class DFlashSpecWorker(BaseSpecWorker):
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
             drafter = graphed(drafter, self._recorder(), req_to_token, is_checked)
+        if self._rollback is not None:
+            self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(
-            target_worker, drafter, req_to_token, setup.options.reach, ranks, setup.running
-        )
+        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
+        entries = min(group.cache.num_entries for group in drafter.groups)
         figures = Figures(
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
             ranks=setup.tp.size,
@@ -191,7 +200,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             rollback=self._rollback,
             policy=policy,
             seeds=prefill.ignored_seeds,
-            watch=DraftWatch(drafter.counters, drafter.cache.num_entries, setup.tp.rank == 0),
+            watch=DraftWatch(drafter.counters, entries, setup.tp.rank == 0),
             width_steps=widths.steps,
             labels=metric_labels(),
         )

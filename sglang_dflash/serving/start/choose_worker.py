@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import dummy_model, load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
-from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.seam.seam import verify
@@ -33,6 +30,11 @@ from sglang_dflash.serving.gpu.backends import (
 )
 from sglang_dflash.serving.seams import SEAMS
 from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.start.draft_files import (
+    check_as_sglang_reads_it,
+    distrust,
+    refuse_code,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,10 @@ def check_pair(server_args: Any) -> None:
             "--speculative-draft-model-path has no effect without --speculative-algorithm: the "
             "server decodes plainly; add --speculative-algorithm DFLASH"
         )
-    if not _dflash_requested(settings):
+    requested = _dflash_requested(settings)
+    distrust(settings.speculative_draft_model_path if requested else None)
+    if not requested:
+        flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
     try:
         _check(server_args, settings)
@@ -71,16 +76,18 @@ def check_pair(server_args: Any) -> None:
 
 def _check(server_args: Any, settings: Any) -> None:
     """`check_pair`. Errors name settings."""
-    if flags.ServerFlags.of(server_args).worker == "builtin":
-        refuse_code(_folder(settings, weights=False), settings)
-        return
-    folder = _folder(settings)
+    builtin = flags.ServerFlags.of(server_args).worker == "builtin"
+    if builtin:
+        flags.warn_without_effect(server_args, "with --speculative-dflash-worker builtin")
+    folder = _folder(settings, weights=not builtin)
     refuse_code(folder, settings)
     try:
-        config = DraftConfig.from_pretrained(folder)
+        config = None if builtin else DraftConfig.from_pretrained(folder)
     except UnsupportedDraft:
+        config = None
+    check_as_sglang_reads_it(folder, server_args)
+    if config is None:
         return
-    _check_as_sglang_reads_it(folder, settings)
     options = flags.options(server_args, settings)
     resolved = options.resolve(config)
     model = model_config_of(server_args)
@@ -105,49 +112,6 @@ def _check(server_args: Any, settings: Any) -> None:
             DraftModel(config, TensorParallel(size=settings.tp_size))
 
 
-def refuse_code(folder: str, settings: Any) -> None:
-    """Raise ConfigError if SGLang would run a file of the draft's folder. No Python of it is ever
-    run, whatever --trust-remote-code says of the target.
-
-    SGLang and Transformers run what `auto_map` of a checkpoint's config.json names: `AutoConfig`
-    when the config is read and remote code is trusted, everything when SGLang has no class for the
-    model, or is told not to use it. Published drafts name an `AutoModel`, which SGLang ignores
-    because it has a class of its own.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():  # `DraftConfig` has the message, or SGLang's worker has another format.
-        return
-    raw = read_json_object(path, "draft checkpoint")
-    auto_map = raw.get("auto_map")
-    if not isinstance(auto_map, Mapping) or not auto_map:
-        return
-    would_run = None
-    if "AutoConfig" in auto_map and settings.trust_remote_code:
-        would_run = "--trust-remote-code would run its AutoConfig"
-    elif settings.model_impl == "transformers":
-        would_run = "--model-impl transformers would run it"
-    elif not _has_class(raw.get("architectures")):
-        would_run = f"SGLang has no class for {shown(raw.get('architectures'))} and would run it"
-    if would_run is not None:
-        raise ConfigError(
-            "auto_map",
-            dict(auto_map),
-            f"{would_run}; code of a draft is never run: remove the entry from {str(path)!r}",
-        )
-
-
-def _has_class(architectures: Any) -> bool:
-    """Whether SGLang serves one of the architectures with a class of its own."""
-    if architectures == ["DFlashDraftModel"]:
-        return True
-    if not isinstance(architectures, list):
-        return False
-    from sglang.srt.models.registry import ModelRegistry  # Imports every model.
-
-    names = [name for name in architectures if isinstance(name, str)]
-    return any(ModelRegistry.is_arch_supported(name) for name in names)
-
-
 def _check_device(
     server_args: Any, settings: Any, config: DraftConfig, device: torch.device
 ) -> None:
@@ -163,21 +127,6 @@ def _check_device(
     )
     check_kv_dtype(dtype, device)
     check_attention(server_args, config, device, dtype)
-
-
-def _check_as_sglang_reads_it(folder: str, settings: Any) -> None:
-    """Raise ConfigError if SGLang, which reads the config.json too, cannot: Transformers must know
-    its model_type, and checks fields that we do not read."""
-    try:
-        get_config(folder, trust_remote_code=settings.trust_remote_code)
-    # Transformers raises errors of many types.
-    except Exception as error:
-        raise ConfigError(
-            "draft checkpoint",
-            folder,
-            "Transformers, which SGLang uses, cannot read the config.json in this folder "
-            f"({cut(str(error))})",
-        ) from error
 
 
 def _dflash_requested(settings: Any) -> bool:

@@ -1,21 +1,26 @@
-"""The drafter's cache and attention for one server, and the check of its operations at start-up."""
+"""The drafter's caches and attention for one server, and their check at start-up."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash.drafting.attention.backend import Backend, DraftAttention, Setting
+from sglang_dflash.drafting.attention.backend import Backend, Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.self_check import check_attention, check_ops
+from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
+from sglang_dflash.facts.draft_config import LayerGroup
+from sglang_dflash.facts.sizes import GroupKV
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +31,7 @@ class DraftSetup:
 
     Attributes:
         backend: of draft attention.
-        kv_dtype: of the draft KV cache.
+        kv_dtype: of draft K/V.
         running: --max-running-requests.
     """
 
@@ -38,52 +43,83 @@ class DraftSetup:
     kv_dtype: torch.dtype
     running: int
 
-    def cache(self, target_slots: int, rows: int, bounded: bool) -> DraftKVCache:
-        """The draft KV cache beside a target pool of that many slots.
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        return self.model.config.groups(self.options.reach)
+
+    def group_kv(self, layers: LayerGroup) -> GroupKV:
+        """What sizes the draft KV cache of a group of layers."""
+        token_bytes = math.prod(layers.kv_shape(self.model.kv_shape)) * self.kv_dtype.itemsize
+        return GroupKV(token_bytes, self.options.ring_entries(layers.reach, self.running))
+
+    def setting(
+        self,
+        layers: LayerGroup,
+        requests: int,
+        positions: int,
+        scratch: int = 0,
+        holes: bool = True,
+    ) -> Setting:
+        """What attention of a group of layers is made for.
 
         Args:
-            rows: requests that SGLang's request-to-token table holds.
-            bounded: whether the target's pool was sized for a bounded cache.
+            requests, positions: of the request-to-token table.
+            scratch, holes: see `Setting`.
         """
-        shape, block = self.model.kv_shape, self.options.block_size
-        scratch = rows * block if self.backend.capabilities.scratch else 0
-        entries = self.options.draft_kv_entries(self.running)
-        # A bound that the target's pool does not exceed saves nothing.
-        if entries is not None and bounded and entries < target_slots:
-            return RingKVCache(entries, target_slots, shape, self.kv_dtype, self.device, scratch)
-        return DraftKVCache(target_slots, shape, self.kv_dtype, self.device, scratch)
-
-    def attention(self, cache: DraftKVCache, rows: int, positions: int) -> DraftAttention:
-        """Draft attention over `cache`; `rows` and `positions`: of the request-to-token table."""
-        reach = self.options.reach
-        setting = Setting(
+        return Setting(
             self.options.block_size,
             self.device,
-            reach,
+            layers.layers,
             tp=self.tp,
-            requests=rows,
-            columns=reach.of(positions),
-            scratch=cache.num_entries + 1,
+            requests=requests,
+            columns=layers.reach.of(positions),
+            scratch=scratch,
+            holes=holes,
         )
-        return self.backend.make(self.model.config, setting)
 
-    def check(self, attention: DraftAttention, cache: DraftKVCache) -> None:
+    def groups(
+        self, kv_tokens: int, target_slots: int, rows: int, positions: int
+    ) -> tuple[KVGroup, ...]:
+        """The draft KV caches beside a target pool, with attention over them.
+
+        Args:
+            kv_tokens: of the pool.
+            target_slots: of the pool, its padding included.
+            rows, positions: of SGLang's request-to-token table.
+        """
+        scratch = rows * self.options.block_size if self.backend.capabilities.scratch else 0
+        found = []
+        for layers in self.layer_groups:
+            of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
+            entries = self.group_kv(layers).entries(kv_tokens)
+            cache = DraftKVCache(target_slots, *of_cache) if entries is None else (
+                RingKVCache(entries, target_slots, *of_cache)
+            )  # fmt: skip
+            after = cache.num_entries + 1
+            setting = self.setting(layers, rows, positions, after, cache.is_bounded)
+            attention = self.backend.make(self.model.config, setting)
+            found.append(KVGroup(layers, cache, attention))
+        return tuple(found)
+
+    def check(self, groups: Sequence[KVGroup]) -> None:
         """Compare operations and attention with torch's, if they are not torch's.
 
         Args:
-            cache: empty; the attention may keep K/V at its end.
+            groups: with empty caches; the attention may keep K/V at their ends.
 
         Raises:
             SelfCheckFailed: one of them differs.
         """
-        began = time.perf_counter()
+        began, block = time.perf_counter(), self.options.block_size
         with torch.no_grad():
-            checked = check_ops(self.model, self.options.block_size)
-            if not isinstance(attention, TorchAttention):
-                compacts = self.backend.capabilities.scratch
-                block, reach = self.options.block_size, self.options.reach
-                check_attention(self.model, block, attention, cache.kv, compacts, reach)
-                checked.append(type(attention).__name__)
+            checked = check_ops(self.model, block)
+            for group in groups:
+                if not isinstance(group.attention, TorchAttention):
+                    dead: Dead = "any"
+                    if self.backend.capabilities.scratch:
+                        dead = "oldest" if group.cache.is_bounded else "none"
+                    check_attention(self.model, block, group, dead)
+                    checked.append(type(group.attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)
             names = ", ".join(checked)

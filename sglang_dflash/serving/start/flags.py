@@ -84,8 +84,9 @@ class ServerFlags:
     )
     request_guard: str = _flag(
         "on",
-        "Whether requests that would end the server are refused with HTTP 400, under any "
-        "--speculative-algorithm and without one. Default: on.",
+        "Whether requests that SGLang cannot take are refused with HTTP 400, and a failed step "
+        "ends only the requests that caused it, under any --speculative-algorithm and without "
+        "one. Default: on.",
         choices=guard.CHOICES,
     )
     extension: str | None = _flag(
@@ -159,6 +160,15 @@ def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
             "request guard does not run, and a bad request may end the server; 1 guards it",
             tokenizer_workers,
         )
+
+
+def warn_without_effect(server_args: Any, why: str) -> None:
+    """Log one line if flags of our worker are given to a server that it does not serve."""
+    ours = ("worker", "request_guard")
+    given = getattr(server_args, guard.ATTRIBUTE, {})
+    lost = [_typed(name) for name in given if name.removeprefix(PREFIX) not in ours]
+    if lost:
+        logger.warning("%s: no effect %s", ", ".join(lost), why)
 
 
 def options(server_args: Any, resolved: Any) -> Options:

@@ -1,8 +1,7 @@
 """Memory of the drafter and of verification, in SGLang's sizing of the target's pools.
 
-SGLang charges a draft slot per target token. A bounded draft KV cache is charged once, and each
-target token at its own price. If that leaves the target fewer tokens, because the bound exceeds
-what the pool can hold, SGLang's way stands.
+SGLang charges a draft slot per target token, of all layers. Here it charges the layers that have
+one, and rings are taken out of its budget.
 
 The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the draft
 (`SpecAuxHiddenStateConfig`), which the target's runner passes to its `KVCacheConfigurator`.
@@ -11,7 +10,6 @@ The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,11 +27,10 @@ from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state imp
 from sglang.srt.runtime_context import attention_backends, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.facts import sizes
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.sizes import BYTES_PER_TARGET_SLOT, DraftMemory
+from sglang_dflash.facts.sizes import Charge, DraftMemory, GroupKV, draft_kv_charge
 from sglang_dflash.facts.target_config import RecurrentShape
 from sglang_dflash.serving.gpu.graphs import captured_sizes, largest_recorded, target_has_graphs
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
@@ -48,18 +45,18 @@ class MemoryPlan:
     """What our worker needs beside the target's pools.
 
     Attributes:
-        bounded_draft_kv_bytes: bytes of a bounded draft KV cache; None if none was asked for.
+        draft_kv: of each group of draft layers.
         replay: whether recurrent layers roll back by replay, so that no snapshots are kept.
         needed: of the drafter, beside weights and K/V.
         recorded: whether its steps are recorded.
-        bounded: whether the sizing took the bound; None before the sizing.
+        charge: what draft K/V takes beside the pool; None before the sizing.
     """
 
-    bounded_draft_kv_bytes: int | None
+    draft_kv: tuple[GroupKV, ...]
     replay: bool
     needed: DraftMemory = field(default_factory=DraftMemory)
     recorded: bool = False
-    bounded: bool | None = None
+    charge: Charge | None = None
 
 
 class PlannedDraft(SpecAuxHiddenStateConfig):
@@ -86,9 +83,8 @@ def plan_memory(
     needed = draft_memory(setup, positions, largest, narrow=bool(widths))
     needed = needed._replace(narrow_widths=_narrow_widths(setup, model_config, widths, positions))
     logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
-    entries = setup.options.draft_kv_entries(setup.running)
     return MemoryPlan(
-        bounded_draft_kv_bytes=None if entries is None else entries * _kv_bytes_per_token(setup),
+        draft_kv=tuple(map(setup.group_kv, setup.layer_groups)),
         replay=replay,
         needed=needed,
         recorded=recorded,
@@ -105,31 +101,28 @@ def draft_memory(
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         narrow: whether there are steps that draft nothing.
     """
-    options, config, requests = setup.options, setup.model.config, setup.running
-    block, reach = options.block_size, options.reach
-    columns = reach.of(positions)
-    sorts = setup.backend.capabilities.scratch
-    setting = Setting(block, setup.device, reach, tp=setup.tp, requests=requests, columns=columns)
+    config, requests, block = setup.model.config, setup.running, setup.options.block_size
+    settings = [setup.setting(layers, requests, positions) for layers in setup.layer_groups]
+    paged = setup.backend.capabilities.scratch
     of_steps = sizes.draft_memory(
         config,
         block_size=block,
         requests=requests,
-        columns=columns,
-        entries=options.draft_kv_entries(requests),
+        columns=sum(setting.columns for setting in settings),
+        ring_columns=sum(
+            layers.reach.of(positions) for layers in setup.layer_groups if layers.reach.is_bounded
+        ),
         itemsize=setup.model.fc.weight.element_size(),
         ranks=setup.tp.size,
-        sorts=sorts,
+        paged=paged,
         recorded=recorded,
         waiting_steps=MOST_STEPS if narrow else 0,
     )
+    token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
-        scratch_kv=(1 + requests * block * sorts) * _kv_bytes_per_token(setup),
-        attention_workspace=setup.backend.workspace(config, setting),
+        scratch_kv=(1 + requests * block * paged) * token_bytes,
+        attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )
-
-
-def _kv_bytes_per_token(setup: DraftSetup) -> int:
-    return math.prod(setup.model.kv_shape) * setup.kv_dtype.itemsize
 
 
 def _narrow_widths(
@@ -168,39 +161,27 @@ def plan_of(configurator: Any) -> MemoryPlan | None:
     return getattr(configurator.spec_aux_config, "plan", None)
 
 
-def is_bounded(model_runner: Any) -> bool:
-    """Whether the target's pool was sized for a bounded draft KV cache."""
-    plan = plan_of(model_runner.kv_cache_configurator)
-    return plan is not None and bool(plan.bounded)
-
-
 def pool_config(original: Any, configurator: Any, budget_bytes: int, **others: Any) -> Any:
-    """Around `KVCacheConfigurator.config_from_budget`: leave what the drafter needs beside its K/V,
-    take the way that gives the target more tokens, and note in the configurator's plan which one
-    that is. Raises ConfigError: nothing would be left."""
+    """Around `KVCacheConfigurator.config_from_budget`: leave what the drafter needs, rings
+    included, and note it in the configurator's plan. Raises ConfigError: nothing would be left."""
     plan = plan_of(configurator)
     if plan is None:
         return original(configurator, budget_bytes, **others)
-    if plan.bounded is not None:
+    if plan.charge is not None:
         # Sized again, after graphs were captured: the draft K/V is allocated and not in the budget.
-        _charge_draft(configurator, plan, layers=0, cell=None)
+        _charge_draft(configurator, plan, per_token=0)
         later = plan.needed.after_graphs(plan.recorded)
         return original(configurator, budget_bytes - later, **others)
     budget_bytes = _without_reserve(plan, budget_bytes)
-    per_token = original(configurator, budget_bytes, **others)
-    bound = plan.bounded_draft_kv_bytes
-    # What SGLang charges the draft's K/V by, per target token: layers, and bytes if known.
-    layers = configurator.spec_aux_config.dflash_draft_num_layers
-    cell = configurator.dflash_draft_cell_size_per_token
-    if bound is not None and budget_bytes > bound:
-        _charge_draft(configurator, replace(plan, bounded=True), layers=0, cell=None)
-        bounded = original(configurator, budget_bytes - bound, **others)
-        tags = BYTES_PER_TARGET_SLOT * bounded.max_total_num_tokens
-        bounded = original(configurator, budget_bytes - bound - tags, **others)
-        if bounded.max_total_num_tokens >= per_token.max_total_num_tokens:
-            return bounded
-    _charge_draft(configurator, replace(plan, bounded=False), layers, cell)
-    return per_token
+
+    def sized(charge: Charge) -> Any:
+        _charge_draft(configurator, replace(plan, charge=charge), charge.per_token)
+        return original(configurator, budget_bytes - charge.once, **others)
+
+    def fits(charge: Charge) -> int:
+        return sized(charge).max_total_num_tokens if charge.once < budget_bytes else 0
+
+    return sized(draft_kv_charge(plan.draft_kv, fits))
 
 
 def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
@@ -216,13 +197,13 @@ def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
         )
 
 
-def _charge_draft(
-    configurator: Any, plan: MemoryPlan, layers: int | None, cell: int | None
-) -> None:
+def _charge_draft(configurator: Any, plan: MemoryPlan, per_token: int) -> None:
+    """Note the plan, and charge so many bytes of draft K/V per target token."""
     described = msgspec.structs.asdict(configurator.spec_aux_config)
-    described.update(dflash_draft_num_layers=layers, plan=plan)
+    # SGLang charges the bytes if there is a layer.
+    described.update(dflash_draft_num_layers=int(per_token > 0), plan=plan)
     configurator.spec_aux_config = PlannedDraft(**described)
-    configurator.dflash_draft_cell_size_per_token = cell
+    configurator.dflash_draft_cell_size_per_token = per_token or None
 
 
 def table_positions(context_len: int) -> int:

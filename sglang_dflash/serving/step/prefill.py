@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.drafter import Proposer
-from sglang_dflash.drafting.kv import DraftKVCache
-from sglang_dflash.facts.draft_config import Reach
+from sglang_dflash.drafting.groups import KVGroup, Written
 from sglang_dflash.serving.show.counts import IgnoredSeeds
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
@@ -40,14 +39,12 @@ class PrefillStep:
         target_worker: Any,
         drafter: Proposer,
         req_to_token: Tensor,
-        reach: Reach,
         ranks: Ranks,
         max_running_requests: int,
     ) -> None:
         self._target_worker, self._drafter = target_worker, drafter
         self._table = req_to_token
-        self._reach, self._ranks = reach, ranks
-        self._max_running_requests = max_running_requests
+        self._ranks, self._max_running_requests = ranks, max_running_requests
         self.ignored_seeds = IgnoredSeeds()
 
     def __call__(
@@ -63,7 +60,7 @@ class PrefillStep:
             # must have seen their last ones.
             barrier()
         self.ignored_seeds.warn_once(batch)
-        writes = place_prompt(batch, self._table, self._drafter.cache, self._reach)
+        writes = place_prompt(batch, self._table, self._drafter.groups)
         result = self._target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
         )
@@ -79,9 +76,12 @@ class PrefillStep:
 
     def _absorb(self, writes: PromptWrites, requests: int, output: Any) -> None:
         """Pass the hidden states of prompt tokens of that many requests to the drafter."""
-        quota = requests * self._drafter.cache.num_entries // self._max_running_requests
+        written = [
+            Written(some, requests * group.cache.num_entries // self._max_running_requests)
+            for group, some in zip(self._drafter.groups, writes.written, strict=True)
+        ]
         features = writes.features(output.hidden_states)
-        self._drafter.absorb(features, writes.positions, writes.slots, quota=quota)
+        self._drafter.absorb(features, writes.positions, writes.slots, written=written)
 
 
 @dataclass(frozen=True)
@@ -91,21 +91,15 @@ class PromptTokens:
     Attributes:
         rows: int64 `[N]`, rows of the batch.
         positions: int64 `[N]`.
-        visible: bool `[N]`, whether a draft can ever see the token.
+        lengths: int64 `[N]`, tokens of the token's request before its first draft.
     """
 
     rows: Tensor
     positions: Tensor
-    visible: Tensor
+    lengths: Tensor
 
     @classmethod
-    def of(
-        cls,
-        starts: Sequence[int],
-        ends: Sequence[int],
-        lengths: Sequence[int],
-        reach: Reach,
-    ) -> PromptTokens:
+    def of(cls, starts: Sequence[int], ends: Sequence[int], lengths: Sequence[int]) -> PromptTokens:
         """Positions `starts ... ends - 1` of requests with `lengths` tokens before their first
         draft."""
         counts = torch.tensor(ends) - torch.tensor(starts)
@@ -113,8 +107,7 @@ class PromptTokens:
         positions = torch.cat(
             [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
         )
-        visible = ever_visible(positions, torch.tensor(lengths)[rows], reach)
-        return cls(rows, positions, visible)
+        return cls(rows, positions, torch.tensor(lengths)[rows])
 
     @property
     def age(self) -> Tensor:
@@ -124,22 +117,43 @@ class PromptTokens:
         last.scatter_reduce_(0, self.rows, self.positions, "amax")
         return last[self.rows] - self.positions
 
+    def to_write(self, groups: Sequence[KVGroup]) -> tuple[Tensor | slice, list[Tensor | slice]]:
+        """The tokens to project, and of each group which of those it writes, in order; a slice for
+        all of them."""
+        wanted = [
+            group.cache.prompt_tokens_to_write(
+                ever_visible(self.positions, self.lengths, group.reach), self.age
+            )
+            for group in groups
+        ]
+        lists = [some for some in wanted if isinstance(some, Tensor)]
+        if len(lists) < len(wanted):
+            return slice(None), wanted
+        # One group sees all that the others see, and all lists have one order.
+        widest = max(lists, key=len)
+        return widest, [
+            slice(None) if len(some) == len(widest) else torch.isin(widest, some).nonzero()[:, 0]
+            for some in lists
+        ]
+
 
 class PromptWrites(NamedTuple):
     """What the drafter takes in of a prefill forward, on the device. Known before the forward.
 
     Attributes:
         tokens: N, the tokens of the forward. Rows of its hidden states after them are padding.
-        kept: int64 `[M]`, rows of the tokens to write, in the order in which to write them; a slice
-            if all are written where they are.
+        kept: int64 `[M]`, rows of the tokens to project; a slice for all.
         positions: int64 `[M]`.
         slots: int64 `[M]`, in the target's KV pool.
+        written: for each group of draft layers int64 `[<= M]`, those of them that it writes, in
+            order; a slice for all.
     """
 
     tokens: int
     kept: Tensor | slice
     positions: Tensor
     slots: Tensor
+    written: Sequence[Tensor | slice]
 
     def features(self, target_hidden: Tensor) -> Tensor:
         """The rows `[M, F * E]` to write, of the forward's hidden states `[>= N, F * E]`."""
@@ -147,10 +161,7 @@ class PromptWrites(NamedTuple):
 
 
 def place_prompt(
-    batch: ScheduleBatch,
-    req_to_token: Tensor,
-    cache: DraftKVCache,
-    reach: Reach,
+    batch: ScheduleBatch, req_to_token: Tensor, groups: Sequence[KVGroup]
 ) -> PromptWrites:
     """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
 
@@ -160,19 +171,24 @@ def place_prompt(
     Args:
         batch: the prefill.
         req_to_token: int `[rows, positions]`, the request-to-token table.
-        cache: the draft KV cache.
-        reach: what drafts see.
+        groups: the draft KV caches, and what their layers see.
     """
     starts = batch.prefix_lens
     ends = [prefix + n for prefix, n in zip(starts, batch.extend_lens, strict=True)]
     # When the prefill is complete; a chunk is a part of it.
     lengths = [len(request.origin_input_ids) + len(request.output_ids) for request in batch.reqs]
-    tokens = PromptTokens.of(starts, ends, lengths, reach)
+    tokens = PromptTokens.of(starts, ends, lengths)
     rows, positions = to_device(torch.stack((tokens.rows, tokens.positions)), req_to_token.device)
     slots = req_to_token[batch.req_pool_indices.long()[rows], positions].long()
     # What these slots held before must not be read, whether or not their tokens are written.
-    cache.forget(slots)
-    kept = cache.prompt_tokens_to_write(tokens.visible, tokens.age)
-    if isinstance(kept, Tensor):
-        kept = to_device(kept, req_to_token.device)
-    return PromptWrites(len(slots), kept, positions[kept], slots[kept])
+    for group in groups:
+        group.cache.forget(slots)
+
+    def there(some: Tensor | slice) -> Tensor | slice:
+        return some if isinstance(some, slice) else to_device(some, req_to_token.device)
+
+    kept, written = tokens.to_write(groups)
+    kept = there(kept)
+    return PromptWrites(
+        len(slots), kept, positions[kept], slots[kept], [there(some) for some in written]
+    )

@@ -17,6 +17,7 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import PADDING_SLOT
+from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
@@ -206,5 +207,5 @@ class DFlashWorker:
 
     def clear(self) -> None:
         """Forget all context: SGLang empties its pools."""
-        self.drafter.cache.clear()
+        clear(self.drafter.groups)
         self._plain_context.clear()

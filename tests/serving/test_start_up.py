@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from tests.broken_drafts import BrokenDraft, fields
-from tests.engine.servers import PAIR
-from tests.engine.session import ServerSession
+from tests.serving.published import Arrived
 
+PAIR = demo_pair("dense")
 TARGET = [
     "--model-path",
     str(PAIR.target),
@@ -22,23 +22,6 @@ TARGET = [
     "DFLASH",
     "--speculative-draft-model-path",
 ]
-
-
-@pytest.fixture(scope="module")
-def resolve() -> Callable[..., Any]:
-    """Command-line arguments to SGLang's resolved arguments, as the launcher makes them."""
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-
-    def of(*args: str) -> Any:
-        from sglang.srt.server_args import prepare_server_args
-
-        server_args = prepare_server_args(list(args))
-        server_args.resolve_once()
-        return server_args
-
-    return of
 
 
 HYBRID = demo_pair("hybrid")
@@ -77,19 +60,19 @@ REFUSED = REFUSED_BY_US | REFUSED_BY_THE_PLATFORM | REFUSED_BY_SGLANG
 def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> None:
     kind = ConfigError if message in REFUSED_BY_US else (ValueError, AssertionError)
     with pytest.raises(kind, match=message):
-        resolve(*TARGET, str(PAIR.draft), *REFUSED[message])
+        resolve([*TARGET, str(PAIR.draft), *REFUSED[message]])
 
 
 def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
     with pytest.raises(ValueError, match="requires setting --speculative-draft-model-path"):
-        resolve(*TARGET[:-1])
+        resolve(TARGET[:-1])
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["default", "device-cpu"])
 def test_the_default_attention_backend_is_ours(device: list[str], resolve: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    settings = resolving_view(resolve(*TARGET, str(PAIR.draft), *device))
+    settings = resolving_view(resolve([*TARGET, str(PAIR.draft), *device]))
     assert settings.attention_backend == "torch_native" and settings.sampling_backend == "pytorch"
 
 
@@ -102,7 +85,7 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
         "--speculative-dflash-draft-window-size 128 --speculative-dflash-draft-kv-tokens 999 "
         "--speculative-dflash-worker builtin"
     )
-    given = resolve(*TARGET, str(PAIR.draft), *typed.split())
+    given = resolve([*TARGET, str(PAIR.draft), *typed.split()])
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
     assert flags.ServerFlags.of(given).worker == "builtin"
@@ -115,7 +98,7 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     other_head = fields({"projector_type": "domino"})
     draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
     assert "'domino'; only drafts of DFlash v1" in builtin_warning(
-        resolve(*TARGET, str(draft)), capfd
+        resolve([*TARGET, str(draft)]), capfd
     )
 
 
@@ -152,36 +135,18 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
 
     from sglang_dflash.serving.start.choose_worker import unserved_setting
 
-    given = resolve(*TARGET, str(PAIR.draft))
-    assert unserved_setting(resolving_view(given), str(PAIR.draft)) is None
-
-    class Changed:
-        def __getattr__(self, name: str) -> Any:
-            return NOT_OURS[reason].get(name, getattr(resolving_view(given), name))
-
-    assert unserved_setting(Changed(), str(PAIR.draft)) == reason
+    given = resolving_view(resolve([*TARGET, str(PAIR.draft)]))
+    assert unserved_setting(given, str(PAIR.draft)) is None
+    assert unserved_setting(Arrived(given, NOT_OURS[reason]), str(PAIR.draft)) == reason
 
 
-def test_disaggregation_goes_to_the_built_in_worker_with_one_warning(
-    resolve: Any, capfd: Any
-) -> None:
-    given = resolve(*TARGET, str(PAIR.draft), "--disaggregation-mode", "prefill")
-    assert "because of --disaggregation-mode" in builtin_warning(given, capfd)
-
-
-def test_our_flags_are_in_the_help_and_in_the_docs(servers: ServerSession, tmp_path: Path) -> None:
-    """Every option of ours, found in our own parser; `--help` needs no model."""
-
+def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:
     from sglang_dflash.serving.start import flags
 
     ours = [f"--{name.replace('_', '-')}" for name in (*flags.NAMES, *flags.ALIASES)]
-    status, lines = servers.nursery.run("sglang.launch_server", "--help", log=tmp_path / "log")
-    assert status == 0
-    shown = "\n".join(lines)
     page = (Path(__file__).parents[2] / "docs/flags.md").read_text()
-    for place, text in {"--help": shown, "docs/flags.md": page}.items():
-        missing = [flag for flag in [*ours, "--speculative-algorithm"] if flag not in text]
-        assert not missing, f"{place}: {missing}"
+    for text in (parser.format_help(), page):
+        assert not [flag for flag in [*ours, "--speculative-algorithm"] if flag not in text]
 
 
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:

@@ -1,0 +1,119 @@
+"""The draft layers of one reach at work: their K/V, and attention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.backend import DraftAttention
+from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
+from sglang_dflash.drafting.draft_counters import DraftCounters
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.facts.draft_config import LayerGroup, Reach
+
+
+class Written(NamedTuple):
+    """What a group writes of the tokens that are absorbed.
+
+    Attributes:
+        tokens: int64 indices of them, in the order in which to write them; a slice for all.
+        quota: see `DraftKVCache.place`.
+    """
+
+    tokens: Tensor | slice = slice(None)
+    quota: int | None = None
+
+
+EVERYTHING = Written()
+
+
+@dataclass(frozen=True, eq=False)
+class KVGroup:
+    """Draft layers that read the same of a request.
+
+    Attributes:
+        layers: which, and how they attend.
+        cache: their K/V.
+        attention: theirs; its layer 0 is the first of the group.
+    """
+
+    layers: LayerGroup
+    cache: DraftKVCache
+    attention: DraftAttention
+
+    @property
+    def reach(self) -> Reach:
+        return self.layers.reach
+
+    def prepare(self, model: DraftModel, requests: RequestSlots, counters: DraftCounters) -> None:
+        """Find the context of a step's requests, and hand it to the attention."""
+        entries = model.ops.slot_table(requests, self.reach, self.cache.tags)
+        if self.cache.is_bounded:
+            counters.add_context(requests.seq_lens, entries)
+        self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens))
+
+    def write(
+        self,
+        model: DraftModel,
+        kv: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        keep: Tensor | None,
+        written: Written,
+    ) -> None:
+        """Enter tokens, and store their K/V.
+
+        Args:
+            kv: `[N, L, 2, G, D]`, of all draft layers, from `DraftModel.project_context`.
+            positions, slots: int64 `[N]`.
+            keep: bool `[N]`; None keeps all.
+        """
+        some, quota = written
+        slots = slots[some]
+        if not len(slots):
+            # A chunk of a prompt that other groups see.
+            return
+        entries = self.cache.place(slots, None if keep is None else keep[some], quota)
+        self.store(model, kv, positions[some], entries, some)
+
+    def store(
+        self,
+        model: DraftModel,
+        kv: Tensor,
+        positions: Tensor,
+        entries: Tensor,
+        some: Tensor | slice = slice(None),
+    ) -> None:
+        """Store K/V of M tokens in entries.
+
+        Args:
+            kv: see `write`.
+            positions: int64 `[M]`.
+            entries: int64 `[M]`, from `DraftKVCache.place`.
+            some: which tokens of `kv` they are.
+        """
+        for there, here in self._runs:
+            of_cache = self.cache.kv[:, here]
+            model.write_context(kv[some, there], there, positions, of_cache, entries)
+
+    @cached_property
+    def _runs(self) -> list[tuple[slice, slice]]:
+        """Adjacent layers, as slices of the draft's layers and of the group's: no K/V is copied."""
+        numbers = self.layers.numbers
+        starts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1)]
+        return [
+            (slice(numbers[first], numbers[end - 1] + 1), slice(first, end))
+            for first, end in pairwise((*starts, len(numbers)))
+        ]
+
+
+def clear(groups: Sequence[KVGroup]) -> None:
+    """`DraftKVCache.clear`, in every cache."""
+    for group in groups:
+        group.cache.clear()

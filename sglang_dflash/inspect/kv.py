@@ -1,0 +1,96 @@
+"""Draft KV by group of layers, and what the target keeps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.facts.draft_config import Reach
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
+from sglang_dflash.inspect.pair import BUILTIN, Judged
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DraftGroup:
+    """Draft layers that read the same of a request.
+
+    Attributes:
+        layers: which; empty if the config does not tell.
+        reach: of their context.
+    """
+
+    layers: tuple[int, ...]
+    reach: Reach
+    kv: GroupKV
+
+    def describe(self, target_tokens: int) -> dict[str, Any]:
+        """Their draft KV beside a target pool of that many tokens."""
+        entries = self.kv.entries(target_tokens)
+        return {
+            "layers": list(self.layers),
+            "window": self.reach.tokens,
+            "entries": target_tokens if entries is None else entries,
+            "ring": entries is not None,
+            "bytes": Charge.of([self.kv], target_tokens).total(target_tokens),
+        }
+
+
+def draft_groups(
+    judged: Judged, options: ResolvedOptions, draft_kv: int, requests: int
+) -> list[DraftGroup]:
+    """Of the draft's layers; one of all if its config is not known or another worker serves.
+
+    Args:
+        draft_kv: bytes of a token, over all layers.
+    """
+    config, reach = judged.config, options.reach
+    if config is None or judged.worker == BUILTIN:
+        ring = None if judged.worker == BUILTIN else options.ring_entries(reach, requests)
+        return [DraftGroup((), reach, GroupKV(draft_kv, ring))]
+    found, each = [], draft_kv // config.num_hidden_layers
+    for of in config.groups(reach):
+        kv = GroupKV(len(of.numbers) * each, options.ring_entries(of.reach, requests))
+        found.append(DraftGroup(of.numbers, of.reach, kv))
+    return found
+
+
+def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> dict[str, Any]:
+    """Divide `memory` bytes between target and draft KV.
+
+    Args:
+        target_bytes: KV bytes of one token.
+        groups: of draft layers.
+
+    Raises:
+        ConfigError: the memory does not hold one token.
+    """
+    of_groups = [group.kv for group in groups]
+    draft_bytes = sum(group.token_bytes for group in of_groups)
+    unbounded = memory // (target_bytes + draft_bytes)
+    if not unbounded:
+        raise ConfigError(
+            "kv_memory_gib",
+            memory / GIB,
+            f"this does not hold one token of {target_bytes + draft_bytes} bytes; give more",
+        )
+
+    def fits(charge: Charge) -> int:
+        return (memory - charge.once) // (target_bytes + charge.per_token)
+
+    charge = draft_kv_charge(of_groups, fits)
+    tokens = fits(charge)
+    return {
+        "draft_kv_groups": [group.describe(tokens) for group in groups],
+        "draft_kv_bytes": charge.total(tokens),
+        "draft_kv_bytes_unbounded": unbounded * draft_bytes,
+        "target_tokens": tokens,
+        "target_tokens_unbounded": unbounded,
+        "target_tokens_without_draft_kv": memory // target_bytes,
+        "target_tokens_gain": tokens / unbounded - 1,
+        "target_tokens_gain_ceiling": draft_bytes / target_bytes,
+    }

@@ -1,0 +1,126 @@
+"""The files of a draft as SGLang reads them: no Python of a draft is ever run, whatever
+--trust-remote-code says of the target, and what SGLang cannot read is refused before a model loads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+from sglang_dflash.facts.errors import ConfigError, cut, shown
+from sglang_dflash.facts.fields import read_json_object
+
+# The draft of this server, as it was given. An environment variable, as the scheduler's processes
+# read the draft's config before they have our settings.
+DRAFT = "SGLANG_DFLASH_UNTRUSTED_DRAFT"
+
+
+def distrust(draft: str | None) -> None:
+    """From now on, in this process and its children, that draft's config is read without code."""
+    if draft is None:
+        os.environ.pop(DRAFT, None)
+    else:
+        os.environ[DRAFT] = draft
+
+
+def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
+    """Around SGLang's `get_config`: a draft's is a config.json, and no code is trusted.
+
+    Without this, SGLang reads params.json of a folder whose name holds that of some Mistral models,
+    and if a config.json cannot be read, the model that a head.pt names, both with trust.
+    """
+    if str(model) != os.environ.get(DRAFT):
+        return original(model, *args, **named)
+    names = ("trust_remote_code", "revision", "model_override_args", "model_config_parser")
+    named = {**dict(zip(names, args, strict=False)), **named}
+    return original(model, **{**named, "trust_remote_code": False, "model_config_parser": "hf"})
+
+
+def refuse_code(folder: str, settings: Any) -> None:
+    """Raise ConfigError if SGLang would run a model's code in the draft's folder: that of its
+    config is not trusted (`get_config`).
+
+    SGLang and Transformers run the model that `auto_map` of a config.json names if SGLang has no
+    class for it, or is told not to use it. Published drafts name an `AutoModel`, which SGLang
+    ignores because it has a class of its own.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():  # `DraftConfig` has the message, or SGLang's worker has another format.
+        return
+    raw = read_json_object(path, "draft checkpoint")
+    auto_map = raw.get("auto_map")
+    if not isinstance(auto_map, Mapping) or not auto_map:
+        return
+    if settings.model_impl == "transformers":
+        would_run = "--model-impl transformers would run it"
+    elif not _has_class(raw.get("architectures")):
+        would_run = f"SGLang has no class for {shown(raw.get('architectures'))} and would run it"
+    else:
+        return
+    raise ConfigError(
+        "auto_map",
+        dict(auto_map),
+        f"{would_run}; code of a draft is never run: remove the entry from {cut(str(path))!r}",
+    )
+
+
+def _has_class(architectures: Any) -> bool:
+    """Whether SGLang serves one of the architectures with a class of its own."""
+    if architectures == ["DFlashDraftModel"]:
+        return True
+    if not isinstance(architectures, list):
+        return False
+    from sglang.srt.models.registry import ModelRegistry  # Imports every model.
+
+    names = [name for name in architectures if isinstance(name, str)]
+    return any(ModelRegistry.is_arch_supported(name) for name in names)
+
+
+def check_as_sglang_reads_it(folder: str, server_args: Any) -> None:
+    """Raise ConfigError if SGLang, which reads the draft's files too, cannot: Transformers must
+    know its model_type, and both check fields that we do not read."""
+    path = Path(folder) / "config.json"
+    raw = read_json_object(path, "draft checkpoint")
+    if (Path(folder) / "head.pt").exists() and (Path(folder) / "adapter_config.json").exists():
+        required = "head.pt and adapter_config.json, by which SGLang loads another model in place"
+        raise ConfigError("draft checkpoint", folder, f"{required} of a draft, are not served")
+    error = _error_of_sglang(folder, server_args)
+    if error is None:
+        return
+    said = cut(str(error)) or type(error).__name__
+    named = next((name for name in raw if name in said), None) or _wrong_field(raw)
+    field = "draft checkpoint" if named is None else f"{named} in the draft's config.json"
+    value = folder if named is None else raw[named]
+    raise ConfigError(field, value, f"SGLang or Transformers cannot read it ({said})") from error
+
+
+def _error_of_sglang(folder: str, server_args: Any) -> Exception | None:
+    try:
+        model = ModelConfig.from_server_args(server_args, model_path=folder, is_draft_model=True)
+        parse_dflash_draft_config(draft_hf_config=model.hf_config).require_num_layers()
+    # Of many types, from SGLang and Transformers.
+    except Exception as error:
+        return error
+    return None
+
+
+def _wrong_field(raw: Mapping[str, Any]) -> str | None:
+    """The field without which Transformers can read the config; None if there is not one."""
+    from transformers import AutoConfig
+
+    def is_read_without(name: str) -> bool:
+        kept = {other: value for other, value in raw.items() if other != name}
+        try:
+            AutoConfig.for_model(**kept)
+        except Exception:  # Of many types.
+            return False
+        return True
+
+    if is_read_without(""):
+        return None
+    return next((name for name in raw if is_read_without(name)), None)

@@ -1,0 +1,40 @@
+"""What operators see and may call, without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+from sglang.srt.sampling.watermarking import core
+
+from sglang_dflash.repairs import operators, seams
+
+ARGUMENTS = {"model_path": "m", "api_key": "k1", "internal_states": [{"admin_api_key": "k2"}]}
+
+
+def shown() -> str:
+    return str(core.redact_watermark_secrets(ARGUMENTS))
+
+
+def test_keys_are_shown_without_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = seams.SECRETS - {"api_key", "admin_api_key"}
+    monkeypatch.setattr(core, "WATERMARK_SECRET_FIELD_NAMES", own)
+    assert "k1" in shown() and "k2" in shown()
+    monkeypatch.setattr(core, "WATERMARK_SECRET_FIELD_NAMES", seams.SECRETS)
+    assert "k1" not in shown() and "k2" not in shown() and "'m'" in shown()
+
+
+def manager(mode: Any) -> Any:
+    return SimpleNamespace(server_args=SimpleNamespace(expert_distribution_recorder_mode=mode))
+
+
+def test_the_recorder_raises_without_the_rows() -> None:
+    with pytest.raises(Exception, match=r"recorder"):
+        get_global_expert_distribution_recorder().dump_record()
+    with pytest.raises(HTTPException) as refused:
+        operators.refuse_without_recorder(manager(None))
+    assert refused.value.status_code == 400
+    operators.refuse_without_recorder(manager("stat"))

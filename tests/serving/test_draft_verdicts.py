@@ -1,0 +1,98 @@
+"""Damaged drafts, drawn at random: `inspect` and the launcher of a server give the same verdict.
+
+A scheduler reads no more of a draft than its launcher, which makes SGLang's `ModelConfig` of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash import cli
+from sglang_dflash.facts.errors import ConfigError
+from tests.broken_drafts import PAIR, WEIGHTS
+from tests.conftest import FUZZ
+
+DRAFTS = 60
+VALUES: tuple[Any, ...] = (
+    None, [], {}, "", "x", -1, 0, 1.5, 1e300, True, [1], {"a": None}, {"rope_type": "default"},
+    "qwen3", "llama", ["DFlashDraftModel"], "bfloat16", {"quant_method": "fp8"}, 2**70, "\ud800",
+)  # fmt: skip
+# What Transformers' and SGLang's configs have, and what a folder may hold beside config.json.
+OTHERS = (
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "id2label", "initializer_range", "label2id", "layer_types", "llm_config", "max_window_layers",
+    "model_type", "num_labels", "pad_token_id", "quantization_config", "rope_parameters",
+    "rope_scaling", "sliding_window", "text_config", "thinker_config", "tie_word_embeddings",
+    "torch_dtype", "use_cache", "use_sliding_window", "vision_config",
+)  # fmt: skip
+FILES = (
+    "adapter_config.json", "config.json", "generation_config.json", "hf_quant_config.json",
+    "model.safetensors.index.json", "params.json", "tokenizer_config.json", WEIGHTS,
+)  # fmt: skip
+CONTENTS = (b"", b"{", b"[]", b"{}", b"null", b'{"quantization": {}}', b'{"a": 1}', b"\xff")
+
+
+def damage(folder: Path, chance: random.Random) -> str:
+    """Change one to three fields, or put something else in place of a file."""
+    file = folder / chance.choice(FILES)
+    if chance.random() < 0.3:
+        file.unlink(missing_ok=True)
+        kind = chance.choice(("content", "content", "folder", "pipe", "gone"))
+        if kind == "content":
+            content = chance.choice(CONTENTS)
+            file.write_bytes(content)
+            return f"{file.name} {content!r}"
+        {"folder": Path.mkdir, "pipe": os.mkfifo, "gone": lambda _: None}[kind](file)
+        return f"{file.name} {kind}"
+    config = folder / "config.json"
+    raw = json.loads(config.read_text())
+    changes = {}
+    for _ in range(chance.randint(1, 3)):
+        changes[chance.choice([*raw, *OTHERS])] = chance.choice(VALUES)
+    config.write_text(json.dumps({**raw, **changes}))
+    return str(changes)
+
+
+def test_inspect_and_the_launcher_agree(
+    resolve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model-path", str(PAIR.target), "--speculative-algorithm", "DFLASH"]
+    verdicts, wrong = Counter[str](), []
+    for number in range(DRAFTS * FUZZ):
+        chance = random.Random(number)
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        for file in PAIR.draft.iterdir():
+            # Weights are linked, config.json is not written through.
+            place = folder / file.name
+            shutil.copy(file, place) if file.suffix == ".json" else place.symlink_to(file)
+        what = damage(folder, chance)
+        status = cli.main(["inspect", str(PAIR.target), str(folder), "--offline"])
+        shown = capsys.readouterr()
+        try:
+            resolve([*flags, "--speculative-draft-model-path", str(folder)])
+            by_launcher = "served"
+        except ConfigError as error:
+            by_launcher = "refused"
+            assert "\n" not in str(error) and len(str(error)) < 700
+        by_inspect = "refused" if status else "served"
+        if "config only" in shown.out:
+            # Of a folder without weights, a server refuses what `inspect` has said it did not see.
+            by_inspect = "refused"
+        verdicts[by_launcher] += 1
+        if by_inspect != by_launcher:
+            wrong.append(
+                f"{what}: inspect {by_inspect}, launcher {by_launcher}: {shown.err[-300:]}"
+            )
+        shutil.rmtree(folder)
+    assert not wrong, "\n".join(wrong)
+    assert min(verdicts["served"], verdicts["refused"]) > len(verdicts), verdicts
