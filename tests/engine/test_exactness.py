@@ -69,7 +69,7 @@ DEMO = (
         s.FEATURES_WIDTHS,
         s.PLAIN,
         (workload.some_short_and_demo,),
-        (checks.drafted_at_every_width(0.15),),
+        (checks.drafted_at_every_width(0.15, steps=5),),
     ),
     Row(
         s.RANDOM_WIDTHS_TP2,
