@@ -274,6 +274,9 @@ FULL = {
     for page in (1, 16)
     for block in (8, 16)
 }
+SHORT: dict[str, Any] = {"context_length": 96, "max_total_tokens": 4096}
+SHORT_PLAIN = FULL_PLAIN[1].named("short-plain").having(**SHORT)
+SHORT_CONTEXT = [config.named(f"short-{config}").having(**SHORT) for config in FULL.values()]
 FULL_NO_OVERLAP = FULL[1, 16].named("full-no-overlap").having(disable_overlap_schedule=True)
 
 # -- SGLang's own tests
