@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
