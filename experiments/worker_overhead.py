@@ -14,14 +14,15 @@ from __future__ import annotations
 import statistics
 import subprocess
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.runner import all_at_once, take_turns
+from sglang_dflash.bench import load
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.load import Pass
 from sglang_dflash.bench.server import FlagValue, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.command_line import setting
@@ -42,32 +43,26 @@ AGAINST: dict[str, dict[str, FlagValue]] = {
 ROOT = Path(__file__).parents[1]
 
 
-class Pass(NamedTuple):
-    """One pass over the prompts.
+class Turn(NamedTuple):
+    """A pass over the prompts; `draft_ms`: milliseconds of the draft side per decode step, None if
+    the worker does not tell."""
 
-    Attributes:
-        verify_steps: target forwards per request, summed.
-        draft_ms: milliseconds of the draft side per decode step; None if the worker does not tell.
-    """
-
-    outputs: list[list[int]]
-    seconds: float
-    verify_steps: int
+    done: Pass
     concurrency: int
     draft_ms: float | None
 
     @property
     def tokens_per_second(self) -> float:
-        return sum(map(len, self.outputs)) / self.seconds
+        return self.done.tokens / self.done.seconds
 
     @property
     def step_ms(self) -> float:
         """Mean time between a request's verify steps, prefill included, in milliseconds."""
-        return 1000 * self.seconds * self.concurrency / self.verify_steps
+        return 1000 * self.done.seconds * self.concurrency / self.done.speculation.steps
 
 
-# Arm -> one pass per round.
-Passes = dict[str, list[Pass]]
+# Arm -> one turn per round.
+Turns = dict[str, list[Turn]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +79,8 @@ def run(options: Options) -> dict[str, Any]:
     """Raises RuntimeError if the two servers' outputs differ, ConfigError if git does not know the
     revision."""
     pair = demo_pair(options.model)
-    ours = demo_config(pair, dflash=True)
+    # To stream the whole text with every step costs the slower arm more than the faster one.
+    ours = demo_config(pair, dflash=True).with_flags({"--incremental-streaming-output": True})
     with ExitStack() as stack:
         other = ours.with_flags(AGAINST[options.against])
         if options.against == "revision":
@@ -110,34 +106,35 @@ def unpack(revision: str, folder: Path) -> None:
 
 def run_level(
     servers: dict[str, Server], prompts: list[str], concurrency: int, rounds: int
-) -> Passes:
-    prompts = prompts[: max(4, 2 * concurrency)]
+) -> Turns:
+    some = [Prompt((text,), chat=False) for text in prompts[: max(4, 2 * concurrency)]]
 
-    def one_pass(name: str, _: int) -> Pass:
-        return measure(servers[name], prompts, concurrency)
+    def turn(name: str, _: int) -> Turn:
+        return measure(servers[name], some, concurrency)
 
-    take_turns(servers, 1, one_pass, f"{concurrency} at a time, warm-up, ")
-    passes = take_turns(servers, rounds, one_pass, f"{concurrency} at a time, ")
-    if any(a.outputs != b.outputs for a, b in zip(*passes.values(), strict=True)):
+    take_turns(servers, 1, turn, f"{concurrency} at a time, warm-up, ")
+    turns = take_turns(servers, rounds, turn, f"{concurrency} at a time, ")
+    if any(ids(a) != ids(b) for a, b in zip(*turns.values(), strict=True)):
         raise RuntimeError("the two servers' outputs differ: no figure without exactness")
-    return passes
+    return turns
 
 
-def measure(server: Server, prompts: list[str], concurrency: int) -> Pass:
+def ids(turn: Turn) -> list[Any]:
+    return [answer.ids for (answer,) in turn.done.answers]
+
+
+def measure(server: Server, prompts: list[Prompt], concurrency: int) -> Turn:
     """`NEW_TOKENS` tokens after each prompt, greedy, `concurrency` requests at a time."""
 
-    def ask(prompt: str) -> dict[str, Any]:
-        return server.generate(prompt, temperature=0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    def ask(to: load.Endpoint, prompt: Prompt, _: list[str]) -> load.Answer:
+        return to.ask(prompt.turns[0], NEW_TOKENS, ignore_eos=True)
 
-    before, began = draft_side(server), time.perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(ask, prompts))
-    seconds, after, draft_ms = time.perf_counter() - began, draft_side(server), None
+    before = draft_side(server)
+    done = load.run(load.SGLang(server.url), prompts, concurrency, ask)
+    after, draft_ms = draft_side(server), None
     if before is not None and after is not None:
         draft_ms = 1000 * (after[1] - before[1]) / (after[0] - before[0])
-    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
-    outputs = [answer["output_ids"] for answer in answers]
-    return Pass(outputs, seconds, steps, concurrency, draft_ms)
+    return Turn(done, concurrency, draft_ms)
 
 
 def draft_side(server: Server) -> tuple[int, float] | None:
@@ -149,12 +146,12 @@ def draft_side(server: Server) -> tuple[int, float] | None:
     return shown["decode_steps"], seconds.get("propose", 0.0) + seconds.get("commit", 0.0)
 
 
-def compare(passes: Passes) -> dict[str, Any]:
+def compare(turns: Turns) -> dict[str, Any]:
     """Medians per arm; medians, least and greatest of the round-by-round ratios (ours / other)."""
-    both = list(zip(*passes.values(), strict=True))
+    both = list(zip(*turns.values(), strict=True))
     draft = [a.draft_ms / b.draft_ms for a, b in both if a.draft_ms and b.draft_ms]
     return {
-        **{name: figures(many) for name, many in passes.items()},
+        **{name: figures(many) for name, many in turns.items()},
         **spread("step_time_ratio", [a.step_ms / b.step_ms for a, b in both]),
         **spread("throughput_ratio", [a.tokens_per_second / b.tokens_per_second for a, b in both]),
         **(spread("draft_time_ratio", draft) if draft else {}),
@@ -166,14 +163,12 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
     return {key: round(value, 4) for key, value in of.items()}
 
 
-def figures(passes: list[Pass]) -> dict[str, float]:
-    draft = [one.draft_ms for one in passes if one.draft_ms]
-    # The first token of each answer is the prefill's.
-    tokens = sum(len(output) - 1 for one in passes for output in one.outputs)
-    counts = VerifySteps(sum(one.verify_steps for one in passes), tokens)
+def figures(turns: list[Turn]) -> dict[str, float]:
+    draft = [one.draft_ms for one in turns if one.draft_ms]
+    counts = sum((one.done.speculation for one in turns), VerifySteps())
     return {
-        "step_ms": round(statistics.median(one.step_ms for one in passes), 3),
-        "tokens_per_second": round(statistics.median(p.tokens_per_second for p in passes), 2),
+        "step_ms": round(statistics.median(one.step_ms for one in turns), 3),
+        "tokens_per_second": round(statistics.median(p.tokens_per_second for p in turns), 2),
         "acceptance_length": round(counts.acceptance_length or 1.0, 3),
         **({"draft_ms": round(statistics.median(draft), 3)} if draft else {}),
     }

@@ -19,7 +19,7 @@ OTHERS = [
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 Node = TypeVar("Node", bound=ast.AST)
-TORCH_FREE = ("facts", "inspect", "doctor", "seam", "cli")
+TORCH_FREE = ("facts", "inspect", "seam", "cli")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The README: its length and order, links, flags, and what a commit must not contain."""
+"""The README: its length and order, flags, and what a commit must not contain."""
 
 from __future__ import annotations
 

@@ -21,9 +21,6 @@ from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
 SIMULATED_LENGTH = "SGLANG_SIMULATE_ACC_LEN"
-# Share of the memory that servers side by side take together for weights and KV; the rest is for
-# other processes.
-MEMORY_SHARED = 0.6
 
 # Arm -> the server to start, or the URL of one that runs.
 Arms = dict[str, ServerConfig | str]
@@ -46,7 +43,7 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
         base = _embedded_server(settings)
     else:
         draft = settings.draft or ""
-        base = _given_server(settings, accelerator, len(names))
+        base = _given_server(settings, accelerator)
     dflash = dflash_flags(draft)
     flags: dict[str, dict[str, FlagValue]] = {
         "ar": {},
@@ -82,16 +79,13 @@ def _embedded_server(settings: BenchSettings) -> ServerConfig:
     )
 
 
-def _given_server(settings: BenchSettings, accelerator: bool, arms: int) -> ServerConfig:
+def _given_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
     flags: dict[str, FlagValue] = {"--model-path": settings.target or "", **_for_all(settings)}
     if not accelerator:
         flags["--sleep-on-idle"] = True
     if settings.simulated_acceptance is not None:
         # No answer means anything, so no weights are read.
         flags["--load-format"] = "dummy"
-    if arms > 1 and not settings.in_turn:
-        # By default each would take almost all of the memory.
-        flags["--mem-fraction-static"] = f"{MEMORY_SHARED / arms:.3f}"
     return ServerConfig(flags)
 
 

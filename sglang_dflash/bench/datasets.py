@@ -7,7 +7,6 @@ import ast
 import importlib
 import inspect
 import json
-import os
 import random
 import textwrap
 from collections.abc import Callable
@@ -30,6 +29,18 @@ class Prompt(NamedTuple):
 
     turns: tuple[str, ...]
     chat: bool
+
+    def messages(self, answers: list[str]) -> list[dict[str, str]]:
+        """A chat up to the turn after the last of `answers`."""
+        found = []
+        for turn, answer in zip(self.turns, answers, strict=False):
+            found += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+        return [*found, {"role": "user", "content": self.turns[len(answers)]}]
+
+    def text(self, answers: list[str]) -> str:
+        """The text to continue, up to the turn after the last of `answers`."""
+        before = zip(self.turns, answers, strict=False)
+        return "".join(turn + answer for turn, answer in before) + self.turns[len(answers)]
 
 
 # A prompt and the answers to its turns so far -> what is sent next.
@@ -93,10 +104,10 @@ def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> l
         model: the embedded pair whose texts are "demo"; None for "dense".
 
     Raises:
-        ConfigError: it is not cached and cannot be fetched.
+        ConfigError: it cannot be fetched.
     """
     if name in HUB:
-        found = from_file(_cached(name))
+        found = _fetched(name)
     elif name == "stdlib":
         found = stdlib_functions()
     else:
@@ -157,48 +168,18 @@ def _parsed(line: str, number: int) -> Prompt:
     raise ConfigError("dataset_file", line[:60], f"line {number}: {required}")
 
 
-def _cached(name: str) -> Path:
-    """The set as JSONL in the user's cache, fetched from the hub on first use."""
-    from platformdirs import user_cache_path
-
-    cache, of = user_cache_path("sglang-dflash", appauthor=False) / "datasets", HUB[name]
-    path = cache / f"{name}.jsonl"
-    if path.is_file():
-        return path
+def _fetched(name: str) -> list[Prompt]:
+    """A set of `HUB`, which the library `datasets` keeps on disk."""
     from datasets import load_dataset
 
+    of = HUB[name]
     try:
         rows = load_dataset(of.repository, of.config, split=of.split)
     # The hub, its client and the network raise many types; the way out is the same for all.
     except Exception as error:
-        required = (
-            f"it is not cached as {str(path)!r}, and {of.repository} could not be fetched "
-            f"({cut(str(error))}); give {{dataset_file}}"
-        )
-        raise ConfigError("dataset", name, required) from error
-    turns = rows.map(lambda row: {"turns": of.turns(row)}, remove_columns=rows.column_names)
-    cache.mkdir(parents=True, exist_ok=True)
-    # Under another name until it is complete; each process has its own.
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        turns.to_json(partial, force_ascii=False)
-        return partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def messages(prompt: Prompt, answers: list[str]) -> list[dict[str, str]]:
-    """A chat up to its next turn."""
-    found = []
-    for turn, answer in zip(prompt.turns, answers, strict=False):
-        found += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
-    return [*found, {"role": "user", "content": prompt.turns[len(answers)]}]
-
-
-def continued(prompt: Prompt, answers: list[str]) -> str:
-    """The text of a prompt without chats, up to its next turn."""
-    before = "".join(turn + answer for turn, answer in zip(prompt.turns, answers, strict=False))
-    return before + prompt.turns[len(answers)]
+        required = f"could not be fetched ({cut(str(error))}); give {{dataset_file}}"
+        raise ConfigError("dataset", name, f"{of.repository} {required}") from error
+    return [Prompt(tuple(of.turns(row)), chat=True) for row in rows]
 
 
 def encode_turn(
@@ -216,9 +197,9 @@ def encode_turn(
     from sglang_dflash.transformers_loop.pair import chat_tokens
 
     if not prompt.chat:
-        return tokenizer(continued(prompt, answers))["input_ids"]
+        return tokenizer(prompt.text(answers))["input_ids"]
     asked = None if thinking is None else thinking == "on"
-    return chat_tokens(tokenizer, messages(prompt, answers), asked)
+    return chat_tokens(tokenizer, prompt.messages(answers), asked)
 
 
 def encoder(source: str | None, thinking: str | None = None) -> Encode:
@@ -233,7 +214,7 @@ def encoder(source: str | None, thinking: str | None = None) -> Encode:
         ConfigError: there is no such tokenizer.
     """
     if source is None:
-        return lambda prompt, answers: (messages if prompt.chat else continued)(prompt, answers)
+        return lambda prompt, answers: (prompt.messages if prompt.chat else prompt.text)(answers)
     from transformers import AutoTokenizer
 
     try:

@@ -2,7 +2,8 @@
 
     python -m sglang_dflash.bench.demo [--model code] [--check] [--out FILE]
 
-Greedy, float32, one request at a time, in turns; the server that waits sleeps. With --check it
+On a terminal both first stream some answers at once. Then all are measured: greedy, float32, one
+request at a time, in turns; the server that waits sleeps. With --check it
 ends after the comparison and its last line is one JSON object; without, it keeps serving DFLASH
 until Ctrl-C.
 """
@@ -14,17 +15,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.text import Text
 
 from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.machine import hardware
@@ -35,17 +36,24 @@ from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair
 
 PROMPTS, NEW_TOKENS = 12, 128
+GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+# Of them, those that a terminal shows first.
+SHOWN = 3
 
 
 @dataclass
 class DemoArm:
     """One way of decoding: its server, its outputs, and how long they took in seconds."""
 
-    name: str
     server: Server
     outputs: list[list[int]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    text: str = ""
+
+    def answer(self, prompt: str) -> None:
+        began = time.perf_counter()
+        answer = self.server.generate(prompt, **GREEDY)
+        self.seconds.append(time.perf_counter() - began)
+        self.outputs.append(answer["output_ids"])
 
     @property
     def tokens(self) -> int:
@@ -53,58 +61,48 @@ class DemoArm:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / sum(self.seconds) if self.seconds else 0.0
+        return self.tokens / sum(self.seconds)
 
     def step_ms(self, steps: int) -> float:
         """Mean time of one of its `steps` target forwards, prefill included, in milliseconds."""
         return round(1000 * sum(self.seconds) / steps, 2)
 
-    def panel(self) -> Panel:
-        return Panel(
-            self.text[-700:],
-            title=f"{self.name}: {self.tokens_per_second:.1f} tok/s",
-            width=68,
-            height=18,
-        )
+
+def show(urls: Mapping[str, str], prompts: Sequence[str]) -> None:
+    """Stream both servers' answers at once, side by side. To look at: they share the machine, so
+    nothing is measured.
+
+    Args:
+        urls: of the servers, by name.
+    """
+    answers = dict.fromkeys(urls, "")
+
+    def stream(name: str, prompt: str) -> None:
+        body = {"text": prompt, "sampling_params": GREEDY, "stream": True}
+        for chunk in chunks(f"{urls[name]}/generate", body):
+            answers[name] = chunk["text"]
+
+    def panels() -> Columns:
+        texts = ((name, Text(answer[-700:])) for name, answer in answers.items())
+        return Columns([Panel(text, title=name, width=68, height=18) for name, text in texts])
+
+    with Live(get_renderable=panels, refresh_per_second=8), ThreadPoolExecutor() as pool:
+        for prompt in prompts:
+            list(pool.map(stream, urls, [prompt] * len(urls)))
 
 
-def run_prompt(arm: DemoArm, prompt: str, show: Callable[[], None] | None) -> None:
-    """Generate on one arm; on a terminal stream its text, and `show` it."""
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    began = time.perf_counter()
-    if show is None:
-        last = arm.server.generate(prompt, **sampling)
-    else:
-        body = {"text": prompt, "sampling_params": sampling, "stream": True}
-        for last in chunks(f"{arm.server.url}/generate", body):
-            arm.text = last["text"]
-            show()
-    arm.seconds.append(time.perf_counter() - began)
-    arm.outputs.append(last["output_ids"])
-
-
-def compare(
-    plain: DemoArm, dflash: DemoArm, prompts: list[str], text: str, console: Console
-) -> dict[str, Any]:
-    """Run all prompts on both arms, in turns, and summarize. `text`: what they are, in words."""
+def compare(plain: DemoArm, dflash: DemoArm, prompts: list[str]) -> dict[str, Any]:
+    """Run all prompts on both arms, in turns, and summarize."""
     arms = plain, dflash
     for arm in arms:
         arm.server.generate(prompts[0], temperature=0, max_new_tokens=32)
     before = dflash.server.dflash()
-    live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
-
-    def show() -> None:
-        if live is not None:
-            live.update(Columns([arm.panel() for arm in arms]))
-
-    with live or nullcontext():
-        for i, prompt in enumerate(prompts):
-            for arm in arms[:: -1 if i % 2 else 1]:
-                run_prompt(arm, prompt, show if live else None)
-            if live is None:
-                rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
-                console.print(f"prompt {i + 1}/{len(prompts)}: {rates}")
-    return {"text": text, **outcome(plain, dflash, before, dflash.server.dflash())}
+    for i, prompt in enumerate(prompts):
+        for arm in arms[:: -1 if i % 2 else 1]:
+            arm.answer(prompt)
+        rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
+        print(f"prompt {i + 1}/{len(prompts)}: {rates}", flush=True)
+    return outcome(plain, dflash, before, dflash.server.dflash())
 
 
 def outcome(
@@ -169,16 +167,17 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The whole demo; it exits if it only checks."""
-    console, pair = Console(), demo_pair(args.pair)
+    pair = demo_pair(args.pair)
     plain, dflash = (Server(demo_config(pair, dflash=dflash)) for dflash in (False, True))
-    starting = "starting two SGLang servers, one plain and one with DFLASH (about a minute)"
+    print("starting two SGLang servers, one plain and one with DFLASH (about a minute)", flush=True)
     with ExitStack() as servers:
-        with console.status(starting):
-            servers.enter_context(together((plain, dflash)))
-        arms = DemoArm("plain decoding", plain), DemoArm("DFLASH", dflash)
-        result = compare(*arms, pair.prompts[:PROMPTS], pair.text, console)
+        servers.enter_context(together((plain, dflash)))
+        if sys.stdout.isatty():
+            show({"plain decoding": plain.url, "DFLASH": dflash.url}, pair.prompts[:SHOWN])
+        found = compare(DemoArm(plain), DemoArm(dflash), pair.prompts[:PROMPTS])
+        result = {"text": pair.text, **found}
         plain.stop()
-        console.print(summary(result))
+        print(summary(result))
         if args.check:
             if args.out is not None:
                 # How a checkout repeats it.
@@ -188,29 +187,24 @@ def run(args: argparse.Namespace) -> None:
                 args.out.write_text(json.dumps(card, indent=1) + "\n")
             print(json.dumps(result), flush=True)
             sys.exit(0 if result["identical"] else 1)
-        console.print(
+        print(
             f"DFLASH serves at {dflash.url} "
-            "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it."
+            "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it.",
+            flush=True,
         )
         dflash.process.wait()
 
 
-def summary(result: dict[str, Any]) -> Table:
-    table = Table(
-        title="greedy, float32, concurrency 1, this machine's CPU",
-        caption=f"The prompts are {result['text']}.",
+def summary(result: dict[str, Any]) -> str:
+    rows = (
+        ("", "plain decoding", "DFLASH"),
+        ("output tokens/s", result["ar_tok_s"], f"{result['dflash_tok_s']} ({result['speedup']}x)"),
+        ("tokens per verify step", 1, result["acceptance_length"]),
+        ("ms per target forward", result["ar_step_ms"], result["dflash_step_ms"]),
+        ("same output", "", "yes, to the token" if result["identical"] else "NO"),
     )
-    for column in ("", "plain decoding", "DFLASH"):
-        table.add_column(column)
-    table.add_row(
-        "output tokens/s",
-        str(result["ar_tok_s"]),
-        f"{result['dflash_tok_s']}  ({result['speedup']}x)",
-    )
-    table.add_row("tokens per verify step", "1", str(result["acceptance_length"]))
-    table.add_row("ms per target forward", str(result["ar_step_ms"]), str(result["dflash_step_ms"]))
-    table.add_row("same output", "", "yes, to the token" if result["identical"] else "NO")
-    return table
+    title = f"greedy, float32, concurrency 1, this machine's CPU; {result['text']}"
+    return "\n".join([title, *(f"{a:24}{b!s:16}{c}" for a, b, c in rows)])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from typing import Any
 
 def hardware() -> dict[str, Any]:
     """Date, processor, cores, memory, accelerator and versions; None for what is not there."""
-    import torch
+    accelerator = None
+    # `sglang-dflash env` works without torch.
+    with suppress(ImportError):
+        import torch
 
+        accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -24,7 +29,7 @@ def hardware() -> dict[str, Any]:
         "processor": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "accelerator": accelerator,
         "python": platform.python_version(),
         "sglang": _version("sglang"),
         "torch": _version("torch"),

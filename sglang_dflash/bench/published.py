@@ -73,14 +73,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_first = os.environ.get("RANK", "0") == "0"
         for line in without_effect(settings, values) if is_first else ():
             print(f"warning: {line}", file=sys.stderr)
+        # A data set or a file of prompts, in an order that the seed decides.
+        ((name, known),) = load_prompts(settings, datasets.ALL).items()
         if settings.backend == "transformers":
             # As in `sglang-dflash generate`.
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            from sglang_dflash.bench import published_pair
+            from sglang_dflash.bench.published_pair import measure_pair
 
-            published_pair.main(settings)
+            measured = measure_pair(settings, name, known)
         else:
-            measure_server(settings)
+            measured = measure_server(settings, name, known)
+        if measured is not None:
+            show(settings, *measured)
     except ConfigError as error:
         message = error.in_words(flag_names(parser))
     except RequestFailed as error:
@@ -143,32 +147,26 @@ def without_effect(settings: BenchSettings, given: Mapping[str, Any]) -> list[st
     return lines
 
 
-def all_prompts(settings: BenchSettings) -> tuple[str, list[Prompt]]:
-    """The data set's name, or its file's, and its prompts in an order that the seed decides.
-
-    Raises:
-        ConfigError: the data set cannot be loaded.
-    """
-    (found,) = load_prompts(settings, datasets.ALL).items()
-    return found
-
-
-def write(settings: BenchSettings, result: dict[str, Any], answers: list[dict[str, Any]]) -> None:
-    """Write figures and answers to the output file, if there is to be one."""
+def show(
+    settings: BenchSettings, result: dict[str, Any], lines: list[str], answers: list[dict[str, Any]]
+) -> None:
+    """Print the summary, and write figures and answers to the output file if there is to be one."""
+    print("\n".join(lines))
     if settings.output_file is not None:
         text = json.dumps({**result, "answers": answers}, indent=1)
         Path(settings.output_file).write_text(text + "\n")
 
 
-def measure_server(settings: BenchSettings) -> None:
-    """Measure a running server, print, and write `output_file`.
+def measure_server(
+    settings: BenchSettings, name: str, known: list[Prompt]
+) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """The figures of a running server, its summary, and the answers.
 
     Raises:
-        ConfigError: the data set or the tokenizer is not available.
+        ConfigError: the tokenizer is not available.
         RequestFailed: the server refused a request or broke off.
     """
     count, (concurrency,) = settings.num_prompts, settings.levels
-    name, known = all_prompts(settings)
     # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
     first = (Prompt(prompt.turns[:1], prompt.chat) for prompt in cycle(known))
     prompts = list(islice(first, concurrency + count))
@@ -194,9 +192,8 @@ def measure_server(settings: BenchSettings) -> None:
         ask = asking(settings.max_new_tokens)
         done = load.run(to, prompts[concurrency:], concurrency, ask, bar.update)
     result = server_figures(settings, name, done)
-    print("\n".join(server_lines(result)))
     answers = [{"text": one.text, "tokens": one.tokens} for (one,) in done.answers]
-    write(settings, result, answers)
+    return result, server_lines(result), answers
 
 
 def _endpoint(settings: BenchSettings) -> Endpoint:

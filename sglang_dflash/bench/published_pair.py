@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import distributed
 
-from sglang_dflash.bench import published
 from sglang_dflash.bench.compare import WARM_UP_TOKENS
 from sglang_dflash.bench.datasets import Prompt, encode_turn
 from sglang_dflash.bench.machine import progress_bar
@@ -36,13 +35,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Measured:
+class PairAnswer:
     """One turn of a prompt.
 
     Attributes:
         tokens: DFlash's answer, the first one by the prefill.
         committed: tokens of the answer that each verify step gave.
-        accepted: the same with what the last step accepted beyond its end.
         same: whether plain decoding gives the same answer; None if tokens are sampled.
         plain_s, dflash_s: seconds per token, without the target's prefill.
     """
@@ -52,20 +50,23 @@ class Measured:
     text: str
     tokens: list[int]
     committed: list[int]
-    accepted: list[int]
     same: bool | None
     plain_s: float
     dflash_s: float
 
 
-def main(settings: BenchSettings) -> None:
-    """Measure, print, and write `output_file`; on rank 0 of those that torchrun has started.
+def measure_pair(
+    settings: BenchSettings, name: str, known: list[Prompt]
+) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]] | None:
+    """The figures, their summary, and the answers; None on all but the first of torchrun's ranks.
+
+    Args:
+        name, known: the data set and its prompts.
 
     Raises:
-        ConfigError: the data set or a model is not available, or the two models do not fit.
+        ConfigError: a model is not available, or the two models do not fit.
     """
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    name, known = published.all_prompts(settings)
     prompts = known[: min(settings.num_prompts, settings.max_samples or len(known))]
     measured, block_size = _measure(settings, rank, ranks, prompts)
     everything: list[Any] = [measured]
@@ -76,28 +77,27 @@ def main(settings: BenchSettings) -> None:
         distributed.gather_object(measured, everything if rank == 0 else None, dst=0)
         distributed.destroy_process_group()
     if rank:
-        return
+        return None
     found = [one for many in everything for one in many]
     found.sort(key=lambda one: (one.prompt, one.turn))
     result = pair_figures(settings, name, ranks, block_size, found)
-    print("\n".join(pair_lines(result)))
     answers = [
         {"prompt": one.prompt, "turn": one.turn, "tokens": one.tokens, "text": one.text}
         for one in found
     ]
-    published.write(settings, result, answers)
+    return result, pair_lines(result), answers
 
 
 def _measure(
     settings: BenchSettings, rank: int, ranks: int, prompts: list[Prompt]
-) -> tuple[list[Measured], int]:
+) -> tuple[list[PairAnswer], int]:
     """This rank's answers, and the block size."""
     options = Options(block_size=settings.block_size, window=settings.window)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     dtype = None if settings.dtype == "auto" else settings.dtype
     pair = load(settings.target or "", settings.draft or "", options, dtype, device)
     own = range(rank, len(prompts), ranks)
-    measured: list[Measured] = []
+    measured: list[PairAnswer] = []
     shown = progress_bar(len(own)) if rank == 0 else nullcontext()
     with shown as bar:
         few = min(WARM_UP_TOKENS, settings.max_new_tokens)
@@ -139,7 +139,7 @@ def answered(
     prompt: Prompt,
     answers: list[str],
     limit: int,
-) -> Measured:
+) -> PairAnswer:
     """The next turn of prompt `index`, in both ways, with at most `limit` new tokens."""
     stops = pair.stop_token_ids
     ids = encode_turn(pair.tokenizer, prompt, answers, settings.thinking)
@@ -147,9 +147,8 @@ def answered(
 
     def choose() -> Choose:
         # The seed depends on the prompt, not on the rank that answers it.
-        generator = torch.Generator(pair.device).manual_seed(settings.seed + index)
-        top_k = settings.top_k or 0
-        return sampler(settings.temperature, top_k, settings.top_p, generator=generator)
+        seed = settings.seed + index
+        return sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
 
     def plain() -> list[int]:
         return plain_generate(pair.target, start, limit, stops, choose())
@@ -172,13 +171,12 @@ def answered(
     else:
         tokens, plain_s = timed(plain, pair.device)
         out, dflash_s = timed(dflash, pair.device)
-    return Measured(
+    return PairAnswer(
         index,
         len(answers),
         pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
         out.tokens,
         out.committed,
-        out.accepted,
         None if settings.temperature else tokens == out.tokens,
         plain_s / len(tokens),
         dflash_s / len(out.tokens),
@@ -198,13 +196,13 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def pair_figures(
-    settings: BenchSettings, dataset: str, ranks: int, block_size: int, measured: list[Measured]
+    settings: BenchSettings, dataset: str, ranks: int, block_size: int, measured: list[PairAnswer]
 ) -> dict[str, Any]:
     """The figures of all answers, by name."""
     plain, dflash = ([getattr(one, at) for one in measured] for at in ("plain_s", "dflash_s"))
     speedups = [a / b for a, b in zip(plain, dflash, strict=True)]
     kept = [count for one in measured for count in one.committed]
-    means = [float(np.mean(one.accepted)) for one in measured if one.accepted]
+    means = [float(np.mean(one.committed)) for one in measured if one.committed]
     counts = np.bincount(np.array(kept, dtype=int), minlength=block_size + 1)
     same = [one.same for one in measured if one.same is not None]
     return {
@@ -240,8 +238,8 @@ def pair_lines(result: dict[str, Any]) -> list[str]:
         shares = [f"{100 * share:.1f}%" for share in result["acceptance_length_histogram"]]
         found += [
             f"Acceptance length: {result['acceptance_length']:.3f}",
-            f"Average Acceptance length: {result['average_acceptance_length']:.3f} (z-lab's: the "
-            "mean over answers of their means, with tokens beyond the end of an answer)",
+            f"Average Acceptance length: {result['average_acceptance_length']:.3f} (the mean over "
+            "answers of their means, as z-lab's)",
             f"Acceptance length histogram: {shares}",
         ]
     if result["same_answers"] is not None:

@@ -11,11 +11,11 @@ from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.bench.machine import hardware
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.embedded import demo_pair
 
 # Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
 Runs = dict[tuple[str, int], dict[str, list[Pass]]]
 TIMES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms"}
-NOTE = "both models memorized the text of demo and were not trained on that of stdlib"
 # Fewer rounds do not show a spread. With 3 rounds of normal noise, two equal servers are told apart
 # by `is_within_noise` in 1.4 % of comparisons; with 4 in 0.1 %.
 LEAST_ROUNDS = 3
@@ -186,7 +186,7 @@ def _model(settings: BenchSettings) -> str:
     if settings.base_url:
         return f"as served at {', '.join(settings.base_url)}"
     if settings.embedded:
-        return f"embedded {settings.embedded} pair ({NOTE})"
+        return f"embedded {settings.embedded} pair (demo: {demo_pair(settings.embedded).text})"
     return f"{settings.target} with draft {settings.draft}"
 
 

@@ -93,9 +93,6 @@ class BenchSettings:
         "only in float32 must all outputs be equal",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    in_turn: bool | None = setting(
-        None, "one server after another (default: for given models on an accelerator)"
-    )
     server_flags: tuple[str, ...] = ()
 
     # What is written.
@@ -139,8 +136,6 @@ class BenchSettings:
         if values.get("dtype", "auto") == "auto":
             # Large models are served in bfloat16; embedded pairs are here to be exact.
             values["dtype"] = "bfloat16" if large else "float32"
-        # Two servers of one large model do not fit one accelerator.
-        values.setdefault("in_turn", large and "base_url" not in values)
         settings = cls(**values)
         _check_served(settings)
         return settings
@@ -161,6 +156,11 @@ class BenchSettings:
     def servers(self) -> dict[str, str]:
         """Running servers: name -> URL."""
         return {name: url for name, _, url in (one.partition("=") for one in self.base_url)}
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether one server runs after another: two of a large model do not fit one machine."""
+        return self.target is not None and not self.base_url
 
     @property
     def embedded(self) -> str | None:

@@ -15,7 +15,7 @@ from sglang_dflash.facts.errors import ConfigError
 # Settings that errors name and the command has no flag for.
 _OTHERS = {"worker": "--speculative-dflash-worker", "server_flags": "flags after --"}
 VERBS = {
-    "env": "versions, devices, plugins and seams, and which worker serves: for a bug report",
+    "env": "which worker serves, and why; versions and machine, for a bug report",
     "demo-models": "print the directories of an embedded pair: the target's, then the draft's",
     "inspect": "whether a pair can be served and what it costs, before any weight is loaded",
     "doctor": "what is wrong with a running server, and what to do",

@@ -25,7 +25,6 @@ NAMES = {
     "thinking": "--thinking",
     "simulated_acceptance": "--simulated-acceptance",
     "dtype": "--dtype",
-    "in_turn": "--in-turn",
     "out": "--out",
     "picture": "--picture",
 }

@@ -6,7 +6,7 @@ A seams table (`serving`, `repairs` and `platform_cpu` have a `seams.py`) is a t
 has changed, ends the process with a message that names the row: SGLang logs and swallows the
 exceptions of a plugin and would run without us, so `SeamError` derives from `SystemExit`. Hooks go
 through SGLang's registry, which applies them after all plugins have run; `verify` then finds what
-it failed to apply, and `state` tells how a row stands.
+it failed to apply.
 """
 
 from __future__ import annotations
@@ -87,11 +87,6 @@ class Seam:
         """What is registered or assigned."""
         return Lazy(self.ours) if isinstance(self.ours, str) else self.ours
 
-    @property
-    def ours_name(self) -> str:
-        """`MODULE:NAME` of our function, the text of another value."""
-        return _name(self.value)
-
 
 @dataclass(frozen=True)
 class Lazy:
@@ -154,22 +149,9 @@ def verify(rows: Iterable[Seam]) -> None:
         _refuse_other_hooks(row)
 
 
-def state(row: Seam) -> tuple[str, str]:
-    """How a row stands in this process, and the reason if it is not applied.
-
-    "applied"; "not here", because the process has not loaded what it changes; "not applied", but
-    its target is as expected; "missing", because it cannot be applied.
-    """
-    if not row.applies():
-        return "not here", f"{row.only_if_loaded} is not loaded in this process"
-    try:
-        if not _in_place(row):
-            check(row)
-            return "not applied", ""
-        verify([row])
-    except SeamError as error:
-        return "missing", str(error)
-    return "applied", ""
+def any_in_place(rows: Iterable[Seam]) -> bool:
+    """Whether the plugin that installs the rows has run in this process."""
+    return any(row.applies() and _in_place(row) for row in rows)
 
 
 def load_plugins() -> tuple[object | None, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,9 @@ class DFlashDraftModel(DraftModel):
         Raises:
             ConfigError: see `transformers_loop.spec_generate`; the temperature is out of range.
         """
-        if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
-            raise ConfigError("temperature", temperature, "0 (greedy) or a positive number")
+        choose = sampler(temperature)
+        if temperature < _GREEDY_BELOW:
+            choose = sampler(0.0)
         new = spec_generate(
             self,
             target,
@@ -120,7 +120,7 @@ class DFlashDraftModel(DraftModel):
             max_new_tokens,
             options=options,
             stop_token_ids=stop_ids(stop_token_ids),
-            choose=sampler(0.0 if temperature < _GREEDY_BELOW else float(temperature)),
+            choose=choose,
         )
         prompt = input_ids["input_ids"] if isinstance(input_ids, Mapping) else input_ids
         prompt = prompt.to(device=self.device, dtype=torch.int64)

@@ -19,7 +19,12 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.transformers_loop.checks import check_new_tokens, check_pair, prompt_ids
+from sglang_dflash.transformers_loop.checks import (
+    check_new_tokens,
+    check_pair,
+    check_sampling,
+    prompt_ids,
+)
 from sglang_dflash.transformers_loop.target_cache import TargetCache, captured_hidden
 
 # Logits [N, V] -> the target's tokens int64 [N].
@@ -33,12 +38,10 @@ class Generation:
     Attributes:
         tokens: generated token ids, without the prompt.
         committed: tokens of the text that each verify step gave, the bonus token included.
-        accepted: the same with what the last step accepted beyond the end of the text.
     """
 
     tokens: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
@@ -47,26 +50,31 @@ class Generation:
 
 
 def sampler(
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int | None = None
 ) -> Choose:
     """How the target picks its tokens from logits `[N, V]`.
 
     Args:
-        temperature: 0 is greedy, and the other arguments are ignored.
+        temperature: 0 is greedy, and the other arguments have no effect.
         top_k: tokens that are kept; 0 keeps all.
         top_p: probability mass that is kept.
-        min_p: least probability that is kept, relative to the largest.
-        generator: on the device of the logits; None for torch's default.
+        seed: None for torch's generator.
+
+    Raises:
+        ConfigError: an argument is out of range.
     """
+    check_sampling(temperature, top_k, top_p, seed)
     if temperature == 0:
         return lambda logits: logits.argmax(-1)
-    return lambda logits: sample(
-        target_probabilities(logits, temperature, top_k, top_p, min_p), generator
-    )
+    generator: torch.Generator | None = None
+
+    def choose(logits: Tensor) -> Tensor:
+        nonlocal generator
+        if seed is not None and generator is None:
+            generator = torch.Generator(logits.device).manual_seed(seed)
+        return sample(target_probabilities(logits, temperature, top_k, top_p), generator)
+
+    return choose
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,6 @@ def spec_generate(
             before, new = len(result.tokens), accepted.tokens[0, :count].tolist()
             done = _extend(result, new, stop_token_ids, max_new_tokens, on_tokens)
             result.committed.append(len(result.tokens) - before)
-            result.accepted.append(count)
     target_cache.reset(prompt_length)
     return result
 

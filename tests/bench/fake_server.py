@@ -68,7 +68,8 @@ class FakeServer(ThreadingHTTPServer):
 class Started(FakeServer):
     """In place of `sglang_dflash.bench.server.Server`.
 
-    It answers with ten words, a server with a draft with others, three per verify step.
+    It answers with ten words, a server with a draft with others, three per verify step. `beside`:
+    servers that ran when it started.
     """
 
     made: ClassVar[list[Started]] = []
@@ -84,16 +85,19 @@ class Started(FakeServer):
             sglang=True,
             speculates=drafts,
         )
-        self.url = self.base[1:]
+        self.url, self.is_up = self.base[1:], False
         self.made.append(self)
 
     def start(self) -> None:
+        self.beside = sum(one.is_up for one in self.made)
+        self.is_up = True
         self.__enter__()
 
     def wait(self) -> None:
         pass
 
     def stop(self) -> None:
+        self.is_up = False
         self.__exit__()
 
 

@@ -38,7 +38,7 @@ def test_arms_and_their_flags() -> None:
     assert of["dflash"].args()[-2:] == ["--page-size", "16"]
     dflash = started(True, target="T", draft="D", arms=("dflash",))["dflash"].flags
     assert dflash["--model-path"] == "T" and dflash["--speculative-draft-model-path"] == "D"
-    assert dflash["--dtype"] == "bfloat16" and "--mem-fraction-static" not in dflash
+    assert dflash["--dtype"] == "bfloat16"
 
 
 def test_sglangs_flag_names_are_taken() -> None:
@@ -75,7 +75,7 @@ def test_defaults_depend_on_the_machine() -> None:
     assert (gpu.levels, gpu.num_prompts, gpu.max_new_tokens) == ((1, 8, 16, 32), 128, 1024)
     assert cpu.dtype == gpu.dtype == "float32" and not gpu.in_turn
     given_pair = settings_for(False, target="T", draft="D")
-    assert given_pair.datasets == ("stdlib",) and not given_pair.in_turn
+    assert given_pair.datasets == ("stdlib",) and given_pair.in_turn
     large = settings_for(True, target="T", draft="D")
     assert large.in_turn and large.dtype == "bfloat16"
     assert settings_for(pair="code").datasets == ("unseen",)

@@ -54,16 +54,6 @@ def test_running_servers_are_compared_in_turns(tmp_path: Path, capsys: Captured)
     assert all(body.get("sampling_params", body)["ignore_eos"] is True for _, _, body in log)
 
 
-def test_one_server_after_another(tmp_path: Path, capsys: Captured) -> None:
-    log: list[Any] = []
-    with FakeServer("a", echo, log, sglang=True) as a, FakeServer("b", echo, log, sglang=True) as b:
-        asked = [*urls(a, b), "--concurrency", "1,2", "--rounds", "2", "--in-turn"]
-        code, out, _ = bench(capsys, tmp_path, *asked)
-    assert code == 0 and "one server after another" in out
-    # Per level a warm-up of as many prompts as clients, then two rounds of three.
-    assert [name for name, _, _ in log] == ["a"] * (1 + 6 + 2 + 6) + ["b"] * (1 + 6 + 2 + 6)
-
-
 def test_the_gate_lets_no_figure_out(tmp_path: Path, capsys: Captured) -> None:
     prompts = [prompt.turns[0] for prompt in datasets.load("stdlib", 3)]
 
@@ -121,9 +111,9 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     # Chats too are answered at full length, in every arm.
     asked = [body for server in Started.made for _, _, body in server.asked]
     assert all(body["sampling_params"]["ignore_eos"] for body in asked)
-    # Three side by side share the memory.
-    configs = [server.config for server in Started.made]
-    assert {config.flags["--mem-fraction-static"] for config in configs} == {"0.200"}
+    # Given models run one after another: per arm a warm-up and a round.
+    assert "one server after another" in out
+    assert [(server.beside, len(server.asked)) for server in Started.made] == [(0, 4)] * 3
 
 
 def test_only_simulation_excuses_outputs_that_differ(
@@ -132,6 +122,8 @@ def test_only_simulation_excuses_outputs_that_differ(
     code, out, err = started_here(monkeypatch, tmp_path, capsys)
     assert code == 1 and not out and not list(tmp_path.iterdir())
     assert "the answer differs from ar's from token 0 on" in err
+    # The servers of an embedded pair run side by side.
+    assert [server.beside for server in Started.made] == [0, 1]
     assert started_here(monkeypatch, tmp_path, capsys, "--simulated-acceptance", "8")[0] == 0
 
 

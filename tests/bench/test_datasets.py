@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from launch.demo_training.data import HELD_OUT, load_split
 from sglang_dflash.bench import datasets
 from sglang_dflash.bench.compare import encode_of
-from sglang_dflash.bench.datasets import Prompt, continued
+from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
@@ -53,7 +52,7 @@ def test_a_file_holds_texts_and_chats(tmp_path: Path) -> None:
 
 
 def test_turns_of_a_text_follow_the_answers() -> None:
-    assert continued(Prompt(("a", "b", "c"), False), ["x", "y"]) == "axbyc"
+    assert Prompt(("a", "b", "c"), False).text(["x", "y"]) == "axbyc"
 
 
 def test_chats_are_told_whether_to_think(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,34 +89,19 @@ ROWS = {
 }
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "sglang-dflash" / "datasets"
-
-
 @pytest.mark.parametrize("name", datasets.HUB)
-def test_hub_sets_are_fetched_once(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
+def test_rows_of_the_hub_become_chats(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(repository: str, config: str | None, split: str) -> hub.Dataset:
-        asked.append((repository, config, split))
+        assert repository.count("/") == 1 and split in ("train", "test")
         return hub.Dataset.from_list([ROWS[name]])
 
     monkeypatch.setattr(hub, "load_dataset", load_dataset)
-    for _ in range(2):
-        (prompt,) = datasets.load(name, 5)
-    assert len(asked) == 1 and asked[0][0].count("/") == 1
+    (prompt,) = datasets.load(name, 5)
     assert prompt.chat and "How many?" in prompt.turns[0]
     assert len(prompt.turns) == (2 if name == "mt-bench" else 1)
-    (file,) = cache.iterdir()
-    assert file.name == f"{name}.jsonl"
-    assert json.loads(file.read_text()) == {"turns": list(prompt.turns)}
 
 
-def test_a_set_that_cannot_be_fetched_is_refused_by_name(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_cannot_be_fetched_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*_: Any, **__: Any) -> None:
         raise ConnectionError("no network\nmore")
 
@@ -125,4 +109,3 @@ def test_a_set_that_cannot_be_fetched_is_refused_by_name(
     with pytest.raises(ConfigError, match="no network") as refused:
         datasets.load("gsm8k", 1)
     assert (refused.value.field, refused.value.value) == ("dataset", "gsm8k")
-    assert not list(cache.glob("*"))

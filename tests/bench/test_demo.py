@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.demo import DemoArm, acceptance_between, outcome
+from sglang_dflash.bench.demo import GREEDY, DemoArm, acceptance_between, outcome, show
 from sglang_dflash.serving.show.counts import AcceptanceCounts, RequestStep
+from tests.bench.fake_server import FakeServer
 
 FULL = RequestStep(drafts=7, accepted=7, tokens=8)
 
@@ -16,6 +17,21 @@ def shown(counts: AcceptanceCounts) -> dict[str, Any]:
     """Of /server_info."""
     total = counts.drafted
     return {"verify_steps": total.steps, "committed_tokens": total.tokens}
+
+
+def test_both_answers_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    log: list[Any] = []
+    one, other = (
+        FakeServer(name, lambda _, name=name: ["[", name, "]"], log, sglang=True, incremental=False)
+        for name in ("left", "right")
+    )
+    with one, other:
+        urls = {name: server.base.split("=")[1] for name, server in (("A", one), ("B", other))}
+        show(urls, ["first", "second"])
+    shown = capsys.readouterr().out
+    assert "[left]" in shown and "[right]" in shown
+    assert sorted(name for name, _, _ in log) == ["left", "left", "right", "right"]
+    assert all(body["sampling_params"] == GREEDY for _, _, body in log)
 
 
 @pytest.mark.parametrize("earlier", [0, 1, 1237])
@@ -36,7 +52,7 @@ def test_the_outcome_of_two_arms() -> None:
     before = shown(counts)
     counts.add([FULL._replace(accepted=3, tokens=4)] * 4)
     outputs = [[1] * 8, [2] * 8]
-    plain, dflash = (DemoArm(name, None, outputs) for name in ("plain", "dflash"))
+    plain, dflash = (DemoArm(None, outputs) for _ in range(2))
     plain.seconds, dflash.seconds = [4.0, 2.0], [1.0, 1.0]
     assert outcome(plain, dflash, before, shown(counts)) == {
         "identical": True,

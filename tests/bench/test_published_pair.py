@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench.published import main
-from sglang_dflash.bench.published_pair import Measured, pair_figures, pair_lines
+from sglang_dflash.bench.published_pair import PairAnswer, pair_figures, pair_lines
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair
 
@@ -24,17 +24,16 @@ ASKED = [
 
 
 def test_figures_are_exact_counts() -> None:
-    def one(kept: list[int], accepted: list[int], plain_s: float, dflash_s: float) -> Measured:
-        # The first token is the prefill's; the last step may have accepted more than was kept.
-        tokens = [7] * (1 + sum(kept))
-        return Measured(0, 0, "", tokens, kept, accepted, True, plain_s, dflash_s)
+    def one(kept: list[int], plain_s: float, dflash_s: float) -> PairAnswer:
+        # The first token is the prefill's.
+        return PairAnswer(0, 0, "", [7] * (1 + sum(kept)), kept, True, plain_s, dflash_s)
 
     settings = BenchSettings(target="T", draft="D", dataset=("demo",))
-    measured = [one([3, 4, 1], [3, 4, 4], 0.2, 0.1), one([2], [2], 0.4, 0.1)]
+    measured = [one([3, 4, 1], 0.2, 0.1), one([2], 0.4, 0.1)]
     found = pair_figures(settings, "demo", 2, 4, measured)
-    # 8 and 2 tokens in 3 and 1 steps; z-lab: the mean of 11 / 3 and 2.
+    # 8 and 2 tokens in 3 and 1 steps; z-lab: the mean of 8 / 3 and 2.
     assert found["acceptance_length"] == 10 / 4
-    assert found["average_acceptance_length"] == pytest.approx((11 / 3 + 2) / 2)
+    assert found["average_acceptance_length"] == pytest.approx((8 / 3 + 2) / 2)
     assert found["acceptance_length_histogram"] == [0, 0.25, 0.25, 0.25, 0.25]
     assert (found["baseline_tok_s"], found["dflash_tok_s"]) == pytest.approx((1 / 0.3, 10))
     assert found["speedup"] == pytest.approx(3) and found["speedup_range"] == [2.0, 4.0]
@@ -84,7 +83,7 @@ def test_an_error_ends_all_ranks(tmp_path: Path) -> None:
     asked = [*ASKED[:6], "--dataset", "gsm8k"]
     done = torchrun(2, tmp_path / "x", asked, **caches, HF_HUB_OFFLINE="1")
     assert done.returncode != 0
-    assert "sglang_dflash.benchmark: --dataset: 'gsm8k'; it is not cached as" in done.stderr
+    assert "--dataset: 'gsm8k'; openai/gsm8k could not be fetched" in done.stderr
 
 
 def test_sampled_answers_do_not_depend_on_the_order(tmp_path: Path) -> None:

@@ -105,6 +105,16 @@ def test_a_rounded_dtype_says_on_its_first_line_how_many_outputs_differ() -> Non
     assert result["differing_answers"] == {"dflash": 3}
 
 
+def test_the_report_tells_whether_an_embedded_pair_knows_its_text() -> None:
+    runs: Runs = {("demo", 1): {"ar": [made_up(["x"])]}}
+    dense, code = (
+        report.summarize(BenchSettings(pair=pair, dtype="float32"), {"demo": 1}, runs, [])
+        for pair in ("dense", "code")
+    )
+    assert "both models have memorized" in dense["model"]
+    assert "neither model has seen" in code["model"]
+
+
 def test_differences_name_prompt_arm_and_place() -> None:
     def of(*ids: tuple[int, ...]) -> Pass:
         return Pass(1.0, [[answer(ids=one)] for one in ids], VerifySteps(0, 0))

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import requests
+from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
-from sglang_dflash.doctor import Reading, examine, read
+from sglang_dflash.cli.doctor import Reading, examine
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
-from tests.doctor.test_doctor import HEALTHY
+from tests.cli.test_doctor import HEALTHY
 from tests.engine.servers import (
     ADAPTIVE,
     BUILTIN,
@@ -46,7 +47,9 @@ def test_the_alarm_is_raised(
     log = server.log.read_text()
     assert log.count("the drafts are of no use") == log.count("NaN or Inf") == 1
     assert "acceptance-alarm" in found and "NaN or Inf" in found["nonfinite-outputs"]
-    shown = read(server.url, 30).metrics
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    families = text_string_to_metric_families(text)
+    shown = {sample.name: sample.value for family in families for sample in family.samples}
     assert shown["sglang_dflash_acceptance_alarm"] == 1
     assert shown["sglang_dflash_nonfinite_outputs_total"] == report["nonfinite_outputs"]
 

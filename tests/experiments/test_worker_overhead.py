@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from experiments.worker_overhead import ROOT, Pass, compare, draft_side, unpack
+from experiments.worker_overhead import ROOT, Turn, compare, draft_side, unpack
+from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.errors import ConfigError
 
 
@@ -22,19 +24,20 @@ def test_the_packages_of_another_commit(tmp_path: Path) -> None:
         assert (refused.value.field, refused.value.value) == ("revision", revision)
 
 
-def passes(seconds: float, draft_ms: list[float | None]) -> list[Pass]:
-    return [Pass([[1]], seconds, 20, 1, ms) for ms in draft_ms]
+def turns(seconds: float, draft_ms: list[float | None]) -> list[Turn]:
+    done = Pass(seconds, [[Answer("", (1,), 1, 0.1, seconds)]], VerifySteps(20, 20))
+    return [Turn(done, 1, ms) for ms in draft_ms]
 
 
 def test_ratios_are_of_rounds() -> None:
-    found = compare({"ours": passes(1.0, [2.0, 3.0, 4.0]), "other": passes(2.0, [4.0, 3.0, 5.0])})
+    found = compare({"ours": turns(1.0, [2.0, 3.0, 4.0]), "other": turns(2.0, [4.0, 3.0, 5.0])})
     assert found["ours"]["draft_ms"] == 3.0 and found["step_time_ratio"] == 0.5
     times = [found[f"draft_time_ratio{of}"] for of in ("", "_min", "_max")]
     assert times == [0.8, 0.5, 1.0]
 
 
 def test_the_built_in_worker_tells_no_draft_time() -> None:
-    found = compare({"ours": passes(1.0, [2.0]), "builtin": passes(1.0, [None])})
+    found = compare({"ours": turns(1.0, [2.0]), "builtin": turns(1.0, [None])})
     assert "draft_ms" not in found["builtin"] and "draft_time_ratio" not in found
     shown: dict[str, Any] = {}
     server: Any = type("Server", (), {"dflash": lambda _: shown})()

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tools.mutate import LIST, ROOT, Mutation, read_list
+from tools.mutate import LIST, ROOT, Mutation, read_list, run
 
 MUTATIONS = read_list(ROOT / LIST)
 
@@ -45,18 +44,21 @@ TREE = {
 }
 
 
-def mutate(folder: Path, *bugs: str) -> subprocess.CompletedProcess[str]:
+def mutate(folder: Path, *bugs: str) -> int:
     for name, text in TREE.items():
         (folder / name).write_text(text)
     subprocess.run(["git", "init", "-q", folder], check=True)
     rows = [f'[[mutation]]\nchosen = "known"\nfile = "double.py"\n{bug}\n' for bug in bugs]
     (folder / "bugs.toml").write_text("".join(rows))
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tools/mutate.py"), "--root", folder]
-    command += ["--list", folder / "bugs.toml", "--preload", "pytest"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run(folder, read_list(folder / "bugs.toml"))
 
 
 CAUGHT = 'name = "a"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_it"]'
+# A process that dies is red in pytest, too.
+DIES = (
+    'name = "f"\nold = "return 2 * x"\nnew = "import os; os.abort()"\n'
+    'tests = ["test_double.py::test_it"]'
+)
 HALF = (
     'name = "c"\nold = "2 * x"\nnew = "3 * x"\n'
     'tests = ["test_double.py::test_it", "test_double.py::test_nothing"]'
@@ -66,16 +68,17 @@ GONE = 'name = "d"\nold = "4 * x"\nnew = "3 * x"\ntests = ["test_double.py::test
 BAD = 'name = "e"\nold = "2 * x"\nnew = "2 *"\ntests = ["test_double.py::test_it"]'
 
 
-def test_a_bug_is_caught_or_not(tmp_path: Path) -> None:
-    ran = mutate(tmp_path, CAUGHT, HALF, GONE, BAD)
-    assert ran.returncode == 1
-    outcomes = [line.split()[0] for line in ran.stdout.splitlines()[:4]]
-    assert outcomes == ["killed", "SURVIVED", "BROKEN", "BROKEN"], ran.stdout
-    assert "0 places in double.py have the text" in ran.stdout
+def test_a_bug_is_caught_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mutate(tmp_path, CAUGHT, DIES, HALF, GONE, BAD) == 1
+    shown = capsys.readouterr().out
+    outcomes = [line.split()[0] for line in shown.splitlines()[:5]]
+    assert outcomes == ["killed"] * 2 + ["SURVIVED"] + ["BROKEN"] * 2, shown
+    assert "0 places in double.py have the text" in shown
     assert (tmp_path / "double.py").read_text() == TREE["double.py"]
 
 
-def test_a_test_that_fails_anyway_shows_nothing(tmp_path: Path) -> None:
-    red = CAUGHT.replace("test_it", "test_that_is_not_there")
-    ran = mutate(tmp_path, red)
-    assert ran.returncode == 1 and "without any bug" in ran.stdout
+def test_a_test_that_fails_anyway_shows_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mutate(tmp_path, CAUGHT.replace("test_it", "test_that_is_not_there")) == 1
+    assert "without any bug" in capsys.readouterr().out

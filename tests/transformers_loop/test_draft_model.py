@@ -140,12 +140,12 @@ def test_to_converts_all_of_the_draft(draft: DFlashDraftModel, target: Any) -> N
     converted = draft.to(torch.float64)
     assert converted.rotary.frequencies.dtype == torch.float32
     hidden = torch.randn(1, draft.config.target_hidden_width)
-    assert draft.context_kv(hidden, torch.tensor([0])).dtype == torch.float64
+    assert draft.project_context(draft.context_features(hidden)).dtype == torch.float64
     out = converted.spec_generate(target, ids, NEW_TOKENS)
     assert out[0, 9:].tolist() == greedy(target, ids)
     with torch.no_grad():
         converted.float()
-    assert draft.context_kv(hidden, torch.tensor([0])).dtype == torch.float32
+    assert draft.project_context(draft.context_features(hidden)).dtype == torch.float32
 
 
 def test_a_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -87,9 +87,7 @@ def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(
     stopping = replace(PAIR, target=target)
     _, expected = by_generate(stopping, chat)
     assert 0 < len(expected) <= 31
-    prompt = tmp_path / "prompt.txt"
-    prompt.write_text(PAIR.prompts[0])
-    assert cli.main(command(stopping, "--prompt-file", str(prompt), "--chat", "--json")) == 0
+    assert cli.main(command(stopping, "--prompt", PAIR.prompts[0], "--chat", "--json")) == 0
     done = json.loads(capsys.readouterr().out)
     assert done["tokens"] == expected and done["finish_reason"] == "stop"
     assert done["prompt_tokens"] == len(chat)
@@ -127,7 +125,6 @@ BAD = {
     "--prompt=a --device=abacus": "--device",
     "--prompt=a --target=NOWHERE": "--target",
     "--prompt=a --draft=NOWHERE": "--draft",
-    "--prompt-file=NOWHERE": "--prompt-file",
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import free_port
-from sglang_dflash.doctor import Reading, examine, series
+from sglang_dflash.cli.doctor import Reading, examine
 
 # What a healthy server of ours shows, of what the doctor reads (tests/engine/test_alarm.py compares
 # the keys with a real server's).
@@ -35,13 +35,12 @@ HEALTHY: dict[str, Any] = {
     "simulated_acceptance": None,
     "width": "fixed",
 }
-RETRACTED = {"sglang:num_retracted_requests_total": 30.0, "sglang:num_requests_total": 100.0}
 
 
-def reading(*reports: dict[str, Any], metrics: Any = None) -> Reading:
+def reading(*reports: dict[str, Any]) -> Reading:
     """A server of ours; each report replaces keys of a healthy rank."""
     states = [{"dflash": {**HEALTHY, **report}} for report in reports or ({},)]
-    return Reading({"speculative_algorithm": "DFLASH", "internal_states": states}, metrics or {})
+    return Reading({"speculative_algorithm": "DFLASH", "internal_states": states})
 
 
 def others(algorithm: str | None = "DFLASH", **state: Any) -> Reading:
@@ -87,7 +86,6 @@ CASES: list[tuple[list[str], Reading, list[str]]] = [
     (["many-undrafted"], reading({"undrafted_steps": 5000}), ["50%"]),
     (["long-contexts"], reading({"draft_max_position_embeddings": 4096}), ["32768", "4096"]),
     (["ignored-seeds"], reading({"ignored_seeds": True}), ["--enable-deterministic"]),
-    (["retractions"], reading(metrics=RETRACTED), ["30 retractions in 100 requests"]),
     (
         ["nonfinite-outputs", "acceptance-alarm", "ignored-seeds"],
         reading({"acceptance_alarm": True, "nonfinite_outputs": 9, "ignored_seeds": True}),
@@ -108,8 +106,6 @@ CASES: list[tuple[list[str], Reading, list[str]]] = [
     ([], reading({"undrafted_steps": 99, "verify_steps": 0, "committed_tokens": 0}), []),
     # The alarm ended a while ago.
     ([], reading({"recent_acceptance_length": 1.4}), []),
-    ([], reading(metrics={**RETRACTED, "sglang:num_retracted_requests_total": 1.0}), []),
-    ([], reading(metrics={}), []),
     # A server with an older version of the package.
     ([], others(dflash={"verify_steps": 10, "committed_tokens": 30}), []),
 ]
@@ -177,12 +173,11 @@ def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(shown(reading())) as url:
         for address in (url, f"{url}/v1/", url.removeprefix("http://")):
             assert doctor(capsys, address) == (0, "nothing wrong found\n", "")
-    metrics = "".join(f'{name}{{tp_rank="0"}} {value}\n' for name, value in RETRACTED.items())
-    with serving({**shown(reading()), "/metrics": (200, metrics)}) as url:
+    with serving(shown(reading({"ignored_seeds": True}))) as url:
         status, out, err = doctor(capsys, url)
-        assert status == 1 and out.startswith("retractions") and "1 finding" in err
+        assert status == 1 and out.startswith("ignored-seeds") and "1 finding" in err
         (finding,) = json.loads(doctor(capsys, url, "--json")[1])["findings"]
-    assert finding["name"] == "retractions"
+    assert finding["name"] == "ignored-seeds"
     assert set(finding) == {"name", "problem", "advice"}
 
 
@@ -218,8 +213,3 @@ def test_a_key_is_sent_and_asked_for(capsys: pytest.CaptureFixture[str]) -> None
         assert doctor(capsys, url, "--api-key", "secret")[0] == 0
         status, out, _ = doctor(capsys, url)
     assert status == 1 and "give --api-key" in out
-
-
-def test_series_of_several_ranks_are_added() -> None:
-    assert series('# TYPE a gauge\na{x="1 2",y="}"} 3\na{x="2"} 4.5\n') == {"a": 7.5}
-    assert series("<html>") == {}
