@@ -62,7 +62,7 @@ def known_text_drafted(seen: Seen) -> None:
 
 def two_pools(seen: Seen) -> None:
     """The sliding layers' is a quarter of the other, and more tokens were kept than it has."""
-    drafted(seen)
+    known_text_drafted(seen)
     all_layers, sliding = 12000, 3000
     load = requests.get(f"{seen.server.url}/server_info").json()["internal_states"][0]
     assert load["memory_usage"]["token_capacity"] == all_layers, load["memory_usage"]

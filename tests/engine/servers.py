@@ -233,8 +233,7 @@ SLIDING = (
     )
     .with_env(**STRICT)
 )
-SLIDING_WINDOW = SLIDING.named("sliding-window").having(**WINDOW)
-SLIDING_PAGES = SLIDING.named("sliding-page16").having(page_size=16)
+SLIDING_PAGES_WINDOW = SLIDING.named("sliding-page16-window").having(page_size=16, **WINDOW)
 # -- a finite draft whose logits overflow
 
 OVERFLOWING = DFLASH.named("overflowing").having(

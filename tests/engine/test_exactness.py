@@ -78,8 +78,7 @@ DEMO = (
     Row(s.DEVICE_LENGTHS, s.PLAIN, (workload.up_to_the_limit,), (checks.whole_context,)),
     # A target whose sliding layers have a smaller KV pool, against one pool for all layers.
     Row(s.SLIDING, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
-    Row(s.SLIDING_WINDOW, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
-    Row(s.SLIDING_PAGES, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
+    Row(s.SLIDING_PAGES_WINDOW, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
     # Two ranks, and two replicas.
     Row(
         s.TP2_DISAGREEING,
