@@ -9,7 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.reference import CHUNK_BYTES, TorchAttention
+from sglang_dflash.drafting.attention.reference import (
+    CHUNK_BYTES,
+    TorchAttention,
+    bytes_of_a_column,
+)
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
@@ -123,11 +127,19 @@ class Backend:
     workspace: Callable[[DraftConfig, Setting], int] = lambda _config, _setting: 0
 
 
+def _torch_workspace(config: DraftConfig, of: Setting) -> int:
+    """A chunk, or what the widest table of the largest batch takes."""
+    heads = of.tp.shard_size("num_attention_heads", config.num_attention_heads)
+    kv_heads = of.tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+    each = bytes_of_a_column(kv_heads, config.head_dim, of.block_size * heads)
+    return min(CHUNK_BYTES, of.requests * (of.columns + of.block_size) * each)
+
+
 BACKENDS: Mapping[str, Backend] = {
     "torch": Backend(
         Capabilities(),
         lambda _config, of: TorchAttention(of.layers, of.block_size),
-        lambda _config, _setting: CHUNK_BYTES,
+        _torch_workspace,
     )
 }
 

@@ -21,6 +21,12 @@ from sglang_dflash.facts.draft_config import LayerAttention
 CHUNK_BYTES = 1 << 26
 
 
+def bytes_of_a_column(kv_heads: int, head_dim: int, rows: int, itemsize: int = 4) -> int:
+    """What a column of a chunk takes: K and V as stored, in numbers of `itemsize` bytes, and in
+    float32; scores of `rows` query heads of the block, or a mask; row numbers."""
+    return 2 * kv_heads * head_dim * (itemsize + 4) + 8 * rows + 24
+
+
 class TorchAttention:
     """`DraftAttention` by scaled_dot_product_attention with a mask per kind of layer.
 
@@ -44,7 +50,7 @@ class TorchAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         requests, columns = self._table.entries.shape
-        each = self._bytes_of_a_column(q, k)
+        each = bytes_of_a_column(*k.shape[2:], q.shape[1] * q.shape[2], self._kv.element_size())
         at_once = self._chunk_bytes // (each * (columns + self._block))
         if at_once >= requests:
             # What all layers share is made once.
@@ -60,11 +66,6 @@ class TorchAttention:
             else:
                 out[some] = self._one_request(layer, first, *own, self._chunk_bytes // each)
         return out
-
-    def _bytes_of_a_column(self, q: Tensor, k: Tensor) -> int:
-        """K and V as stored and in float32; scores, or a mask; row numbers."""
-        values, rows = 2 * k.shape[2] * k.shape[3], q.shape[1] * q.shape[2]
-        return values * (self._kv.element_size() + 4) + 8 * rows + 24
 
     def _requests(self, first: int, count: int) -> _Whole:
         entries, seq_lens = self._table
