@@ -26,6 +26,8 @@ from sglang_dflash.serving.start.draft_setup import DraftSetup
 
 # A draft for trying the command on any machine: all kinds of layers, a vocabulary of 512.
 TINY = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,

@@ -51,6 +51,9 @@ LOADS = (
     (32, 32768, 4096),
     (32, 131072, 4096),
     (48, 32768, None),
+    # How a step grows with the context.
+    (8, 16384, None),
+    (8, 131072, None),
 )
 PROCESSORS = 132
 GOALS = {"propose": 1.08, "absorb": 1.2}

@@ -183,8 +183,7 @@ class Options:
         """Whether requests of `resolved`, which is of these options, can be decoded.
 
         A verify step reserves two blocks for each request (SGLang's
-        `get_alloc_reserve_per_decode`). Two requests at a time must find room, or they would be
-        retracted in turns.
+        `get_alloc_reserve_per_decode`). Two requests at a time must find room.
 
         Args:
             context: tokens of a request, at most; None if unknown.

@@ -55,7 +55,7 @@ def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: De
         group: its cache is empty, but for what the attention keeps at its end, and has zeros again
             afterwards.
         dead: which entries are. An attention that leaves them out instead of masking them sees
-            farther inside of a sliding window: of it only the oldest ones are.
+            farther inside of a sliding window: of it only the oldest one is.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
@@ -68,7 +68,7 @@ def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: De
     columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
     live = columns < seq_lens[:, None]
     if dead != "none":
-        live &= (columns > 3) if dead == "oldest" else (columns % 7 != 3)
+        live &= (columns > 0) if dead == "oldest" else (columns % 7 != 3)
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)

@@ -89,21 +89,20 @@ def inspect(
         Every fact of docs/inspect.md by name, None if it is unknown; sizes are in bytes.
 
     Raises:
-        ConfigError: the pair does not fit, an option is out of range, a needed fact is unknown, or
-            no memory is left for KV.
+        ConfigError: the pair or an option does not fit, a needed fact is unknown, or no memory is
+            left for KV.
     """
     judged, context = judge(target, draft), context_of(target)
     geometry, config = judged.geometry, judged.config
     resolved = replace(_resolve(options, draft, config), context=context)
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
-    groups = draft_groups(judged, resolved, draft_kv, requests)
     recurrent = _recurrent(geometry, judged.worker, block_size)
     steps = _step_bytes(judged, resolved, requests, context)
     weights = sizes.draft_weight_bytes(config) if config else draft.weight_bytes
     states = sum(recurrent[f"recurrent_{part}_bytes"] or 0 for part in ("state", "replay"))
     memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
-    kv = split_kv(memory, target_kv, groups)
+    kv = split_kv(memory, target_kv, draft_groups(judged, resolved, draft_kv, requests))
     options.check_room(resolved, context=context, kv_tokens=kv["target_tokens"])
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
     facts = {

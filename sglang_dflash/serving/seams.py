@@ -62,7 +62,7 @@ SEAMS = (
         kind=Kind.AROUND,
         ours=_OURS + "start.memory:pool_config",
         reason="SGLang charges a draft slot per target token, whatever the draft's window.",
-        proof="tests/serving/test_memory.py::test_a_bound_leaves_the_target_more_tokens",
+        proof="tests/serving/test_memory.py::test_rings_leave_the_target_more_tokens",
     ),
     Seam(
         target=_SRT + "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",

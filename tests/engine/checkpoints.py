@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
@@ -67,9 +67,15 @@ def sliding(folder: Path) -> None:
         "mlp_layer_types": ["dense"] * depth,
         "sliding_window": SLIDING_WINDOW,
         "gating": "disabled",
+        # That class has an lm_head of its own in any case.
+        "tie_word_embeddings": False,
         "rope_parameters": {"full_attention": raw["rope_parameters"]},
     }
     (folder / "config.json").write_text(json.dumps({**raw, **changed}))
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def hybrid_moe(folder: Path) -> None:

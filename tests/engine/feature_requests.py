@@ -241,7 +241,7 @@ def hidden_states(server: Server) -> Answers:
     ]
 
     def one(i: int, way: dict[str, Any]) -> dict[str, Any]:
-        sampling = {**GREEDY, "max_new_tokens": 40, **way}
+        sampling = {**GREEDY, "max_new_tokens": 120, **way}
         streamed = sampling.pop("stream", False)
         text = PROMPTS["demo"][1 if i == 2 else 0]
         body = {"text": text, "return_hidden_states": True, "sampling_params": sampling}

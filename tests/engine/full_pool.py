@@ -12,7 +12,7 @@ from sglang_dflash.facts.embedded import demo_pair
 from tests.engine import workload
 from tests.engine.client import GREEDY, at_rest, together
 
-POOL, NEW = 256, 26
+POOL, CONTEXT, NEW = 256, 96, 26
 Answers = list[dict[str, Any]]
 
 
@@ -48,6 +48,13 @@ def _fill(server: Server, distances: range) -> Answers:
         answers += together(lambda p=p: _sent(server, p, max_new_tokens=NEW) for p in prompts)
         at_rest(server)
     return answers
+
+
+def fills_context(server: Server) -> Answers:
+    """A context of 96 tokens: answers of so many fewer, and one that is cut there."""
+    prompt = _prompts()[3][:60]
+    lengths = [1000, *(CONTEXT - len(prompt) - left for left in range(-1, 19))]
+    return together(lambda n=n: _sent(server, prompt, max_new_tokens=n) for n in lengths)
 
 
 def fills_pool(server: Server) -> Answers:

@@ -233,8 +233,7 @@ SLIDING = (
     )
     .with_env(**STRICT)
 )
-SLIDING_WINDOW = SLIDING.named("sliding-window").having(**WINDOW)
-SLIDING_PAGES = SLIDING.named("sliding-page16").having(page_size=16)
+SLIDING_PAGES_WINDOW = SLIDING.named("sliding-page16-window").having(page_size=16, **WINDOW)
 # -- a finite draft whose logits overflow
 
 OVERFLOWING = DFLASH.named("overflowing").having(
@@ -274,6 +273,9 @@ FULL = {
     for page in (1, 16)
     for block in (8, 16)
 }
+SHORT: dict[str, Any] = {"context_length": 96, "max_total_tokens": 4096}
+SHORT_PLAIN = FULL_PLAIN[1].named("short-plain").having(**SHORT)
+SHORT_CONTEXT = [config.named(f"short-{config}").having(**SHORT) for config in FULL.values()]
 FULL_NO_OVERLAP = FULL[1, 16].named("full-no-overlap").having(disable_overlap_schedule=True)
 
 # -- SGLang's own tests

@@ -14,6 +14,8 @@ from tests.engine.servers import (
     CHAT_WINDOW,
     CHATS_DEFAULT,
     CHATS_UNBOUNDED,
+    SEEDED_CODE,
+    SEEDED_CODE_PLAIN,
     SEEDED_PLAIN,
 )
 from tests.engine.workload import chatted
@@ -42,6 +44,16 @@ def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> N
     assert server.dflash()["draft_kv_entries"] == 2 * 8 * (CHAT_WINDOW + 8)
     assert unbounded.outputs == default.outputs
     assert default.acceptance_length > 0.98 * unbounded.acceptance_length
+
+
+@pytest.mark.server(SEEDED_CODE)
+@pytest.mark.recorded(SEEDED_CODE_PLAIN, kv_tokens)
+def test_sliding_layers_leave_the_memory_to_the_target(server: Server, answers: Any) -> None:
+    """Without a flag. One draft slot per target token would leave 8 of 11 layers' worth."""
+    (group,) = server.dflash()["draft_kv_groups"]
+    assert (group["layers"], group["window"]) == ([0, 1, 2], 256)
+    assert group["is_ring"] and group["entries"] == 2 * 16 * (256 + 8)
+    assert 0.97 < kv_tokens(server) / answers(SEEDED_CODE_PLAIN, kv_tokens) <= 1
 
 
 @pytest.mark.server(BOUNDED)

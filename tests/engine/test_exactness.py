@@ -65,12 +65,7 @@ DEMO = (
     Row(s.GRAPHS, s.PLAIN, (workload.run_half,), (checks.known_text_drafted, checks.replayed)),
     Row(s.GRAPHS, s.PLAIN, (workload.hang_ups,)),
     # Every step has another width.
-    Row(
-        s.FEATURES_WIDTHS,
-        s.PLAIN,
-        (workload.some_short_and_demo,),
-        (checks.drafted_at_every_width(0.15),),
-    ),
+    Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width(0.15),)),
     Row(
         s.RANDOM_WIDTHS_TP2,
         s.PLAIN,
@@ -83,8 +78,7 @@ DEMO = (
     Row(s.DEVICE_LENGTHS, s.PLAIN, (workload.up_to_the_limit,), (checks.whole_context,)),
     # A target whose sliding layers have a smaller KV pool, against one pool for all layers.
     Row(s.SLIDING, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
-    Row(s.SLIDING_WINDOW, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
-    Row(s.SLIDING_PAGES, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
+    Row(s.SLIDING_PAGES_WINDOW, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
     # Two ranks, and two replicas.
     Row(
         s.TP2_DISAGREEING,

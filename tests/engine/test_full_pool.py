@@ -1,5 +1,5 @@
 """What plain decoding answers in a pool of 256 tokens, our worker answers: near the pool's end its
-steps take what is left."""
+steps take what is left. And an answer ends at the end of the context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.engine import servers as s
-from tests.engine.full_pool import fills_pool, fills_pool_often
+from tests.engine.full_pool import fills_context, fills_pool, fills_pool_often
 from tests.engine.servers import Ask, ServerConfig
 
 
@@ -22,6 +22,10 @@ def cases() -> Iterator[Any]:
             marks += [pytest.mark.long] * (config != s.FULL[1, 8] or ask is fills_pool_often)
             values = config, plain, ask
             yield pytest.param(*values, marks=marks, id=f"{config}-{ask.__name__}")
+    for config in s.SHORT_CONTEXT:
+        values = config, s.SHORT_PLAIN, fills_context
+        marks = [pytest.mark.recorded(s.SHORT_PLAIN, fills_context), pytest.mark.long]
+        yield pytest.param(*values, marks=marks, id=str(config))
 
 
 @pytest.mark.parametrize(("config", "plain", "ask"), cases())
@@ -30,7 +34,7 @@ def test_what_plain_decoding_answers_is_answered(
 ) -> None:
     ours, theirs = answers(config, ask), answers(plain, ask)
     answered = [i for i, answer in enumerate(theirs) if "output_ids" in answer]
-    assert len(answered) > 0.9 * len(theirs)
+    assert len(answered) > 0.8 * len(theirs)
     differing = [
         (i, ours[i].get("status"))
         for i in answered

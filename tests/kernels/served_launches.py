@@ -48,6 +48,7 @@ BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 CONFIG = DraftConfig.from_dict(
     {
         "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,

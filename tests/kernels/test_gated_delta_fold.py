@@ -16,6 +16,7 @@ from sglang.kernels.ops.mamba import causal_conv1d_triton
 from sglang_dflash.drafting.recurrent import gated_delta, replay
 from sglang_dflash.facts.errors import ConfigError
 from tests.kernels.support import counted_bytes, needs_interpreter
+from tests.seam.originals import original
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # key heads, value heads, key dim, value dim, conv width, block
@@ -149,7 +150,7 @@ def test_the_convolution_rounds_as_sglangs_kernel(
     shift = torch.randn(channels, device=DEVICE).bfloat16() if bias else None
     steps = torch.empty(1, block, channels, width - 1, dtype=x.dtype, device=DEVICE)
     slot = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    theirs = causal_conv1d_triton.causal_conv1d_update(
+    theirs = original(f"{causal_conv1d_triton.__name__}.causal_conv1d_update")(
         x, history.clone(), weight, shift, "silu", conv_state_indices=slot,
         intermediate_conv_window=steps, intermediate_state_indices=slot,
     )[0]  # fmt: skip
@@ -178,7 +179,7 @@ def test_sglangs_verify_kernel_writes_no_snapshot_without_a_row(
     one, row = torch.zeros(()), torch.zeros(1, dtype=torch.int32)
 
     def verified(buffer: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-        return recurrent.fused_sigmoid_gating_delta_rule_update(
+        return original(f"{recurrent.__name__}.fused_sigmoid_gating_delta_rule_update")(
             A_log=torch.zeros(1), a=a, dt_bias=torch.zeros(1), softplus_beta=1.0,
             softplus_threshold=20.0, q=q, k=k, v=v, b=b, initial_state_source=states,
             initial_state_indices=row, use_qk_l2norm_in_kernel=True, disable_state_update=True,

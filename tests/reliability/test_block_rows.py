@@ -122,9 +122,11 @@ def test_penalties_and_a_bias_apply_to_every_position() -> None:
 
 def test_a_verified_block_comes_after_the_committed_tokens() -> None:
     """On a plain CPU: `seq_lens` of a verify forward does not count the block."""
-    backend = CpuAttentionBackend.__new__(CpuAttentionBackend)
     slots = torch.arange(60).view(3, 20)
-    backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=slots), token_to_kv_pool=None
+    )
+    backend = CpuAttentionBackend(runner)
     verify = SimpleNamespace(
         is_idle=lambda: False, is_decode=lambda: False, is_target_verify=lambda: True
     )
@@ -133,6 +135,7 @@ def test_a_verified_block_comes_after_the_committed_tokens() -> None:
         seq_lens=torch.tensor([5, 9]),
         req_pool_indices=torch.tensor([2, 1]),
         spec_info=SimpleNamespace(draft_token_num=4),
+        out_cache_loc=None,
     )
     backend.init_forward_metadata(forward)
     assert [span.prefix for span in backend.spans] == [5, 9]

@@ -151,7 +151,8 @@ def test_every_slot_has_draft_kv_if_sliding_layers_have_a_pool(entries: int) -> 
         allocator.free_swa(slots)
     assert slots.min() > sliding
     worker = started(allocator=allocator, draft_kv_tokens=entries)
-    assert isinstance(worker.dflash.drafter.cache, RingKVCache) == (entries < SLOTS)
+    (group,) = worker.dflash.drafter.groups
+    assert isinstance(group.cache, RingKVCache) == (entries < SLOTS)
     drafter, table = worker.dflash.drafter, torch.zeros(2, COLUMNS, dtype=torch.int32)
     table[1, : len(slots)] = slots
     width = drafter.model.config.target_hidden_width

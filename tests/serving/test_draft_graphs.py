@@ -103,6 +103,7 @@ def test_steps_are_not_captured_without_memory(
     free: float, recorded: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As SGLang's own. And warm-ups leave nothing in the counters."""
+    caplog.set_level("WARNING")
     monkeypatch.setattr(graphs, "CudaGraphRecorder", OpRecorder)
     monkeypatch.setattr(OpRecorder, "free_gib", lambda _: free, raising=False)
     monkeypatch.setattr(graphs, "captured_sizes", lambda _most: (1,))

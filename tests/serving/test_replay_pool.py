@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent as recurrent
+from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -19,6 +20,7 @@ from sglang_dflash.serving.hybrid import replay_pool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, Snapshots
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import MemoryPlan
+from tests.seam.originals import original
 from tests.serving.fake_cuda import FakeCuda
 
 REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
@@ -165,6 +167,8 @@ def test_verify_has_the_launch_shape_of_a_verify_with_snapshots(
     kernel = Launched()
     monkeypatch.setattr(recurrent, "fused_sigmoid_gating_delta_rule_update_kernel", kernel)
     monkeypatch.setattr(recurrent, "_is_sm90", True)
+    update = "fused_sigmoid_gating_delta_rule_update"
+    monkeypatch.setattr(gdn_triton, update, original(f"{recurrent.__name__}.{update}"))
     requests, block, heads, dim = 3, 4, 2, 128
     of_triton = TritonGDNKernel()
     dispatcher: Any = SimpleNamespace(_get_target_verify_kernel=lambda _: of_triton)

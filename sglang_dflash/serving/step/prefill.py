@@ -120,12 +120,10 @@ class PromptTokens:
     def to_write(self, groups: Sequence[KVGroup]) -> tuple[Tensor | slice, list[Tensor | slice]]:
         """The tokens to project, and of each group which of those it writes, in order; a slice for
         all of them."""
-        wanted = [
-            group.cache.prompt_tokens_to_write(
-                ever_visible(self.positions, self.lengths, group.reach), self.age
-            )
-            for group in groups
-        ]
+        age, wanted = self.age, list[Tensor | slice]()
+        for group in groups:
+            visible = ever_visible(self.positions, self.lengths, group.reach)
+            wanted.append(group.cache.prompt_tokens_to_write(visible, age))
         lists = [some for some in wanted if isinstance(some, Tensor)]
         if len(lists) < len(wanted):
             return slice(None), wanted

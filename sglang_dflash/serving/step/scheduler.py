@@ -57,6 +57,9 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
         original(request, 1)
         if request.finished():
             output.extend(tokens[at:])
+            # Of all of the step; an answer begins with them.
+            kept = len(request.output_ids_through_stop)
+            request.reasoning_tokens = min(request.reasoning_tokens, kept)
             break
     request.grammar = grammar
 
