@@ -124,22 +124,24 @@ def ended_alike(seen: Seen) -> None:
 
 
 def hidden_states_alike(seen: Seen) -> None:
-    """A row per token that was read, which the cached ones and the answer's last are not; of a
-    request that was retracted, from its last prefill on."""
+    """Those of the prompt's last chunk, then a row per token of the answer but the last. A request
+    that was retracted begins again with a prefill of all."""
     for got, expected in zip(seen.ours, seen.theirs, strict=True):
-        ours, theirs = (_rows(answer["meta_info"]["hidden_states"]) for answer in (got, expected))
-        info = got["meta_info"]
-        read = info["prompt_tokens"] - info["cached_tokens"] + info["completion_tokens"] - 1
-        assert len(ours) == read or info["num_retractions"]
+        states, info = got["meta_info"]["hidden_states"], got["meta_info"]
+        if not info["num_retractions"]:
+            assert len(_rows(states[1:])) == info["completion_tokens"] - 1
+        prefills = [i for i, one in enumerate(states) if isinstance(one[0], list) and len(one) > 1]
+        last = prefills[-1] if prefills else 0
+        ours, theirs = _rows(states[last:]), _rows(expected["meta_info"]["hidden_states"])
         both = min(len(ours), len(theirs))
         torch.testing.assert_close(ours[-both:], theirs[-both:], atol=1e-5, rtol=1e-5)
         assert both > 20
 
 
 def _rows(states: list[Any]) -> torch.Tensor:
-    """Rows of tokens `[N, E]`: those of the last prefill, then one per step."""
-    last = max(i for i, one in enumerate(states) if isinstance(one[0], list))
-    return torch.tensor([*states[last], *states[last + 1 :]])
+    """`[N, E]`: an entry is a row, or the rows of a prefill."""
+    several = [one if isinstance(one[0], list) else [one] for one in states]
+    return torch.tensor([row for rows in several for row in rows])
 
 
 def masks_alike(seen: Seen) -> None:

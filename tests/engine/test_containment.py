@@ -93,7 +93,7 @@ class Fire:
                 (self._folder / chance.choice(self._places)).touch()
             # Of a merge, the guilty one cannot be told.
             place = chance.choice([place for place in self._places if place != "merge"])
-            late = chance.choice((0, 0, 1, 9, 17))
+            late = 0 if "prefill" in place else chance.choice((0, 0, 1, 9, 17))
             body = {
                 "text": "import os\n" + "x" * chance.choice((1, 40)),
                 "rid": f"guilty.{place}.{late}.{seed}.{number}",

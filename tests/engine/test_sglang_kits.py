@@ -41,7 +41,7 @@ KITS = (
     "streaming_session_kit.AbortLeakReproKitMixin",
     "streaming_session_kit.StreamingSessionKitMixin",
 )
-# Modules of kits of which none is run.
+# Modules of kits of which none is run, and kits of the other modules.
 OTHER_KITS = {
     "attention_unittest": "SGLang's attention backends",
     "cache_hit_kit": "no tests, only a load generator",
@@ -61,6 +61,12 @@ OTHER_KITS = {
     "unified_radix_cache_kit": "SGLang's unified prefix cache, and data sets from the hub",
     "vlm_perf_kit": "images, speed",
 }
+OTHER_KITS |= {
+    "abort_timeout_kit.RunningTimeoutTwoWaveMixin": "a server with a time limit",
+    "abort_timeout_kit.WaitingTimeoutMixin": "a server with a time limit",
+    "spec_server_kits.SpecAccuracyKit": "knowledge, and a data set from the hub",
+    "spec_server_kits.SpecParityKit": "it starts servers; test_exactness.py compares",
+}
 FRANCE = "the answer is the capital of France"
 # Tests of the kits above that are not run. The code pair knows Python only.
 LEFT_OUT = {
@@ -70,7 +76,6 @@ LEFT_OUT = {
     "test_basic_math": "the answer is a product",
     "test_color_completion": "the answer is the color of a banana",
     "test_acc_length": "an acceptance length above 3.1, which plain decoding has not",
-    "test_gsm8k": "knowledge, and a data set from the hub",
     "test_max_token_one": "speed, with a data set from the hub",
     "test_ebnf_generate_complex_json": "samples numbers until one has few enough digits",
     "test_regex_generate_complex_json": "samples blanks until there are few enough",
@@ -89,14 +94,14 @@ def kit_of(name: str) -> Any:
     return getattr(importlib.import_module(f"sglang.test.kits.{module}"), kit)
 
 
-def names_in(name: str) -> list[str]:
-    return sorted(test for test in dir(kit_of(name)) if test.startswith("test_"))
+def names_in(kit: Any) -> list[str]:
+    return sorted(name for name in dir(kit) if name.startswith("test_"))
 
 
 def cases() -> Iterator[Any]:
     for config in (s.KITS_PLAIN, s.KITS_DFLASH):
         for name in KITS:
-            for test in names_in(name):
+            for test in names_in(kit_of(name)):
                 if test not in LEFT_OUT:
                     yield pytest.param(config, name, test, id=f"{config}-{test}")
 
@@ -132,6 +137,10 @@ def test_every_kit_is_run_or_has_a_reason() -> None:
 
     modules = {name.partition(".")[0] for name in KITS}
     found = {module.name for module in pkgutil.iter_modules(kits.__path__)}
-    assert modules | set(OTHER_KITS) == found
-    assert not modules & set(OTHER_KITS)
-    assert set(LEFT_OUT) <= {test for name in KITS for test in names_in(name)}
+    for module in modules:
+        path = f"sglang.test.kits.{module}"
+        for kit in vars(importlib.import_module(path)).values():
+            if getattr(kit, "__module__", "") == path and names_in(kit):
+                found.add(f"{module}.{kit.__name__}")
+    assert modules | set(KITS) | set(OTHER_KITS) == found
+    assert set(LEFT_OUT) <= {test for name in KITS for test in names_in(kit_of(name))}
