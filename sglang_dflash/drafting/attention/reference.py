@@ -50,7 +50,9 @@ class TorchAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         requests, columns = self._table.entries.shape
-        each = bytes_of_a_column(*k.shape[2:], q.shape[1] * q.shape[2], self._kv.element_size())
+        each = bytes_of_a_column(
+            k.shape[2], k.shape[3], q.shape[1] * q.shape[2], self._kv.element_size()
+        )
         at_once = self._chunk_bytes // (each * (columns + self._block))
         if at_once >= requests:
             # What all layers share is made once.
