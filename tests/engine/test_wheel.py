@@ -72,8 +72,7 @@ def test_its_commands_work_away_from_the_checkout(run: Run, python: Path) -> Non
     assert told.returncode == 0, told.stderr
     found = json.loads(told.stdout)
     assert found["worker"] == "sglang-dflash"
-    ours = [p["name"] for p in found["plugins"] if p["distribution"] == "sglang-dflash"]
-    assert sorted(ours) == ["dflash", "dflash_cpu", "dflash_cpu", "dflash_repairs"]
+    assert found["platform"] == "PlainCpuPlatform"
     made = run("generate", "--prompt", "import os", "--max-new-tokens", "8", "--json")
     assert len(json.loads(made.stdout)["tokens"]) == 8, made.stderr
     refused = run("demo-models", "hybrid")

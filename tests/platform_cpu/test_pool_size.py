@@ -41,9 +41,12 @@ def test_a_tiny_model_takes_little_and_a_large_one_as_much_as_its_weights(
     assert sized(30, {}) == SGLANGS
 
 
-def test_flags_of_the_user_win() -> None:
+def test_flags_of_the_user_win(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     assert sized(0.001, {"mem_fraction_static": 0.75}) == -1, "not SGLang's own sizing"
     assert sized(0.001, {"max_total_tokens": 10**6}) == SGLANGS
+    # The pool takes as much as those tokens need, which SGLang tells.
+    assert "the pools get" not in caplog.text
     # Unset flags are None in what SGLang keeps of the command line.
     assert sized(0.001, {"mem_fraction_static": None, "max_total_tokens": None}) == LEAST_BYTES
 
