@@ -58,8 +58,9 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
         )
     if asked.get("max_total_tokens") is None:
         logger.info(
-            "sglang-dflash: the pools get %.0f MiB of %.1f GiB that are free (recurrent states %.0f "
-            "MiB, KV at most %.0f MiB); --mem-fraction-static or --max-total-tokens sets another size",
+            "sglang-dflash: the pools get %.0f MiB of %.1f GiB that are free (recurrent states "
+            "%.0f MiB, KV at most %.0f MiB); --mem-fraction-static or --max-total-tokens sets "
+            "another size",
             (states + kv) * 1024,
             free,
             states * 1024,
