@@ -182,8 +182,8 @@ class Options:
     ) -> None:
         """Whether requests of `resolved`, which is of these options, can be decoded.
 
-        A verify step reserves two blocks for each request (SGLang's
-        `get_alloc_reserve_per_decode`). Two requests at a time must find room.
+        A verify step reserves two blocks ahead for each request where the pool has them. Two
+        requests at a time must find room for that.
 
         Args:
             context: tokens of a request, at most; None if unknown.

@@ -61,7 +61,7 @@ def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: De
         SelfCheckFailed: see `check_ops`.
     """
     draw, layers, kv = _Random(model), group.layers, group.cache.kv
-    context = max(1, min(CONTEXT, len(kv) - 2))
+    context = min(CONTEXT, group.cache.num_entries)
     everything = torch.arange(context, device=draw.device)
     store_(kv, everything, draw.floats(context, *kv.shape[1:]))
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)

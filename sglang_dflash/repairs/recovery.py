@@ -53,11 +53,13 @@ class Before(NamedTuple):
 
     request: Any
     output: int
+    reasoning: int
     sent: tuple[Any, ...]
 
     @classmethod
     def of(cls, request: Any) -> Before:
-        return cls(request, len(request.output_ids), tuple(getattr(request, n) for n in SENT))
+        sent = tuple(getattr(request, name) for name in SENT)
+        return cls(request, len(request.output_ids), request.reasoning_tokens, sent)
 
 
 # What SGLang notes of a request while it collects what it sends, once for a batch.
@@ -76,17 +78,18 @@ def undo(before: Iterable[Before], frames: Mapping[str, Mapping[str, Any]]) -> N
     """
     if "_stream_output_generation" in frames:
         # Nothing was sent: it failed while it was collected.
-        for request, _, sent in before:
+        for request, _, _, sent in before:
             for name, value in zip(SENT, sent, strict=True):
                 setattr(request, name, value)
         return
     loops = (frames.get(f"process_batch_result_{kind}", {}) for kind in ("prefill", "decode"))
     partly = next((found["req"] for found in loops if "req" in found), None)
-    for request, output, sent in before:
+    for request, output, reasoning, sent in before:
         is_sent = tuple(getattr(request, name) for name in SENT) != sent
         kept_by_session = request.finished() and request.session is not None
         if request is partly and not is_sent and not kept_by_session:
             _cut(request, output)
+            request.reasoning_tokens = reasoning
 
 
 def _cut(request: Any, output: int) -> None:
@@ -169,8 +172,10 @@ def _lost(scheduler: Any, request: Any) -> str | None:
     what = None
     if request.beam_group is not None:
         what = "a beam search"
-    elif output and request.return_hidden_states:
+    elif request.return_hidden_states and (output or request.hidden_states):
         what = "a request with return_hidden_states"
+    elif output and request.sampling_mask_rows is not None:
+        what = "a request with return_sampling_mask"
     elif output and request.input_embeds is not None and request.return_logprob:
         what = "a request with input_embeds and return_logprob"
     elif request.return_logprob and len(request.logprob.output_token_logprobs_val) != output:

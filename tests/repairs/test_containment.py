@@ -221,7 +221,7 @@ class Result:
         sent = dict.fromkeys(recovery.SENT, 0)
         vars(made).update(sent, session=None, return_logprob=True, finished_reason=None)
         values = SimpleNamespace(__slots__=tuple(logprob), **logprob)
-        vars(made).update(logprob=values, finished_len=None)
+        vars(made).update(logprob=values, finished_len=None, reasoning_tokens=0)
         return made
 
     def process_batch_result(self) -> None:
@@ -230,6 +230,7 @@ class Result:
     def process_batch_result_decode(self) -> None:
         for req in self.requests:
             req.output_ids.append(7)
+            req.reasoning_tokens += 1
             req.finished_reason = "stop"
             if req.rid == self.fails_at:
                 raise KeyError
@@ -253,6 +254,7 @@ def test_a_result_processed_in_part_is_undone(fails_at: str) -> None:
         done = fails_at not in "abc" or fails_at > one.rid
         assert len(one.output_ids) == len(one.logprob.output_token_logprobs_val) == 1 + done
         assert one.finished_reason == ("stop" if done else None)
+        assert one.reasoning_tokens == done
         assert one.logprob.input_token_logprobs_val == [1.0]
         # What was sent is not sent again, and what was not is.
         assert one.send_token_offset == (2 if fails_at == "after" else 0)

@@ -141,11 +141,11 @@ def test_a_draft_runner_has_no_plan() -> None:
     assert tokens(runner) == 8_000
 
 
-@pytest.mark.parametrize(("page", "columns"), [(1, 32), (64, 95)])
+@pytest.mark.parametrize(("page", "columns"), [(1, 33), (64, 96)])
 def test_a_table_row_holds_what_is_reserved(
     page: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang reserves two blocks ahead of the committed tokens, up to a page boundary."""
+    """Two blocks and a bonus token ahead of the committed tokens, up to a page boundary."""
     from sglang.srt.mem_cache import allocation_sizing as sizing
 
     spec = SimpleNamespace(
@@ -162,7 +162,7 @@ def test_a_table_row_holds_what_is_reserved(
     # SGLang ends a request two tokens before the limit; its newest token has no KV yet.
     context = 1000
     request = SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=0, kv_committed_len=context - 4))
-    _, (reserved,), _ = sizing.page_aligned_decode_alloc_lens([request], reserve=32, page_size=page)
+    _, (reserved,), _ = sizing.page_aligned_decode_alloc_lens([request], reserve=33, page_size=page)
     assert reserved <= context + columns
     assert (reserved > context + original()) is (page == 1)
     spec.speculative_algorithm = None

@@ -179,7 +179,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         target = target_forward(target_worker, policy.widths, setup.device)
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
-            drafter = graphed(drafter, self._recorder(), req_to_token, is_checked)
+            eager, drafter = drafter, graphed(drafter, self._recorder(), req_to_token, is_checked)
+            if drafter is eager:
+                memory.note_eager_steps(runner.kv_cache_configurator)
         if self._rollback is not None:
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())

@@ -199,11 +199,22 @@ def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
 
 def _charge_draft(configurator: Any, plan: MemoryPlan, per_token: int) -> None:
     """Note the plan, and charge so many bytes of draft K/V per target token."""
-    described = msgspec.structs.asdict(configurator.spec_aux_config)
     # SGLang charges the bytes if there is a layer.
-    described.update(dflash_draft_num_layers=int(per_token > 0), plan=plan)
-    configurator.spec_aux_config = PlannedDraft(**described)
+    _note(configurator, plan, dflash_draft_num_layers=int(per_token > 0))
     configurator.dflash_draft_cell_size_per_token = per_token or None
+
+
+def note_eager_steps(configurator: Any) -> None:
+    """Steps that were to be recorded are not: SGLang's sizing after the captures leaves them what
+    they take."""
+    plan = plan_of(configurator)
+    if plan is not None:
+        _note(configurator, replace(plan, recorded=False))
+
+
+def _note(configurator: Any, plan: MemoryPlan, **changed: Any) -> None:
+    described = {**msgspec.structs.asdict(configurator.spec_aux_config), **changed, "plan": plan}
+    configurator.spec_aux_config = PlannedDraft(**described)
 
 
 def table_positions(context_len: int) -> int:
@@ -213,10 +224,11 @@ def table_positions(context_len: int) -> int:
 
 def table_headroom(original: Any) -> int:
     """Around `get_req_to_token_extra_context_len`: columns of the request-to-token table beyond the
-    context length, enough for the two blocks that SGLang reserves ahead of the committed tokens."""
+    context length: SGLang reserves two blocks ahead of the committed tokens, and our worker the
+    bonus token after them."""
     if get_spec().speculative_algorithm is None:
         return original()
-    return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+    return max(original(), get_alloc_reserve_per_decode() + get_alloc_page_size())
 
 
 # -- the pool of recurrent states ------------------------------------------------------------------

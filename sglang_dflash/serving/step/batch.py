@@ -158,18 +158,21 @@ class DraftInput(DFlashDraftInputV2):
     ends: Tensor | None = None
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """Reserve two blocks of slots per request, as SGLang does, unless a whole block fits in
-        what earlier steps have reserved; near the end of the pool, what is left of it."""
+        """Reserve slots for two blocks and a bonus token per request, unless a whole block and the
+        bonus token after it fit in what earlier steps have reserved; near the end of the pool, what
+        is left of it."""
         if not batch.reqs:
             return
         batch.maybe_evict_swa()
         block = get_spec().speculative_num_draft_tokens
         caches = [request.kv for request in batch.reqs]
         committed = [int(kv.kv_committed_len) for kv in caches]
-        bounds = [length + self.in_flight + block for length in committed]
+        # If this step and the one in flight accept whole blocks, the host learns of it only after
+        # the next step has written its bonus token.
+        bounds = [length + self.in_flight + block + 1 for length in committed]
         self.ends = None
         if not _have_slots(caches, bounds):
-            _reserve(batch, 2 * block)
+            _reserve(batch, 2 * block + 1)
             if not _have_slots(caches, bounds):
                 ends = torch.tensor([kv.kv_allocated_len for kv in caches])
                 self.ends = to_device(ends, batch.device)

@@ -70,7 +70,7 @@ class PrefillStep:
         self._absorb(writes, len(batch.reqs), result.logits_output)
         replace_hidden_states(batch, result.logits_output)
         # Of decoding requests that take part, the host does not know the next token yet.
-        in_flight = int(batch.forward_mode.is_mixed())
+        in_flight = int(batch.forward_mode.is_mixed() and batch.enable_overlap)
         result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, in_flight)
         return result
 
