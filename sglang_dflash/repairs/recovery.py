@@ -88,13 +88,16 @@ def undo(before: Iterable[Before], frames: Mapping[str, Mapping[str, Any]]) -> N
         is_sent = tuple(getattr(request, name) for name in SENT) != sent
         kept_by_session = request.finished() and request.session is not None
         if request is partly and not is_sent and not kept_by_session:
-            _cut(request, output)
-            request.reasoning_tokens = reasoning
+            _cut(request, output, reasoning)
 
 
-def _cut(request: Any, output: int) -> None:
-    """Drop output from that token on: whether it ends the request was perhaps not looked at."""
+def _cut(request: Any, output: int, reasoning: int) -> None:
+    """Drop output from that token on: whether it ends the request was perhaps not looked at.
+
+    `reasoning`: how many tokens before it were of reasoning.
+    """
     del request.output_ids[output:]
+    request.reasoning_tokens = reasoning
     request.finished_reason = request.finished_len = None
     for name in request.logprob.__slots__ if request.return_logprob else ():
         values = getattr(request.logprob, name)
