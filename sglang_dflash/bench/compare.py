@@ -13,7 +13,7 @@ from typing import Any
 from sglang_dflash.bench import datasets, load, picture, report
 from sglang_dflash.bench.arms import Arms, arms_of, opened
 from sglang_dflash.bench.datasets import Encode, Prompt
-from sglang_dflash.bench.machine import progress_bar
+from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.report import Runs
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair

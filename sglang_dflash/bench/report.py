@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.bench.machine import hardware
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.embedded import demo_pair
 
 # Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.bench.machine import hardware
+from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import any_in_place, load_plugins
 from sglang_dflash.seam.version import unsupported
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _report(target: str | None, draft: str | None) -> dict[str, Any]:
     found, problem = None, None
-    if _version("sglang") is not None:
+    if version("sglang") is not None:
         print("loading SGLang and its plugins ...", file=sys.stderr)
         found, problem = load_plugins()
     worker, reason = _worker(problem)
@@ -58,7 +57,7 @@ def _worker(problem: str | None) -> tuple[str, str]:
     `problem`: why a server of this installation would end at start, or None.
     """
     mismatch = unsupported()
-    if _version("sglang") is None:
+    if version("sglang") is None:
         return "none", f"{mismatch}; inspect works, and generate if torch is there"
     if problem is not None:
         return "none", f"a server ends at start: {problem}"
@@ -83,17 +82,9 @@ def _pair_worker(target: str, draft: str) -> tuple[str, str]:
     )
 
 
-def _version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def versions() -> dict[str, str | None]:
     """Versions by name; None for what is not installed."""
-    found = {name: _version(name) for name in _PACKAGES}
+    found = {name: version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **found, "system": platform.platform()}
 
 

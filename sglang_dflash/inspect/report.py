@@ -92,8 +92,10 @@ def inspect(
         ConfigError: the pair or an option does not fit, a needed fact is unknown, or no memory is
             left for KV.
     """
-    judged, context = judge(target, draft), context_of(target)
+    judged = judge(target, draft)
     geometry, config = judged.geometry, judged.config
+    # Of a target whose context is not known the draft's tells what requests can have, at most.
+    context = context_of(target) or (config.max_position_embeddings if config else None)
     resolved = replace(_resolve(options, draft, config), context=context)
     requests, block_size = serving.max_running_requests, resolved.block_size
     target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
@@ -104,9 +106,10 @@ def inspect(
     memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
     kv = split_kv(memory, target_kv, draft_groups(judged, resolved, draft_kv, requests))
     options.check_room(resolved, context=context, kv_tokens=kv["target_tokens"])
+    notices = resolved.warnings(config, names or {}) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
     facts = {
-        "warnings": warnings + (resolved.warnings(config, context, names or {}) if config else []),
+        "warnings": warnings + [str(found) for found in notices],
         "target": target.name,
         "draft": draft.name,
         "worker": judged.worker,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.hub import draft_folder
+from sglang_dflash.facts.log import Log
 from sglang_dflash.transformers_loop.checks import device_named, dtype_named
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def load(
         )
         context = getattr(text, "max_position_embeddings", None)
         options.check_room(resolved, context=context, kv_tokens=None)
-        for warning in resolved.warnings(config, context, {}):
+        for warning in replace(resolved, context=context).warnings(config, {}):
             logger.warning("%s", warning)
         network = load_model(folder, dtype=kind, device=on)
         tokenizer = AutoTokenizer.from_pretrained(target)

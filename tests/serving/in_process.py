@@ -15,7 +15,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
 from sglang_dflash.serving.show.counts import DraftWatch
@@ -93,6 +93,7 @@ def worker_of(
     dtype: torch.dtype = torch.float32,
     widths: StepWidths | None = None,
     labels: Mapping[str, Any] | None = None,
+    notices: Sequence[Notice] = (),
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
     `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any."""
@@ -111,7 +112,7 @@ def worker_of(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
         model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
         seeds=prefill.ignored_seeds, watch=DraftWatch(drafter.counters, entries),
-        width_steps=widths.steps, labels=labels,
+        width_steps=widths.steps, labels=labels, notices=notices,
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,10 +10,11 @@ from typing import Any
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options
 from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.facts.errors import ConfigError, shown
+from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs import flag as guard
 from sglang_dflash.serving.start.refusal import use_one_line
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 PREFIX = "speculative_dflash_"
 BLOCK_FLAG = "--speculative-num-draft-tokens"
