@@ -212,8 +212,20 @@ class DraftConfig:
         """Draft K/V of one token: `(layers, 2, kv heads, head dim)`."""
         return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
 
-    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-        """Raise ConfigError unless this draft was trained for a target of that geometry."""
+    def check_target(
+        self,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        num_layers: int,
+        target: str = "this one",
+        draft: str = "this",
+    ) -> None:
+        """Raise ConfigError unless this draft was trained for a target of that geometry.
+
+        Args:
+            target, draft: what the message calls them.
+        """
         given = {
             "hidden_size": hidden_size,
             "vocab_size": vocab_size,
@@ -221,7 +233,8 @@ class DraftConfig:
         }
         for name, of_target in given.items():
             if getattr(self, name) != of_target:
-                required = f"{of_target} is required by this target: the draft is for another one"
+                other = f"{draft} is a draft for another target than {target}"
+                required = f"the target's is {of_target}: {other}"
                 raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
 
     def _check_consistent(self) -> None:

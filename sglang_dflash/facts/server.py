@@ -118,9 +118,13 @@ class ServerInfo:
             "target_kv_tokens": self.target_kv_tokens,
         }
 
+    def set_up(self) -> str:
+        """What serves, on one line."""
+        return set_up(self.reports[0]) if self.reports else self.worker
+
     def line(self) -> str:
-        """The same on one line."""
-        words = [set_up(self.reports[0]) if self.reports else self.worker]
+        """The facts on one line."""
+        words = [self.set_up()]
         if self.target_kv_tokens is not None:
             words.append(f"target KV {self.target_kv_tokens:,} tokens")
         length, steps = self.acceptance_length, self.verify_steps

@@ -11,9 +11,10 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, cut
+from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.transformers_loop.checks import device_named, dtype_named
 
 logger = Log(__name__)
@@ -60,6 +61,7 @@ def load(
     options = options or Options()
     on = device_named("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype_named("dtype", dtype or ("float32" if on.type == "cpu" else "bfloat16"))
+    check_target_folder(target)
     folder = draft_folder("draft", draft)
     config = DraftConfig.from_pretrained(folder)
     resolved = options.resolve(config)
@@ -70,6 +72,8 @@ def load(
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             num_layers=text.num_hidden_layers,
+            target=shown(target),
+            draft=shown(draft),
         )
         context = getattr(text, "max_position_embeddings", None)
         options.check_room(resolved, context=context, kv_tokens=None)

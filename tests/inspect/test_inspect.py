@@ -339,11 +339,11 @@ def test_what_cannot_be_read_and_a_swapped_pair_are_named(
             (tmp_path / "config.json").write_text(text)
         assert str(tmp_path) in refusal(capsys, target, str(tmp_path))
     pair = demo_pair("dense")
-    swapped = "is a draft; the target comes first"
+    swapped = "this is a draft: give it as DRAFT, and the target here"
     for first, second, words in [
         (draft, target, swapped),
         (str(pair.draft), str(pair.target), swapped),
-        (target, target, "is a target"),
+        (target, target, "this is a target: give it as TARGET, and the draft here"),
         (str(pair.target), str(pair.target), "no DFlash draft"),
     ]:
         assert words in refusal(capsys, first, second)

@@ -18,9 +18,10 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import dummy_model, load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.seam.seam import verify
@@ -73,6 +74,11 @@ def check_pair(server_args: Any) -> None:
         flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
     try:
+        if settings.speculative_draft_model_path is None:
+            required = (
+                "missing: --speculative-algorithm DFLASH needs a draft, a folder or a hub name"
+            )
+            raise ConfigError("draft", required=required)
         _check(server_args, settings)
     except ConfigError as error:
         raise error.named(flags.names(server_args)) from None
@@ -83,6 +89,7 @@ def _check(server_args: Any, settings: Any) -> None:
     builtin = flags.ServerFlags.of(server_args).worker == "builtin"
     if builtin:
         flags.warn_without_effect(server_args, "with --speculative-dflash-worker builtin")
+    check_target_folder(settings.model_path)
     folder = _folder(settings, weights=not builtin)
     refuse_code(folder, settings)
     try:
@@ -105,6 +112,8 @@ def _check(server_args: Any, settings: Any) -> None:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_layers=target.num_hidden_layers,
+        target=shown(settings.model_path),
+        draft=shown(settings.speculative_draft_model_path),
     )
     if not dummy_weights(settings):
         check_weights(config, folder)
@@ -134,8 +143,7 @@ def _check_device(
 
 
 def _dflash_requested(settings: Any) -> bool:
-    algorithm = (settings.speculative_algorithm or "").upper()
-    return algorithm == "DFLASH" and settings.speculative_draft_model_path is not None
+    return (settings.speculative_algorithm or "").upper() == "DFLASH"
 
 
 def _check_recurrent_target(settings: Any) -> None:
@@ -157,7 +165,7 @@ def dummy_weights(settings: Any) -> bool:
 def _folder(settings: Any, weights: bool = True) -> str:
     """The local folder of the draft checkpoint. Raises ConfigError."""
     return draft_folder(
-        "--speculative-draft-model-path",
+        "draft",
         settings.speculative_draft_model_path,
         revision=settings.speculative_draft_model_revision,
         weights=weights and not dummy_weights(settings),
