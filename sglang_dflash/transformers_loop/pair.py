@@ -114,11 +114,8 @@ def chat_tokens(
         ConfigError: the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        raise ConfigError(
-            "chat template",
-            required=f"the tokenizer of {tokenizer.name_or_path!r} has none; "
-            "send the prompt as plain text",
-        )
+        required = "this model has no chat template; send the prompt as plain text"
+        raise ConfigError("chat", tokenizer.name_or_path, required)
     extra = {} if thinking is None else {"enable_thinking": thinking}
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **extra

@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         state: dict[str, Any] = {"dflash": ours} if undrafted else {}
         if self.server.dtype is not None:
             state["machine"] = {**MACHINE, "dtype": self.server.dtype}
-        states = {"internal_states": [state], "version": "9.8.7", "model_path": "/home/of/me/m"}
+        states = {"internal_states": [state], "version": "9.8.7", "model_path": "/some/where/me/m"}
         known = {
             "/server_info": json.dumps(states) if self.server.sglang else None,
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),

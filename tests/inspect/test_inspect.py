@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
+from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
+from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
@@ -20,7 +23,8 @@ from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.sizes import GroupKV, draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB, DraftGroup, split_kv
 from sglang_dflash.inspect.pair import other_target
-from sglang_dflash.inspect.report import Serving, as_table, inspect
+from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.table import as_table
 from tests.commands import ROOT
 from tests.conftest import raw_config
 from tests.facts.target_fields import GDN, TARGET
@@ -190,7 +194,11 @@ def test_sliding_layers_gain_without_a_window() -> None:
     assert found["draft_kv_bytes"] == sliding["bytes"] + full["bytes"]
     taken = found["draft_kv_bytes"] + tokens * found["target_kv_bytes_per_token"]
     assert GIB - 1000 < taken <= GIB
-    assert "2 of 3 draft layers slide: 0.3 GiB of draft KV become 0.1 GiB, +" in found["verdict"]
+    kept = f"{found['target_tokens_unbounded']:,} if all draft KV were kept (+"
+    assert (
+        f"{tokens:,} tokens of target KV, since 2 of 3 draft layers slide; {kept}"
+        in found["verdict"]
+    )
     assert "a ring of 624 entries" in as_table(found)
 
 
@@ -261,17 +269,52 @@ def test_what_is_not_known_is_asked_for() -> None:
         assert refused.value.field == field
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_share_the_pair(ranks: int) -> None:
+    """As the draft network does; of 2 K/V heads, 4 ranks have one each."""
+    raw, many = raw_config(), Serving(kv_memory_gib=1, tp_size=ranks)
+    target = {**HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    found, whole = (found_of(target, raw, serving=of) for of in (many, SERVING))
+    assert found["recurrent_state_bytes"] == whole["recurrent_state_bytes"] // ranks
+    with torch.device("meta"):
+        model = DraftModel(DraftConfig.from_dict(raw), TensorParallel(size=ranks))
+    own = 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert found["draft_weight_bytes"] == own
+    for name in ("target_kv_bytes_per_token", "draft_kv_bytes_per_token"):
+        assert found[name] == whole[name] // min(ranks, 2)
+    assert (found["draft_step_bytes"] < whole["draft_step_bytes"]) == (ranks > 1)
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    for ranks, what in ((3, "the target's num_key_value_heads (2)"), (64, "num_attention_heads")):
+        with pytest.raises(ConfigError, match=re.escape(what)) as refused:
+            found_of(TARGET, raw_config(), serving=Serving(kv_memory_gib=1, tp_size=ranks))
+        assert (refused.value.field, refused.value.value) == ("tp_size", ranks)
+
+
+def test_a_window_beyond_a_context_that_is_not_known_is_warned_of() -> None:
+    """The draft's own context bounds what requests can have; memory is not blamed."""
+    draft = raw_config(max_position_embeddings=4096)
+    target = {k: v for k, v in TARGET.items() if k != "max_position_embeddings"}
+    found = inspect(facts(target, 0), facts(draft), Options(window=999_999_999), Serving())
+    (warning,) = found["warnings"]
+    assert warning.startswith("window: 999999999 is the whole of a context of 4096 tokens")
+
+
 # -- text ----------------------------------------------------------------------------------------
 
 
 def test_the_table_shows_the_verdict_what_is_known_and_the_warnings() -> None:
     target = {**TARGET, "max_position_embeddings": 8192}
     report = found_of(target, raw_config(), Options(block_size=5, window=9000))
-    head, _, table = as_table(report).partition("\n\n")
-    assert head.splitlines()[0] == report["verdict"]
-    shown = {line.split()[0] for line in table.splitlines() if line[:1].strip()}
-    known = {name for name, value in report.items() if value not in (None, 0)}
-    assert shown >= known - {"verdict", "assumptions", "warnings", "sources"}
+    head, *groups = as_table(report, sources=True).split("\n\n")
+    assert " ".join(head.split()).startswith(report["verdict"])
+    lines = [line for group in groups for line in group.splitlines() if line.startswith("  ")]
+    in_words = {"verdict", "assumptions", "warnings", "sources"}
+    # The gain is in the verdict; the bytes of the draft KV, and of what it would be, in lines.
+    in_words |= {name for name in report if "gain" in name or name == "draft_kv_bytes_unbounded"}
+    known = [name for name, value in report.items() if value not in (None, 0, "", [])]
+    assert len([line for line in lines if line[2] != " "]) == len(set(known) - in_words)
     text = " ".join(as_table(report).split())
     assert len(report["warnings"]) == 3
     assert all(f"warning: {warning}" in text for warning in report["warnings"])
@@ -279,9 +322,10 @@ def test_the_table_shows_the_verdict_what_is_known_and_the_warnings() -> None:
 
 def test_the_verdict_names_the_gain_or_the_reason() -> None:
     # 384 of 768 + 384 bytes of a token are the draft's.
-    gain = "takes 33.3 % of the KV memory, a window leaves up to +50.0 %"
+    gain = "with --window up to +50.0 %"
+    many = Serving(kv_memory_gib=1, max_running_requests=10_000)
     for found, words in [
-        (found_of(TARGET, raw_config(), Options(window=10**8)), "frees nothing"),
+        (found_of(TARGET, raw_config(), Options(window=10**8), many), "frees nothing"),
         (found_of(TARGET, raw_config()), gain),
         (found_of(TARGET, OTHER_HEAD), "because of selector_rank"),
     ]:
@@ -314,6 +358,7 @@ def test_errors_name_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) 
     assert "sglang-dflash: --window: 3; " in refusal(capsys, *PAIR, "--window", "3")
     shown = refusal(capsys, *PAIR, "--memory-gib", "1")
     assert "sglang-dflash: --memory-gib: 1.0; with --mem-fraction 0.9, " in shown
+    assert "the weights alone do not fit: give --tp-size 32, or more memory" in shown
 
 
 def test_names_are_found_in_any_case_and_near_ones_are_suggested(
