@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{len(figures['tokens'])} tokens in {figures['seconds']:.2f} s: "
         f"{figures['tokens_per_second']:.1f} tokens/s, "
-        f"acceptance length {figures['acceptance_length']:.2f}; ended {ENDS[figures['finish_reason']]}",
+        f"acceptance length {figures['acceptance_length']:.2f}; "
+        f"ended {ENDS[figures['finish_reason']]}",
         file=sys.stderr,
     )
 

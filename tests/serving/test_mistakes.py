@@ -59,7 +59,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "draft folder with a typo": (
         server(draft=PAIR.draft.with_name("draff")),
-        [DRAFT + ": ", "dense/draff'; there is no such folder here; did you mean '", "dense/draft'?"],
+        [f"{DRAFT}: '", "/draff'; there is no such folder", "did you mean '", "dense/draft'?"],
     ),
     "target folder with a typo": (
         server(PAIR.target.with_name("targt")),
