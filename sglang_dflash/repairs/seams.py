@@ -95,6 +95,13 @@ SEAMS = (
         proof=_ENGINE + "test_weight_update.py::test_outputs_are_wrong_without_the_row",
     ),
     Seam(
+        target=_SRT + "managers.schedule_batch.Req._check_str_based_finish",
+        kind=Kind.AROUND,
+        ours=_OURS + "stop_patterns:find_in_time",
+        reason="A stop_regex can keep the scheduler busy for ever.",
+        proof="tests/repairs/test_stop_patterns.py::test_a_pattern_takes_for_ever_without_the_row",
+    ),
+    Seam(
         target=_SRT + "managers.scheduler._dispatch_event_loop_once",
         kind=Kind.AROUND,
         ours=_OURS + "containment:run_loop",
