@@ -213,19 +213,9 @@ class DraftConfig:
         return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
 
     def check_target(
-        self,
-        *,
-        hidden_size: int,
-        vocab_size: int,
-        num_layers: int,
-        target: str = "this one",
-        draft: str = "this",
+        self, *, hidden_size: int, vocab_size: int, num_layers: int, pair: str = ""
     ) -> None:
-        """Raise ConfigError unless this draft was trained for a target of that geometry.
-
-        Args:
-            target, draft: what the message calls them.
-        """
+        """Raise ConfigError, which names the `pair`, if this draft is for another geometry."""
         given = {
             "hidden_size": hidden_size,
             "vocab_size": vocab_size,
@@ -233,8 +223,8 @@ class DraftConfig:
         }
         for name, of_target in given.items():
             if getattr(self, name) != of_target:
-                other = f"{draft} is a draft for another target than {target}"
-                required = f"the target's is {of_target}: {other}"
+                other = "this draft is for another target"
+                required = f"the target's is {of_target}{pair}: {other}"
                 raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
 
     def _check_consistent(self) -> None:

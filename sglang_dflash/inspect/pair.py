@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
-from sglang_dflash.facts.errors import UnsupportedDraft, shown
+from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.target_config import TargetGeometry
@@ -85,8 +85,7 @@ def _check(
             hidden_size=geometry.hidden_size,
             vocab_size=geometry.vocab_size,
             num_layers=geometry.num_hidden_layers,
-            target=shown(target.name),
-            draft=shown(draft.name),
+            pair=shown_pair(draft.name, target.name),
         )
     if config is not None and draft.tensors is not None:
         check_tensors(config, draft.tensors)

@@ -101,25 +101,8 @@ def inspect(
     # Of a target whose context is not known the draft's tells what requests can have, at most.
     context = context_of(target) or (config.max_position_embeddings if config else None)
     resolved = replace(_resolve(options, draft, config), context=context)
-    requests, block_size, ranks = serving.max_running_requests, resolved.block_size, serving.tp_size
-    # From here on bytes are of one GPU.
-    part = replace(
-        judged,
-        geometry=geometry and geometry.of_rank(ranks),
-        config=config and sizes.draft_of_rank(config, ranks),
-    )
-    target_kv, draft_kv = _kv_bytes(target, draft, part, serving)
-    recurrent = _recurrent(part.geometry, judged.worker, block_size)
-    steps = _step_bytes(judged, resolved, serving, context)
-    of_target, of_draft = (
-        None if one.weight_bytes is None else -(-one.weight_bytes // ranks)
-        for one in (target, draft)
-    )
-    of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
-    states = sum(recurrent[f"recurrent_{each}_bytes"] or 0 for each in ("state", "replay"))
-    memory = _kv_memory(serving, of_target, of_draft, requests * states, steps or 0)
-    kv = split_kv(memory, target_kv, draft_groups(judged, resolved, draft_kv, requests))
-    options.check_room(resolved, context=context, kv_tokens=kv["target_tokens"])
+    memory = _memory(target, draft, judged, resolved, serving)
+    options.check_room(resolved, context=context, kv_tokens=memory["target_tokens"])
     notices = resolved.warnings(config, names or {}) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
     facts = {
@@ -130,24 +113,53 @@ def inspect(
         "worker_reason": judged.reason,
         **describe_target(target, geometry),
         **describe_draft(draft, config),
-        "block_size": block_size,
+        "block_size": resolved.block_size,
         "window": resolved.reach.tokens,
         "sinks": resolved.reach.sinks,
-        "max_running_requests": requests,
-        "tp_size": ranks,
+        "max_running_requests": serving.max_running_requests,
+        "tp_size": serving.tp_size,
+        "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
+        "draft_values": "finite" if config and draft.weights else None,
+        **memory,
+        "sources": [f"target: {target.source}", f"draft: {draft.source}"],
+    }
+    return {"verdict": _verdict(facts), "assumptions": _assumptions(serving), **facts}
+
+
+def _memory(
+    target: ModelFacts,
+    draft: ModelFacts,
+    judged: Judged,
+    options: ResolvedOptions,
+    serving: Serving,
+) -> dict[str, Any]:
+    """What the memory of one GPU is spent on. Raises ConfigError."""
+    requests, ranks, config = serving.max_running_requests, serving.tp_size, judged.config
+    part = replace(
+        judged,
+        geometry=judged.geometry and judged.geometry.of_rank(ranks),
+        config=config and sizes.draft_of_rank(config, ranks),
+    )
+    target_kv, draft_kv = _kv_bytes(target, draft, part, serving)
+    recurrent = _recurrent(part.geometry, judged.worker, options.block_size)
+    steps = _step_bytes(judged, options, serving)
+    of_target, of_draft = (
+        None if one.weight_bytes is None else -(-one.weight_bytes // ranks)
+        for one in (target, draft)
+    )
+    of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
+    states = sum(recurrent[f"recurrent_{each}_bytes"] or 0 for each in ("state", "replay"))
+    memory = _kv_memory(serving, of_target, of_draft, requests * states, steps or 0)
+    return {
         "target_kv_bytes_per_token": target_kv,
         "draft_kv_bytes_per_token": draft_kv,
         "kv_memory_bytes": memory,
         "target_weight_bytes": of_target,
         "draft_weight_bytes": of_draft,
         "draft_step_bytes": steps,
-        "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
-        "draft_values": "finite" if config and draft.weights else None,
         **recurrent,
-        **kv,
-        "sources": [f"target: {target.source}", f"draft: {draft.source}"],
+        **split_kv(memory, target_kv, draft_groups(judged, options, draft_kv, requests)),
     }
-    return {"verdict": _verdict(facts), "assumptions": _assumptions(serving), **facts}
 
 
 def _config_only(draft: ModelFacts) -> list[str]:
@@ -201,9 +213,7 @@ def _kv_memory(
     return left
 
 
-def _step_bytes(
-    judged: Judged, options: ResolvedOptions, serving: Serving, context: int | None
-) -> int | None:
+def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> int | None:
     """What our worker reserves for draft steps; None if another worker serves."""
     if judged.worker != OURS or judged.config is None:
         return None
@@ -212,7 +222,7 @@ def _step_bytes(
         judged.config,
         block_size=options.block_size,
         requests=serving.max_running_requests,
-        columns=sum(reach.of(context or (reach.tokens or 0) + reach.sinks) for reach in reaches),
+        columns=sum(reach.of(options.context or 0) for reach in reaches),
         ranks=serving.tp_size,
         recorded=serving.max_running_requests,
     ).total

@@ -11,7 +11,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, cut, shown
+from sglang_dflash.facts.errors import ConfigError, cut, shown_pair
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.published import check_target_folder
@@ -72,8 +72,7 @@ def load(
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             num_layers=text.num_hidden_layers,
-            target=shown(target),
-            draft=shown(draft),
+            pair=shown_pair(draft, target),
         )
         context = getattr(text, "max_position_embeddings", None)
         options.check_room(resolved, context=context, kv_tokens=None)

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
-from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
-from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
@@ -267,38 +264,6 @@ def test_what_is_not_known_is_asked_for() -> None:
         with pytest.raises(ConfigError) as refused:
             inspect(target, other, options, serving)
         assert refused.value.field == field
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_share_the_pair(ranks: int) -> None:
-    """As the draft network does; of 2 K/V heads, 4 ranks have one each."""
-    raw, many = raw_config(), Serving(kv_memory_gib=1, tp_size=ranks)
-    target = {**HYBRID, "linear_num_key_heads": 4, "linear_num_value_heads": 4}
-    found, whole = (found_of(target, raw, serving=of) for of in (many, SERVING))
-    assert found["recurrent_state_bytes"] == whole["recurrent_state_bytes"] // ranks
-    with torch.device("meta"):
-        model = DraftModel(DraftConfig.from_dict(raw), TensorParallel(size=ranks))
-    own = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert found["draft_weight_bytes"] == own
-    for name in ("target_kv_bytes_per_token", "draft_kv_bytes_per_token"):
-        assert found[name] == whole[name] // min(ranks, 2)
-    assert (found["draft_step_bytes"] < whole["draft_step_bytes"]) == (ranks > 1)
-
-
-def test_ranks_that_do_not_divide_are_refused() -> None:
-    for ranks, what in ((3, "the target's num_key_value_heads (2)"), (64, "num_attention_heads")):
-        with pytest.raises(ConfigError, match=re.escape(what)) as refused:
-            found_of(TARGET, raw_config(), serving=Serving(kv_memory_gib=1, tp_size=ranks))
-        assert (refused.value.field, refused.value.value) == ("tp_size", ranks)
-
-
-def test_a_window_beyond_a_context_that_is_not_known_is_warned_of() -> None:
-    """The draft's own context bounds what requests can have; memory is not blamed."""
-    draft = raw_config(max_position_embeddings=4096)
-    target = {k: v for k, v in TARGET.items() if k != "max_position_embeddings"}
-    found = inspect(facts(target, 0), facts(draft), Options(window=999_999_999), Serving())
-    (warning,) = found["warnings"]
-    assert warning.startswith("window: 999999999 is the whole of a context of 4096 tokens")
 
 
 # -- text ----------------------------------------------------------------------------------------

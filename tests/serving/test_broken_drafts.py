@@ -85,8 +85,8 @@ def test_a_swapped_pair_and_one_of_strangers_are_told_alike(
 ) -> None:
     """By a server, `generate` and `inspect`, each in its own flags."""
     draft, other = str(PAIR.draft), str(demo_pair("code").draft)
-    wrong = f"hidden_size in the draft's config.json: 256; the target's is 192: '{other}' is a "
-    wrong += f"draft for another target than '{TARGET}'"
+    wrong = "hidden_size in the draft's config.json: 256; the target's is 192 "
+    wrong += f"(draft '{other}', target '{TARGET}'): this draft is for another target"
     assert refusals(other, resolve, capsys) == [wrong] * 3
     swapped = "{}: {!r}; this is a draft: give it as {}, and the target here"
     for names, refused in [

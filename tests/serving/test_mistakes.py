@@ -38,8 +38,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "draft for another target": (
         server(draft=OTHER.draft),
-        ["hidden_size in the draft's config.json: 256; the target's is 192", "code/draft' is a "
-         "draft for another target than '", "dense/target'"],
+        ["hidden_size in the draft's config.json: 256; the target's is 192 (draft '",
+         "code/draft', target '", "dense/target'): this draft is for another target"],
     ),
     "flag with a typo": (
         server(PAIR.target, PAIR.draft, "--speculative-draft-windw-size", "64"),

@@ -18,7 +18,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import dummy_model, load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.published import check_target_folder
@@ -112,8 +112,7 @@ def _check(server_args: Any, settings: Any) -> None:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_layers=target.num_hidden_layers,
-        target=shown(settings.model_path),
-        draft=shown(settings.speculative_draft_model_path),
+        pair=shown_pair(settings.speculative_draft_model_path, settings.model_path),
     )
     if not dummy_weights(settings):
         check_weights(config, folder)
