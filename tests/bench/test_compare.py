@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,22 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     # Given models run one after another: per arm a warm-up and a round.
     assert "one server after another" in out
     assert [(server.beside, len(server.asked)) for server in Started.made] == [(0, 4)] * 3
+
+
+def test_a_start_is_shown_with_the_time_it_took_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """And no time left is made up of what is not steady."""
+    asked = ["--simulated-acceptance", "8"]
+    _, _, first = started_here(monkeypatch, tmp_path, capsys, *asked)
+    assert "starting ar, dflash: 0 s" in first and "the last time" not in first
+    result = read(tmp_path)
+    assert set(result["start_s"]) == {"ar", "dflash"}
+    result["start_s"]["dflash"] = 94.4
+    (tmp_path / "results.json").write_text(json.dumps(result))
+    _, _, second = started_here(monkeypatch, tmp_path, capsys, *asked)
+    assert "starting ar, dflash: 0 s, 94 s the last time" in second
+    assert not re.search(r"\d<\d\d:", second)
 
 
 def test_only_simulation_excuses_outputs_that_differ(
