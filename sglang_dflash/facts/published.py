@@ -60,7 +60,6 @@ class Pair:
 
     target: str
     drafts: tuple[str, ...]
-    model_type: str
     hybrid: bool
 
 
@@ -76,9 +75,7 @@ class Collection:
 def collection() -> Collection:
     """The collection of published drafts, from the file beside this one."""
     raw = json.loads((FOLDER / "collection.json").read_text())
-    pairs = tuple(
-        Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"]
-    )
+    pairs = tuple(Pair(p["target"], tuple(p["drafts"]), p["hybrid"]) for p in raw["pairs"])
     return Collection(pairs, raw["source"])
 
 
