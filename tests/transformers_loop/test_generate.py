@@ -155,7 +155,7 @@ def test_a_chat_needs_a_template() -> None:
 
     with pytest.raises(ConfigError, match="'plain'") as raised:
         chat_tokens(Plain(), [{"role": "user", "content": "a"}])
-    assert raised.value.field == "chat template"
+    assert (raised.value.field, raised.value.value) == ("chat", "plain")
 
 
 @pytest.mark.engine
