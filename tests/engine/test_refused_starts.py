@@ -126,7 +126,9 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     assert server.process.poll() not in (None, 0)
     lines = log.read_text().splitlines()
     assert not [line for line in lines if "Traceback" in line]
-    (line,) = [line for line in lines if "sglang-dflash: ERROR: --speculative-num-draft-tokens" in line]
+    (line,) = [
+        line for line in lines if "sglang-dflash: ERROR: --speculative-num-draft-tokens" in line
+    ]
     assert "8500; too large for a KV pool of" in line and "give at most" in line
 
 
