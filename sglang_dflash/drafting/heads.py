@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.drafting.noise import RULES, BlockNoise
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards, largest_of_ranks
 
 
 class DraftHead(Protocol):
@@ -56,18 +57,16 @@ class ArgmaxHead:
 
     target: TargetHead
     tp: TensorParallel
+    ops: TorchOps
 
     def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
-        logits = self.target.logits(hidden[:, 1:].flatten(0, 1))
+        logits, first_id = self.target.logits(hidden[:, 1:].flatten(0, 1)), self.target.first_id
         if noise is None:
-            return self._largest(logits).unflatten(0, (len(hidden), -1))
-        ids = torch.arange(logits.shape[-1], device=logits.device) + self.target.first_id
-        scores = noise.scores(logits.unflatten(0, (len(hidden), -1)), ids)
-        by_rule = torch.stack((logits, scores.flatten(0, 1)))
-        return self._largest(by_rule.flatten(0, 1)).view(2, len(hidden), -1)
-
-    def _largest(self, scores: Tensor) -> Tensor:
-        return argmax_of_shards(scores, self.target.first_id, self.tp)
+            drafted = argmax_of_shards(logits, first_id, self.tp)
+            return drafted.unflatten(0, (len(hidden), -1))
+        best, ids = self.ops.largest(logits, noise, first_id)
+        drafted = largest_of_ranks(best.flatten(), ids.flatten(), self.tp)
+        return drafted.view(len(RULES), len(hidden), -1)
 
     def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
@@ -81,4 +80,4 @@ class ArgmaxHead:
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
     """The head that the draft was trained with. `DraftConfig` refuses all but DFlash v1."""
-    return ArgmaxHead(target, model.tp)
+    return ArgmaxHead(target, model.tp, model.ops)
