@@ -176,8 +176,7 @@ def spec_generate(
     length, rules = positions[prompt_length, None], RuleChoice(resolved.block_size, device)
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    captured = captured_hidden(target, draft.config.target_layer_ids)
-    with captured as hidden, target_cache.recorded():
+    with captured_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recorded():
         while not done:
             noise, at = choose.noise(length), positions[int(length) :][: resolved.block_size]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
