@@ -240,9 +240,3 @@ def _requests(server: ServerInfo) -> Iterator[Notice]:
             "send requests without one where it is not needed; such a request takes one token per "
             "step",
         )
-    if any(server.values("ignored_seeds")):
-        yield Notice(
-            "ignored-seeds",
-            "requests with a seed were sampled without it",
-            "start the server with --enable-deterministic-inference, or leave the seeds out",
-        )

@@ -35,7 +35,6 @@ HEALTHY: dict[str, Any] = {
     "trained_block_size": 8,
     "version": "0.1.0",
     "warnings": [],
-    "ignored_seeds": False,
     "simulated_acceptance": None,
     "width": "fixed",
 }
@@ -96,10 +95,9 @@ CASES: list[tuple[list[str], ServerInfo, list[str]]] = [
         reading({"warnings": [WARNED], "verify_steps": 1000, "committed_tokens": 1700}),
         ["see to block-above-trained first; otherwise look for a draft"],
     ),
-    (["ignored-seeds"], reading({"ignored_seeds": True}), ["--enable-deterministic"]),
     (
-        ["nonfinite-outputs", "acceptance-alarm", "ignored-seeds"],
-        reading({"acceptance_alarm": True, "nonfinite_outputs": 9, "ignored_seeds": True}),
+        ["nonfinite-outputs", "acceptance-alarm", "many-undrafted"],
+        reading({"acceptance_alarm": True, "nonfinite_outputs": 9, "undrafted_steps": 5000}),
         [],
     ),
     # An adaptive server drafts as long as that pays.
@@ -242,11 +240,11 @@ def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
     with serving(shown(reading(STARTED))) as url:
         assert json.loads(doctor(capsys, url, "--json")[1])["judged"] is False
-    with serving(shown(reading({"ignored_seeds": True}))) as url:
+    with serving(shown(reading({"undrafted_steps": 5000}))) as url:
         status, out, err = doctor(capsys, url)
-        assert status == 1 and "\nignored-seeds: " in out and "1 finding" in err
+        assert status == 1 and "\nmany-undrafted: " in out and "1 finding" in err
         (finding,) = json.loads(doctor(capsys, url, "--json")[1])["findings"]
-    assert finding["name"] == "ignored-seeds"
+    assert finding["name"] == "many-undrafted"
     assert set(finding) == {"name", "problem", "advice"}
 
 

@@ -17,7 +17,6 @@ from sglang_dflash.facts import server
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
-    IgnoredSeeds,
     PhaseTimes,
     RequestStep,
 )
@@ -97,7 +96,6 @@ COUNTS = (
     Figure("draft_context_share", lambda s: s.watch.context_share),
     Figure("", lambda s: s.width_steps,
            "steps", "Decode steps of a batch, by verify width.", label="width"),
-    Figure("ignored_seeds", lambda s: s.seeds.found),
     Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
     Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()}),
 )  # fmt: skip
@@ -186,7 +184,6 @@ class Figures:
     drafter: Proposer
     rollback: Any
     policy: WidthPolicy
-    seeds: IgnoredSeeds
     watch: DraftWatch
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None
