@@ -137,7 +137,8 @@ class ServerInfo:
 
     def machine(self) -> dict[str, str]:
         """What the server says of where and in what it computes."""
-        found = next((state["machine"] for state in self.states if state.get("machine")), {})
+        told = [state["machine"] for state in self.states if state.get("machine")]
+        found: Mapping[str, Any] = told[0] if told else {}
         cpu = f"CPU, {found.get('cores')} cores of {found.get('processor')}" if found else NOT_KNOWN
         return {
             "dtype": found.get("dtype", NOT_KNOWN),

@@ -242,8 +242,8 @@ def _kv_bytes(
     if judged.config:
         shape = judged.config.kv_shape
     else:
-        *layers, heads, dim = draft_kv_shape(draft_fields(draft.config))
-        shape = (*layers, kv_heads_of_rank("draft", heads, serving.tp_size), dim)
+        layers, two, heads, dim = draft_kv_shape(draft_fields(draft.config))
+        shape = (layers, two, kv_heads_of_rank("draft", heads, serving.tp_size), dim)
     return of_target, KV_DTYPES.get(serving.draft_kv_dtype or "", itemsize) * math.prod(shape)
 
 

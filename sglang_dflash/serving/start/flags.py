@@ -154,11 +154,11 @@ def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> A
 
 def _check_command_line(given: argparse.Namespace) -> None:
     """Raise ConfigError for what SGLang would find minutes later, or tell in a traceback."""
-    name, host, port = (getattr(given, of, None) for of in ("model_path", "host", "port"))
-    if name is not None:
-        check_path("target", name)
-    if None in (host, port) or Path(sys.argv[0]).name not in LISTENING or given.node_rank:
+    if getattr(given, "model_path", None) is not None:
+        check_path("target", given.model_path)
+    if Path(sys.argv[0]).name not in LISTENING or given.node_rank:
         return
+    host, port = given.host, given.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
