@@ -98,7 +98,7 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     domino = {"shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 8, "emb_dim": 8}
     other_head = fields({"projector_type": "domino", **domino})
     draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
-    assert "'domino'; only drafts of DFlash v1" in builtin_warning(
+    assert "'domino'; not served here: a head" in builtin_warning(
         resolve([*TARGET, str(draft)]), capfd
     )
 
