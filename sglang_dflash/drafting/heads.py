@@ -14,14 +14,21 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 
 
 class DraftHead(Protocol):
     """Hidden states `[R, B, E]`, the first ones the bonus tokens', to drafted tokens."""
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Ids int64 `[R, B - 1]`, -1 where the draft computed nothing finite."""
+    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
+        """Draft what follows the bonus tokens int64 `[R]`.
+
+        Returns:
+            Ids int64, -1 where the draft computed nothing finite. Without noise `[R, B - 1]`, the
+            likeliest tokens. With noise `[2, R, B - 1]`: the likeliest tokens, and the coupled ones
+            (`noise.RULES`).
+        """
 
     def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """By how much other tokens, int64 `[R, B - 1]`, are less likely than the ones that
@@ -50,10 +57,17 @@ class ArgmaxHead:
     target: TargetHead
     tp: TensorParallel
 
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1))
-        drafted = argmax_of_shards(logits, self.target.first_id, self.tp)
-        return drafted.unflatten(0, (len(hidden), -1))
+        if noise is None:
+            return self._largest(logits).unflatten(0, (len(hidden), -1))
+        ids = torch.arange(logits.shape[-1], device=logits.device) + self.target.first_id
+        scores = noise.scores(logits.unflatten(0, (len(hidden), -1)), ids)
+        by_rule = torch.stack((logits, scores.flatten(0, 1)))
+        return self._largest(by_rule.flatten(0, 1)).view(2, len(hidden), -1)
+
+    def _largest(self, scores: Tensor) -> Tensor:
+        return argmax_of_shards(scores, self.target.first_id, self.tp)
 
     def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()

@@ -138,8 +138,8 @@ class Served:
         self.running: dict[int, Request] = {}
         propose = self.worker.drafter.propose
 
-        def watched(bonus: Tensor, requests: Any) -> Tensor:
-            block = propose(bonus, requests)
+        def watched(bonus: Tensor, requests: Any, noise: Any = None) -> Tensor:
+            block = propose(bonus, requests, noise)
             for row, drafts in zip(requests.rows.tolist(), block.tolist(), strict=True):
                 self.running[row].drafts.append(drafts)
             return block
