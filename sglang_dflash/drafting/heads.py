@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
@@ -37,41 +39,73 @@ class DraftHead(Protocol):
 
 @dataclass(frozen=True)
 class TargetHead:
-    """What the drafter borrows of the target.
+    """What the drafter borrows of the target, or has in place of it.
 
     Attributes:
         embed: ids int64 `[N]` -> embeddings `[N, E]`.
         logits: hidden states `[N, E]` -> `[N, V / ranks]`, this rank's part of the vocabulary.
-        first_id: the token id of their first column.
+        first_id: the number of their first column.
+        token_ids: int64 `[V]`, ascending, the token of each column of all ranks; None if its number
+            is the token.
     """
 
     embed: Callable[[Tensor], Tensor]
     logits: Callable[[Tensor], Tensor]
     first_id: int = 0
+    token_ids: Tensor | None = None
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """The tokens of columns, int64; -1 for -1."""
+        if self.token_ids is None:
+            return columns
+        return self.token_ids[columns].where(columns >= 0, -1)
+
+    def columns(self, tokens: Tensor) -> Tensor:
+        """The columns of tokens, int64; -1 for tokens that have none."""
+        if self.token_ids is None:
+            return tokens
+        at = torch.searchsorted(self.token_ids, tokens).clamp(max=len(self.token_ids) - 1)
+        return at.where(self.token_ids[at] == tokens, -1)
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """What the draft's logits are, by those of the lm_head: a product, then a soft cap. It matters
+    to sampled drafts only: their order stays."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """float32 of any shape."""
+        scaled = logits.float() * self.multiplier
+        return scaled if self.softcap is None else self.softcap * (scaled / self.softcap).tanh()
 
 
 @dataclass(frozen=True)
 class ArgmaxHead:
-    """The head of DFlash v1: the token of the target's largest logit, at every position."""
+    """The head of DFlash v1: the token of the largest logit, at every position."""
 
     target: TargetHead
     tp: TensorParallel
+    scale: LogitScale = LogitScale()
 
     def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1))
         if noise is None:
             return self._largest(logits).unflatten(0, (len(hidden), -1))
-        ids = torch.arange(logits.shape[-1], device=logits.device) + self.target.first_id
-        scores = noise.scores(logits.unflatten(0, (len(hidden), -1)), ids)
+        columns = torch.arange(logits.shape[-1], device=logits.device) + self.target.first_id
+        by_request = self.scale(logits).unflatten(0, (len(hidden), -1))
+        scores = noise.scores(by_request, self.target.tokens(columns))
         by_rule = torch.stack((logits, scores.flatten(0, 1)))
         return self._largest(by_rule.flatten(0, 1)).view(2, len(hidden), -1)
 
     def _largest(self, scores: Tensor) -> Tensor:
-        return argmax_of_shards(scores, self.target.first_id, self.tp)
+        return self.target.tokens(argmax_of_shards(scores, self.target.first_id, self.tp))
 
     def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
-        columns = ids.flatten() - self.target.first_id
+        columns = self.target.columns(ids.flatten()) - self.target.first_id
         there = (columns >= 0) & (columns < logits.shape[1])
         own = logits.gather(1, columns.where(there, 0)[:, None])[:, 0]
         parts = (own.where(there, -torch.inf), logits.amax(1), logits.abs().amax(1))
@@ -81,4 +115,11 @@ class ArgmaxHead:
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
     """The head that the draft was trained with. `DraftConfig` refuses all but DFlash v1."""
-    return ArgmaxHead(target, model.tp)
+    config = model.config
+    if model.lm_head is not None:
+        rows = model.lm_head.weight
+        target = TargetHead(
+            target.embed, partial(F.linear, weight=rows), model.tp.rank * len(rows), model.token_ids
+        )
+    scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
+    return ArgmaxHead(target, model.tp, scale)

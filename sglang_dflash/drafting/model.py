@@ -78,10 +78,14 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The draft network without embedding and lm_head, which it borrows from the target.
+    """The draft network without an embedding, which it borrows from the target.
 
     Args:
         ops: its fused operations; None for torch's.
+
+    Attributes:
+        lm_head: this rank's rows of its own; None if it borrows the target's.
+        token_ids: int64 `[V]`, the tokens of all rows of its own lm_head, ascending.
 
     Raises:
         ConfigError: the size of `tp` does not divide the config's heads or FFN width.
@@ -100,6 +104,13 @@ class DraftModel(nn.Module):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+        rows = config.draft_vocab_size
+        self.lm_head = None
+        if rows is not None:
+            rows = self.tp.shard_size("draft_vocab_size", rows)
+            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        # No parameter: a checkpoint has integers that give it.
+        self.token_ids: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:

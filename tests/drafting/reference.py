@@ -40,7 +40,11 @@ def sees(
     sinks: int,
 ) -> bool:
     """Whether block position `query` sees position `key` after `length` committed tokens."""
-    causal = raw.get("is_causal")
+    own = raw["dflash_config"]
+    causal = raw.get("is_causal", own.get("causal", own.get("causal_head")))
+    if own.get("use_swa"):
+        causal = bool(causal)
+        kind, raw = "sliding_attention", {"sliding_window": own["swa_window_size"]}
     if causal is None:
         causal = kind == "sliding_attention"
     if key < length and window is not None and key < length - window and key >= sinks:
@@ -99,4 +103,7 @@ def draft_block(
         gate, up = h @ t["mlp.gate_proj.weight"].T, h @ t["mlp.up_proj.weight"].T
         x = x + (gate * torch.sigmoid(gate) * up) @ t["mlp.down_proj.weight"].T
     hidden = rms(x, tensors["norm.weight"], eps)
+    if "d2t" in tensors:
+        rows = (hidden[1:] @ tensors["lm_head.weight"].T).argmax(-1).tolist()
+        return hidden, [bonus, *(row + int(tensors["d2t"][row]) for row in rows)]
     return hidden, [bonus, *(hidden[1:] @ embed.T).argmax(-1).tolist()]

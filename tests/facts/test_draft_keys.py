@@ -231,3 +231,58 @@ def test_published_configs(name: str) -> None:
     with pytest.raises(UnsupportedDraft) as error:
         DraftConfig.from_dict(raw)
     assert error.value.field == f"{refused} in the draft's config.json"
+
+
+def speculators(**changes: Any) -> dict[str, Any]:
+    """The tiny draft in the layout of the speculators library."""
+    network = raw_config()
+    own = network.pop("dflash_config")
+    names = network.pop("architectures")
+    del network["num_target_layers"]
+    layout = {
+        "architectures": names,
+        "speculators_model_type": "dflash",
+        "block_size": network.pop("block_size"),
+        "mask_token_id": own["mask_token_id"],
+        "aux_hidden_state_layer_ids": [i + 1 for i in own["target_layer_ids"]],
+        "speculators_config": {"algorithm": "dflash"},
+        "transformer_layer_config": network,
+    }
+    return {**layout, **changes}
+
+
+def test_the_layout_of_speculators_is_the_same_draft() -> None:
+    known = replace(BASE, num_target_layers=None)
+    assert DraftConfig.from_dict(speculators()) == known
+    slides = {"layer_types": SLIDING, "sliding_window": 8}
+    for non_causal in (False, True):
+        config = DraftConfig.from_dict(speculators(**slides, sliding_window_non_causal=non_causal))
+        assert config == replace(known, layers=(LayerAttention(8, not non_causal),) * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unsupported", "field"),
+    [
+        ({"speculators_model_type": "dspark"}, False, "speculators_model_type"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, False, "aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": None}, False, "aux_hidden_state_layer_ids"),
+        ({"hidden_size": 64}, False, "hidden_size"),
+        ({"transformer_layer_config": [1]}, False, "transformer_layer_config"),
+        ({"sliding_window_non_causal": "no"}, False, "sliding_window_non_causal"),
+        ({"sample_from_anchor": True}, True, "sample_from_anchor"),
+        ({"target_hidden_size": 64}, True, "target_hidden_size"),
+        ({"no_such_key": 1}, True, "no_such_key"),
+        (
+            {"transformer_layer_config": {**raw_config(), "no_such_key": 1}},
+            True,
+            "no_such_key",
+        ),
+    ],
+)
+def test_other_keys_of_that_layout_are_refused(
+    changes: dict[str, Any], unsupported: bool, field: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        DraftConfig.from_dict(speculators(**changes))
+    assert isinstance(refused.value, UnsupportedDraft) == unsupported
+    assert refused.value.field == f"{field} in the draft's config.json"
