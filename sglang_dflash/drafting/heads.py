@@ -17,7 +17,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards, taken_of_shards
+from sglang_dflash.drafting.selector import SelectorHead
 
 
 class DraftHead(Protocol):
@@ -32,7 +33,7 @@ class DraftHead(Protocol):
             (`noise.RULES`).
         """
 
-    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         """By how much other tokens, int64 `[R, B - 1]`, are less likely than the ones that
         `__call__` takes: float32 `[R, B - 1]`, as a share of the largest score. For checks."""
 
@@ -103,18 +104,17 @@ class ArgmaxHead:
     def _largest(self, scores: Tensor) -> Tensor:
         return self.target.tokens(argmax_of_shards(scores, self.target.first_id, self.tp))
 
-    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
         columns = self.target.columns(ids.flatten()) - self.target.first_id
-        there = (columns >= 0) & (columns < logits.shape[1])
-        own = logits.gather(1, columns.where(there, 0)[:, None])[:, 0]
-        parts = (own.where(there, -torch.inf), logits.amax(1), logits.abs().amax(1))
-        own, best, scale = self.tp.all_gather(torch.stack(parts)).amax(0)
+        own = taken_of_shards(logits, columns, self.tp)
+        parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
+        best, scale = self.tp.all_gather(parts).amax(0)
         return ((best - own) / scale.amax()).view(ids.shape)
 
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
-    """The head that the draft was trained with. `DraftConfig` refuses all but DFlash v1."""
+    """The head that the draft was trained with. `DraftConfig` refuses others."""
     config = model.config
     if model.lm_head is not None:
         rows = model.lm_head.weight
@@ -122,4 +122,6 @@ def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
             target.embed, partial(F.linear, weight=rows), model.tp.rank * len(rows), model.token_ids
         )
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
+    if model.candidate_selector is not None:
+        return SelectorHead(model.candidate_selector, target, model.tp, scale, model.ops)
     return ArgmaxHead(target, model.tp, scale)
