@@ -5,7 +5,7 @@
 The pairs in launch/demo_models were made at commit b951dd7, the code pair by this recipe with the
 files in another order.
 
-Stages: target, continuations, draft (DFlash v1), dflash2 (a draft that starts from it), card. A stage
+Stages: target, continuations, draft (DFlash v1), dflash2 (it starts from that one), card. A stage
 whose result is there is skipped, and an interrupted one resumes. Everything runs on one core.
 """
 
