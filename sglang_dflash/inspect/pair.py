@@ -145,6 +145,7 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         "target_layer_ids": ids,
         "mask_token_id": mask,
         "draft_rope": rope,
+        "draft_vocab_size": config and config.draft_vocab_size,
     }
 
 
