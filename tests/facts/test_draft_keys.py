@@ -18,6 +18,7 @@ from sglang_dflash.facts.draft_rope import RopeConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from tests.conftest import raw_config
 from tests.facts.test_fuzz import bounded, values
+from tests.speculators import layout
 
 KEYS = {**AT_TOP, **{f"dflash_config.{name}": key for name, key in IN_DFLASH_CONFIG.items()}}
 BASE = DraftConfig.from_dict(raw_config())
@@ -233,30 +234,14 @@ def test_published_configs(name: str) -> None:
     assert error.value.field == f"{refused} in the draft's config.json"
 
 
-def speculators(**changes: Any) -> dict[str, Any]:
-    """The tiny draft in the layout of the speculators library."""
-    network = raw_config()
-    own = network.pop("dflash_config")
-    names = network.pop("architectures")
-    del network["num_target_layers"]
-    layout = {
-        "architectures": names,
-        "speculators_model_type": "dflash",
-        "block_size": network.pop("block_size"),
-        "mask_token_id": own["mask_token_id"],
-        "aux_hidden_state_layer_ids": [i + 1 for i in own["target_layer_ids"]],
-        "speculators_config": {"algorithm": "dflash"},
-        "transformer_layer_config": network,
-    }
-    return {**layout, **changes}
-
-
 def test_the_layout_of_speculators_is_the_same_draft() -> None:
     known = replace(BASE, num_target_layers=None)
-    assert DraftConfig.from_dict(speculators()) == known
+    assert DraftConfig.from_dict(layout(raw_config())) == known
     slides = {"layer_types": SLIDING, "sliding_window": 8}
     for non_causal in (False, True):
-        config = DraftConfig.from_dict(speculators(**slides, sliding_window_non_causal=non_causal))
+        config = DraftConfig.from_dict(
+            layout(raw_config(), **slides, sliding_window_non_causal=non_causal)
+        )
         assert config == replace(known, layers=(LayerAttention(8, not non_causal),) * 3)
 
 
@@ -278,6 +263,6 @@ def test_the_layout_of_speculators_is_the_same_draft() -> None:
 def test_other_keys_of_that_layout_are_refused(changes: dict[str, Any], field: str) -> None:
     """SGLang's worker reads no draft of that layout."""
     with pytest.raises(ConfigError) as refused:
-        DraftConfig.from_dict(speculators(**changes))
+        DraftConfig.from_dict(layout(raw_config(), **changes))
     assert not isinstance(refused.value, UnsupportedDraft)
     assert refused.value.field == f"{field} in the draft's config.json"

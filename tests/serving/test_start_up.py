@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from tests.broken_drafts import BrokenDraft, fields
 from tests.serving.published import Arrived
+from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
 TARGET = [
@@ -101,6 +104,18 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     assert "'domino'; not served here: a head" in builtin_warning(
         resolve([*TARGET, str(draft)]), capfd
     )
+
+
+def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: Path) -> None:
+    """SGLang reads its config.json too, and does not know that layout."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    draft = Path(shutil.copytree(PAIR.draft, tmp_path / "draft"))
+    (file,) = PAIR.target.glob("*.safetensors")
+    rows = load_file(file)["model.embed_tokens.weight"]
+    rewrite_in_that_layout(draft, rows, 2 * torch.arange(512))
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve([*TARGET, str(draft)]))
+    assert worker.keywords["load_draft"].args == (str(draft),)
 
 
 def builtin_warning(server_args: Any, capfd: Any) -> str:
