@@ -336,7 +336,7 @@ def _layer_kinds(fields: Fields, depth: int) -> tuple[str, ...]:
         return kinds
     first = depth
     if fields.flag("use_sliding_window", default=False):
-        first = min(fields.get("max_window_layers", 28), depth)
+        first = min(max(fields.get("max_window_layers", 28), 0), depth)
     return ("full_attention",) * first + ("sliding_attention",) * (depth - first)
 
 

@@ -82,7 +82,7 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
         {"layers": (BASE.layers[0], *(LayerAttention(8, True),) * 2)},
     ),
     "max_window_layers": (
-        0, [("use_sliding_window", True), ("sliding_window", 8)],
+        -1, [("use_sliding_window", True), ("sliding_window", 8)],
         {"layers": (LayerAttention(8, True),) * 3},
     ),
     "is_causal": (True, [], CAUSAL),

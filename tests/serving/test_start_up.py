@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from tests.broken_drafts import BrokenDraft, fields
@@ -101,8 +102,13 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     domino = {"shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 8, "emb_dim": 8}
     other_head = fields({"projector_type": "domino", **domino})
     draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
-    assert "'domino'; not served here: a head" in builtin_warning(
-        resolve([*TARGET, str(draft)]), capfd
+    # That worker reads it, and so it is no reason to refuse (MiMo has one).
+    (draft / "mask_embedding.pt").write_bytes(b"")
+    reason = "'domino'; not served here: a head"
+    assert reason in builtin_warning(resolve([*TARGET, str(draft)]), capfd)
+    assert cli.main(["inspect", str(PAIR.target), str(draft), "--offline"]) == 0
+    assert f"built-in worker, because of projector_type in the draft's config.json: {reason}" in (
+        " ".join(capfd.readouterr().out.split())
     )
 
 
