@@ -148,7 +148,18 @@ class DraftConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
         """Build from a parsed config.json. See `from_pretrained` for the errors."""
-        check_keys(flat(raw))
+        known = flat(raw)
+        try:
+            return cls._from_flat(known)
+        except UnsupportedDraft as other:
+            if known is raw:
+                raise
+            # SGLang's worker does not read that layout.
+            raise ConfigError(other.field, other.value, other.required) from None
+
+    @classmethod
+    def _from_flat(cls, raw: Mapping[str, Any]) -> DraftConfig:
+        check_keys(raw)
         fields = draft_fields(raw)
         depth, _, kv_heads, head_dim = draft_kv_shape(fields)
         targets = "num_target_layers"
@@ -384,7 +395,7 @@ def _layer_kinds(fields: Fields, depth: int) -> tuple[str, ...]:
         return kinds
     first = depth
     if fields.flag("use_sliding_window", default=False):
-        first = min(fields.get("max_window_layers", 28), depth)
+        first = min(max(fields.get("max_window_layers", 28), 0), depth)
     return ("full_attention",) * first + ("sliding_attention",) * (depth - first)
 
 

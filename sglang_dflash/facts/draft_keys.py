@@ -59,6 +59,8 @@ _FRACTION = Form(lambda value: isinstance(value, float), "a fraction")
 _TOKEN = Form(_is_token, "a token id or null")
 _TOKENS = Form(_are_tokens, "a token id, a list of them or null")
 _NAME = Form(_or_null(lambda value: isinstance(value, str)), "a name")
+_WORD = Form(_or_null(lambda value: isinstance(value, str) and value != ""), "a text")
+_SCALE = Form(_or_null(_NUMBER.holds), "a number or null")
 _DTYPE = Form(
     _or_null(lambda value: isinstance(value, str) and value in _DTYPES),
     f"one of {', '.join(_DTYPES)}",
@@ -74,9 +76,10 @@ _PROBLEM = Form(_or_null(lambda value: value in _PROBLEMS), f"one of {', '.join(
 
 @dataclass(frozen=True)
 class Read:
-    """A key that decides a field of `DraftConfig`, or that `DraftConfig` compares with others."""
+    """A key that decides the field `decides` of `DraftConfig`, the one of its own name by default,
+    or has to agree with it."""
 
-    decides: str
+    decides: str = ""
     form: Form | None = None
 
 
@@ -111,12 +114,12 @@ _OUTPUTS = "of what a Transformers model returns"
 
 # Keys of DFlash itself, in `dflash_config` or beside it.
 _EITHER = _rows(
-    ("block_size num_target_layers mask_token_id target_layer_ids is_causal", Read("itself")),
-    ("final_logit_softcapping output_multiplier", Read("scores")),
+    ("block_size num_target_layers mask_token_id target_layer_ids is_causal", Read()),
+    ("final_logit_softcapping output_multiplier", Read()),
     ("projector_type", Foreign("a head of another kind", _NAME, (None, ""))),
-    ("mask_token", Idle("mask_token_id names the token")),
+    ("mask_token", Idle("mask_token_id names the token", _WORD)),
     ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", _FLAG)),
-    ("attention_value_scale", Foreign("a scale of V (MiMo)", neutral=(None, 0, 1))),
+    ("attention_value_scale", Foreign("a scale of V (MiMo)", _SCALE, (None, 0, 1))),
     ("shift_label pure_draft_prefix_len gru_hidden_dim emb_dim", Foreign("the head of Domino")),
     ("markov_rank markov_head_type use_confidence_head enable_confidence_head "
      "confidence_head_with_markov dspark_block_size dspark_markov_rank dspark_noise_token_id",
@@ -131,25 +134,28 @@ IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(
     ("use_swa", Read("layers", _FLAG)),
     ("swa_window_size", Read("layers")),
     ("target_hidden_size", Read("hidden_size")),
-    ("input_embedding_scale", Foreign("a scale of the embeddings", neutral=(None, 1))),
+    ("input_embedding_scale", Foreign("a scale of the embeddings", _SCALE, (None, 1))),
     ("backbone_rotary_base", Idle(_TARGETS)),
+    # SGLang reads these two here only, and no null.
+    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", _BOOL)),
+    ("output_multiplier", Read(form=_NUMBER)),
 )
 AT_TOP: Mapping[str, Key] = _EITHER | _rows(
-    ("architectures model_type dflash_config", Read("what the draft is")),
+    ("architectures model_type dflash_config", Read("the class")),
     ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-     "vocab_size", Read("itself")),
-    ("head_dim max_position_embeddings rms_norm_eps", Read("itself", _NOT_NULL)),
-    ("attention_bias", Read("itself", _BOOL)),
+     "vocab_size", Read()),
+    ("head_dim max_position_embeddings rms_norm_eps", Read(form=_NOT_NULL)),
+    ("attention_bias", Read(form=_BOOL)),
     ("v_head_dim", Read("head_dim")),
     ("rope_theta rope_scaling rope_parameters original_max_position_embeddings rope_is_neox_style "
      "is_neox_style partial_rotary_factor", Read("rope")),
-    ("hidden_act", Read("what the draft is", _NOT_NULL)),
+    ("hidden_act", Read("the class", _NOT_NULL)),
     ("layer_types", Read("layers")),
     ("sliding_window", Read("layers", _COUNT)),
     ("use_sliding_window", Read("layers", _BOOL)),
     ("max_window_layers", Read("layers", _INT)),
     ("target_hidden_size", Read("hidden_size")),
-    ("draft_vocab_size", Read("itself")),
+    ("draft_vocab_size", Read()),
     ("eagle_aux_hidden_state_layer_ids", Read("target_layer_ids")),
     ("has_embed_tokens", Foreign("an embedding of its own", _FLAG)),
     ("has_lm_head", Foreign("an lm_head of its own", _FLAG)),
@@ -157,7 +163,7 @@ AT_TOP: Mapping[str, Key] = _EITHER | _rows(
     ("swiglu_alpha swiglu_limit", Foreign("a clamped SwiGLU (MiniMax)")),
     ("add_swa_attention_sink_bias", Foreign("learned attention sinks (MiMo)", _FLAG)),
     ("gating", Foreign("output gates (Laguna)", neutral=(None, False, "", "disabled"))),
-    ("logit_scale", Foreign("a scale of the logits", neutral=(None, 1))),
+    ("logit_scale", Foreign("a scale of the logits", _SCALE, (None, 1))),
     ("quantization_config", Foreign("a quantized draft", neutral=(None,))),
     ("compression_config language_config llm_config text_config thinker_config "
      "use_ngram_embedding", Idle("of models that contain others", _NOTHING)),

@@ -153,8 +153,21 @@ def check_weights(config: DraftConfig, folder: str | Path) -> None:
 
     `generate` and servers refuse a draft by this function, and `sglang-dflash inspect` a local one.
     """
+    check_embedding(folder)
     check_tensors(config, stored_tensors(folder))
     check_values(config, folder)
+
+
+def check_embedding(folder: str | Path) -> None:
+    """Raise ConfigError if the draft has a trained mask embedding beside its weights."""
+    if (Path(folder) / MASK_EMBEDDING).exists():
+        raise ConfigError(
+            "draft checkpoint",
+            str(folder),
+            f"{MASK_EMBEDDING} in it, a trained mask embedding, is not served, and acceptance "
+            "would be low without it. SGLang's own worker reads it: "
+            "--speculative-dflash-worker builtin",
+        )
 
 
 def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> None:
@@ -281,8 +294,8 @@ def stored_tensors(folder: str | Path, kind: str = "draft") -> dict[str, StoredT
         kind: whose checkpoint it is, for messages.
 
     Raises:
-        ConfigError: there is no safetensors file, one is damaged, two hold the same name, the index
-            names one that is not there, or a draft has a trained mask embedding.
+        ConfigError: there is no safetensors file, one is damaged, two hold the same name, or the
+            index names one that is not there.
     """
     if (Path(folder) / INDEX).is_file():
         _check_index(kind, Path(folder))
@@ -306,14 +319,6 @@ def each_tensor(
         ConfigError: as `stored_tensors`, but for the index.
     """
     what, where = f"{kind} checkpoint", str(folder)
-    if kind == "draft" and (Path(folder) / MASK_EMBEDDING).exists():
-        raise ConfigError(
-            what,
-            where,
-            f"{MASK_EMBEDDING} in it, a trained mask embedding, is not served, and acceptance "
-            "would be low without it. SGLang's own worker reads it: "
-            "--speculative-dflash-worker builtin",
-        )
     files = _named(folder, "*.safetensors")
     if not files:
         others = [file.name for file in _named(folder, *_PICKLES)]

@@ -13,7 +13,7 @@ from sglang_dflash.facts.errors import UnsupportedDraft
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.target_config import TargetGeometry
-from sglang_dflash.facts.tensors import check_tensors, check_values
+from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
 
 OURS, BUILTIN, UNKNOWN = "sglang-dflash", "builtin", "unknown"
 
@@ -84,6 +84,7 @@ def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeomet
     if config is not None and draft.tensors is not None:
         check_tensors(config, draft.tensors)
     if config is not None and draft.weights is not None:
+        check_embedding(draft.weights)
         check_values(config, draft.weights)
 
 
@@ -145,6 +146,7 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         "target_layer_ids": ids,
         "mask_token_id": mask,
         "draft_rope": rope,
+        "draft_vocab_size": config and config.draft_vocab_size,
     }
 
 

@@ -15,6 +15,7 @@ from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import SHAPE, save_random_hybrid
 from tests.engine.hybrid_requests import BLOCK_SIZE
+from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
 SLIDING_WINDOW = 96
@@ -33,9 +34,12 @@ def short_draft(folder: Path) -> None:
 
 
 def mixed_draft(folder: Path) -> None:
-    """Its first and last layer slide: two draft KV caches."""
+    """Its first and last layer slide: two draft KV caches. In the layout of the speculators
+    library, and without the last tokens of the vocabulary, which are special ones."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     _demo_draft_with(folder, layer_types=kinds, sliding_window=64, is_causal=False)
+    (file,) = PAIR.target.glob("*.safetensors")
+    rewrite_in_that_layout(folder, load_file(file)["model.embed_tokens.weight"], torch.arange(1000))
 
 
 def overflowing_draft(folder: Path) -> None:

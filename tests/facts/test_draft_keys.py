@@ -18,6 +18,7 @@ from sglang_dflash.facts.draft_rope import RopeConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from tests.conftest import raw_config
 from tests.facts.test_fuzz import bounded, values
+from tests.speculators import layout
 
 KEYS = {**AT_TOP, **{f"dflash_config.{name}": key for name, key in IN_DFLASH_CONFIG.items()}}
 BASE = DraftConfig.from_dict(raw_config())
@@ -34,6 +35,12 @@ def config_with(*changes: tuple[str, Any]) -> DraftConfig:
         section, _, name = path.rpartition(".")
         (raw[section] if section else raw)[name] = value
     return DraftConfig.from_dict(raw)
+
+
+def _same_or_null(name: str, value: Any) -> Any:
+    """What the same key beside a key may be. Null counts as missing, but SGLang does not read it as
+    a multiplier."""
+    return value if name == "output_multiplier" else None
 
 
 SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
@@ -81,7 +88,7 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
         {"layers": (BASE.layers[0], *(LayerAttention(8, True),) * 2)},
     ),
     "max_window_layers": (
-        0, [("use_sliding_window", True), ("sliding_window", 8)],
+        -1, [("use_sliding_window", True), ("sliding_window", 8)],
         {"layers": (LayerAttention(8, True),) * 3},
     ),
     "is_causal": (True, [], CAUSAL),
@@ -95,7 +102,7 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
     "dflash_config.target_hidden_size": (64, [], UnsupportedDraft),
     "eagle_aux_hidden_state_layer_ids": ([1, 3], [], UnsupportedDraft),
 } | {
-    path: (value, [(_other, None)], {path.rpartition(".")[2]: expected})
+    path: (value, [(other, _same_or_null(name, value))], {path.rpartition(".")[2]: expected})
     for name, value, expected in (
         ("block_size", 8, 8),
         ("num_target_layers", 7, 7),
@@ -104,7 +111,7 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
         ("output_multiplier", 0.5, 0.5),
         ("final_logit_softcapping", 30, 30.0),
     )
-    for path, _other in ((name, f"dflash_config.{name}"), (f"dflash_config.{name}", name))
+    for path, other in ((name, f"dflash_config.{name}"), (f"dflash_config.{name}", name))
 }  # fmt: skip
 
 
@@ -132,7 +139,7 @@ def test_a_key_without_effect_changes_nothing(path: str) -> None:
         with pytest.raises(ConfigError):
             config_with((path, {}))
         return
-    valid = [v for v in (True, 1, 0.5, "bfloat16", {}, None) if form is None or form.holds(v)]
+    valid = [v for v in (True, 1, 0.5, "float16", {}, None) if form is None or form.holds(v)]
     assert valid or path == "problem_type"
     for value in valid:
         assert config_with((path, value)) == BASE
@@ -233,56 +240,35 @@ def test_published_configs(name: str) -> None:
     assert error.value.field == f"{refused} in the draft's config.json"
 
 
-def speculators(**changes: Any) -> dict[str, Any]:
-    """The tiny draft in the layout of the speculators library."""
-    network = raw_config()
-    own = network.pop("dflash_config")
-    names = network.pop("architectures")
-    del network["num_target_layers"]
-    layout = {
-        "architectures": names,
-        "speculators_model_type": "dflash",
-        "block_size": network.pop("block_size"),
-        "mask_token_id": own["mask_token_id"],
-        "aux_hidden_state_layer_ids": [i + 1 for i in own["target_layer_ids"]],
-        "speculators_config": {"algorithm": "dflash"},
-        "transformer_layer_config": network,
-    }
-    return {**layout, **changes}
-
-
 def test_the_layout_of_speculators_is_the_same_draft() -> None:
     known = replace(BASE, num_target_layers=None)
-    assert DraftConfig.from_dict(speculators()) == known
+    assert DraftConfig.from_dict(layout(raw_config())) == known
     slides = {"layer_types": SLIDING, "sliding_window": 8}
     for non_causal in (False, True):
-        config = DraftConfig.from_dict(speculators(**slides, sliding_window_non_causal=non_causal))
+        config = DraftConfig.from_dict(
+            layout(raw_config(), **slides, sliding_window_non_causal=non_causal)
+        )
         assert config == replace(known, layers=(LayerAttention(8, not non_causal),) * 3)
 
 
 @pytest.mark.parametrize(
-    ("changes", "unsupported", "field"),
+    ("changes", "field"),
     [
-        ({"speculators_model_type": "dspark"}, False, "speculators_model_type"),
-        ({"aux_hidden_state_layer_ids": [0, 2]}, False, "aux_hidden_state_layer_ids"),
-        ({"aux_hidden_state_layer_ids": None}, False, "aux_hidden_state_layer_ids"),
-        ({"hidden_size": 64}, False, "hidden_size"),
-        ({"transformer_layer_config": [1]}, False, "transformer_layer_config"),
-        ({"sliding_window_non_causal": "no"}, False, "sliding_window_non_causal"),
-        ({"sample_from_anchor": True}, True, "sample_from_anchor"),
-        ({"target_hidden_size": 64}, True, "target_hidden_size"),
-        ({"no_such_key": 1}, True, "no_such_key"),
-        (
-            {"transformer_layer_config": {**raw_config(), "no_such_key": 1}},
-            True,
-            "no_such_key",
-        ),
+        ({"speculators_model_type": "dspark"}, "speculators_model_type"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
+        ({"hidden_size": 64}, "hidden_size"),
+        ({"transformer_layer_config": [1]}, "transformer_layer_config"),
+        ({"sliding_window_non_causal": "no"}, "sliding_window_non_causal"),
+        ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"target_hidden_size": 64}, "target_hidden_size"),
+        ({"no_such_key": 1}, "no_such_key"),
+        ({"transformer_layer_config": {**raw_config(), "no_such_key": 1}}, "no_such_key"),
     ],
 )
-def test_other_keys_of_that_layout_are_refused(
-    changes: dict[str, Any], unsupported: bool, field: str
-) -> None:
+def test_other_keys_of_that_layout_are_refused(changes: dict[str, Any], field: str) -> None:
+    """SGLang's worker reads no draft of that layout."""
     with pytest.raises(ConfigError) as refused:
-        DraftConfig.from_dict(speculators(**changes))
-    assert isinstance(refused.value, UnsupportedDraft) == unsupported
+        DraftConfig.from_dict(layout(raw_config(), **changes))
+    assert not isinstance(refused.value, UnsupportedDraft)
     assert refused.value.field == f"{field} in the draft's config.json"

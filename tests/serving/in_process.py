@@ -25,6 +25,7 @@ from sglang_dflash.serving.step.extension import StepObserver
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.prefill import PrefillStep
 from sglang_dflash.serving.step.sampling import Ranks
+from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
@@ -110,14 +111,14 @@ def worker_of(
     figures = Figures(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
         model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
-        seeds=prefill.ignored_seeds, watch=DraftWatch(drafter.counters, entries),
+        watch=DraftWatch(drafter.counters, entries),
         width_steps=widths.steps, labels=labels,
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
-        accept=accept, rollback=rollback, ranks=ranks, figures=figures,
-        observer=StepObserver(),
+        accept=accept, rollback=rollback, ranks=ranks, seeds=Seeds(ROWS, 0, table.device),
+        figures=figures, observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.
     worker.target_worker = target

@@ -15,7 +15,6 @@ from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
-    IgnoredSeeds,
     PhaseTimes,
     RequestStep,
 )
@@ -85,7 +84,6 @@ COUNTS = (
     Figure("draft_context_share", lambda s: s.watch.context_share),
     Figure("", lambda s: s.width_steps,
            "steps", "Decode steps of a batch, by verify width.", label="width"),
-    Figure("ignored_seeds", lambda s: s.seeds.found),
     Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
     Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()}),
 )  # fmt: skip
@@ -173,7 +171,6 @@ class Figures:
     drafter: Proposer
     rollback: Any
     policy: WidthPolicy
-    seeds: IgnoredSeeds
     watch: DraftWatch
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None

@@ -50,6 +50,7 @@ from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.extension import load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.prefill import PrefillStep
+from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import target_forward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
@@ -201,7 +202,6 @@ class DFlashSpecWorker(BaseSpecWorker):
             drafter=drafter,
             rollback=self._rollback,
             policy=policy,
-            seeds=prefill.ignored_seeds,
             watch=DraftWatch(drafter.counters, entries, setup.tp.rank == 0),
             width_steps=widths.steps,
             labels=metric_labels(),
@@ -218,6 +218,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             accept=sampling.accept_rule(block, setup.model.ops.accept),
             rollback=self._rollback,
             ranks=ranks,
+            seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
             figures=figures,
             observer=self._extension.observer,
         )

@@ -12,7 +12,6 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup, Written
-from sglang_dflash.serving.show.counts import IgnoredSeeds
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,
@@ -28,11 +27,7 @@ Barrier = Callable[[], None]
 
 
 class PrefillStep:
-    """Prefill steps of the worker.
-
-    Attributes:
-        ignored_seeds: requests whose seed has no effect.
-    """
+    """Prefill steps of the worker."""
 
     def __init__(
         self,
@@ -45,7 +40,6 @@ class PrefillStep:
         self._target_worker, self._drafter = target_worker, drafter
         self._table = req_to_token
         self._ranks, self._max_running_requests = ranks, max_running_requests
-        self.ignored_seeds = IgnoredSeeds()
 
     def __call__(
         self,
@@ -59,7 +53,6 @@ class PrefillStep:
             # Decoding requests take part: the target samples their next token under grammars that
             # must have seen their last ones.
             barrier()
-        self.ignored_seeds.warn_once(batch)
         writes = place_prompt(batch, self._table, self._drafter.groups)
         result = self._target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
