@@ -184,7 +184,7 @@ def draft_memory(
     if paged:
         whole = columns - ring_columns
         table = requests * (whole * _PAGES_BYTES + ring_columns * _SORTED_PAGES_BYTES)
-    vocabulary = math.ceil(config.vocab_size / ranks)
+    vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / ranks)
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
         slot_tables=table,
@@ -269,7 +269,7 @@ def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
 
 
 def draft_weight_bytes(config: DraftConfig) -> int:
-    """Of a DFlash v1 draft in bfloat16. Embedding and lm_head are the target's."""
+    """Of a draft in bfloat16, without what it borrows from the target."""
     return _BF16 * sum(map(math.prod, expected_tensors(config).values()))
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from tests.broken_drafts import BrokenDraft, fields
 from tests.serving.published import Arrived
+from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
 TARGET = [
@@ -98,9 +102,25 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     domino = {"shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 8, "emb_dim": 8}
     other_head = fields({"projector_type": "domino", **domino})
     draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
-    assert "'domino'; only drafts of DFlash v1" in builtin_warning(
-        resolve([*TARGET, str(draft)]), capfd
-    )
+    # That worker reads it, and so it is no reason to refuse (MiMo has one).
+    (draft / "mask_embedding.pt").write_bytes(b"")
+    reason = "'domino'; not served here: a head"
+    assert reason in builtin_warning(resolve([*TARGET, str(draft)]), capfd)
+    assert cli.main(["inspect", str(PAIR.target), str(draft), "--offline"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert f"dflash_config.projector_type in the draft's config.json: {reason}" in shown
+
+
+def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: Path) -> None:
+    """SGLang reads its config.json too, and does not know that layout."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    draft = Path(shutil.copytree(PAIR.draft, tmp_path / "draft"))
+    (file,) = PAIR.target.glob("*.safetensors")
+    rows = load_file(file)["model.embed_tokens.weight"]
+    rewrite_in_that_layout(draft, rows, 2 * torch.arange(512))
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve([*TARGET, str(draft)]))
+    assert worker.keywords["load_draft"].args == (str(draft),)
 
 
 def builtin_warning(server_args: Any, capfd: Any) -> str:
