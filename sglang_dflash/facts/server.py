@@ -132,7 +132,8 @@ class ServerInfo:
             over = f" over {steps:,} verify steps" if self.reports else " (SGLang's own figure)"
             words.append(f"acceptance length {length:.2f}{over}")
         elif self.algorithm:
-            words.append("acceptance length not known yet: no verify step")
+            why = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
+            words.append(f"acceptance length not known yet{why}")
         return ", ".join(words)
 
     def machine(self) -> dict[str, str]:
