@@ -275,7 +275,7 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (tensors(lambda t: t.pop(Q)), f"tensor {Q} of the draft: missing"),
     "extra": (
         tensors(lambda t: t.update(extra=torch.zeros(1))),
-        "'extra'; no DFlash v1 draft has this tensor",
+        "'extra'; no draft of this config has this tensor",
     ),
     "misshapen": (
         tensors(lambda t: t.update({Q: t[Q][:-1]})),

@@ -18,7 +18,13 @@ from torch import Tensor
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards, largest_of_ranks
+from sglang_dflash.drafting.parallel import (
+    TensorParallel,
+    argmax_of_shards,
+    largest_of_ranks,
+    taken_of_shards,
+)
+from sglang_dflash.drafting.selector import SelectorHead
 
 
 class DraftHead(Protocol):
@@ -33,7 +39,7 @@ class DraftHead(Protocol):
             (`noise.RULES`).
         """
 
-    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         """By how much other tokens, int64 `[R, B - 1]`, are less likely than the ones that
         `__call__` takes: float32 `[R, B - 1]`, as a share of the largest score. For checks."""
 
@@ -88,18 +94,17 @@ class ArgmaxHead:
         drafted = largest_of_ranks(best.flatten(), columns.flatten(), self.tp)
         return self.target.tokens(drafted).view(len(RULES), len(hidden), -1)
 
-    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
         columns = self.target.columns(ids.flatten()) - self.target.first_id
-        there = (columns >= 0) & (columns < logits.shape[1])
-        own = logits.gather(1, columns.where(there, 0)[:, None])[:, 0]
-        parts = (own.where(there, -torch.inf), logits.amax(1), logits.abs().amax(1))
-        own, best, scale = self.tp.all_gather(torch.stack(parts)).amax(0)
+        own = taken_of_shards(logits, columns, self.tp)
+        parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
+        best, scale = self.tp.all_gather(parts).amax(0)
         return ((best - own) / scale.amax()).view(ids.shape)
 
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
-    """The head that the draft was trained with. `DraftConfig` refuses all but DFlash v1."""
+    """The head that the draft was trained with. `DraftConfig` refuses others."""
     config = model.config
     if model.lm_head is not None:
         rows = model.lm_head.weight
@@ -107,4 +112,6 @@ def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
             target.embed, partial(F.linear, weight=rows), model.tp.rank * len(rows), model.token_ids
         )
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
+    if model.candidate_selector is not None:
+        return SelectorHead(model.candidate_selector, target, model.tp, scale, model.ops)
     return ArgmaxHead(target, model.tp, model.ops, scale)

@@ -145,6 +145,67 @@ class TorchOps:
         best, index = torch.stack((logits.float(), scores)).max(-1)
         return best, index + first_id
 
+    def convolve(self, x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+        """The sum over taps t of x, t positions before, times `base[t] + dynamic[..., t, group]`.
+
+        Args:
+            x: `[..., B, E]`. What is before position 0 counts as zeros.
+            base: `[K, E]`, of each channel.
+            dynamic: `[..., B, K, C]`, of each group of E / C channels.
+
+        Returns:
+            `[..., B, E]`.
+        """
+        out = torch.zeros_like(x)
+        for tap, kernel in enumerate(base.unflatten(-1, (dynamic.shape[-1], -1))):
+            kernel = kernel + dynamic[..., tap, :, None]
+            before = F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :]
+            out = out + kernel.flatten(-2) * before
+        return out
+
+    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of each row `[N, V]`, in descending order, and their columns int64
+        `[N, k]`. NaN counts as the largest of all."""
+        values, columns = logits.topk(k)
+        return values, columns
+
+    def walk(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        hidden: Tensor,
+        bonus: Tensor,
+        predecessors: Tensor,
+        successors: Tensor,
+        noise: BlockNoise | None = None,
+    ) -> Tensor:
+        """Take a candidate of each position, the one with the largest logit +
+        <predecessors[token before] * hidden, successors[candidate]>.
+
+        Args:
+            logits: float32 `[R, P, K]`, of the candidates.
+            ids: int64 `[R, P, K]`, their tokens.
+            hidden: `[R, P, r]`, projected.
+            bonus: int64 `[R]`, the tokens before the first position.
+            predecessors, successors: `[V, r]`.
+            noise: makes of these scores those of `BlockNoise.scores`.
+
+        Returns:
+            Tokens int64 `[R, P]`, -1 where the score is not finite.
+        """
+        taken, before = [], bonus
+        for place in range(ids.shape[1]):
+            query = predecessors[before] * hidden[:, place]
+            edges = (query[:, None] * successors[ids[:, place]]).sum(-1, dtype=torch.float32)
+            scores = logits[:, place] + edges
+            if noise is not None:
+                at = ids[:, place, None]
+                scores = noise.scores(scores[:, None], at, first=place + 1)[:, 0]
+            best, which = scores.max(-1)
+            before = ids[:, place].gather(1, which[:, None])[:, 0]
+            taken.append(before.where(best.isfinite(), -1))
+        return torch.stack(taken, 1)
+
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         """`acceptance.accept`."""
         return acceptance.accept(block, target_tokens)

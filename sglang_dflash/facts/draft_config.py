@@ -17,6 +17,7 @@ _FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
 _MOST_LAYERS = 256
 _MOST_WIDTH = 2**18
+_MOST_TAPS, _MOST_CANDIDATES = 64, 1024
 # Published drafts have 1e-6 and 1e-5.
 _MOST_EPS = 0.1
 
@@ -82,6 +83,23 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """The grouped dynamic convolution of a DFlash2 draft: its taps, and channels per group."""
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The candidate selector of a DFlash2 draft: the rank of its tables, and candidates per
+    position."""
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class DraftConfig:
     """What a draft checkpoint is, in the field names of its config.json.
 
@@ -92,6 +110,7 @@ class DraftConfig:
             takes the target's.
         output_multiplier, final_logit_softcapping: of its logits, in this order; None for no cap.
             They do not change which token has the largest logit.
+        convolution, selector: of DFlash2; None in a draft of v1.
     """
 
     hidden_size: int
@@ -113,6 +132,8 @@ class DraftConfig:
     draft_vocab_size: int | None = None
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    convolution: Convolution | None = None
+    selector: Selector | None = None
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> DraftConfig:
@@ -165,6 +186,8 @@ class DraftConfig:
             draft_vocab_size=_draft_vocab_size(fields),
             output_multiplier=float(fields.positive_number("output_multiplier", default=1)),
             final_logit_softcapping=_softcap(fields),
+            convolution=_convolution(fields),
+            selector=_selector(fields),
         )
         config._check_consistent()
         config._check_repeated(fields)
@@ -224,14 +247,31 @@ class DraftConfig:
                 self.mask_token_id < self.vocab_size,
                 f"a token of the vocabulary of {self.vocab_size} is required",
             ),
+            "conv_group_size": (
+                self.convolution is None or self.hidden_size % self.convolution.group_size == 0,
+                f"a divisor of hidden_size ({self.hidden_size}) is required",
+            ),
+            "selector_top_k": (
+                self.selector is None or self.selector.top_k <= self._candidates,
+                f"at most {self._candidates}, the tokens that can be drafted, is required",
+            ),
             "draft_vocab_size": (
                 (self.draft_vocab_size or 0) <= self.vocab_size,
                 f"at most {self.vocab_size}, the vocab_size, is required",
             ),
         }
+        given = {
+            "conv_group_size": self.convolution and self.convolution.group_size,
+            "selector_top_k": self.selector and self.selector.top_k,
+        }
         for name, (is_valid, required) in valid.items():
             if not is_valid:
-                raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
+                value = given.get(name) or getattr(self, name)
+                raise ConfigError(f"{name} in {_FILE}", value, required)
+
+    @property
+    def _candidates(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
 
     def _check_repeated(self, fields: Fields) -> None:
         """Raise UnsupportedDraft if a field that follows from others does not."""
@@ -306,6 +346,25 @@ def _softcap(fields: Fields) -> float | None:
     if fields.get(name) in (None, 0):
         return None
     return float(fields.positive_number(name))
+
+
+def _convolution(fields: Fields) -> Convolution | None:
+    given = _together(fields, conv_kernel_size=_MOST_TAPS, conv_group_size=_MOST_WIDTH)
+    return given and Convolution(*given)
+
+
+def _selector(fields: Fields) -> Selector | None:
+    given = _together(fields, selector_rank=_MOST_WIDTH, selector_top_k=_MOST_CANDIDATES)
+    return given and Selector(*given)
+
+
+def _together(fields: Fields, **most: int) -> list[int] | None:
+    """Numbers that are given together or not at all: null and 0 are as good as missing."""
+    given = [name for name in most if fields.get(name)]
+    for name in most if given else ():
+        if name not in given:
+            raise fields.error(name, f"with {given[0]} a positive integer")
+    return [fields.positive_int(name, most=most[name]) for name in given] or None
 
 
 def _layer_attention(fields: Fields, depth: int) -> tuple[LayerAttention, ...]:

@@ -16,7 +16,8 @@ from sglang_dflash.facts.fields import Fields
 # What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
 _MODEL_TYPES = ("qwen3", "gpt_oss")
 _ARCHITECTURES = (
-    "DFlashDraftModel", "DFlashSpeculator", "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
+    "DFlashDraftModel", "DFlash2DraftModel", "MiniMaxDFlash2DraftModel", "DFlashSpeculator",
+    "DFlash2Speculator", "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
 )  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float")
 
@@ -124,7 +125,8 @@ _EITHER = _rows(
      "confidence_head_with_markov dspark_block_size dspark_markov_rank dspark_noise_token_id",
      Foreign("the head of DSpark")),
     ("sample_from_anchor", Foreign("a draft from the bonus token's position (DSpark)", _FLAG)),
-    ("selector_rank selector_top_k conv_kernel_size conv_group_size", Foreign("DFlash2")),
+    ("selector_rank selector_top_k", Read("selector")),
+    ("conv_kernel_size conv_group_size", Read("convolution")),
     ("num_anchors max_anchors loss_decay_gamma", Idle(_TRAINING)),
 )  # fmt: skip
 IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(

@@ -99,13 +99,44 @@ def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     if config.draft_vocab_size is not None:
         rows = (config.draft_vocab_size, width)
         found["lm_head.weight"] = (Part("lm_head.weight", rows, "rows"),)
+    found |= {name: (Part(name, shape),) for name, shape in _selector(config).items()}
     for i in range(config.num_hidden_layers):
+        convolutions = _convolutions(config, f"layers.{i}.")
+        found |= {name: (Part(name, shape),) for name, shape in convolutions.items()}
         for kind, modules in (("weight", matrices), ("bias", biases)):
             for ours, parts in modules.items():
                 found[f"layers.{i}.{ours}.{kind}"] = tuple(
                     part._replace(name=f"layers.{i}.{part.name}.{kind}") for part in parts
                 )
     return found
+
+
+def _selector(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a candidate selector. Every rank holds all of them."""
+    if config.selector is None:
+        return {}
+    name, rank = "candidate_selector.", config.selector.rank
+    return {
+        f"{name}predecessor_codebook": (config.vocab_size, rank),
+        f"{name}successor_codebook": (config.vocab_size, rank),
+        f"{name}hidden_projection.weight": (rank, config.hidden_size),
+    }
+
+
+def _convolutions(config: DraftConfig, layer: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a layer's convolutions. Every rank holds all of them."""
+    if config.convolution is None:
+        return {}
+    taps, width = config.convolution.kernel_size, config.hidden_size
+    kernels = 2 * taps * width // config.convolution.group_size
+    return {
+        f"{layer}{name}.{tensor}": shape
+        for name in ("attention_conv", "mlp_conv")
+        for tensor, shape in (
+            ("base_kernel", (2, taps, width)),
+            ("kernel_projection.weight", (kernels, width)),
+        )
+    }
 
 
 def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -152,7 +183,7 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> N
             raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
     unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED) - _check_map(config, tensors))
     if unexpected:
-        required = f"no DFlash v1 draft has this tensor{_more(unexpected)}"
+        required = f"no draft of this config has this tensor{_more(unexpected)}"
         raise ConfigError("draft checkpoint", unexpected[0], required)
     for name in expected:
         if tensors[name].dtype not in _BITS:

@@ -50,6 +50,13 @@ CASES = [
     Case("wider-block-than-trained", block=6),
     Case("one-kv-head", {"num_key_value_heads": 1}),
 ]
+SELECTOR = {"selector_rank": 8, "selector_top_k": 5}
+CONVOLUTION = {"conv_kernel_size": 3, "conv_group_size": 8}
+CASES += [
+    Case("selector", with_own(**SELECTOR)),
+    Case("convolution", {**SLIDING, **with_own(**CONVOLUTION)}, window=9),
+    Case("dflash2", {"attention_bias": True, **with_own(**SELECTOR, **CONVOLUTION)}, block=6),
+]
 LENGTHS = [1, 23, 9, 4, 14]
 
 

@@ -158,8 +158,8 @@ def test_an_lm_head_of_its_own_is_split_over_ranks(tmp_path: Path) -> None:
     assert not torch.equal(coupled[1:], noise.scores(logits, torch.arange(64)).argmax(-1)[1:])
     head = make_head(load_model(tmp_path, dtype=torch.float32), borrowed)
     missing = (torch.arange(64) != whole.token_ids[:, None]).all(0).nonzero()[0]
-    assert (head.shortfall(hidden, likeliest) == 0).all()
-    assert head.shortfall(hidden, missing.expand(5, 3)).isinf().all()
+    assert (head.shortfall(hidden, bonus, likeliest) == 0).all()
+    assert head.shortfall(hidden, bonus, missing.expand(5, 3)).isinf().all()
 
 
 BAD_MAPS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
