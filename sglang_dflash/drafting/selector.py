@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sglang_dflash.drafting.noise import BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel, largest_of_shards, taken_of_shards
-from sglang_dflash.facts.draft_config import Selector
+from sglang_dflash.facts.dflash2 import Selector
 
 if TYPE_CHECKING:
     from sglang_dflash.drafting.heads import TargetHead

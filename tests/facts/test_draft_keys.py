@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_dflash.facts.draft_config import Convolution, DraftConfig, LayerAttention, Selector
+from sglang_dflash.facts.dflash2 import Convolution, Selector
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG, Foreign, Idle, Read
 from sglang_dflash.facts.draft_rope import RopeConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
