@@ -118,33 +118,6 @@ class TorchOps:
         # -1 is the spare entry.
         store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
 
-    def largest(
-        self,
-        logits: Tensor,
-        noise: BlockNoise,
-        first_id: int,
-        scale: LogitScale = PLAIN,
-        token_ids: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The largest score of every draft by each of `noise.RULES`, and its column.
-
-        Args:
-            logits: `[N, V]`, of the P drafts of each of R requests, N = R P.
-            first_id: the number of the first column.
-            scale: of logits before noise is added.
-            token_ids: int64, the token of each column of all ranks, which its noise is of; None if
-                its number is the token.
-
-        Returns:
-            float32 `[2, N]`, +Inf or NaN if a logit is NaN; and int64 `[2, N]`.
-        """
-        columns = torch.arange(logits.shape[1], device=logits.device) + first_id
-        ids = columns if token_ids is None else token_ids[columns]
-        by_request = logits.unflatten(0, (len(noise.seeds), -1))
-        scores = noise.scores(by_request, ids, scale=scale).flatten(0, 1)
-        best, index = torch.stack((logits.float(), scores)).max(-1)
-        return best, index + first_id
-
     def convolve(self, x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
         """The sum over taps t of x, t positions before, times `base[t] + dynamic[..., t, group]`.
 
@@ -163,7 +136,7 @@ class TorchOps:
             out = out + kernel.flatten(-2) * before
         return out
 
-    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest of each row `[N, V]`, in descending order, and their columns int64
         `[N, k]`. NaN counts as the largest of all."""
         values, columns = logits.topk(k)
@@ -205,6 +178,33 @@ class TorchOps:
             before = ids[:, place].gather(1, which[:, None])[:, 0]
             taken.append(before.where(best.isfinite(), -1))
         return torch.stack(taken, 1)
+
+    def largest(
+        self,
+        logits: Tensor,
+        noise: BlockNoise,
+        first_id: int,
+        scale: LogitScale = PLAIN,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The largest score of every draft by each of `noise.RULES`, and its column.
+
+        Args:
+            logits: `[N, V]`, of the P drafts of each of R requests, N = R P.
+            first_id: the number of the first column.
+            scale: of logits before noise is added.
+            token_ids: int64, the token of each column of all ranks, which its noise is of; None if
+                its number is the token.
+
+        Returns:
+            float32 `[2, N]`, +Inf or NaN if a logit is NaN; and int64 `[2, N]`.
+        """
+        columns = torch.arange(logits.shape[1], device=logits.device) + first_id
+        ids = columns if token_ids is None else token_ids[columns]
+        by_request = logits.unflatten(0, (len(noise.seeds), -1))
+        scores = noise.scores(by_request, ids, scale=scale).flatten(0, 1)
+        best, index = torch.stack((logits.float(), scores)).max(-1)
+        return best, index + first_id
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         """`acceptance.accept`."""

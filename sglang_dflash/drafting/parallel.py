@@ -87,7 +87,7 @@ def largest_of_ranks(value: Tensor, ids: Tensor, tp: TensorParallel) -> Tensor:
     return torch.where(value.isfinite(), ids.long(), -1)
 
 
-def largest_of_shards(values: Tensor, ids: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
     """The largest of what each rank has, and their ids, in descending order.
 
     Args:
@@ -99,7 +99,7 @@ def largest_of_shards(values: Tensor, ids: Tensor, tp: TensorParallel) -> tuple[
     """
     if tp.size == 1:
         return values, ids
-    # As for `argmax_of_shards`, in one gather.
+    # As for `largest_of_ranks`, in one gather.
     values, found = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
     values, best = values.transpose(0, 1).flatten(1).topk(ids.shape[1])
     return values, found.transpose(0, 1).flatten(1).gather(1, best).long()

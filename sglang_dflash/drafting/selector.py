@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from sglang_dflash.drafting.noise import BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.parallel import TensorParallel, largest_of_shards, taken_of_shards
-from sglang_dflash.facts.dflash2 import Selector
+from sglang_dflash.drafting.parallel import TensorParallel, candidates_of_ranks, taken_of_shards
+from sglang_dflash.facts.draft_config import Selector
 
 if TYPE_CHECKING:
     from sglang_dflash.drafting.heads import TargetHead
@@ -71,9 +71,9 @@ class SelectorHead:
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logits `[N, K]` of all ranks, in descending order, and their tokens."""
-        values, columns = self.ops.top_k(logits, self.selector.top_k)
+        values, columns = self.ops.candidates(logits, self.selector.top_k)
         columns = columns + self.target.first_id
-        return largest_of_shards(values, self.target.tokens(columns), self.tp)
+        return candidates_of_ranks(values, self.target.tokens(columns), self.tp)
 
     def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         drafts, of = hidden[:, 1:], self.selector

@@ -99,6 +99,16 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
     "dflash_config.use_swa": (True, [("sliding_window", 8)], WINDOWED),
     "dflash_config.swa_window_size": (8, [SWA], WINDOWED),
     "draft_vocab_size": (32, [], {"draft_vocab_size": 32}),
+    **{
+        f"{place}{name}": (value, [(place + other, beside)], {part: expected})
+        for place in ("", "dflash_config.")
+        for part, (name, value), (other, beside), expected in (
+            ("selector", ("selector_rank", 8), ("selector_top_k", 4), Selector(8, 4)),
+            ("selector", ("selector_top_k", 4), ("selector_rank", 8), Selector(8, 4)),
+            ("convolution", ("conv_kernel_size", 2), ("conv_group_size", 8), Convolution(2, 8)),
+            ("convolution", ("conv_group_size", 8), ("conv_kernel_size", 2), Convolution(2, 8)),
+        )
+    },
     "target_hidden_size": (64, [], UnsupportedDraft),
     "dflash_config.target_hidden_size": (64, [], UnsupportedDraft),
     "eagle_aux_hidden_state_layer_ids": ([1, 3], [], UnsupportedDraft),
@@ -113,15 +123,6 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
         ("final_logit_softcapping", 30, 30.0),
     )
     for path, other in ((name, f"dflash_config.{name}"), (f"dflash_config.{name}", name))
-} | {
-    f"{place}{name}": (value, [(f"{place}{other}", 4)], differs)
-    for place in ("", "dflash_config.")
-    for name, value, other, differs in (
-        ("selector_rank", 8, "selector_top_k", {"selector": Selector(8, 4)}),
-        ("selector_top_k", 8, "selector_rank", {"selector": Selector(4, 8)}),
-        ("conv_kernel_size", 2, "conv_group_size", {"convolution": Convolution(2, 4)}),
-        ("conv_group_size", 8, "conv_kernel_size", {"convolution": Convolution(4, 8)}),
-    )
 }  # fmt: skip
 
 
