@@ -15,7 +15,8 @@ from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.tensors import D2T, check_weights, each_tensor, layout, token_ids
+from sglang_dflash.facts.tensors import check_weights, each_tensor, layout
+from sglang_dflash.facts.vocabulary import D2T, T2D, token_ids
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -80,14 +81,19 @@ def load_model(
         state = _random_state(model, dtype, device)
     else:
         check_weights(config, folder)
-        state = load_state(config, read_tensors(folder), tp)
+        tensors = read_tensors(folder)
+        state = load_state(config, tensors, tp)
         state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
     model.load_state_dict(state, assign=True)
     # No checkpoint holds this buffer. It stays float32 for weights of any dtype.
     model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)
     if config.draft_vocab_size is not None:
-        ids = torch.arange(config.draft_vocab_size)
-        model.token_ids = (ids if dummy else torch.from_numpy(token_ids(config, folder))).to(device)
+        if dummy:
+            ids = torch.arange(config.draft_vocab_size)
+        else:
+            maps = {name: tensors[name].numpy() for name in (D2T, T2D) if name in tensors}
+            ids = torch.from_numpy(token_ids(config, maps))
+        model.token_ids = ids.to(device)
     return model.freeze()
 
 
