@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sglang_dflash.drafting.rope import Rotary, inverse_frequencies
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import UnsupportedDraft
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.published import shipped
 from tests.conftest import raw_config
 
@@ -34,7 +34,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "yarn, another factor": {"rope_scaling": {**YARN, "factor": 3.0, "attention_factor": 1.3}},
     "llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1024}},
     "llama3, no original context": {"rope_scaling": LLAMA3},
-    "the newer name": {"rope_parameters": {**YARN, "rope_theta": 70000.0}},
+    "the newer name": {"rope_theta": 70000.0, "rope_parameters": {**YARN, "rope_theta": 70000.0}},
     "the older place": {"rope_scaling": YARN, "original_max_position_embeddings": 1024},
 }  # fmt: skip
 FIELDS = {name: raw_config(**{"rope_theta": 50000.0, **f}) for name, f in FIELDS.items()} | {
@@ -64,12 +64,16 @@ def test_frequencies_are_transformers_for_the_same_config(name: str) -> None:
     assert factor == pytest.approx(expected_factor)
 
 
-def test_the_older_name_of_the_block_comes_first() -> None:
-    both = raw_config(rope_scaling=YARN, rope_parameters={"rope_type": "default"})
-    assert (
-        DraftConfig.from_dict(both).rope
-        == DraftConfig.from_dict(raw_config(rope_scaling=YARN)).rope
-    )
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "two blocks": {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+    "two bases": {"rope_theta": 50000.0, "rope_parameters": {"rope_theta": 70000.0}},
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_places_that_contradict_each_other_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        DraftConfig.from_dict(raw_config(**CONTRADICTIONS[name]))
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
