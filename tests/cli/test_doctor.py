@@ -132,7 +132,7 @@ def test_it_finds_what_is_wrong_and_nothing_else(
 
 
 OURS = (
-    "sglang-dflash 0.1.0, block 8, window all, width fixed, draft KV 4,160 entries in 3 MiB, "
+    "sglang-dflash 0.1.0, DFlash, block 8, window all, width fixed, draft KV 4,160 entries in 3 MiB, "
     "target KV 16,384 tokens, acceptance length "
 )
 LINES = [

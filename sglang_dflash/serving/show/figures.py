@@ -64,6 +64,7 @@ SET_UP = (
     Figure("draft_memory_bytes", lambda s: s.memory),
     Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch.")),
     Figure("draft_attention", lambda s: s.attention),
+    Figure("draft_kind", lambda s: s.model.config.kind),
     Figure("draft_ops", lambda s: type(s.model.ops).__name__),
     Figure("simulated_acceptance", lambda s: s.simulated),
     Figure("context_length", lambda s: s.context_length),
