@@ -232,8 +232,9 @@ CONTRADICTIONS = {
 def test_the_error_names_both_places() -> None:
     with pytest.raises(ConfigError) as refused:
         config_with(*CONTRADICTIONS["two thetas"])
-    assert str(refused.value).startswith(
-        "rope_theta in the draft's config.json: 10000.0; 1e+06, as in rope_parameters.rope_theta, is"
+    assert str(refused.value) == (
+        "rope_theta in the draft's config.json: 10000.0; 1e+06, as in rope_parameters.rope_theta, "
+        "is required"
     )
 
 
