@@ -160,6 +160,7 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
     drafts, target = draw.ints(0, 2, *shape), draw.ints(0, 2, *shape)
+    texts = draw.ints(0, 3, REQUESTS + 1, 2 * CONTEXT).int()
 
     def qk_norm_rope(ops: TorchOps) -> Sequence[Tensor]:
         rotation = ops.rotation(rotary, positions, draw.dtype)
@@ -175,6 +176,10 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
         tags = RingTags(entry_of, owner, in_use)
         return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
 
+    def continue_seen(ops: TorchOps) -> Sequence[Tensor]:
+        ids = drafts.clone()
+        return ops.continue_seen(ids, texts, requests, 2), ids
+
     return {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
             x.clone(), residual.clone(), layer.input_layernorm.weight, eps
@@ -187,6 +192,7 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
             bonus, seq_lens, block, config.mask_token_id
         ),
         "accept": lambda ops: ops.accept(drafts, target),
+        "continue_seen": continue_seen,
     }
 
 

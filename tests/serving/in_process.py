@@ -14,6 +14,7 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.lookup import LookupDrafter, Texts
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -93,6 +94,7 @@ def worker_of(
     dtype: torch.dtype = torch.float32,
     widths: StepWidths | None = None,
     labels: Mapping[str, Any] | None = None,
+    looks_up: bool = False,
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
     `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any."""
@@ -100,13 +102,16 @@ def worker_of(
         model = random_model(RAW).freeze()
     options = Options(window=window).resolve(model.config)
     groups = kv_groups(model, options, SLOTS, entries, dtype=dtype)
-    drafter = drafter_of(model, groups, options, device)
+    drafter: Any = drafter_of(model, groups, options, device)
     block, ranks = options.block_size, Ranks(group)
     widths = widths or widths_of(FixedWidth(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
+    texts = Texts(table) if looks_up else None
+    if texts is not None:
+        drafter = LookupDrafter(drafter, model.ops, texts, VOCAB)
     target: Any = Target(model.config.target_hidden_width, device, padding)
-    prefill = PrefillStep(target, drafter, table, ranks, 2)
+    prefill = PrefillStep(target, drafter, table, ranks, 2, texts)
     figures = Figures(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
         model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
@@ -116,7 +121,7 @@ def worker_of(
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
-        accept=accept, rollback=rollback, ranks=ranks, figures=figures,
+        accept=accept, rollback=rollback, ranks=ranks, texts=texts, figures=figures,
         observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.

@@ -33,6 +33,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.lookup import LookupDrafter, Texts
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.seam.seam import install_late
@@ -139,6 +140,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
             server_args.max_running_requests or 48,
+            looks_up=self._flags.lookup == "on",
         )  # fmt: skip
         replay = self._rollback is not None and self._rollback.name == "replay"
         recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
@@ -182,11 +184,15 @@ class DFlashSpecWorker(BaseSpecWorker):
             eager, drafter = drafter, graphed(drafter, self._recorder(), req_to_token, is_checked)
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
+        texts = Texts(req_to_token) if setup.looks_up else None
+        if texts is not None:
+            vocab_size = setup.model.config.vocab_size
+            drafter = LookupDrafter(drafter, setup.model.ops, texts, vocab_size)
         if self._rollback is not None:
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running)
+        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, texts)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         entries = min(group.cache.num_entries for group in drafter.groups)
         figures = Figures(
@@ -218,6 +224,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             accept=sampling.accept_rule(block, setup.model.ops.accept),
             rollback=self._rollback,
             ranks=ranks,
+            texts=texts,
             figures=figures,
             observer=self._extension.observer,
         )

@@ -18,6 +18,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
+from sglang_dflash.drafting.lookup import Texts
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
@@ -50,6 +51,7 @@ class DFlashWorker:
         accept: what a step commits, of drafted and of the target's tokens.
         rollback: of recurrent layers; None without them.
         ranks: their common choices.
+        texts: what the drafter looks drafts up in; None without lookup.
         figures: what /server_info and /metrics show.
     """
 
@@ -63,6 +65,7 @@ class DFlashWorker:
     accept: sampling.AcceptRule
     rollback: Rollback | None
     ranks: sampling.Ranks
+    texts: Texts | None
     figures: Figures
     observer: StepObserver
 
@@ -99,6 +102,8 @@ class DFlashWorker:
         self.observer.before_step(batch, step)
         with self.figures.times.of("propose"):
             block = self._propose(batch, step)
+            if self.texts is not None:
+                self.texts.write(step.rows[:, None], step.positions, block)
         with self.figures.times.of("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
