@@ -22,10 +22,11 @@ PIECE = 1024
 PIECES = 64
 
 
-@triton.jit(do_not_specialize=["S"])
+# What a start-up check cannot know is not specialized, or a first step would compile.
+@triton.jit(do_not_specialize=["s_texts_r", "S"])
 def find_match_kernel(
-    p_found, p_block, p_texts, p_rows, p_seq_lens, s_texts_r, S,
-    B: tl.constexpr, LONGEST: tl.constexpr, PIECE: tl.constexpr,
+    p_found, p_block, p_texts, p_rows, p_seq_lens, s_texts_r, S, B,
+    LONGEST: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """One program per request and piece of its text: the longest match that ends there, as
     length * 2^32 + end."""
@@ -47,10 +48,10 @@ def find_match_kernel(
     tl.store(p_found + i_r * S + i_s, tl.max(tl.where(b_length > 0, b_key, 0), 0))
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["s_texts_r", "S", "VOCAB"])
 def take_match_kernel(
-    p_taken, p_block, p_found, p_texts, p_rows, p_seq_lens, s_texts_r, S, VOCAB,
-    B: tl.constexpr, LONG: tl.constexpr, SHORT: tl.constexpr,
+    p_taken, p_block, p_found, p_texts, p_rows, p_seq_lens, s_texts_r, S, B, VOCAB,
+    LONG: tl.constexpr, SHORT: tl.constexpr,
     PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per request."""
@@ -91,14 +92,14 @@ def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_si
     taken = torch.empty(len(block), dtype=torch.bool, device=block.device)
     if not len(block):
         return taken
-    of_text = texts, rows, seq_lens, texts.stride(0), pieces
+    of_texts = texts, rows, seq_lens, texts.stride(0), pieces, width
     find_match_kernel[(len(block), pieces)](
-        found, block, *of_text, B=width, LONGEST=LONGEST_MATCH, PIECE=PIECE
+        found, block, *of_texts, LONGEST=LONGEST_MATCH, PIECE=PIECE
     )
     take_match_kernel[(len(block),)](
-        taken, block, found, *of_text, vocab_size,
-        B=width, LONG=LONG_MATCH, SHORT=SHORT_MATCH,
-        PIECES=PIECES, BLOCK=triton.next_power_of_2(width),
+        taken, block, found, *of_texts, vocab_size,
+        LONG=LONG_MATCH, SHORT=SHORT_MATCH,
+        PIECES=PIECES, BLOCK=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return taken
 

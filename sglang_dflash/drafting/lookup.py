@@ -9,7 +9,7 @@ Letters in shapes: R requests, B block positions, C positions of the longest req
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,18 @@ SHORT_MATCH = 2
 _NO_TOKEN = 2**31 - 1
 
 
+class Seen(NamedTuple):
+    """What the newest tokens of R requests stood before, the last time.
+
+    Attributes:
+        lengths: int64 `[R, 1]`, how many of them stood there, up to `LONGEST_MATCH`.
+        tokens: int64 `[R, N]`, what followed; anything if none stood there.
+    """
+
+    lengths: Tensor
+    tokens: Tensor
+
+
 def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int) -> Tensor:
     """Replace drafts by what followed the newest tokens of a request where they stood before.
 
@@ -47,35 +59,40 @@ def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_si
     Returns:
         bool `[R]`: whose drafts are replaced.
     """
-    rows, seq_lens = requests.rows, requests.seq_lens[:, None]
-    columns = min(requests.longest, texts.shape[1] - 1) + 1
-    bonus, device = block[:, :1], block.device
-    text = texts[rows, :columns].scatter_(1, seq_lens, bonus.int())  # [R, C]
-    back = seq_lens - torch.arange(LONGEST_MATCH, device=device)
-    newest = text.gather(1, back.clamp(min=0)).where(back >= 0, -1)  # [R, LONGEST_MATCH]
-    length, end = _longest(text, newest, seq_lens)
-    steps = torch.arange(block.shape[1] - 1, device=device)
-    # A text that repeats its end goes on so.
-    seen = text.gather(1, end + 1 + steps % (seq_lens - end).clamp(min=1)).long()
+    lengths, seen = seen_before(block[:, :1], texts, requests, block.shape[1] - 1)
     agrees = seen[:, :1] == block[:, 1:2]
-    taken = (length >= LONG_MATCH) | ((length >= SHORT_MATCH) & agrees)
+    taken = (lengths >= LONG_MATCH) | ((lengths >= SHORT_MATCH) & agrees)
     is_token = (seen >= 0) & (seen < vocab_size)
     block[:, 1:] = seen.where(taken & is_token, block[:, 1:])
     return taken[:, 0]
 
 
-def _longest(text: Tensor, newest: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Lengths and ends int64 `[R, 1]` of the longest matches, before the newest token."""
-    positions = torch.arange(text.shape[1], device=text.device)
+def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int) -> Seen:
+    """The `count` tokens after the longest match. A text that repeats its end goes on so.
+
+    Args:
+        bonus: int64 `[R, 1]`, newest tokens.
+        texts, requests: see `continue_seen`.
+    """
+    seq_lens, device = requests.seq_lens[:, None], bonus.device
+    columns = min(requests.longest, texts.shape[1] - 1) + 1
+    text = texts[requests.rows, :columns].scatter_(1, seq_lens, bonus.int())  # [R, C]
+    positions = torch.arange(columns, device=device)
+    back = seq_lens - torch.arange(LONGEST_MATCH, device=device)
+    newest = text.gather(1, back.clamp(min=0)).where(back >= 0, -1)  # [R, LONGEST_MATCH]
     agrees = (text == newest[:, :1]) & (positions < seq_lens)
     lengths = agrees.to(torch.uint8)
-    for k in range(1, min(newest.shape[1], text.shape[1])):
+    for k in range(1, min(LONGEST_MATCH, columns)):
         agrees[:, k:] &= text[:, :-k] == newest[:, k : k + 1]
         agrees[:, k - 1].fill_(False)
         lengths += agrees
-    key = (lengths.int() * text.shape[1] + positions.int()).amax(1, keepdim=True).long()
-    length = key // text.shape[1]
-    return length, (key % text.shape[1]).where(length > 0, 0)
+    key = (lengths.int() * columns + positions.int()).amax(1, keepdim=True).long()
+    length = key // columns
+    end = (key % columns).where(length > 0, 0)
+    period = (seq_lens - end).clamp(min=1)
+    return Seen(
+        length, text.gather(1, end + 1 + torch.arange(count, device=device) % period).long()
+    )
 
 
 class Texts:

@@ -88,9 +88,13 @@ PAGES = DFLASH.having(
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
+# Drafts of some servers are looked up, too.
+LOOKUP = {"speculative_dflash_lookup": "on"}
 # Sliding and full layers.
 MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft"}
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **MIXED)
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(
+    disable_overlap_schedule=True, **MIXED, **LOOKUP
+)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
@@ -123,6 +127,7 @@ TIGHT = (
         enable_return_hidden_states=True,
         **WATCHED,
         **MIXED,
+        **LOOKUP,
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
@@ -158,7 +163,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED, **MIXED),
+    DFLASH.named("graphs").having(**RECORDED, **MIXED, **LOOKUP),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 HYBRID_PAIR = demo_pair("hybrid")
@@ -204,11 +209,13 @@ SOAK_HYBRID = (
 CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
+RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **LOOKUP)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     **drafting(HYBRID_PAIR.draft), **BY_WIDTH
 )
-ADAPTIVE = DFLASH.named("adaptive").having(speculative_dflash_width="adaptive", enable_metrics=True)
+ADAPTIVE = DFLASH.named("adaptive").having(
+    speculative_dflash_width="adaptive", enable_metrics=True, **LOOKUP
+)
 
 # -- the draft KV cache
 
@@ -252,7 +259,7 @@ BOUNDED = SIZED.named("bounded").having(
 # -- sampling with seeds
 
 SEEDED_PLAIN = SIZED.named("seeded-plain").having(enable_deterministic_inference=True)
-SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True)
+SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True, **LOOKUP)
 CODE_PAIR = demo_pair("code")
 SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
 SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
@@ -304,7 +311,7 @@ FEATURES = PLAIN.having(
 )
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
-FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING)
+FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **LOOKUP)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )
