@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Newest tokens that are compared, at most.
 LONGEST_MATCH = 16
 # A match of so many tokens replaces the draft.
-LONG_MATCH = 4
+LONG_MATCH = 3
 # So does one of at least two tokens if the draft begins as it goes on.
 SHORT_MATCH = 2
 # What stands for ids that the table does not hold, such as hashes of images.

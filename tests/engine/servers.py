@@ -88,13 +88,10 @@ PAGES = DFLASH.having(
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
-# Drafts of some servers are looked up, too.
 LOOKUP = {"speculative_dflash_lookup": "on"}
 # Sliding and full layers.
-MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft"}
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(
-    disable_overlap_schedule=True, **MIXED, **LOOKUP
-)
+MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft", **LOOKUP}
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **MIXED)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
@@ -127,7 +124,6 @@ TIGHT = (
         enable_return_hidden_states=True,
         **WATCHED,
         **MIXED,
-        **LOOKUP,
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
@@ -163,7 +159,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED, **MIXED, **LOOKUP),
+    DFLASH.named("graphs").having(**RECORDED, **MIXED),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 HYBRID_PAIR = demo_pair("hybrid")
@@ -206,10 +202,10 @@ SOAK_HYBRID = (
 
 # -- verify widths that change
 
-CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
+CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths", **LOOKUP}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **LOOKUP)
+RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     **drafting(HYBRID_PAIR.draft), **BY_WIDTH
 )
@@ -311,7 +307,7 @@ FEATURES = PLAIN.having(
 )
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
-FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **LOOKUP)
+FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )

@@ -27,7 +27,7 @@ from tests.serving.in_process import (
     worker_of,
 )
 
-FEW = 3
+FEW = 2
 
 
 def noise(*key: int, size: int) -> Tensor:
