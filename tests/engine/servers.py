@@ -209,9 +209,8 @@ RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
     **drafting(HYBRID_PAIR.draft), **BY_WIDTH
 )
-ADAPTIVE = DFLASH.named("adaptive").having(
-    speculative_dflash_width="adaptive", enable_metrics=True, **LOOKUP
-)
+COUNTED = DFLASH.named("adaptive").having(enable_metrics=True, **LOOKUP)
+ADAPTIVE = COUNTED.having(speculative_dflash_width="adaptive")
 
 # -- the draft KV cache
 
