@@ -64,11 +64,42 @@ SEAMS = (
         proof=_ENGINE + "test_request_guard.py::test_the_server_ends_without_the_guard",
     ),
     Seam(
+        target="fastapi.dependencies.utils.request_body_to_args",
+        kind=Kind.AROUND,
+        ours=_OURS + "bad_bodies:read",
+        reason="A response_format that is no object is an HTTP 500.",
+        proof="tests/repairs/test_bad_bodies.py::test_a_body_is_a_500_without_the_row",
+    ),
+    *(
+        Seam(
+            target=_SRT + f"entrypoints.openai.serving_{endpoint}._convert_to_internal_request",
+            kind=Kind.AROUND,
+            ours=_OURS + "bad_bodies:convert",
+            reason="chat_template_kwargs with a name of SGLang's own arguments are an HTTP 500.",
+            proof=_ENGINE + "test_http_fuzz.py::test_no_request_ends_or_breaks_the_server",
+        )
+        for endpoint in ("chat.OpenAIServingChat", "completions.OpenAIServingCompletion")
+    ),
+    Seam(
+        target=_SRT + "function_call.function_call_parser.FunctionCallParser.__init__",
+        kind=Kind.AROUND,
+        ours=_OURS + "bad_bodies:make_tool_parser",
+        reason="/parse_function_call without the name of a parser is an HTTP 500.",
+        proof="tests/repairs/test_bad_bodies.py::test_a_body_is_a_500_without_the_row",
+    ),
+    Seam(
         target=_SRT + "managers.tokenizer_manager.TokenizerManager.update_weights_from_disk",
         kind=Kind.AROUND,
         ours=_OURS + "weight_update:check_and_update",
         reason="Weights of another model are reported as a success, and outputs are wrong.",
         proof=_ENGINE + "test_weight_update.py::test_outputs_are_wrong_without_the_row",
+    ),
+    Seam(
+        target=_SRT + "managers.schedule_batch.Req._check_str_based_finish",
+        kind=Kind.AROUND,
+        ours=_OURS + "stop_patterns:find_in_time",
+        reason="A stop_regex can keep the scheduler busy for ever.",
+        proof="tests/repairs/test_stop_patterns.py::test_a_pattern_takes_for_ever_without_the_row",
     ),
     Seam(
         target=_SRT + "managers.scheduler._dispatch_event_loop_once",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -25,9 +24,9 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
-WIDTH_FLAG, WIDTHS_FLAG = "--speculative-dflash-width", "--speculative-dflash-widths"
-# Widths below the block size that are tried by default.
-DEFAULT_WIDTHS = (1, 4, 8)
+WIDTH_FLAG = "--speculative-dflash-width"
+# Widths below the block size that an adaptive server chooses from.
+NARROW_WIDTHS = (1, 4, 8)
 
 
 def _flag(default: Any, help: str, **others: Any) -> Any:
@@ -76,11 +75,6 @@ class ServerFlags:
         "'adaptive' is as many as pay off, down to 1, plain decoding. 'auto' is adaptive on a CPU "
         "and fixed elsewhere. Default: auto.",
         choices=("auto", "adaptive", "fixed"),
-    )
-    widths: str | None = _flag(
-        None,
-        "Widths that an adaptive server may choose. Default: 1,4,8 and the block size.",
-        metavar="1,...,BLOCK_SIZE",
     )
     lookup: str = _flag(
         "off",
@@ -218,35 +212,16 @@ def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolic
         block_size: B.
 
     Raises:
-        ConfigError: the widths do not fit the block size, or are given with a fixed width; or
-            `adaptive` is given with a setting that excludes it.
+        ConfigError: `adaptive` is given with a setting that excludes it.
     """
-    ours = ServerFlags.of(server_args)
-    kind, excluded = ours.width, _excluded(settings)
+    kind, excluded = ServerFlags.of(server_args).width, _excluded(settings)
     if kind == "adaptive" and excluded is not None:
         raise ConfigError(WIDTH_FLAG, kind, excluded)
     if kind == "auto":
         kind = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
     if kind == "adaptive":
-        return AdaptiveWidth(_listed(ours.widths, block_size))
-    if ours.widths is not None:
-        required = f"no effect with a fixed width; give {WIDTH_FLAG} adaptive"
-        raise ConfigError(WIDTHS_FLAG, ours.widths, required)
+        return AdaptiveWidth((*(w for w in NARROW_WIDTHS if w < block_size), block_size))
     return FixedWidth(block_size)
-
-
-def _listed(given: str | None, block_size: int) -> Sequence[int]:
-    if given is None:
-        return (*(width for width in DEFAULT_WIDTHS if width < block_size), block_size)
-    try:
-        widths = [int(number) for number in given.split(",")]
-    except (AttributeError, ValueError):
-        required = "numbers separated by commas are required, such as 1,4,8,16"
-        raise ConfigError(WIDTHS_FLAG, given, required) from None
-    if widths[0] != 1 or widths[-1] != block_size or widths != sorted(set(widths)):
-        required = f"give ascending numbers from 1 (plain decoding) to the block size, {block_size}"
-        raise ConfigError(WIDTHS_FLAG, given, required)
-    return widths
 
 
 def _device(settings: Any) -> str:
