@@ -20,6 +20,7 @@ from dflash_kernels import (
     add_rms_norm,
     block_attention,
     gated_delta_fold,
+    largest,
     lookup,
     prepare_block,
     qk_norm_rope,
@@ -180,6 +181,9 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
     "silu_mul_kernel": _silu_mul,
+    # Both launches.
+    "largest_kernel": lambda _, args, __: largest.traffic(*args[2].shape, args[2].element_size()),
+    "merge_largest_kernel": lambda *_: Traffic(0, 0),
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),

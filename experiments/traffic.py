@@ -34,6 +34,7 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
@@ -128,8 +129,10 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
     lengths = torch.empty(requests, dtype=torch.int64)
     table = torch.empty(requests, row.context + block, dtype=torch.int32)
     known = RequestSlots(table, torch.empty_like(lengths), lengths, row.context)
+    # As recorded: one recording serves sampled and greedy requests.
+    noise = BlockNoise(torch.empty_like(lengths), torch.empty(requests).float(), lengths)
     with counted(scene) as propose:
-        ids = drafter.propose(torch.empty_like(lengths), known)
+        ids = drafter.propose(torch.empty_like(lengths), known, noise)[LIKELIEST]
     tokens = ids.numel()
     with counted(scene) as lookup:
         model.ops.continue_seen(ids, table, known, config.vocab_size)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dflash_kernels.accept import accept
 from dflash_kernels.add_rms_norm import add_rms_norm
+from dflash_kernels.largest import largest
 from dflash_kernels.lookup import continue_seen
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
@@ -17,6 +18,7 @@ from dflash_kernels.slot_table import slot_table
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import Reach
@@ -100,6 +102,13 @@ class TritonOps(TorchOps):
         eps: float,
     ) -> None:
         write_context(cache, kv, entries, positions, k_weights, rotary, eps)
+
+    def largest(self, logits: Tensor, noise: BlockNoise, first_id: int) -> tuple[Tensor, Tensor]:
+        shape = 2, len(logits)
+        best = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        largest(best, ids, logits, *noise, first_id)
+        return best, ids
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         lengths, bonus = torch.empty(2, len(block), dtype=torch.int64, device=block.device)

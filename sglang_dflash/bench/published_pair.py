@@ -21,9 +21,9 @@ from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.transformers_loop.generation import (
-    Choose,
     Generation,
     Prefill,
+    Sampler,
     prefill,
     sampler,
     spec_generate,
@@ -117,15 +117,16 @@ def _measure(
 
 @torch.inference_mode()
 def plain_generate(
-    target: Any, start: Prefill, max_new_tokens: int, stops: tuple[int, ...], choose: Choose
+    target: Any, start: Prefill, max_new_tokens: int, stops: tuple[int, ...], choose: Sampler
 ) -> list[int]:
     """Decode token by token after a prefill, which is left as it was."""
     length = len(start.target_hidden)
-    cache, next_token = TargetCache(target, start.kv), choose(start.logits)
+    at = torch.tensor([length - 1], device=start.logits.device)
+    cache, next_token = TargetCache(target, start.kv), choose(start.logits, at)
     tokens = next_token.tolist()
     while len(tokens) < max_new_tokens and tokens[-1] not in stops:
         out = target(input_ids=next_token[None], past_key_values=cache.cache, use_cache=True)
-        next_token = choose(out.logits[0])
+        next_token = choose(out.logits[0], at + len(tokens))
         tokens += next_token.tolist()
     cache.reset(length)
     return tokens
@@ -145,13 +146,12 @@ def answered(
     ids = encode_turn(pair.tokenizer, prompt, answers, settings.thinking)
     start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.device))
 
-    def choose() -> Choose:
-        # The seed depends on the prompt, not on the rank that answers it.
-        seed = settings.seed + index
-        return sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
+    # The seed depends on the prompt, not on the rank that answers it.
+    seed = settings.seed + index
+    choose = sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
 
     def plain() -> list[int]:
-        return plain_generate(pair.target, start, limit, stops, choose())
+        return plain_generate(pair.target, start, limit, stops, choose)
 
     def dflash() -> Generation:
         return spec_generate(
@@ -161,7 +161,7 @@ def answered(
             limit,
             options=options,
             stop_token_ids=stops,
-            choose=choose(),
+            choose=choose,
         )
 
     # The order changes from prompt to prompt, like the arms of `sglang-dflash bench`.

@@ -283,9 +283,3 @@ def _requests(reading: Reading) -> Iterator[Finding]:
             f"set --context-length {trained} if requests are shorter, or a draft window "
             "(--speculative-draft-window-size) if they are not",
         )
-    if any(reading.values("ignored_seeds")):
-        yield Finding(
-            "ignored-seeds",
-            "requests with a seed were sampled without it",
-            "start the server with --enable-deterministic-inference, or leave the seeds out",
-        )

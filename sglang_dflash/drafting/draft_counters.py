@@ -34,6 +34,16 @@ class DraftHealth(NamedTuple):
         return DraftHealth(*(now - then for now, then in zip(self, earlier, strict=True)))
 
     @property
+    def steps_by_source(self) -> dict[str, int]:
+        """Steps of a request by where its drafts came from, of requests that have ended, too."""
+        return {"draft": self.drafted_steps, "lookup": self.seen_steps}
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """Accepted drafts of these."""
+        return {"draft": self.drafted_accepted, "lookup": self.seen_accepted}
+
+    @property
     def context_share(self) -> float | None:
         """Share of the context that drafts found; None if they sought none."""
         return self.context_found / self.context_sought if self.context_sought else None

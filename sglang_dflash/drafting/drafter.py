@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -14,6 +15,7 @@ from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.groups import EVERYTHING, KVGroup, Written
 from sglang_dflash.drafting.heads import TargetHead, make_head
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import ResolvedOptions
 
 
@@ -46,16 +48,20 @@ class Proposer(Protocol):
             written: of a prompt, what each of `groups` writes; None for all.
         """
 
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+    def propose(
+        self, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None = None
+    ) -> Tensor:
         """Draft one block per request.
 
         Args:
             bonus: int64 `[R]`, each request's newest token. Its position is the request's
                 `seq_lens`, and no cache holds it yet.
             requests: where the committed tokens lie.
+            noise: what the target samples the block's tokens with; None if it samples none.
 
         Returns:
             int64 `[R, B]`: the bonus token and B - 1 drafted ones, all of them valid token ids.
+            With noise, it may be a block by each of two rules (`noise.RULES`): `[2, R, B]`.
         """
 
     def describe(self) -> Mapping[str, Any]:
@@ -107,13 +113,17 @@ class Drafter:
         for group, of in zip(self.groups, written or (EVERYTHING,) * len(self.groups), strict=True):
             group.write(self.model, kv, positions, slots, keep, of)
 
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+    def propose(
+        self, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None = None
+    ) -> Tensor:
         ids, hidden = self.forward(bonus, requests)
-        drafted = self.head(hidden)
+        drafted = self.head(hidden, bonus, noise)
         broken = drafted < 0
-        self.counters.add_nonfinite(broken)
-        ids[:, 1:] = drafted.masked_fill(broken, self.model.config.mask_token_id)
-        return ids
+        # With noise, scores are finite where logits are.
+        self.counters.add_nonfinite(broken.view(-1, *hidden.shape[:1], drafted.shape[-1])[0])
+        drafted = drafted.masked_fill(broken, self.model.config.mask_token_id)
+        first = ids[:, :1].expand(*drafted.shape[:-1], 1)
+        return torch.cat((first, drafted), -1)
 
     def forward(self, bonus: Tensor, requests: RequestSlots) -> tuple[Tensor, Tensor]:
         """The draft's inputs int64 `[R, B]`, bonus and mask tokens, and its hidden states

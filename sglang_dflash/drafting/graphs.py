@@ -19,6 +19,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup, Written
+from sglang_dflash.drafting.noise import LIKELIEST, RULES, BlockNoise
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ class GraphedDrafter:
         # A window reads no more columns than it has, however long the request.
         longest = self._table.shape[1] if self._is_bounded else key.columns
         requests = RequestSlots(self._table, s.rows[:n], s.seq_lens[:n], longest)
-        s.ids[:n].copy_(self._drafter.propose(s.bonus[:n], requests))
+        noise = BlockNoise(s.seeds[:n], s.temperatures[:n], s.seq_lens[:n])
+        s.ids[:, :n].copy_(self._drafter.propose(s.bonus[:n], requests, noise))
 
     def _commit(self, key: Key) -> None:
         s, n = self._static, key.requests * key.width
@@ -146,11 +148,13 @@ class GraphedDrafter:
 
     # -- replays -------------------------------------------------------------------------------
 
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+    def propose(
+        self, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None = None
+    ) -> Tensor:
         key = self._key_of_proposal(len(bonus), requests)
         if key is None:
             self.eager += 1
-            return self._drafter.propose(bonus, requests)
+            return self._drafter.propose(bonus, requests, noise)
         s, n = self._static, len(bonus)
         for static, given in (
             (s.bonus, bonus),
@@ -160,10 +164,15 @@ class GraphedDrafter:
             static[:n].copy_(given)
             # A request of length 0 reads nothing.
             static[n : key.requests].zero_()
+        # One recording serves all batches: a request with temperature 0 has no noise.
+        s.temperatures[: key.requests].zero_()
+        if noise is not None:
+            s.seeds[:n].copy_(noise.seeds)
+            s.temperatures[:n].copy_(noise.temperatures)
         self._graphs[key]()
         self.replays["propose"] += 1
         # The next replay overwrites them.
-        return s.ids[:n].clone()
+        return (s.ids[LIKELIEST, :n] if noise is None else s.ids[:, :n]).clone()
 
     def absorb(
         self,
@@ -217,7 +226,8 @@ class _Static:
             return torch.zeros(shape, dtype=dtype, device=weight.device)
 
         self.bonus, self.rows, self.seq_lens = (zeros(requests) for _ in range(3))
-        self.ids = zeros(requests, drafter.block_size)
+        self.seeds, self.temperatures = zeros(requests), zeros(requests, dtype=torch.float32)
+        self.ids = zeros(len(RULES), requests, drafter.block_size)
         self.positions, self.slots = zeros(tokens), zeros(tokens)
         self.keep = zeros(tokens, dtype=torch.bool)
         # Rows of padding are projected too: they must be finite.

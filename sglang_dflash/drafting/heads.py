@@ -14,14 +14,22 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
+from sglang_dflash.drafting.noise import RULES, BlockNoise
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards, largest_of_ranks
 
 
 class DraftHead(Protocol):
     """Hidden states `[R, B, E]`, the first ones the bonus tokens', to drafted tokens."""
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Ids int64 `[R, B - 1]`, -1 where the draft computed nothing finite."""
+    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
+        """Draft what follows the bonus tokens int64 `[R]`.
+
+        Returns:
+            Ids int64, -1 where the draft computed nothing finite. Without noise `[R, B - 1]`, the
+            likeliest tokens. With noise `[2, R, B - 1]`: the likeliest tokens, and the coupled ones
+            (`noise.RULES`).
+        """
 
     def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """By how much other tokens, int64 `[R, B - 1]`, are less likely than the ones that
@@ -49,11 +57,16 @@ class ArgmaxHead:
 
     target: TargetHead
     tp: TensorParallel
+    ops: TorchOps
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.target.logits(hidden[:, 1:].flatten(0, 1))
-        drafted = argmax_of_shards(logits, self.target.first_id, self.tp)
-        return drafted.unflatten(0, (len(hidden), -1))
+    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
+        logits, first_id = self.target.logits(hidden[:, 1:].flatten(0, 1)), self.target.first_id
+        if noise is None:
+            drafted = argmax_of_shards(logits, first_id, self.tp)
+            return drafted.unflatten(0, (len(hidden), -1))
+        best, ids = self.ops.largest(logits, noise, first_id)
+        drafted = largest_of_ranks(best.flatten(), ids.flatten(), self.tp)
+        return drafted.view(len(RULES), len(hidden), -1)
 
     def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
@@ -67,4 +80,4 @@ class ArgmaxHead:
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
     """The head that the draft was trained with. `DraftConfig` refuses all but DFlash v1."""
-    return ArgmaxHead(target, model.tp)
+    return ArgmaxHead(target, model.tp, model.ops)

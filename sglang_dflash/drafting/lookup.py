@@ -8,8 +8,7 @@ Letters in shapes: R requests, B block positions, C positions of the longest req
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.table import RequestSlots
 
 if TYPE_CHECKING:
-    from sglang_dflash.drafting.drafter import Proposer
-    from sglang_dflash.drafting.groups import KVGroup, Written
+    from sglang_dflash.drafting.draft_counters import DraftCounters
     from sglang_dflash.drafting.ops import TorchOps
 
 # Newest tokens that are compared, at most.
@@ -95,16 +93,21 @@ def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     )
 
 
-class Texts:
-    """The tokens of running requests.
+class Lookup:
+    """The texts of running requests, and drafts from them.
 
     Attributes:
-        tokens: int32 `[rows, positions]`, beside SGLang's request-to-token table: at a row and a
+        texts: int32 `[rows, positions]`, beside SGLang's request-to-token table: at a row and a
             position the token whose slot that table has there.
     """
 
-    def __init__(self, req_to_token: Tensor) -> None:
-        self.tokens = torch.zeros_like(req_to_token, dtype=torch.int32)
+    def __init__(
+        self, req_to_token: Tensor, ops: TorchOps, vocab_size: int, counters: DraftCounters
+    ) -> None:
+        """`counters`: the drafter's."""
+        self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
+        self._ops, self._vocab_size, self._counters = ops, vocab_size, counters
+        self._seen: Tensor | None = None
 
     def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Enter tokens. Of a block it may be drafts, too: those that are not accepted are
@@ -113,49 +116,13 @@ class Texts:
         Args:
             rows, positions, tokens: int64, of shapes that broadcast.
         """
-        self.tokens[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
+        self.texts[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
 
+    def replace(self, block: Tensor, requests: RequestSlots) -> None:
+        """`continue_seen`, of the ops."""
+        self._seen = self._ops.continue_seen(block, self.texts, requests, self._vocab_size)
 
-class LookupDrafter:
-    """A `Proposer`: another one's drafts, or what the request has seen (`continue_seen`).
-
-    Attributes:
-        texts: of all requests. The caller writes to them what it computes of prompts, and every
-            block that it verifies.
-    """
-
-    def __init__(self, drafter: Proposer, ops: TorchOps, texts: Texts, vocab_size: int) -> None:
-        self._drafter, self._ops, self._vocab_size = drafter, ops, vocab_size
-        self.groups: Sequence[KVGroup] = drafter.groups
-        self.counters, self.texts = drafter.counters, texts
-        self._seen: Tensor | None = None
-
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
-        block = self._drafter.propose(bonus, requests)
-        self._seen = self._ops.continue_seen(block, self.texts.tokens, requests, self._vocab_size)
-        return block
-
-    def absorb(
-        self,
-        target_hidden: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        keep: Tensor | None = None,
-        written: Sequence[Written] | None = None,
-    ) -> None:
-        if keep is not None and self._seen is not None:
-            # Of the step's block: the bonus token and accepted drafts.
-            self.counters.add_sources(self._seen, keep.view(len(self._seen), -1).sum(1) - 1)
-        self._drafter.absorb(target_hidden, positions, slots, keep, written)
-
-    def describe(self) -> Mapping[str, Any]:
-        return {**self._drafter.describe(), "lookup_bytes": self.texts.tokens.nbytes}
-
-    def report(self) -> Mapping[str, Any]:
-        """Steps of a request and accepted drafts by where the drafts came from, also those of a
-        step that ran after its request had ended."""
-        counts = self.counters.read()
-        steps = {"draft": counts.drafted_steps, "lookup": counts.seen_steps}
-        accepted = {"draft": counts.drafted_accepted, "lookup": counts.seen_accepted}
-        sources = {"steps_by_source": steps, "accepted_drafts_by_source": accepted}
-        return {**self._drafter.report(), **sources}
+    def learn(self, lengths: Tensor) -> None:
+        """Count what was accepted of the block: int64 `[R]` tokens, bonus tokens included."""
+        if self._seen is not None:
+            self._counters.add_sources(self._seen, lengths - 1)

@@ -20,6 +20,7 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.lookup import continue_seen
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.facts.draft_config import Reach
 
@@ -117,6 +118,21 @@ class TorchOps:
         """
         # -1 is the spare entry.
         store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
+
+    def largest(self, logits: Tensor, noise: BlockNoise, first_id: int) -> tuple[Tensor, Tensor]:
+        """The largest score of every draft by each of `noise.RULES`, and its token.
+
+        Args:
+            logits: `[N, V]`, of the P drafts of each of R requests, N = R P.
+            first_id: the token id of the first column.
+
+        Returns:
+            float32 `[2, N]`, +Inf or NaN if a logit is NaN; and int64 `[2, N]`.
+        """
+        ids = torch.arange(logits.shape[1], device=logits.device) + first_id
+        scores = noise.scores(logits.unflatten(0, (len(noise.seeds), -1)), ids).flatten(0, 1)
+        best, index = torch.stack((logits.float(), scores)).max(-1)
+        return best, index + first_id
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         """`acceptance.accept`."""

@@ -16,6 +16,7 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
@@ -161,6 +162,10 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
     bonus = draw.ints(0, 4096, REQUESTS)
     drafts, target = draw.ints(0, 2, *shape), draw.ints(0, 2, *shape)
     texts = draw.ints(0, 3, REQUESTS + 1, 2 * CONTEXT).int()
+    # With a greedy request.
+    temperatures = draw.ints(0, 2, REQUESTS).float()
+    logits = draw.floats(REQUESTS * (block - 1), 4096)
+    noise = BlockNoise(draw.ints(0, 2**62, REQUESTS), temperatures, seq_lens)
 
     def qk_norm_rope(ops: TorchOps) -> Sequence[Tensor]:
         rotation = ops.rotation(rotary, positions, draw.dtype)
@@ -191,6 +196,8 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id
         ),
+        # Of scores that are equal but for rounding, either token is right.
+        "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
         "accept": lambda ops: ops.accept(drafts, target),
         "continue_seen": continue_seen,
     }

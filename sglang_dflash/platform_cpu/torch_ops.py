@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sglang_dflash.drafting import noise
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
@@ -112,29 +113,8 @@ def no_batch_invariant_kernels(_model_runner: Any) -> None:
 def murmur_hash32(
     seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor
 ) -> torch.Tensor:
-    """MurmurHash3 (Appleby, x86 32-bit) of 64-bit seed, 32-bit position and 32-bit column.
-
-    uint32 `[N, V]` from `[N]`, `[N]` and `[V]`. SGLang seeds a request's sampling with it.
-    """
-    low32 = 0xFFFFFFFF
-
-    def rotated(x: torch.Tensor, bits: int) -> torch.Tensor:
-        return ((x << bits) | (x >> (32 - bits))) & low32
-
-    seed = seed.to(torch.int64)
-    h = torch.zeros(len(seed), len(col_indices), dtype=torch.int64)
-    for word in (
-        seed[:, None],
-        (seed >> 32)[:, None],
-        positions.long()[:, None],
-        col_indices.long(),
-    ):
-        k = rotated(((word & low32) * 0xCC9E2D51) & low32, 15) * 0x1B873593 & low32
-        h = (rotated(h ^ k, 13) * 5 + 0xE6546B64) & low32
-    h = h ^ 16
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & low32
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & low32
-    return (h ^ (h >> 16)).to(torch.uint32)
+    """SGLang's hash of seeded sampling: uint32 `[N, V]` from `[N]`, `[N]` and `[V]`."""
+    return noise.murmur_hash32(seed[:, None], positions[:, None], col_indices).to(torch.uint32)
 
 
 def draft_in_own_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

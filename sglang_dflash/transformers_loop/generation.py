@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.acceptance import accept, sample, target_probabilities
+from sglang_dflash.drafting.acceptance import accept, target_probabilities
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -18,7 +18,9 @@ from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
+from sglang_dflash.drafting.rules import RuleChoice
 from sglang_dflash.transformers_loop.checks import (
     check_new_tokens,
     check_pair,
@@ -26,9 +28,6 @@ from sglang_dflash.transformers_loop.checks import (
     prompt_ids,
 )
 from sglang_dflash.transformers_loop.target_cache import TargetCache, captured_hidden
-
-# Logits [N, V] -> the target's tokens int64 [N].
-Choose = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -49,32 +48,52 @@ class Generation:
         return VerifySteps(len(self.committed), sum(self.committed)).acceptance_length or 0.0
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """How the target picks its tokens: with noise from a hash, as SGLang's seeded sampler does. A
+    text depends on its prompt, these values and the logits, and not on how it is drafted."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """The tokens int64 `[N]` that follow those at `positions` int64 `[N]`, from logits
+        `[N, V]`."""
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        p_target = target_probabilities(logits, self.temperature, self.top_k, self.top_p)
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        seed = torch.tensor(self.seed, device=logits.device)
+        return (p_target.double().log() + gumbel(seed, positions[:, None], ids)).argmax(-1)
+
+    def noise(self, length: Tensor) -> BlockNoise | None:
+        """Of a block whose bonus token is at `length` int64 `[1]`."""
+        if self.temperature == 0:
+            return None
+        temperatures = torch.full_like(length, self.temperature, dtype=torch.float32)
+        return BlockNoise(torch.full_like(length, self.seed), temperatures, length)
+
+
 def sampler(
     temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int | None = None
-) -> Choose:
-    """How the target picks its tokens from logits `[N, V]`.
+) -> Sampler:
+    """How the target picks its tokens.
 
     Args:
         temperature: 0 is greedy, and the other arguments have no effect.
         top_k: tokens that are kept; 0 keeps all.
         top_p: probability mass that is kept.
-        seed: None for torch's generator.
+        seed: None draws one from torch's generator.
 
     Raises:
         ConfigError: an argument is out of range.
     """
     check_sampling(temperature, top_k, top_p, seed)
-    if temperature == 0:
-        return lambda logits: logits.argmax(-1)
-    generator: torch.Generator | None = None
-
-    def choose(logits: Tensor) -> Tensor:
-        nonlocal generator
-        if seed is not None and generator is None:
-            generator = torch.Generator(logits.device).manual_seed(seed)
-        return sample(target_probabilities(logits, temperature, top_k, top_p), generator)
-
-    return choose
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    return Sampler(temperature, top_k, top_p, seed)
 
 
 @dataclass(frozen=True)
@@ -122,7 +141,7 @@ def spec_generate(
     *,
     options: Options | None = None,
     stop_token_ids: tuple[int, ...] = (),
-    choose: Choose | None = None,
+    choose: Sampler | None = None,
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> Generation:
     """Generate after a prompt.
@@ -154,18 +173,19 @@ def spec_generate(
     slots, row = positions[None].int(), positions[:1]
     drafter.absorb(start.target_hidden, positions[:prompt_length], positions[:prompt_length])
 
-    result, bonus = Generation(), choose(start.logits)
-    length = torch.tensor([prompt_length], device=device)
+    length, rules = positions[prompt_length, None], RuleChoice(resolved.block_size, device)
+    result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    captured = captured_hidden(target, draft.config.target_layer_ids)
-    with captured as hidden, target_cache.recorded():
+    with captured_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recorded():
         while not done:
-            block = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)))
+            noise, at = choose.noise(length), positions[int(length) :][: resolved.block_size]
+            drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
+            block, guesses = rules.choose(drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
-            accepted = accept(block, choose(out.logits[0])[None])
+            accepted = accept(block, choose(out.logits[0], at)[None])
+            rules.learn(guesses, accepted)
             count = int(accepted.lengths)
-            span = positions[int(length) : int(length) + count]
-            drafter.absorb(hidden()[:count], span, span)
+            drafter.absorb(hidden()[:count], at[:count], at[:count])
             length, bonus = length + count, accepted.bonus
             target_cache.keep(count, resolved.block_size)
             before, new = len(result.tokens), accepted.tokens[0, :count].tolist()

@@ -31,7 +31,6 @@ HEALTHY: dict[str, Any] = {
     "draft_kv_entries": 4160,
     "context_length": 32768,
     "draft_max_position_embeddings": 40960,
-    "ignored_seeds": False,
     "simulated_acceptance": None,
     "width": "fixed",
 }
@@ -85,10 +84,9 @@ CASES: list[tuple[list[str], Reading, list[str]]] = [
     ),
     (["many-undrafted"], reading({"undrafted_steps": 5000}), ["50%"]),
     (["long-contexts"], reading({"draft_max_position_embeddings": 4096}), ["32768", "4096"]),
-    (["ignored-seeds"], reading({"ignored_seeds": True}), ["--enable-deterministic"]),
     (
-        ["nonfinite-outputs", "acceptance-alarm", "ignored-seeds"],
-        reading({"acceptance_alarm": True, "nonfinite_outputs": 9, "ignored_seeds": True}),
+        ["nonfinite-outputs", "acceptance-alarm", "many-undrafted"],
+        reading({"acceptance_alarm": True, "nonfinite_outputs": 9, "undrafted_steps": 5000}),
         [],
     ),
     # An adaptive server drafts as long as that pays.
@@ -173,11 +171,11 @@ def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(shown(reading())) as url:
         for address in (url, f"{url}/v1/", url.removeprefix("http://")):
             assert doctor(capsys, address) == (0, "nothing wrong found\n", "")
-    with serving(shown(reading({"ignored_seeds": True}))) as url:
+    with serving(shown(reading({"undrafted_steps": 5000}))) as url:
         status, out, err = doctor(capsys, url)
-        assert status == 1 and out.startswith("ignored-seeds") and "1 finding" in err
+        assert status == 1 and out.startswith("many-undrafted") and "1 finding" in err
         (finding,) = json.loads(doctor(capsys, url, "--json")[1])["findings"]
-    assert finding["name"] == "ignored-seeds"
+    assert finding["name"] == "many-undrafted"
     assert set(finding) == {"name", "problem", "advice"}
 
 

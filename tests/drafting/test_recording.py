@@ -179,18 +179,18 @@ def test_replayed_steps_are_the_eager_ones(
 class BakedIn(Drafter):
     """Reads a request's length in Python."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
         lengths = [int(length) for length in requests.seq_lens]
         fixed = torch.stack([torch.full((), n) for n in lengths])
-        return super().propose(bonus, requests._replace(seq_lens=fixed))
+        return super().propose(bonus, requests._replace(seq_lens=fixed), noise)
 
 
 class BakedInQuietly(Drafter):
     """The same by `tolist`, which torch's dispatcher does not see on a CPU."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
         fixed = [torch.full((), n) for n in requests.seq_lens.tolist()]
-        return super().propose(bonus, requests._replace(seq_lens=torch.stack(fixed)))
+        return super().propose(bonus, requests._replace(seq_lens=torch.stack(fixed)), noise)
 
 
 def test_a_length_that_is_baked_in_is_caught() -> None:

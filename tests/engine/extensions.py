@@ -28,9 +28,9 @@ from tests.recording import OpRecorder
 class OtherDrafts(Drafter):
     """Other drafts in a third of the positions."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
-        block = super().propose(bonus, requests)
-        block[:, 1::3] = (block[:, 1::3] + 1) % self.model.config.vocab_size
+    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
+        block = super().propose(bonus, requests, noise)
+        block[..., 1::3] = (block[..., 1::3] + 1) % self.model.config.vocab_size
         return block
 
 
@@ -82,9 +82,9 @@ def fail_in(phase: str) -> None:
 
 
 class FaultyDrafter(Drafter):
-    def propose(self, bonus: Tensor, requests: RequestSlots) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
         fail_in("propose")
-        return super().propose(bonus, requests)
+        return super().propose(bonus, requests, noise)
 
     def absorb(
         self,

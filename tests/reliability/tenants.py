@@ -141,15 +141,13 @@ class Served:
         self.table = self.worker.req_to_token
         self.free = list(range(1, SLOTS))
         self.running: dict[int, Request] = {}
-        propose = self.worker.drafter.propose
 
-        def watched(bonus: Tensor, requests: Any) -> Tensor:
-            block = propose(bonus, requests)
-            for row, drafts in zip(requests.rows.tolist(), block.tolist(), strict=True):
+        def watched(block: Tensor) -> Tensor:
+            for row, drafts in zip(sorted(self.running), block.tolist(), strict=True):
                 self.running[row].drafts.append(drafts)
             return block
 
-        self.worker.drafter.propose = watched
+        self.worker.ranks.drafts = watched
 
     def start(self, row: int, request: Request) -> None:
         """Prefill it in that row of the table."""

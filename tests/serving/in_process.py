@@ -14,7 +14,7 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.lookup import LookupDrafter, Texts
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -26,6 +26,7 @@ from sglang_dflash.serving.step.extension import StepObserver
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.prefill import PrefillStep
 from sglang_dflash.serving.step.sampling import Ranks
+from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
@@ -102,27 +103,25 @@ def worker_of(
         model = random_model(RAW).freeze()
     options = Options(window=window).resolve(model.config)
     groups = kv_groups(model, options, SLOTS, entries, dtype=dtype)
-    drafter: Any = drafter_of(model, groups, options, device)
+    drafter = drafter_of(model, groups, options, device)
     block, ranks = options.block_size, Ranks(group)
     widths = widths or widths_of(FixedWidth(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
-    texts = Texts(table) if looks_up else None
-    if texts is not None:
-        drafter = LookupDrafter(drafter, model.ops, texts, VOCAB)
+    lookup = Lookup(table, model.ops, VOCAB, drafter.counters) if looks_up else None
     target: Any = Target(model.config.target_hidden_width, device, padding)
-    prefill = PrefillStep(target, drafter, table, ranks, 2, texts)
+    prefill = PrefillStep(target, drafter, table, ranks, 2, lookup)
     figures = Figures(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
-        model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
-        seeds=prefill.ignored_seeds, watch=DraftWatch(drafter.counters, entries),
+        model=model, options=options, drafter=drafter, lookup=lookup, rollback=rollback,
+        policy=widths.policy, watch=DraftWatch(drafter.counters, entries),
         width_steps=widths.steps, labels=labels,
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
-        accept=accept, rollback=rollback, ranks=ranks, texts=texts, figures=figures,
-        observer=StepObserver(),
+        accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
+        seeds=Seeds(ROWS, 0, table.device), figures=figures, observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.
     worker.target_worker = target

@@ -61,7 +61,7 @@ def requests(prompts: Sequence[list[int]]) -> list[Any]:
 def texts_after(worker: Any, steps: int, poison: Tensor) -> tuple[list[list[int]], list[Tensor]]:
     """What `PROMPTS` have become, and the blocks that were verified on the way. The prefix cache
     holds three tokens of the second one."""
-    worker.texts.tokens.copy_(poison)
+    worker.lookup.texts.copy_(poison)
     worker.target.decodes = lambda width: False
     lengths = [len(ids) for ids in PROMPTS]
     prefill = prefill_of([0, 3], lengths)
@@ -103,7 +103,7 @@ def test_the_texts_are_what_was_committed_and_nothing_else_is_read(steps: int) -
         worker = worker_of(looks_up=True, widths=widths_of(InTurn(block_size)))
         outcomes.append(texts_after(worker, steps, poison))
         for row, text in enumerate(outcomes[-1][0], 1):
-            assert worker.texts.tokens[row, : len(text)].tolist() == text
+            assert worker.lookup.texts[row, : len(text)].tolist() == text
     (_, blocks), (_, same) = outcomes
     assert all(map(torch.equal, blocks, same))
     assert {block.shape[1] for block in blocks} == ({2} if steps == 1 else {1, 2, block_size})
@@ -112,17 +112,15 @@ def test_the_texts_are_what_was_committed_and_nothing_else_is_read(steps: int) -
 def test_drafts_are_looked_up_and_counted() -> None:
     """The end of the first prompt stands in it before; the draft goes on as there."""
     worker = worker_of(looks_up=True)
-    worker.texts.tokens[1, :9] = torch.tensor(PROMPTS[0])
-    bonus, lengths = torch.tensor([4, 11]), torch.tensor([9, 9])
+    worker.lookup.texts[1, :9] = torch.tensor(PROMPTS[0])
+    lengths = torch.tensor([9, 9])
     known = RequestSlots(worker.req_to_token, torch.tensor([1, 2]), lengths, 9)
-    block = worker.drafter.propose(bonus, known)
-    assert block[0].tolist() == ([4, 5, 6, 3] * 4)[: worker.block_size]
-    keep = torch.arange(worker.block_size) < torch.tensor([[4], [1]])
-    tokens, hidden = block.numel(), worker.target_worker.features
-    slots = torch.arange(tokens) + 1
-    worker.drafter.absorb(torch.randn(tokens, hidden), slots, slots, keep=keep.flatten())
+    block = torch.tensor([[4, 20, 20, 20], [11, 20, 20, 20]])
+    worker.lookup.replace(block, known)
+    assert block.tolist() == [[4, 5, 6, 3], [11, 20, 20, 20]]
+    worker.lookup.learn(torch.tensor([4, 1]))
     worker.drafter.counters.send()
-    report = worker.drafter.report()
+    report = worker.figures.report()
     assert report["steps_by_source"] == {"draft": 1, "lookup": 1}
     assert report["accepted_drafts_by_source"] == {"draft": 0, "lookup": 3}
 
@@ -131,7 +129,7 @@ def test_a_prompt_in_pieces_and_decoding_requests_beside_it() -> None:
     """A chunk enters nothing but its last token, the last one all; a decoding request's newest
     token is known on the device only, and its text stays."""
     worker = worker_of(looks_up=True)
-    worker.texts.tokens.fill_(1)
+    worker.lookup.texts.fill_(1)
     running, new = requests(PROMPTS)
     running.output_ids = [21, 22]
     batch = prefill_of([13, 0], [14, 4])
@@ -140,13 +138,13 @@ def test_a_prompt_in_pieces_and_decoding_requests_beside_it() -> None:
     batch.input_ids = torch.tensor([30, *PROMPTS[1][:4]])
     batch.enable_overlap = True
     worker.forward_batch_generation(batch)
-    assert worker.texts.tokens[1, 12:15].tolist() == [1, 30, 1]
-    assert worker.texts.tokens[2, :5].tolist() == [1, 1, 1, PROMPTS[1][3], 1]
+    assert worker.lookup.texts[1, 12:15].tolist() == [1, 30, 1]
+    assert worker.lookup.texts[2, :5].tolist() == [1, 1, 1, PROMPTS[1][3], 1]
     rest = prefill_of([4], [9])
     rest.reqs, rest.req_pool_indices = [new], torch.tensor([2])
     new.origin_input_ids = [*PROMPTS[1][:8], 2**40]  # of an image
     worker.forward_batch_generation(rest)
-    assert worker.texts.tokens[2, :10].tolist() == [*PROMPTS[1][:8], 2**31 - 1, 1]
+    assert worker.lookup.texts[2, :10].tolist() == [*PROMPTS[1][:8], 2**31 - 1, 1]
 
 
 def test_it_can_be_captured() -> None:

@@ -20,7 +20,6 @@ from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
-    IgnoredSeeds,
     RequestStep,
 )
 from sglang_dflash.serving.show.figures import COUNTS, SET_UP
@@ -185,31 +184,6 @@ def test_only_steps_with_drafts_are_judged(caplog: pytest.LogCaptureFixture) -> 
     assert fed.watch.alarm.recent is None
     fed.watch.add([RequestStep(7, 0, 1), RequestStep(7, 2, 3)] * JUDGED_STEPS)
     assert fed.watch.alarm.recent == fed.watch.recent_acceptance_length == 2.0
-
-
-@pytest.mark.parametrize(
-    ("seeded", "params", "warnings"),
-    [
-        (False, {"sampling_seed": 3}, 1),
-        (False, {"sampling_seed": 0}, 1),
-        (False, {}, 0),
-        # Greedy: a seed has no effect anywhere.
-        (False, {"sampling_seed": 3, "top_k": 1}, 0),
-        (True, {"sampling_seed": 3}, 0),
-    ],
-)
-def test_a_seed_that_is_ignored_is_warned_of_once(
-    seeded: bool, params: dict[str, Any], warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    info = SimpleNamespace(sampling_seed=object() if seeded else None)
-    batch = SimpleNamespace(sampling_info=info, reqs=[Request(), Request(**params)])
-    ignored = IgnoredSeeds()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            ignored.warn_once(batch)
-    assert len(caplog.records) == warnings
-    if warnings:
-        assert "--enable-deterministic-inference" in caplog.text
 
 
 # -- what is shown

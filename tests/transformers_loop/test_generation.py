@@ -149,7 +149,9 @@ def informed(text: list[int]) -> Any:
     """`Drafter.propose` that knows 0, 7, 3 or 5 tokens of the text, in turn."""
     known = itertools.cycle([0, 7, 3, 5])
 
-    def propose(self: Drafter, bonus: torch.Tensor, requests: RequestSlots) -> torch.Tensor:
+    def propose(
+        self: Drafter, bonus: torch.Tensor, requests: RequestSlots, noise: Any = None
+    ) -> torch.Tensor:
         at, size = int(requests.seq_lens), self.block_size
         drafts = [*text[at + 1 : at + size], *[0] * size][: size - 1]
         right = next(known)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from sglang_dflash.drafting.acceptance_length import (
     JUDGED_STEPS,
@@ -163,35 +163,3 @@ class DraftWatch:
         """Of the context that drafts were to see, what they found; None if it is not bounded."""
         share = self.health.context_share
         return None if share is None else round(share, 4)
-
-
-class IgnoredSeeds:
-    """Warns once, at the first sampled request whose seed SGLang drops.
-
-    SGLang hands seeds to its sampler only under --enable-deterministic-inference
-    (`SamplingBatchInfo.from_schedule_batch`), with and without speculation.
-
-    Attributes:
-        found: whether there was such a request.
-    """
-
-    def __init__(self) -> None:
-        self.found = False
-
-    def warn_once(self, batch: Any) -> None:
-        """`batch`: a ScheduleBatch of new requests."""
-        info = batch.sampling_info
-        if self.found or info is None or info.sampling_seed is not None:
-            return
-        for request in batch.reqs:
-            params = request.sampling_params
-            seed, is_greedy = params.sampling_seed, params.top_k == 1
-            if seed is not None and not is_greedy:
-                self.found = True
-                logger.warning(
-                    "DFLASH: a request has the seed %d, which SGLang ignores: its samples cannot "
-                    "be repeated, and are not those of a run without speculation. Start the server "
-                    "with --enable-deterministic-inference. Further requests get no warning.",
-                    seed,
-                )
-                return

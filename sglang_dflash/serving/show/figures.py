@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
-    IgnoredSeeds,
     PhaseTimes,
     RequestStep,
 )
@@ -55,6 +55,7 @@ SET_UP = (
     Figure("draft_kv_bytes", lambda s: sum(cache.kv.nbytes for cache in s.caches)),
     Figure("draft_memory_bytes", lambda s: s.memory),
     Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch.")),
+    Figure("lookup_bytes", lambda s: s.lookup and s.lookup.texts.nbytes),
     Figure("draft_attention", lambda s: s.attention),
     Figure("draft_ops", lambda s: type(s.model.ops).__name__),
     Figure("simulated_acceptance", lambda s: s.simulated),
@@ -77,6 +78,8 @@ COUNTS = (
            "undrafted_steps", "Decode steps of live requests without drafts."),
     Figure("undrafted_tokens", lambda s: s.counts.undrafted.tokens,
            "undrafted_tokens", "Tokens kept from undrafted steps."),
+    Figure("steps_by_source", lambda s: s.lookup and s.watch.health.steps_by_source),
+    Figure("accepted_drafts_by_source", lambda s: s.lookup and s.watch.health.accepted_by_source),
     Figure("acceptance_alarm", lambda s: s.watch.alarm.raised, "acceptance_alarm",
            "1 while the acceptance length stays near 1, else 0.", goes_down=True),
     Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
@@ -85,7 +88,6 @@ COUNTS = (
     Figure("draft_context_share", lambda s: s.watch.context_share),
     Figure("", lambda s: s.width_steps,
            "steps", "Decode steps of a batch, by verify width.", label="width"),
-    Figure("ignored_seeds", lambda s: s.seeds.found),
     Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
     Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()}),
 )  # fmt: skip
@@ -157,6 +159,7 @@ class Figures:
         memory: bytes reserved for the drafter, by use.
         context_length: tokens of a request, at most.
         simulated: the acceptance length that SGLang's variables ask for; None for none.
+        lookup: of drafts in the requests' texts; None without.
         rollback: of recurrent layers; None without them.
         times: host time of the step's phases.
         labels: of this process's series in /metrics; None for none.
@@ -171,9 +174,9 @@ class Figures:
     model: DraftModel
     options: ResolvedOptions
     drafter: Proposer
+    lookup: Lookup | None
     rollback: Any
     policy: WidthPolicy
-    seeds: IgnoredSeeds
     watch: DraftWatch
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None

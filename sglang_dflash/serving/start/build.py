@@ -33,7 +33,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.lookup import LookupDrafter, Texts
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.seam.seam import install_late
@@ -51,6 +51,7 @@ from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.extension import load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.prefill import PrefillStep
+from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import target_forward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
@@ -184,15 +185,14 @@ class DFlashSpecWorker(BaseSpecWorker):
             eager, drafter = drafter, graphed(drafter, self._recorder(), req_to_token, is_checked)
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
-        texts = Texts(req_to_token) if setup.looks_up else None
-        if texts is not None:
-            vocab_size = setup.model.config.vocab_size
-            drafter = LookupDrafter(drafter, setup.model.ops, texts, vocab_size)
+        lookup, vocab_size = None, setup.model.config.vocab_size
+        if setup.looks_up:
+            lookup = Lookup(req_to_token, setup.model.ops, vocab_size, drafter.counters)
         if self._rollback is not None:
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, texts)
+        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, lookup)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         entries = min(group.cache.num_entries for group in drafter.groups)
         figures = Figures(
@@ -205,9 +205,9 @@ class DFlashSpecWorker(BaseSpecWorker):
             model=setup.model,
             options=setup.options,
             drafter=drafter,
+            lookup=lookup,
             rollback=self._rollback,
             policy=policy,
-            seeds=prefill.ignored_seeds,
             watch=DraftWatch(drafter.counters, entries, setup.tp.rank == 0),
             width_steps=widths.steps,
             labels=metric_labels(),
@@ -224,7 +224,8 @@ class DFlashSpecWorker(BaseSpecWorker):
             accept=sampling.accept_rule(block, setup.model.ops.accept),
             rollback=self._rollback,
             ranks=ranks,
-            texts=texts,
+            lookup=lookup,
+            seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
             figures=figures,
             observer=self._extension.observer,
         )

@@ -12,8 +12,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup, Written
-from sglang_dflash.drafting.lookup import Texts
-from sglang_dflash.serving.show.counts import IgnoredSeeds
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,
@@ -29,11 +28,7 @@ Barrier = Callable[[], None]
 
 
 class PrefillStep:
-    """Prefill steps of the worker.
-
-    Attributes:
-        ignored_seeds: requests whose seed has no effect.
-    """
+    """Prefill steps of the worker."""
 
     def __init__(
         self,
@@ -42,14 +37,13 @@ class PrefillStep:
         req_to_token: Tensor,
         ranks: Ranks,
         max_running_requests: int,
-        texts: Texts | None = None,
+        lookup: Lookup | None = None,
     ) -> None:
-        """`texts`: what the drafter looks drafts up in."""
+        """`lookup`: of drafts in the prompts' tokens, among others."""
         self._target_worker, self._drafter = target_worker, drafter
         self._table = req_to_token
         self._ranks, self._max_running_requests = ranks, max_running_requests
-        self._texts = texts
-        self.ignored_seeds = IgnoredSeeds()
+        self._lookup = lookup
 
     def __call__(
         self,
@@ -63,10 +57,9 @@ class PrefillStep:
             # Decoding requests take part: the target samples their next token under grammars that
             # must have seen their last ones.
             barrier()
-        self.ignored_seeds.warn_once(batch)
         writes = place_prompt(batch, self._table, self._drafter.groups)
-        if self._texts is not None:
-            write_texts(batch, self._texts)
+        if self._lookup is not None:
+            write_texts(batch, self._lookup)
         result = self._target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
         )
@@ -198,7 +191,7 @@ def place_prompt(
     )
 
 
-def write_texts(batch: ScheduleBatch, texts: Texts) -> None:
+def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:
     """Enter the tokens of requests whose prompt is complete with this prefill, those that the
     prefix cache holds included. To be called before the target's forward, as `place_prompt`."""
     rows = batch.req_pool_indices.long()
@@ -206,7 +199,7 @@ def write_texts(batch: ScheduleBatch, texts: Texts) -> None:
     if decoding:
         # They have their text but for the newest token, which the host may not know.
         last = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, rows.device)
-        texts.write(rows, batch.seq_lens.long() - 1, batch.input_ids[last].long())
+        lookup.write(rows, batch.seq_lens.long() - 1, batch.input_ids[last].long())
     known = {id(request) for request in decoding or ()}
     prompts = []
     for row, request in enumerate(batch.reqs):
@@ -218,4 +211,4 @@ def write_texts(batch: ScheduleBatch, texts: Texts) -> None:
             prompts.append(torch.stack((of_row, positions, torch.tensor(tokens))))
     if prompts:
         of_rows, positions, tokens = to_device(torch.cat(prompts, 1), rows.device)
-        texts.write(rows[of_rows], positions, tokens)
+        lookup.write(rows[of_rows], positions, tokens)

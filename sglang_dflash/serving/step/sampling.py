@@ -24,6 +24,7 @@ from sglang.srt.speculative.spec_utils import (
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, simulate_acceptance
+from sglang_dflash.drafting.noise import BlockNoise
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,20 @@ def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatch
             info.sampling_support_logprobs_capture_indices, times
         ),
     )
+
+
+def block_noise(info: SamplingBatchInfo | None, seq_lens: Tensor) -> BlockNoise | None:
+    """What the sampler draws the tokens of a block with; None if all requests are greedy.
+
+    Args:
+        info: with seeds, unless all are greedy.
+        seq_lens: int64 `[R]`, see `BlockNoise`.
+    """
+    if info is None or info.is_all_greedy:
+        return None
+    # SGLang turns temperature 0 to top-k 1.
+    temperatures = info.temperatures[:, 0].masked_fill(info.top_ks <= 1, 0.0)
+    return BlockNoise(info.sampling_seed, temperatures, seq_lens)
 
 
 def _at_every_position(rows: Tensor | None, width: int) -> Tensor | None:

@@ -18,8 +18,9 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
-from sglang_dflash.drafting.lookup import Texts
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.plain_context import PlainContext
+from sglang_dflash.drafting.rules import Guesses, RuleChoice
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
 from sglang_dflash.serving.show.figures import Figures
@@ -36,6 +37,7 @@ from sglang_dflash.serving.step.batch import (
 )
 from sglang_dflash.serving.step.extension import Step, StepObserver
 from sglang_dflash.serving.step.prefill import Barrier, PrefillStep, Publish
+from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepWidths
@@ -51,7 +53,8 @@ class DFlashWorker:
         accept: what a step commits, of drafted and of the target's tokens.
         rollback: of recurrent layers; None without them.
         ranks: their common choices.
-        texts: what the drafter looks drafts up in; None without lookup.
+        lookup: of drafts in the requests' texts; None without.
+        seeds: of the running requests.
         figures: what /server_info and /metrics show.
     """
 
@@ -65,13 +68,15 @@ class DFlashWorker:
     accept: sampling.AcceptRule
     rollback: Rollback | None
     ranks: sampling.Ranks
-    texts: Texts | None
+    lookup: Lookup | None
+    seeds: Seeds
     figures: Figures
     observer: StepObserver
 
     def __post_init__(self) -> None:
         self._offsets = torch.arange(self.block_size, device=self.req_to_token.device)
         self._plain_context = PlainContext(self.drafter)
+        self._rules = RuleChoice(self.block_size, self.req_to_token.device)
 
     def forward_batch_generation(
         self,
@@ -85,13 +90,14 @@ class DFlashWorker:
         if batch.forward_mode.is_idle():
             self.widths.interrupted()
             return self._idle(publish)
-        if batch.forward_mode.is_extend():
+        with self.seeds.given(batch):
+            if not batch.forward_mode.is_extend():
+                return self._decode(batch, publish, grammar_barrier)
             self.widths.interrupted()
             self._plain_context.absorb()
             result = self.prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
             self.target_tokens.penalties.commit(batch, result.next_token_ids[:, None])
             return result
-        return self._decode(batch, publish, grammar_barrier)
 
     def _decode(
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
@@ -101,13 +107,16 @@ class DFlashWorker:
         step = self._next_step(batch, width)
         self.observer.before_step(batch, step)
         with self.figures.times.of("propose"):
-            block = self._propose(batch, step)
-            if self.texts is not None:
-                self.texts.write(step.rows[:, None], step.positions, block)
+            block, guesses = self._propose(batch, step)
+            if self.lookup is not None:
+                self.lookup.write(step.rows[:, None], step.positions, block)
         with self.figures.times.of("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
+            self._rules.learn(guesses, accepted)
+            if self.lookup is not None and step.width > 1:
+                self.lookup.learn(accepted.lengths)
         with self.figures.times.of("commit"):
             self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()
@@ -129,17 +138,21 @@ class DFlashWorker:
             slots = slots.masked_fill(positions >= ends[:, None], PADDING_SLOT)
         return Step(rows, seq_lens, positions, slots, ends)
 
-    def _propose(self, batch: ScheduleBatch, step: Step) -> Tensor:
-        """The step's tokens int64 `[R, width]`: each request's bonus token, then drafts."""
+    def _propose(self, batch: ScheduleBatch, step: Step) -> tuple[Tensor, Guesses | None]:
+        """The step's tokens int64 `[R, width]`: each request's bonus token, then drafts. And of
+        which drafts they were chosen; None if there was no choice."""
         bonus = batch.spec_info.bonus_tokens.long()
         if step.width == 1:
-            return bonus[:, None]
+            return bonus[:, None], None
         if self._plain_context.absorb():
             self.widths.begins_now()
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
-        block = self.drafter.propose(bonus, requests)[:, : step.width].contiguous()
-        return self.ranks.drafts(block)
+        noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
+        block, guesses = self._rules.choose(self.drafter.propose(bonus, requests, noise), noise)
+        if self.lookup is not None:
+            self.lookup.replace(block, requests)
+        return self.ranks.drafts(block[:, : step.width].contiguous()), guesses
 
     def _verify(
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None

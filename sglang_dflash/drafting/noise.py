@@ -1,0 +1,89 @@
+"""Drafts of sampled requests that follow the target's random numbers.
+
+SGLang's seeded sampler is a Gumbel-argmax: the target's token is the v with the largest
+log p_target(v) + g(seed, position, v), g being Gumbel noise from a hash (`multinomial_with_seed` in
+its `srt/layers/sampler.py`). A draft that takes the largest log p_draft(v) + g(seed, position, v),
+with the same g, mostly takes the same v if the two distributions are alike (coupling by common
+random numbers: Daliri, Musco and Suresh, arXiv 2408.07978). The target's token does not depend on
+the draft, so the output stays what it is.
+
+This holds for one accept rule only: accept a draft if it equals the target's token. With acceptance
+by a ratio of probabilities, shared noise gives wrong outputs.
+
+Letters in shapes: R requests; B block positions; V tokens of the vocabulary, or of a rank's part.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Rows of what a draft head returns for a block with noise: the draft's likeliest tokens, and its
+# tokens with noise.
+RULES = LIKELIEST, COUPLED = 0, 1
+_LOW32 = 0xFFFFFFFF
+
+
+class BlockNoise(NamedTuple):
+    """The random numbers that the target samples the tokens of a block with.
+
+    Attributes:
+        seeds: int64 `[R]`.
+        temperatures: float32 `[R]`; 0 for a greedy request, which has no noise.
+        seq_lens: int64 `[R]`, positions of the bonus tokens. The target samples what follows the
+            token at position p with the noise of p, so draft j, from 1 on, has the noise of
+            `seq_lens + j - 1`.
+    """
+
+    seeds: Tensor
+    temperatures: Tensor
+    seq_lens: Tensor
+
+    def scores(self, logits: Tensor, ids: Tensor, first: int = 1) -> Tensor:
+        """What coupled drafts are the argmax of: logits / temperature + noise, and the logits of a
+        greedy request as they are.
+
+        Args:
+            logits: `[R, P, K]`, of P drafts in a row.
+            ids: int64, the token ids of the logits: `[K]` or `[R, P, K]`.
+            first: which draft of the block, 1 to B - 1, the first of the P is.
+
+        Returns:
+            float32 `[R, P, K]`.
+        """
+        offsets = torch.arange(first - 1, first - 1 + logits.shape[1], device=logits.device)
+        positions = (self.seq_lens[:, None] + offsets)[..., None]
+        noise = gumbel(self.seeds[:, None, None], positions, ids).float()
+        temperatures = self.temperatures[:, None, None]
+        is_sampled = temperatures > 0
+        scaled = logits.float() / temperatures.where(is_sampled, 1.0)
+        return scaled + noise.where(is_sampled, 0.0)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Gumbel noise float64 of integer tensors that broadcast, bit for bit SGLang's."""
+    x = murmur_hash32(seeds, positions, ids).double() / _LOW32
+    x = x.log_().clamp_(torch.finfo(x.dtype).min, -(2.0**-32)).neg_()
+    return x.log_().neg_()
+
+
+def murmur_hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """MurmurHash3 (Appleby, x86 32-bit) of 64-bit seeds, 32-bit positions and 32-bit token ids.
+
+    int64 in [0, 2 ** 32) of integer tensors that broadcast.
+    """
+
+    def rotated(x: Tensor, bits: int) -> Tensor:
+        return ((x << bits) | (x >> (32 - bits))) & _LOW32
+
+    seeds = seeds.long()
+    h = torch.zeros((), dtype=torch.int64, device=seeds.device)
+    for word in (seeds, seeds >> 32, positions.long(), ids.long()):
+        k = rotated(((word & _LOW32) * 0xCC9E2D51) & _LOW32, 15) * 0x1B873593 & _LOW32
+        h = (rotated(h ^ k, 13) * 5 + 0xE6546B64) & _LOW32
+    h = h ^ 16
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _LOW32
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _LOW32
+    return h ^ (h >> 16)

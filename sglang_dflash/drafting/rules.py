@@ -1,0 +1,70 @@
+"""Which of two rules drafts a sampled request's tokens: the draft's likeliest token, or the coupled
+one (`noise.py`).
+
+Coupling guesses more where the draft's distribution resembles the target's, and fewer where it is
+flat. What either rule would have guessed is known for every position that a step reached, so the
+better one is found without trying the other.
+
+Letters in shapes: R requests; B block positions; W positions of a step, up to B.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, RULES, BlockNoise
+
+# What a hit is worth one step later: a choice rests on the last few hundred steps.
+DECAY = 0.995
+
+
+class Guesses(NamedTuple):
+    """What both rules draft in one step.
+
+    Attributes:
+        by_rule: int64 `[2, R, B]`.
+        is_sampled: bool `[R]`, False for greedy requests.
+    """
+
+    by_rule: Tensor
+    is_sampled: Tensor
+
+
+class RuleChoice:
+    """The better rule by block position, over all sampled requests.
+
+    All of it is computed on the device.
+    """
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._hits = torch.zeros(len(RULES), block_size - 1, device=device)
+
+    @property
+    def couples(self) -> Tensor:
+        """Bool `[B - 1]`: drafts of sampled requests that are coupled."""
+        return self._hits[COUPLED] >= self._hits[LIKELIEST]
+
+    def choose(self, drafted: Tensor, noise: BlockNoise | None) -> tuple[Tensor, Guesses | None]:
+        """Of what a `Proposer` returned, the block int64 `[R, B]`, and what `learn` is to be told;
+        None if there was no choice."""
+        if noise is None or drafted.dim() == 2:
+            return drafted, None
+        guesses = Guesses(drafted, noise.temperatures > 0)
+        block = drafted[LIKELIEST].clone()
+        coupled = self.couples & guesses.is_sampled[:, None]
+        block[:, 1:] = drafted[COUPLED, :, 1:].where(coupled, block[:, 1:])
+        return block, guesses
+
+    def learn(self, guesses: Guesses | None, accepted: Accepted) -> None:
+        """Count which guesses were the target's tokens, where all drafts before were accepted."""
+        if guesses is None:
+            return
+        drafts = accepted.tokens.shape[1] - 1
+        at = torch.arange(drafts, device=accepted.lengths.device)
+        reached = (at < accepted.lengths[:, None]) & guesses.is_sampled[:, None]
+        hits = (guesses.by_rule[:, :, 1 : drafts + 1] == accepted.tokens[:, :drafts]) & reached
+        self._hits[:, :drafts].mul_(DECAY).add_(hits.sum(1))

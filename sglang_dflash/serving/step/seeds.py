@@ -1,0 +1,58 @@
+"""Which random numbers a sampled request's tokens are drawn with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+import torch
+
+from sglang_dflash.serving.step.batch import ScheduleBatch, restored, to_device
+
+
+class Seeds:
+    """The seed of every running request, which SGLang's sampler is given.
+
+    Under --enable-deterministic-inference it is SGLang's: the request's own, or 42. Otherwise
+    SGLang hands its sampler no seed, and it is the request's own, or one drawn for it.
+
+    Attributes:
+        secret: a random number of the server, the same on all tensor-parallel ranks.
+    """
+
+    def __init__(self, rows: int, secret: int, device: torch.device) -> None:
+        """`rows`: of SGLang's request-to-token table."""
+        self.secret = secret
+        self._by_row = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    @contextmanager
+    def given(self, batch: ScheduleBatch) -> Iterator[None]:
+        """Have the batch's sampling parameters carry the seeds, for one step."""
+        info = batch.sampling_info
+        if info is None or info.is_all_greedy or info.sampling_seed is not None:
+            yield
+            return
+        rows = batch.req_pool_indices.long()
+        if batch.forward_mode.is_extend():
+            drawn = torch.tensor([self.of(request) for request in batch.reqs])
+            self._by_row[rows] = to_device(drawn, rows.device)
+        with restored(batch, "sampling_info"):
+            # SGLang merges and filters its own one.
+            batch.sampling_info = copy(info)
+            batch.sampling_info.sampling_seed = self._by_row[rows]
+            yield
+
+    def of(self, request: Any) -> int:
+        """A request's seed. A retracted request keeps it: it depends on the request's id only.
+
+        Of several answers to one prompt (`n`) each has its own, whatever the request asks for:
+        they would all be the same.
+        """
+        params = request.sampling_params
+        if params.sampling_seed is not None and params.n == 1:
+            return params.sampling_seed
+        drawn = hashlib.blake2b(f"{self.secret}/{request.rid}".encode(), digest_size=8).digest()
+        return int.from_bytes(drawn, "little", signed=True)
