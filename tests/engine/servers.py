@@ -207,7 +207,7 @@ CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widt
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
-    **drafting(HYBRID_PAIR.draft), **BY_WIDTH
+    **drafting(HYBRID_PAIR.draft), **BY_WIDTH, **LOOKUP
 )
 COUNTED = DFLASH.named("adaptive").having(enable_metrics=True, **LOOKUP)
 ADAPTIVE = COUNTED.having(speculative_dflash_width="adaptive")
