@@ -5,8 +5,8 @@
 The pairs in launch/demo_models were made at commit b951dd7, the code pair by this recipe with the
 files in another order.
 
-Stages: target, continuations, draft, card. A stage whose result is there is skipped, and an
-interrupted one resumes. Everything runs on one core.
+Stages: target, continuations, draft (DFlash v1), dflash2 (it starts from that one), card. A stage
+whose result is there is skipped, and an interrupted one resumes. Everything runs on one core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from demo_training import card, data, pair  # noqa: E402
 
-STAGES = ("target", "continuations", "draft", "card")
+STAGES = ("target", "continuations", "draft", "dflash2", "card")
 
 
 def main() -> None:
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--target-steps", type=int, default=1300, help="of 7 x 448 tokens")
     parser.add_argument("--shards", type=int, default=80, help="of 128 continuations")
     parser.add_argument("--draft-steps", type=int, default=4000)
+    parser.add_argument("--dflash2-steps", type=int, default=1200)
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.work.mkdir(parents=True, exist_ok=True)
@@ -53,6 +54,7 @@ def main() -> None:
             split, tokenizer, args.work, args.out, args.shards
         ),
         "draft": lambda: pair.make_draft(tokenizer, args.work, args.out, args.draft_steps),
+        "dflash2": lambda: pair.make_dflash2(args.work, args.out, args.dflash2_steps),
         "card": lambda: card.write_card(args.out, split, tokenizer, pair.cpu_seconds(args.work)),
     }
     for name in STAGES[: STAGES.index(args.until) + 1]:

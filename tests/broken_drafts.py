@@ -197,7 +197,7 @@ INVALID: dict[str, list[Any]] = {
     "intermediate_size": [2**31],
     "vocab_size": [2048],
     "max_position_embeddings": ["x"],
-    "num_target_layers": [12, None],
+    "num_target_layers": [12],
     "dflash_config.mask_token_id": [-1, True],
     "dflash_config.target_layer_ids": [
         [1, 3, 3], [True, 3, 4], [4, 3, 1], [1, 3, 6], [], "134",
@@ -220,7 +220,7 @@ BESIDE: list[tuple[Mapping[str, Any], str, list[Any]]] = [
     (YARN, "rope_scaling.truncate", ["no"]),
     (LLAMA3, "rope_scaling.high_freq_factor", [1.0, 4.0]),
     (LLAMA3, "rope_scaling.low_freq_factor", [None]),
-    ({"output_multiplier": 2.0}, "architectures", [{"": None}]),
+    ({"logit_scale": 2.0}, "architectures", [{"": None}]),
 ]
 
 FIELDS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -275,7 +275,7 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (tensors(lambda t: t.pop(Q)), f"tensor {Q} of the draft: missing"),
     "extra": (
         tensors(lambda t: t.update(extra=torch.zeros(1))),
-        "'extra'; no DFlash v1 draft has this tensor",
+        "'extra'; no draft of this config has this tensor",
     ),
     "misshapen": (
         tensors(lambda t: t.update({Q: t[Q][:-1]})),

@@ -36,6 +36,15 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
+
+def find(cache: DraftKVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
+    if not isinstance(cache, RingKVCache):
+        return slots, torch.ones_like(slots, dtype=torch.bool)
+    entries = cache.entry_of[slots].long()
+    return entries, cache.owner[entries] == slots
+
+
 KERNELS, ENGINE = (Path(__file__).parent / name for name in ("kernels", "engine"))
 # Tiers that take many minutes.
 ON_REQUEST = ("long", "compile")
@@ -128,6 +137,11 @@ def raw_config(**changes: Any) -> dict[str, Any]:
     return {**raw, **changes}
 
 
+def with_own(**own: Any) -> dict[str, Any]:
+    """Its `dflash_config` with more fields."""
+    return {"dflash_config": {**raw_config()["dflash_config"], **own}}
+
+
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Change the tensors of a checkpoint of one file."""
     file = folder / "model.safetensors"
@@ -141,6 +155,9 @@ def random_model(raw: dict[str, Any]) -> DraftModel:
     model = DraftModel(DraftConfig.from_dict(raw))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim == 2 else 1.0)
+    if model.config.draft_vocab_size is not None:
+        tokens = torch.randperm(model.config.vocab_size)[: model.config.draft_vocab_size]
+        model.token_ids = tokens.sort().values
     return model
 
 

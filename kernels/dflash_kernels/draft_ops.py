@@ -18,7 +18,7 @@ from dflash_kernels.slot_table import slot_table
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import Reach
@@ -103,11 +103,18 @@ class TritonOps(TorchOps):
     ) -> None:
         write_context(cache, kv, entries, positions, k_weights, rotary, eps)
 
-    def largest(self, logits: Tensor, noise: BlockNoise, first_id: int) -> tuple[Tensor, Tensor]:
+    def largest(
+        self,
+        logits: Tensor,
+        noise: BlockNoise,
+        first_id: int,
+        scale: LogitScale = PLAIN,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         shape = 2, len(logits)
         best = torch.empty(shape, dtype=torch.float32, device=logits.device)
         ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
-        largest(best, ids, logits, *noise, first_id)
+        largest(best, ids, logits, *noise, first_id, scale, token_ids)
         return best, ids
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:

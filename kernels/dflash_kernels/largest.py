@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
+from sglang_dflash.drafting.noise import PLAIN, LogitScale
 
 # Columns of a program, and of one of its turns.
 CHUNK, BLOCK = 8192, 1024
@@ -51,10 +52,12 @@ def first_largest(b_best, b_ids):
 
 
 # Batches of any size share a compilation: the number of drafts decides where the parts' ids begin.
+@triton.heuristics({"HAS_TOKENS": lambda args: args["p_tokens"] is not None})
 @triton.jit(do_not_specialize=["p_ids", "N"])
 def largest_kernel(
-    p_best, p_ids, p_logits, p_seeds, p_temperatures, p_seq_lens, s_logits, V, FIRST, N, DRAFTS,
-    SPLITS, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    p_best, p_ids, p_logits, p_seeds, p_temperatures, p_seq_lens, p_tokens, s_logits, V, FIRST, N,
+    DRAFTS, SPLITS, MULTIPLIER, SOFTCAP, HAS_TOKENS: tl.constexpr, HAS_CAP: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per draft and CHUNK columns."""
     i_n, i_split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -80,7 +83,14 @@ def largest_kernel(
         b_ids = tl.where(b_x > b_best, b_id, b_ids)
         b_best = tl.maximum(b_x, b_best)
         if is_sampled:
-            b_noisy = b_x * i_scale + gumbel(mix(i_hash, b_id.to(tl.uint32)))
+            b_token, b_scaled = b_id, b_x * MULTIPLIER
+            if HAS_TOKENS:
+                b_token = tl.load(p_tokens + b_id, mask=o_v < V, other=0)
+            if HAS_CAP:
+                # tanh(x) = 2 sigmoid(2 x) - 1
+                b_capped = SOFTCAP * (2.0 * tl.sigmoid(2.0 * b_scaled / SOFTCAP) - 1.0)
+                b_scaled = tl.where(tl.abs(b_scaled) == float("inf"), b_scaled, b_capped)
+            b_noisy = b_scaled * i_scale + gumbel(mix(i_hash, b_token.to(tl.uint32)))
             b_noisy_ids = tl.where(b_noisy > b_noisy_best, b_id, b_noisy_ids)
             b_noisy_best = tl.maximum(b_noisy, b_noisy_best)
     i_best, i_id = first_largest(b_best, b_ids)
@@ -114,6 +124,8 @@ def largest(
     temperatures: Tensor,
     seq_lens: Tensor,
     first_id: int,
+    scale: LogitScale = PLAIN,
+    token_ids: Tensor | None = None,
 ) -> None:
     """As `TorchOps.largest`, in two launches.
 
@@ -122,7 +134,7 @@ def largest(
         ids: int64 `[2, N]`, written.
         logits: `[N, V]`, rows of any stride.
         seeds, temperatures, seq_lens: int64, float32 and int64 `[R]`, as in `BlockNoise`.
-        first_id: the token id of the first column.
+        first_id, scale, token_ids: see there.
     """
     count, width = logits.shape
     if not count:
@@ -131,8 +143,9 @@ def largest(
     parts = torch.empty(2, 2, count, splits, dtype=torch.float32, device=logits.device)
     part_best, part_ids = parts[0], parts[1].view(torch.int32)
     largest_kernel[(count, splits)](
-        part_best, part_ids, logits, seeds, temperatures, seq_lens, logits.stride(0), width,
-        first_id, count, count // len(seeds), splits, CHUNK=CHUNK, BLOCK=BLOCK,
+        part_best, part_ids, logits, seeds, temperatures, seq_lens, token_ids, logits.stride(0),
+        width, first_id, count, count // len(seeds), splits, scale.multiplier, scale.softcap or 1.0,
+        HAS_CAP=scale.softcap is not None, CHUNK=CHUNK, BLOCK=BLOCK,
     )  # fmt: skip
     merge_largest_kernel[(2 * count,)](
         best, ids, part_best, part_ids, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1
@@ -140,7 +153,8 @@ def largest(
 
 
 def traffic(count: int, width: int, itemsize: int) -> Traffic:
-    """Bytes of both launches, of N drafts and logits of `itemsize` bytes."""
+    """Bytes of both launches, of N drafts and logits of `itemsize` bytes, without those of
+    `token_ids`, which stay in the cache."""
     splits = triton.cdiv(width, CHUNK)
     read = count * (width * itemsize + 20 * splits) + 2 * count * splits * 8
     return Traffic(read, 2 * count * (splits * 8 + 12))

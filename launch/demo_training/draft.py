@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.selector import CandidateSelector
 from sglang_dflash.facts.tensors import layout
 
 from . import data
@@ -29,12 +30,24 @@ DECAY = 4.0
 TARGET_LAYERS = (1, 4, 6)
 BATCH, ANCHORS = 12, 28
 LR = 6e-3
+# Of the DFlash2 draft, which starts from the v1 draft: a lower rate, and a higher one for tables
+# that begin at zero.
+LR2, CODEBOOKS = 2e-3, 2.0
+DFLASH2 = {
+    "selector_rank": 64, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16,
+}  # fmt: skip
 # Share of the loss that compares distributions; the rest is the cross entropy of the argmax.
 SOFT = 0.5
 
 
+def dflash2_config(first: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the DFlash2 draft, by that of the v1 draft."""
+    own = {**first["dflash_config"], **DFLASH2}
+    return {**first, "architectures": ["DFlash2DraftModel"], "dflash_config": own}
+
+
 def draft_config(target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json of the draft, in the published layout. Its layers are as wide as the target's,
+    """config.json of the v1 draft, in the published layout. Its layers are as wide as the target's,
     which they start from."""
     of = target.config
     return {
@@ -112,7 +125,7 @@ def labels_of(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
-    """`attend` for training, of blocks `[R, A * B]`.
+    """`attend` for training, of blocks `[R, A, B]`.
 
     A block sees the context before its anchor, and all of its own tokens.
 
@@ -122,10 +135,9 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_ctx, v_ctx = context[:, :, layer].unbind(2)  # [R, W, G, D]
-        groups = q.shape[2] // k.shape[2]
+        groups = q.shape[3] // k.shape[3]
         # [R, A, B, G, g, D]
-        q = q.unflatten(1, (-1, BLOCK_SIZE)).unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
-        k, v = (t.unflatten(1, (-1, BLOCK_SIZE)) for t in (k, v))  # [R, A, B, G, D]
+        q = q.unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
         to_context = torch.einsum("rabhgd,rwhd->rhagbw", q, k_ctx).masked_fill(
             ~seen[:, None, :, None, None], float("-inf")
         )
@@ -135,24 +147,31 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
         out = torch.einsum("rhagbw,rwhd->rabhgd", p_ctx, v_ctx) + torch.einsum(
             "rhagbc,rachd->rabhgd", p_block, v
         )
-        return out.flatten(3, 4).flatten(1, 2)
+        return out.flatten(3, 4)
 
     return attend
 
 
 def block_logits(
     model: DraftModel, embed: Tensor, target_hidden: Tensor, ids: Tensor, anchors: Tensor
-) -> Tensor:
-    """Logits `[R, A, B - 1, V]` of blocks that start at `anchors` `[R, A]` of `ids` `[R, W]`."""
+) -> tuple[Tensor, Tensor]:
+    """Hidden states `[R, A, B - 1, E]` and logits `[R, A, B - 1, V]` of blocks that start at
+    `anchors` `[R, A]` of `ids` `[R, W]`."""
     rows, width = ids.shape
     context = model.context_kv(target_hidden, torch.arange(width).expand(rows, -1))
     blocks = torch.full((*anchors.shape, BLOCK_SIZE), model.config.mask_token_id)
     blocks[..., 0] = ids.gather(1, anchors)
-    positions = (anchors[..., None] + torch.arange(BLOCK_SIZE)).flatten(1)
-    hidden = model(
-        F.embedding(blocks.flatten(1), embed), positions, masked_block_attention(context, anchors)
-    )
-    return hidden.unflatten(1, (-1, BLOCK_SIZE))[:, :, 1:] @ embed.T
+    positions = anchors[..., None] + torch.arange(BLOCK_SIZE)
+    attend = masked_block_attention(context, anchors)
+    hidden = model(F.embedding(blocks, embed), positions, attend)[:, :, 1:]
+    return hidden, hidden @ embed.T
+
+
+def edge_logits(selector: CandidateSelector, hidden: Tensor, before: Tensor) -> Tensor:
+    """What the selector adds to the logits of all tokens `[R, A, B - 1, V]`, after the tokens
+    `before` `[R, A, B - 1]`."""
+    query = selector.predecessor_codebook[before] * selector.hidden_projection(hidden)
+    return query @ selector.successor_codebook.T
 
 
 def block_loss(
@@ -160,8 +179,12 @@ def block_loss(
 ) -> tuple[Tensor, float]:
     """The loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length."""
     width = model.config.target_hidden_width
-    logits = block_logits(model, embed, batch.hidden[..., :width], batch.ids, batch.anchors)
+    hidden, logits = block_logits(model, embed, batch.hidden[..., :width], batch.ids, batch.anchors)
     labels, known = labels_of(batch)
+    if model.candidate_selector is not None:
+        bonus = batch.ids.gather(1, batch.anchors)[..., None]
+        before = torch.cat((bonus, labels[..., :-1]), -1)
+        logits = logits + edge_logits(model.candidate_selector, hidden, before)
     weight = known * torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
     weight, log_q = weight / weight.sum(), logits.log_softmax(-1)
     hard = -log_q.gather(-1, labels[..., None])[..., 0]
@@ -186,8 +209,23 @@ def train_draft(
         loss, acceptance = block_loss(model, embed, draw(shards, BATCH, ANCHORS, rng))
         return loss, {"acceptance": acceptance}
 
-    train("draft", model, loss_of, steps=steps, lr=LR, work=work)
+    is_second = model.candidate_selector is not None
+    name, lr = ("dflash2", LR2) if is_second else ("draft", LR)
+    train(name, model, loss_of, steps=steps, lr=lr, work=work, codebooks=CODEBOOKS)
     return model
+
+
+def init_from_draft(model: DraftModel, first: DraftModel) -> None:
+    """Start a DFlash2 draft as the v1 draft that it computes the same as."""
+    model.load_state_dict(first.state_dict(), strict=False)
+    selector = model.candidate_selector
+    assert selector is not None
+    with torch.no_grad():
+        selector.predecessor_codebook.normal_(0, 0.3)
+        selector.hidden_projection.weight.normal_(0, 0.05)
+        for layer in model.layers:
+            for convolution in (layer.attention_conv, layer.mlp_conv):
+                convolution.kernel_projection.weight.zero_()
 
 
 def init_from_target(model: DraftModel, target: PreTrainedModel) -> None:

@@ -10,22 +10,25 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sglang_dflash.bench.machine import progress_bar
+from sglang_dflash.bench.progress import progress_bar
 
 SAVE_EVERY_S = 60.0
 
 
-def make_optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+# What is indexed by token, which is no matrix to Muon.
+TABLES = ("embed", "lm_head", "codebook")
+
+
+def make_optimizers(model: nn.Module, codebooks: float = 1.0) -> list[torch.optim.Optimizer]:
+    """`codebooks`: how much faster tables of a selector learn than the rest."""
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    matrices = [
-        p for n, p in params.items() if p.ndim == 2 and "embed" not in n and "lm_head" not in n
-    ]
-    inside = {id(p) for p in matrices}
-    rest = [p for p in params.values() if id(p) not in inside]
-    return [
-        torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    kinds: dict[str, list[nn.Parameter]] = {"matrix": [], "codebook": [], "rest": []}
+    for name, param in params.items():
+        is_matrix = param.ndim == 2 and not any(table in name for table in TABLES)
+        kinds["matrix" if is_matrix else "codebook" if "codebook" in name else "rest"].append(param)
+    groups = [{"params": kinds["rest"]}, {"params": kinds["codebook"], "factor": codebooks}]
+    muon = torch.optim.Muon(kinds["matrix"], weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
 def lr_scale(step: int, steps: int, warmup: int = 30, hold: float = 0.5) -> float:
@@ -45,6 +48,7 @@ def train(
     lr: float,
     work: Path,
     warmup: int = 30,
+    codebooks: float = 1.0,
     before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Run `steps` optimizer steps of `loss_of(rng)`, each after `before_step(step)`.
@@ -52,7 +56,7 @@ def train(
     The state is saved under `work`, from which an interrupted run resumes. `name` names the state
     file and seeds the data.
     """
-    file, optimizers = work / f"{name}.state.pt", make_optimizers(model, lr)
+    file, optimizers = work / f"{name}.state.pt", make_optimizers(model, codebooks)
     done, spent = 0, 0.0
     if file.exists():
         state = torch.load(file)
@@ -98,6 +102,6 @@ def update(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("factor", 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -12,13 +12,14 @@ import torch
 from tokenizers import Tokenizer
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.weights import save_model
+from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.fields import read_json_object
 
 from . import data
 from .continuations import WINDOW as CONTEXT
-from .continuations import read_shard, write_shards
-from .draft import draft_config, init_from_target, train_draft
+from .continuations import Shard, read_shard, write_shards
+from .draft import dflash2_config, draft_config, init_from_draft, init_from_target, train_draft
 from .loop import train
 from .target import build_target, load_target, next_token_loss, save_target
 from .unloop import COURSES, train_unloop
@@ -92,17 +93,33 @@ def make_draft(tokenizer: Tokenizer, work: Path, out: Path, steps: int) -> None:
     torch.manual_seed(1)
     model = DraftModel(DraftConfig.from_dict(raw))
     init_from_target(model, target)
-    shards = [read_shard(file) for file in sorted((work / "continuations").glob("*.pt"))]
     embed = target.get_input_embeddings().weight.detach()
-    train_draft(model, embed, shards, work, steps)
+    train_draft(model, embed, shards_of(work), work, steps)
     save_model(model, raw, out / "draft", torch.bfloat16)
+
+
+def make_dflash2(work: Path, out: Path, steps: int) -> None:
+    """Train the DFlash2 draft on the same continuations, from the v1 draft on."""
+    if (out / "dflash2").exists():
+        return
+    target, raw = load_target(out / "target"), read_json_object(out / "draft" / "config.json", "")
+    raw = dflash2_config(raw)
+    torch.manual_seed(2)
+    model = DraftModel(DraftConfig.from_dict(raw))
+    init_from_draft(model, load_model(out / "draft", dtype=torch.float32))
+    train_draft(model, target.get_input_embeddings().weight.detach(), shards_of(work), work, steps)
+    save_model(model, raw, out / "dflash2", torch.bfloat16)
+
+
+def shards_of(work: Path) -> list[Shard]:
+    return [read_shard(file) for file in sorted((work / "continuations").glob("*.pt"))]
 
 
 def cpu_seconds(work: Path) -> dict[str, float]:
     """CPU seconds of every stage so far, interruptions included."""
     spent = {
         name: torch.load(work / f"{name}.state.pt", mmap=True)["spent"]
-        for name in ("target", *(course.name for course in COURSES), "draft")
+        for name in ("target", *(course.name for course in COURSES), "draft", "dflash2")
         if (work / f"{name}.state.pt").exists()
     }
     shards = sorted((work / "continuations").glob("*.pt"))

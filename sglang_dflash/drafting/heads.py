@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import RULES, BlockNoise
+from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards, largest_of_ranks
+from sglang_dflash.drafting.parallel import (
+    TensorParallel,
+    argmax_of_shards,
+    largest_of_ranks,
+    taken_of_shards,
+)
+from sglang_dflash.drafting.selector import SelectorHead
 
 
 class DraftHead(Protocol):
@@ -31,53 +39,79 @@ class DraftHead(Protocol):
             (`noise.RULES`).
         """
 
-    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         """By how much other tokens, int64 `[R, B - 1]`, are less likely than the ones that
         `__call__` takes: float32 `[R, B - 1]`, as a share of the largest score. For checks."""
 
 
 @dataclass(frozen=True)
 class TargetHead:
-    """What the drafter borrows of the target.
+    """What the drafter borrows of the target, or has in place of it.
 
     Attributes:
         embed: ids int64 `[N]` -> embeddings `[N, E]`.
         logits: hidden states `[N, E]` -> `[N, V / ranks]`, this rank's part of the vocabulary.
-        first_id: the token id of their first column.
+        first_id: the number of their first column.
+        token_ids: int64 `[V]`, ascending, the token of each column of all ranks; None if its number
+            is the token.
     """
 
     embed: Callable[[Tensor], Tensor]
     logits: Callable[[Tensor], Tensor]
     first_id: int = 0
+    token_ids: Tensor | None = None
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """The tokens of columns, int64; -1 for -1."""
+        if self.token_ids is None:
+            return columns
+        return self.token_ids[columns].where(columns >= 0, -1)
+
+    def columns(self, tokens: Tensor) -> Tensor:
+        """The columns of tokens, int64; -1 for tokens that have none."""
+        if self.token_ids is None:
+            return tokens
+        at = torch.searchsorted(self.token_ids, tokens).clamp(max=len(self.token_ids) - 1)
+        return at.where(self.token_ids[at] == tokens, -1)
 
 
 @dataclass(frozen=True)
 class ArgmaxHead:
-    """The head of DFlash v1: the token of the target's largest logit, at every position."""
+    """The head of DFlash v1: the token of the largest logit, at every position."""
 
     target: TargetHead
     tp: TensorParallel
     ops: TorchOps
+    scale: LogitScale = PLAIN
 
     def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
         logits, first_id = self.target.logits(hidden[:, 1:].flatten(0, 1)), self.target.first_id
         if noise is None:
             drafted = argmax_of_shards(logits, first_id, self.tp)
-            return drafted.unflatten(0, (len(hidden), -1))
-        best, ids = self.ops.largest(logits, noise, first_id)
-        drafted = largest_of_ranks(best.flatten(), ids.flatten(), self.tp)
-        return drafted.view(len(RULES), len(hidden), -1)
+            return self.target.tokens(drafted).unflatten(0, (len(hidden), -1))
+        token_ids = self.target.token_ids
+        best, columns = self.ops.largest(logits, noise, first_id, self.scale, token_ids)
+        drafted = largest_of_ranks(best.flatten(), columns.flatten(), self.tp)
+        return self.target.tokens(drafted).view(len(RULES), len(hidden), -1)
 
-    def shortfall(self, hidden: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
-        columns = ids.flatten() - self.target.first_id
-        there = (columns >= 0) & (columns < logits.shape[1])
-        own = logits.gather(1, columns.where(there, 0)[:, None])[:, 0]
-        parts = (own.where(there, -torch.inf), logits.amax(1), logits.abs().amax(1))
-        own, best, scale = self.tp.all_gather(torch.stack(parts)).amax(0)
+        columns = self.target.columns(ids.flatten()) - self.target.first_id
+        own = taken_of_shards(logits, columns, self.tp)
+        parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
+        best, scale = self.tp.all_gather(parts).amax(0)
         return ((best - own) / scale.amax()).view(ids.shape)
 
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
-    """The head that the draft was trained with. `DraftConfig` refuses all but DFlash v1."""
-    return ArgmaxHead(target, model.tp, model.ops)
+    """The head that the draft was trained with. `DraftConfig` refuses others."""
+    config = model.config
+    if model.lm_head is not None:
+        rows = model.lm_head.weight
+        target = TargetHead(
+            target.embed, partial(F.linear, weight=rows), model.tp.rank * len(rows), model.token_ids
+        )
+    scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
+    if model.candidate_selector is not None:
+        return SelectorHead(model.candidate_selector, target, model.tp, scale, model.ops)
+    return ArgmaxHead(target, model.tp, model.ops, scale)

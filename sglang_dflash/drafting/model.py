@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang_dflash.drafting.convolution import Around, GroupedConvolution, Unchanged
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
+from sglang_dflash.drafting.selector import CandidateSelector
 from sglang_dflash.facts.draft_config import DraftConfig
 
 # (layer, q [..., N, H, D], k [..., N, G, D], v [..., N, G, D]) -> [..., N, H, D]
@@ -46,6 +48,12 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, eps=self.eps)
         self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
+        self.attention_conv, self.mlp_conv = (self._around(config) for _ in range(2))
+
+    def _around(self, config: DraftConfig) -> Around:
+        if config.convolution is None:
+            return Unchanged()
+        return GroupedConvolution(config.hidden_size, config.convolution, self.ops)
 
     def forward(
         self,
@@ -54,7 +62,7 @@ class DraftLayer(nn.Module):
         rotation: Any,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer on residual + x, each `[..., N, E]`.
+        """Run the layer on residual + x, each `[..., N, E]`: the N tokens of a block.
 
         Args:
             residual: None for the first layer.
@@ -66,22 +74,30 @@ class DraftLayer(nn.Module):
         """
         ops, norm = self.ops, self.input_layernorm
         x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps)
+        x, finish = self.attention_conv(x)
         q, k, v = ops.qk_norm_rope(
             self.qkv_proj(x), self.q_norm.weight, self.k_norm.weight, rotation, self.heads, self.eps
         )
         # Every rank holds the whole bias, so it is added after the sum.
         x = self.tp.all_reduce(F.linear(attend(q, k, v).flatten(-2), self.o_proj.weight))
+        x, bias = finish(x, self.o_proj.bias)
         norm = self.post_attention_layernorm
-        x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps, self.o_proj.bias)
+        x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps, bias)
+        x, finish = self.mlp_conv(x)
         x = self.tp.all_reduce(self.down_proj(ops.silu_mul(self.gate_up_proj(x))))
-        return x, residual
+        return finish(x, None)[0], residual
 
 
 class DraftModel(nn.Module):
-    """The draft network without embedding and lm_head, which it borrows from the target.
+    """The draft network without an embedding, which it borrows from the target.
 
     Args:
         ops: its fused operations; None for torch's.
+
+    Attributes:
+        lm_head: this rank's rows of its own; None if it borrows the target's.
+        candidate_selector: None if its tokens do not depend on each other.
+        token_ids: int64 `[V]`, the tokens of all rows of its own lm_head, ascending.
 
     Raises:
         ConfigError: the size of `tp` does not divide the config's heads or FFN width.
@@ -100,6 +116,16 @@ class DraftModel(nn.Module):
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)
+        rows = config.draft_vocab_size
+        self.lm_head = None
+        if rows is not None:
+            rows = self.tp.shard_size("draft_vocab_size", rows)
+            self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
+        self.candidate_selector = config.selector and CandidateSelector(
+            config.hidden_size, config.vocab_size, config.selector
+        )
+        # No parameter: a checkpoint has integers that give it.
+        self.token_ids: Tensor | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -180,7 +206,7 @@ class DraftModel(nn.Module):
         """Run all layers and the final norm.
 
         Args:
-            embeddings: `[..., N, E]`. May be overwritten.
+            embeddings: `[..., N, E]`, of the N tokens of a block. May be overwritten.
             positions: int64 `[..., N]`.
             attend: attention of each layer over the context and the block.
 

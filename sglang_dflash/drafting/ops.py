@@ -20,7 +20,7 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.lookup import continue_seen
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.facts.draft_config import Reach
 
@@ -119,18 +119,91 @@ class TorchOps:
         # -1 is the spare entry.
         store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
 
-    def largest(self, logits: Tensor, noise: BlockNoise, first_id: int) -> tuple[Tensor, Tensor]:
-        """The largest score of every draft by each of `noise.RULES`, and its token.
+    def convolve(self, x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+        """The sum over taps t of x, t positions before, times `base[t] + dynamic[..., t, group]`.
+
+        Args:
+            x: `[..., B, E]`. What is before position 0 counts as zeros.
+            base: `[K, E]`, of each channel.
+            dynamic: `[..., B, K, C]`, of each group of E / C channels.
+
+        Returns:
+            `[..., B, E]`.
+        """
+        out = torch.zeros_like(x)
+        for tap, kernel in enumerate(base.unflatten(-1, (dynamic.shape[-1], -1))):
+            kernel = kernel + dynamic[..., tap, :, None]
+            before = F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :]
+            out = out + kernel.flatten(-2) * before
+        return out
+
+    def candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest of each row `[N, V]`, in descending order, and their columns int64
+        `[N, k]`. NaN counts as the largest of all."""
+        values, columns = logits.topk(k)
+        return values, columns
+
+    def walk(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        hidden: Tensor,
+        bonus: Tensor,
+        predecessors: Tensor,
+        successors: Tensor,
+        noise: BlockNoise | None = None,
+    ) -> Tensor:
+        """Take a candidate of each position, the one with the largest logit +
+        <predecessors[token before] * hidden, successors[candidate]>.
+
+        Args:
+            logits: float32 `[R, P, K]`, of the candidates.
+            ids: int64 `[R, P, K]`, their tokens.
+            hidden: `[R, P, r]`, projected.
+            bonus: int64 `[R]`, the tokens before the first position.
+            predecessors, successors: `[V, r]`.
+            noise: makes of these scores those of `BlockNoise.scores`.
+
+        Returns:
+            Tokens int64 `[R, P]`, -1 where the score is not finite.
+        """
+        taken, before = [], bonus
+        for place in range(ids.shape[1]):
+            query = predecessors[before] * hidden[:, place]
+            edges = (query[:, None] * successors[ids[:, place]]).sum(-1, dtype=torch.float32)
+            scores = logits[:, place] + edges
+            if noise is not None:
+                at = ids[:, place, None]
+                scores = noise.scores(scores[:, None], at, first=place + 1)[:, 0]
+            best, which = scores.max(-1)
+            before = ids[:, place].gather(1, which[:, None])[:, 0]
+            taken.append(before.where(best.isfinite(), -1))
+        return torch.stack(taken, 1)
+
+    def largest(
+        self,
+        logits: Tensor,
+        noise: BlockNoise,
+        first_id: int,
+        scale: LogitScale = PLAIN,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The largest score of every draft by each of `noise.RULES`, and its column.
 
         Args:
             logits: `[N, V]`, of the P drafts of each of R requests, N = R P.
-            first_id: the token id of the first column.
+            first_id: the number of the first column.
+            scale: of logits before noise is added.
+            token_ids: int64, the token of each column of all ranks, which its noise is of; None if
+                its number is the token.
 
         Returns:
             float32 `[2, N]`, +Inf or NaN if a logit is NaN; and int64 `[2, N]`.
         """
-        ids = torch.arange(logits.shape[1], device=logits.device) + first_id
-        scores = noise.scores(logits.unflatten(0, (len(noise.seeds), -1)), ids).flatten(0, 1)
+        columns = torch.arange(logits.shape[1], device=logits.device) + first_id
+        ids = columns if token_ids is None else token_ids[columns]
+        by_request = logits.unflatten(0, (len(noise.seeds), -1))
+        scores = noise.scores(by_request, ids, scale=scale).flatten(0, 1)
         best, index = torch.stack((logits.float(), scores)).max(-1)
         return best, index + first_id
 

@@ -85,3 +85,36 @@ def largest_of_ranks(value: Tensor, ids: Tensor, tp: TensorParallel) -> Tensor:
     best = candidates[:, 0].argmax(0, keepdim=True)
     value, ids = (candidates[:, i].gather(0, best)[0] for i in (0, 1))
     return torch.where(value.isfinite(), ids.long(), -1)
+
+
+def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
+    """The largest of what each rank has, and their ids, in descending order.
+
+    Args:
+        values: `[N, K]`, in descending order.
+        ids: int64 `[N, K]`, below 2 ** 24.
+
+    Returns:
+        `[N, K]` each.
+    """
+    if tp.size == 1:
+        return values, ids
+    # As for `largest_of_ranks`, in one gather.
+    values, found = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
+    values, best = values.transpose(0, 1).flatten(1).topk(ids.shape[1])
+    return values, found.transpose(0, 1).flatten(1).gather(1, best).long()
+
+
+def taken_of_shards(logits: Tensor, columns: Tensor, tp: TensorParallel) -> Tensor:
+    """The logits of one column each, of a vocabulary that is split over ranks.
+
+    Args:
+        logits: `[N, V / size]`, this rank's part.
+        columns: int64 `[N]`, of this part; what is outside is another rank's.
+
+    Returns:
+        float32 `[N]`; -inf for a column that no rank has.
+    """
+    there = (columns >= 0) & (columns < logits.shape[1])
+    own = logits.gather(1, columns.where(there, 0)[:, None])[:, 0].float()
+    return tp.all_gather(own.where(there, -torch.inf)).amax(0)

@@ -15,7 +15,7 @@ from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.tensors import check_weights, each_tensor, layout
+from sglang_dflash.facts.tensors import D2T, check_weights, each_tensor, layout, token_ids
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -72,7 +72,10 @@ def load_model(
     check_weights(config, folder)
     state = load_state(config, read_tensors(folder), tp)
     placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
-    return _network(config, tp, ops, placed, device)
+    model = _network(config, tp, ops, placed, device)
+    if config.draft_vocab_size is not None:
+        model.token_ids = torch.from_numpy(token_ids(config, folder)).to(device)
+    return model
 
 
 def dummy_model(
@@ -98,7 +101,10 @@ def dummy_model(
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=random)
 
     state = {name: filled(name, tensor.shape) for name, tensor in like.items()}
-    return _network(config, tp, ops, state, device)
+    model = _network(config, tp, ops, state, device)
+    if config.draft_vocab_size is not None:
+        model.token_ids = torch.arange(config.draft_vocab_size, device=device)
+    return model
 
 
 def _network(
@@ -125,6 +131,8 @@ def save_model(
         rows = state[ours].split([part.shape[0] for part in parts])
         for part, own in zip(parts, rows, strict=True):
             tensors[part.name] = own.to(dtype).contiguous()
+    if model.token_ids is not None:
+        tensors[D2T] = model.token_ids.cpu() - torch.arange(len(model.token_ids))
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")

@@ -3,60 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.facts.draft_keys import check_keys
+from sglang_dflash.facts.draft_rope import RopeConfig, read_rope
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import Fields, read_json_object
-from sglang_dflash.facts.other_fields import check_other_fields
+from sglang_dflash.facts.speculators import flat
 
 _FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
 _MOST_LAYERS = 256
 _MOST_WIDTH = 2**18
+_MOST_TAPS, _MOST_CANDIDATES = 64, 1024
 # Published drafts have 1e-6 and 1e-5.
 _MOST_EPS = 0.1
-# Fields that a DFlash v1 draft does not have, with any value but false, null, 0 or "".
-_FLAGS = ("attention_sink_bias", "has_embed_tokens", "has_lm_head", "use_gemma_norm")
-_NOT_V1 = (
-    *_FLAGS,
-    "selector_rank",
-    "selector_top_k",
-    "conv_kernel_size",
-    "projector_type",
-    "attention_value_scale",
-    "quantization_config",
-)
-# 1 is as good as none of these.
-_OUTPUT_SCALES = ("output_multiplier", "final_logit_softcapping")
-# Fields of each kind of rotary scaling: required ones, then optional ones.
-_SCALING_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor"),
-        ("original_max_position_embeddings",),
-    ),
-    "yarn": (
-        ("factor",),
-        (
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
-    ),
-}
-# What a scaling block holds besides its kind's fields.
-_BESIDE_SCALING = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-# Within these bounds frequencies stay finite in float32. Published thetas are 1e4 to 1e7, factors
-# up to 64.
-_LEAST_THETA, _MOST_THETA = 1.001, 1e15
-_LEAST_SCALE, _MOST_SCALE = 1e-9, 1e9
 
 
 @dataclass(frozen=True)
@@ -120,16 +83,35 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base `theta` and the checkpoint's scaling fields (empty for none)."""
+class Convolution:
+    """The grouped dynamic convolution of a DFlash2 draft: its taps, and channels per group."""
 
-    theta: float
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The candidate selector of a DFlash2 draft: the rank of its tables, and candidates per
+    position."""
+
+    rank: int
+    top_k: int
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Geometry of a DFlash v1 draft checkpoint, in the field names of its config.json."""
+    """What a draft checkpoint is, in the field names of its config.json.
+
+    Attributes:
+        num_target_layers: None if the checkpoint does not tell.
+        layers: how each layer attends.
+        draft_vocab_size: rows of an lm_head of its own, for a part of the vocabulary; None if it
+            takes the target's.
+        output_multiplier, final_logit_softcapping: of its logits, in this order; None for no cap.
+            They do not change which token has the largest logit.
+        convolution, selector: of DFlash2; None in a draft of v1.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -143,10 +125,15 @@ class DraftConfig:
     max_position_embeddings: int
     block_size: int
     mask_token_id: int
-    num_target_layers: int
+    num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
     layers: tuple[LayerAttention, ...]
     attention_bias: bool = False
+    draft_vocab_size: int | None = None
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    convolution: Convolution | None = None
+    selector: Selector | None = None
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> DraftConfig:
@@ -161,34 +148,49 @@ class DraftConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
         """Build from a parsed config.json. See `from_pretrained` for the errors."""
-        text = Fields.of(raw, "draft")
-        either = draft_fields(raw)
-        check_other_fields(raw)
-        _refuse_other_heads(text, either)
-        _check_kind(raw, either)
-        depth, _, kv_heads, head_dim = draft_kv_shape(text)
-        num_target_layers = either.positive_int("num_target_layers")
+        known = flat(raw)
+        try:
+            return cls._from_flat(known)
+        except UnsupportedDraft as other:
+            if known is raw:
+                raise
+            # SGLang's worker does not read that layout.
+            raise ConfigError(other.field, other.value, other.required) from None
+
+    @classmethod
+    def _from_flat(cls, raw: Mapping[str, Any]) -> DraftConfig:
+        check_keys(raw)
+        fields = draft_fields(raw)
+        depth, _, kv_heads, head_dim = draft_kv_shape(fields)
+        targets = "num_target_layers"
+        num_target_layers = fields.positive_int(targets) if targets in fields else None
         config = cls(
-            hidden_size=text.positive_int("hidden_size", most=_MOST_WIDTH),
-            intermediate_size=text.positive_int("intermediate_size", most=_MOST_WIDTH),
+            hidden_size=fields.positive_int("hidden_size", most=_MOST_WIDTH),
+            intermediate_size=fields.positive_int("intermediate_size", most=_MOST_WIDTH),
             num_hidden_layers=depth,
-            num_attention_heads=text.positive_int("num_attention_heads", most=_MOST_WIDTH),
+            num_attention_heads=fields.positive_int("num_attention_heads", most=_MOST_WIDTH),
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=text.positive_int("vocab_size"),
+            vocab_size=fields.positive_int("vocab_size"),
             rms_norm_eps=float(
-                text.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=_MOST_EPS)
+                fields.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=_MOST_EPS)
             ),
-            rope=_rope(text),
-            max_position_embeddings=text.positive_int("max_position_embeddings", default=32768),
-            block_size=either.positive_int("block_size", default=16),
-            mask_token_id=_mask_token_id(either),
+            rope=read_rope(fields),
+            max_position_embeddings=fields.positive_int("max_position_embeddings", default=32768),
+            block_size=fields.positive_int("block_size", default=16),
+            mask_token_id=_mask_token_id(fields),
             num_target_layers=num_target_layers,
-            target_layer_ids=_target_layer_ids(either, num_target_layers, depth),
-            layers=_layer_attention(text, depth),
-            attention_bias=text.flag("attention_bias", default=False),
+            target_layer_ids=_target_layer_ids(fields, num_target_layers, depth),
+            layers=_layer_attention(fields, depth),
+            attention_bias=fields.flag("attention_bias", default=False),
+            draft_vocab_size=_draft_vocab_size(fields),
+            output_multiplier=float(fields.positive_number("output_multiplier", default=1)),
+            final_logit_softcapping=_softcap(fields),
+            convolution=_convolution(fields),
+            selector=_selector(fields),
         )
         config._check_consistent()
+        config._check_repeated(fields)
         return config
 
     @property
@@ -212,17 +214,21 @@ class DraftConfig:
         """Draft K/V of one token: `(layers, 2, kv heads, head dim)`."""
         return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
 
-    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-        """Raise ConfigError unless this draft was trained for a target of that geometry."""
-        given = {
-            "hidden_size": hidden_size,
-            "vocab_size": vocab_size,
-            "num_target_layers": num_layers,
-        }
+    def check_target(
+        self, *, hidden_size: int, vocab_size: int, num_layers: int, pair: str = ""
+    ) -> None:
+        """Raise ConfigError, which names the `pair`, if this draft is for another geometry."""
+        given = {"hidden_size": hidden_size, "vocab_size": vocab_size}
+        if self.num_target_layers is not None:
+            given["num_target_layers"] = num_layers
         for name, of_target in given.items():
             if getattr(self, name) != of_target:
-                required = f"{of_target} is required by this target: the draft is for another one"
+                other = "this draft is for another target"
+                required = f"the target's is {of_target}{pair}: {other}"
                 raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
+        if self.target_layer_ids[-1] >= num_layers:
+            required = f"ids below {num_layers}, the layers of this target, are required"
+            raise ConfigError(f"target_layer_ids in {_FILE}", list(self.target_layer_ids), required)
 
     def _check_consistent(self) -> None:
         positions, heads = self.max_position_embeddings, self.num_attention_heads
@@ -244,30 +250,62 @@ class DraftConfig:
                 self.mask_token_id < self.vocab_size,
                 f"a token of the vocabulary of {self.vocab_size} is required",
             ),
+            "conv_group_size": (
+                self.convolution is None or self.hidden_size % self.convolution.group_size == 0,
+                f"a divisor of hidden_size ({self.hidden_size}) is required",
+            ),
+            "selector_top_k": (
+                self.selector is None or self.selector.top_k <= self._candidates,
+                f"at most {self._candidates}, the tokens that can be drafted, is required",
+            ),
+            "draft_vocab_size": (
+                (self.draft_vocab_size or 0) <= self.vocab_size,
+                f"at most {self.vocab_size}, the vocab_size, is required",
+            ),
+        }
+        given = {
+            "conv_group_size": self.convolution and self.convolution.group_size,
+            "selector_top_k": self.selector and self.selector.top_k,
         }
         for name, (is_valid, required) in valid.items():
             if not is_valid:
-                raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
+                value = given.get(name) or getattr(self, name)
+                raise ConfigError(f"{name} in {_FILE}", value, required)
+
+    @property
+    def _candidates(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+    def _check_repeated(self, fields: Fields) -> None:
+        """Raise UnsupportedDraft if a field that follows from others does not."""
+        follows = {
+            "v_head_dim": self.head_dim,
+            "target_hidden_size": self.hidden_size,
+            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in self.target_layer_ids],
+        }
+        for name, value in follows.items():
+            if name in fields and fields.get(name) != value:
+                raise fields.unsupported(name, f"with the other fields, {value} is served here")
 
 
 def draft_fields(raw: Mapping[str, Any]) -> Fields:
     """The fields of a draft's config.json, those of its `dflash_config` included."""
-    return Fields.of(raw, "draft", sections=("text_config", "dflash_config"))
+    return Fields.of(flat(raw), "draft", sections=("dflash_config",))
 
 
-def draft_kv_shape(text: Fields) -> tuple[int, int, int, int]:
+def draft_kv_shape(fields: Fields) -> tuple[int, int, int, int]:
     """Draft K/V of one token, `(layers, 2, kv heads, head dim)`, of a draft with any head.
 
     Raises:
         ConfigError: a field is missing or invalid.
     """
-    heads = text.positive_int("num_attention_heads", most=_MOST_WIDTH)
-    width = text.positive_int("hidden_size", most=_MOST_WIDTH)
+    heads = fields.positive_int("num_attention_heads", most=_MOST_WIDTH)
+    width = fields.positive_int("hidden_size", most=_MOST_WIDTH)
     return (
-        text.positive_int("num_hidden_layers", most=_MOST_LAYERS),
+        fields.positive_int("num_hidden_layers", most=_MOST_LAYERS),
         2,
-        text.positive_int("num_key_value_heads", default=heads, most=_MOST_WIDTH),
-        text.positive_int("head_dim", default=width // heads, most=_MOST_WIDTH),
+        fields.positive_int("num_key_value_heads", default=heads, most=_MOST_WIDTH),
+        fields.positive_int("head_dim", default=width // heads, most=_MOST_WIDTH),
     )
 
 
@@ -285,110 +323,98 @@ def default_target_layer_ids(num_target_layers: int, depth: int) -> tuple[int, .
     return tuple(round(first + i * (last - first) / (depth - 1)) for i in range(depth))
 
 
-def _mask_token_id(either: Fields) -> int:
-    if "mask_token_id" not in either:
+def _mask_token_id(fields: Fields) -> int:
+    if "mask_token_id" not in fields:
         required = "missing; drafts that name their mask token by text are not served here"
         raise UnsupportedDraft(f"dflash_config.mask_token_id in {_FILE}", required=required)
-    return either.token_id("mask_token_id")
+    return fields.token_id("mask_token_id")
 
 
-def _target_layer_ids(either: Fields, num_target_layers: int, depth: int) -> tuple[int, ...]:
-    if "target_layer_ids" not in either:
-        return default_target_layer_ids(num_target_layers, depth)
-    return either.layer_ids("target_layer_ids", num_target_layers)
+def _target_layer_ids(fields: Fields, num_target_layers: int | None, depth: int) -> tuple[int, ...]:
+    if "target_layer_ids" in fields:
+        return fields.layer_ids("target_layer_ids", num_target_layers)
+    if num_target_layers is None:
+        raise fields.error("num_target_layers", "without target_layer_ids a positive integer")
+    return default_target_layer_ids(num_target_layers, depth)
 
 
-def _layer_attention(text: Fields, depth: int) -> tuple[LayerAttention, ...]:
+def _draft_vocab_size(fields: Fields) -> int | None:
+    if fields.get("draft_vocab_size") in (None, fields.get("vocab_size")):
+        return None
+    return fields.positive_int("draft_vocab_size")
+
+
+def _softcap(fields: Fields) -> float | None:
+    name = "final_logit_softcapping"
+    if fields.get(name) in (None, 0):
+        return None
+    return float(fields.positive_number(name))
+
+
+def _convolution(fields: Fields) -> Convolution | None:
+    given = _together(fields, conv_kernel_size=_MOST_TAPS, conv_group_size=_MOST_WIDTH)
+    return given and Convolution(*given)
+
+
+def _selector(fields: Fields) -> Selector | None:
+    given = _together(fields, selector_rank=_MOST_WIDTH, selector_top_k=_MOST_CANDIDATES)
+    return given and Selector(*given)
+
+
+def _together(fields: Fields, **most: int) -> list[int] | None:
+    """Numbers that are given together or not at all: null and 0 are as good as missing."""
+    given = [name for name in most if fields.get(name)]
+    for name in most if given else ():
+        if name not in given:
+            raise fields.error(name, f"with {given[0]} a positive integer")
+    return [fields.positive_int(name, most=most[name]) for name in given] or None
+
+
+def _layer_attention(fields: Fields, depth: int) -> tuple[LayerAttention, ...]:
+    """How each layer attends. `use_swa` makes all of them slide if none does by `layer_types`,
+    without being causal (as vLLM's `_resolve_layer_attention`)."""
+    kinds, causal = _layer_kinds(fields, depth), _causality(fields)
+    slides = "sliding_attention" in kinds
+    swa = fields.flag("use_swa", default=False) and not slides
+    if slides and not fields.flag("use_sliding_window", default=True):
+        raise fields.error("use_sliding_window", "with sliding layers in layer_types, true")
+    if "swa_window_size" in fields and not (slides or swa):
+        raise fields.unsupported("swa_window_size", "no layer slides, and use_swa is not true")
     layers = []
-    for i, kind in enumerate(text.layer_types(depth) or ("full_attention",) * depth):
-        if kind == "full_attention":
-            layers.append(LayerAttention(None, causal=text.flag("is_causal", default=False)))
-        elif kind == "sliding_attention":
-            window = text.positive_int("sliding_window")
-            layers.append(LayerAttention(window, causal=text.flag("is_causal", default=True)))
-        else:
+    for i, kind in enumerate(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
             required = "full_attention and sliding_attention are served"
-            raise UnsupportedDraft(f"{text.path('layer_types')}[{i}] in {_FILE}", kind, required)
+            raise UnsupportedDraft(f"{fields.path('layer_types')}[{i}] in {_FILE}", kind, required)
+        window = _sliding_window(fields) if swa or kind == "sliding_attention" else None
+        by_default = kind == "sliding_attention"
+        layers.append(LayerAttention(window, by_default if causal is None else causal))
     return tuple(layers)
 
 
-def _check_kind(raw: Mapping[str, Any], either: Fields) -> None:
-    """Raise ConfigError if a config.json is clearly not that of a DFlash draft."""
-    names = either.words("architectures")
-    named = any("dflash" in name.casefold() for name in names)
-    if not named and "dflash_config" not in raw and "num_target_layers" not in either:
-        raise ConfigError(
-            _FILE,
-            required="neither dflash_config nor num_target_layers: no DFlash draft; the folder or "
-            "name of the draft is required, not the target's",
-        )
+def _layer_kinds(fields: Fields, depth: int) -> tuple[str, ...]:
+    """`layer_types`, or what Transformers' Qwen3Config makes of its other fields."""
+    kinds = fields.layer_types(depth)
+    if kinds is not None:
+        return kinds
+    first = depth
+    if fields.flag("use_sliding_window", default=False):
+        first = min(max(fields.get("max_window_layers", 28), 0), depth)
+    return ("full_attention",) * first + ("sliding_attention",) * (depth - first)
 
 
-def _refuse_other_heads(text: Fields, either: Fields) -> None:
-    """Raise UnsupportedDraft with a field that a DFlash v1 draft does not have."""
-    for name in _FLAGS:
-        either.flag(name, default=False)
-    for name in ("model_type", "projector_type"):
-        either.word(name)
-    either.block("quantization_config")
-    found = [name for name in _NOT_V1 if either.get(name)]
-    found += [name for name in _OUTPUT_SCALES if either.get(name) not in (None, 0, 1)]
-    if found:
-        raise either.unsupported(found[0], "only drafts of DFlash v1 are served here")
-    if text.word("hidden_act") not in (None, "silu"):
-        raise text.unsupported("hidden_act", "silu is served")
+def _sliding_window(fields: Fields) -> int:
+    names = [name for name in ("swa_window_size", "sliding_window") if name in fields]
+    windows = {fields.positive_int(name) for name in names or ["sliding_window"]}
+    if len(windows) > 1:
+        raise fields.error(names[0], f"{fields.get(names[1])}, the sliding_window,")
+    return windows.pop()
 
 
-def _rope(text: Fields) -> RopeConfig:
-    """The rotary embedding. Every field of it is read or refused."""
-    block = text.block("rope_scaling")
-    if not block.values:
-        block = text.block("rope_parameters")
-    name = "rope_type" if "rope_type" in block else "type"
-    kind = block.word(name) or "default"
-    if kind not in _SCALING_FIELDS:
-        raise block.unsupported(name, f"{', '.join(_SCALING_FIELDS)} are served")
-    _refuse_other_layouts(text, block)
-    places = (block, text, text.block("rope_parameters"))
-    given = next((place for place in places if "rope_theta" in place), text)
-    theta = given.positive_number("rope_theta", 10000.0, least=_LEAST_THETA, most=_MOST_THETA)
-    scaling, original = _scaling(block, kind), "original_max_position_embeddings"
-    if kind == "default":
-        return RopeConfig(float(theta))
-    if original in text and original in _SCALING_FIELDS[kind][1]:
-        scaling[original] = _scale(text, original)
-    return RopeConfig(float(theta), {**scaling, "rope_type": kind})
-
-
-def _refuse_other_layouts(text: Fields, block: Fields) -> None:
-    for place in (block, text):
-        if place.positive_number("partial_rotary_factor", default=1, most=1) < 1:
-            required = "partial rotary embeddings are not served here"
-            raise place.unsupported("partial_rotary_factor", required)
-    if "mrope_section" in block:
-        raise block.unsupported("mrope_section", "multi-axis embeddings are not served here")
-    for name in ("rope_is_neox_style", "is_neox_style"):
-        if not text.flag(name, default=True):
-            required = "rotary embeddings that pair adjacent dimensions are not served here"
-            raise text.unsupported(name, required)
-
-
-def _scale(place: Fields, name: str) -> float:
-    return place.positive_number(name, least=_LEAST_SCALE, most=_MOST_SCALE)
-
-
-def _scaling(block: Fields, kind: str) -> dict[str, Any]:
-    """The fields of a scaling block, checked. A field that `kind` does not have is refused."""
-    required, optional = _SCALING_FIELDS[kind]
-    given = [name for name in block.values if name in block and name not in _BESIDE_SCALING]
-    for name in given:
-        if name not in (*required, *optional):
-            raise block.unsupported(name, f"with rope_type {kind!r} this is not served here")
-    scaling: dict[str, Any] = {
-        name: block.flag(name, default=True) if name == "truncate" else _scale(block, name)
-        for name in dict.fromkeys((*required, *given))
-    }
-    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        least = scaling["low_freq_factor"]
-        raise block.error("high_freq_factor", f"more than low_freq_factor ({least})")
-    return scaling
+def _causality(fields: Fields) -> bool | None:
+    """Whether block positions see only the ones before them, in all layers; None if the kind of
+    the layer decides."""
+    names = [name for name in ("is_causal", "causal", "causal_head") if name in fields]
+    flags = [fields.flag(name, default=False) for name in names]
+    if len(set(flags)) > 1:
+        raise fields.error(names[-1], f"{flags[0]}, as {fields.path(names[0])} says,")
+    return flags[0] if flags else None

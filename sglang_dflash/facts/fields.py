@@ -57,8 +57,9 @@ class Fields:
         values, paths = dict(raw), dict(top.paths)
         for section in sections:
             inner = top.block(section)
-            values |= inner.values
-            paths |= {name: inner.path(name) for name in inner.values}
+            given = {name: value for name, value in inner.values.items() if name in inner}
+            values |= given
+            paths |= {name: inner.path(name) for name in given}
         return cls(values, paths, "", top.file)
 
     def block(self, name: str) -> Fields:
@@ -131,14 +132,15 @@ class Fields:
             raise self.error(name, "true or false")
         return value
 
-    def layer_ids(self, name: str, num_layers: int) -> tuple[int, ...]:
-        """A non-empty list of layer ids from 0 to `num_layers - 1`, each above the one before: a
-        target gives the outputs of its layers in their order. Raises ConfigError."""
+    def layer_ids(self, name: str, num_layers: int | None) -> tuple[int, ...]:
+        """A non-empty list of layer ids from 0 to `num_layers - 1` if that is known, each above the
+        one before: a target gives the outputs of its layers in their order. Raises ConfigError."""
         ids = self.get(name)
         if not isinstance(ids, list | tuple) or not ids or not all(map(_is_int, ids)):
             raise self.error(name, "a non-empty list of layer ids")
-        if not all(0 <= i < num_layers for i in ids):
-            raise self.error(name, f"a list of the target's layers, 0 to {num_layers - 1},")
+        if not all(0 <= i < (num_layers or _MOST_INT) for i in ids):
+            last = "the last" if num_layers is None else num_layers - 1
+            raise self.error(name, f"a list of the target's layers, 0 to {last},")
         if list(ids) != sorted(set(ids)):
             raise self.error(name, "a list of distinct layer ids in ascending order")
         return tuple(ids)

@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.target_config import RecurrentShape, TargetGeometry
+from sglang_dflash.facts.target_config import (
+    RecurrentShape,
+    TargetGeometry,
+    kv_heads_of_rank,
+    share_of_rank,
+)
 from sglang_dflash.facts.tensors import expected_tensors
 
 # itemsize of the dtypes of K/V. Weights, and states of a convolution, are bfloat16 where no server
@@ -180,7 +186,7 @@ def draft_memory(
     if paged:
         whole = columns - ring_columns
         table = requests * (whole * _PAGES_BYTES + ring_columns * _SORTED_PAGES_BYTES)
-    vocabulary = math.ceil(config.vocab_size / ranks)
+    vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / ranks)
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
         slot_tables=table,
@@ -249,8 +255,23 @@ def narrow_width_bytes(
     )
 
 
+def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
+    """A rank's part of a draft. Raises ConfigError if the ranks do not divide it."""
+    heads, inner = (
+        share_of_rank(f"draft's {name}", getattr(config, name), ranks)
+        for name in ("num_attention_heads", "intermediate_size")
+    )
+    kv_heads = kv_heads_of_rank("draft", config.num_key_value_heads, ranks)
+    return replace(
+        config,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
+    )
+
+
 def draft_weight_bytes(config: DraftConfig) -> int:
-    """Of a DFlash v1 draft in bfloat16. Embedding and lm_head are the target's."""
+    """Of a draft in bfloat16, without what it borrows from the target."""
     return _BF16 * sum(map(math.prod, expected_tensors(config).values()))
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, from its safetensors files: which ones a DFlash v1 draft has, what
+"""The tensors of a checkpoint, from its safetensors files: which ones a draft has, what
 the headers say, and whether the values are those of trained weights. No torch here.
 
 A draft with NaN or a matrix of zeros would be served: its proposals are rejected, so outputs stay
@@ -24,11 +24,14 @@ from sglang_dflash.facts.fields import is_file, read_json_object
 INDEX = "model.safetensors.index.json"
 # Copies of the target's embedding and head are ignored: the draft borrows the target's.
 _BORROWED = ("embed_tokens.weight", "lm_head.weight")
+# Which tokens a draft vocabulary has: the distance of each from its row, and whether each token of
+# the target's vocabulary is one.
+D2T, T2D = "d2t", "t2d"
 # A trained embedding of the mask token, which some training code writes beside the weights.
 MASK_EMBEDDING = "mask_embedding.pt"
 # dtype of a draft's weights in a header -> the unsigned integer of its width, and the bits of
 # infinity. With the sign bit cleared, the bits of finite numbers are below those of infinity, and
-# the bits of NaN above. dtypes of fewer bits need scales, which a DFlash v1 draft does not have.
+# the bits of NaN above. dtypes of fewer bits need scales, which our drafts do not have.
 _BITS = {
     "BF16": ("<u2", 0x7F80),
     "F16": ("<u2", 0x7C00),
@@ -61,7 +64,7 @@ class Part(NamedTuple):
 
 def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     """Our parameter -> the published tensors whose rows it joins, in their order. The one place
-    that knows the names of a DFlash v1 draft's tensors."""
+    that knows the names of a draft's tensors."""
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     matrices: dict[str, tuple[Part, ...]] = {
@@ -93,7 +96,13 @@ def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     found: dict[str, tuple[Part, ...]] = {
         f"{name}.weight": (Part(f"{name}.weight", shape),) for name, shape in whole.items()
     }
+    if config.draft_vocab_size is not None:
+        rows = (config.draft_vocab_size, width)
+        found["lm_head.weight"] = (Part("lm_head.weight", rows, "rows"),)
+    found |= {name: (Part(name, shape),) for name, shape in _selector(config).items()}
     for i in range(config.num_hidden_layers):
+        convolutions = _convolutions(config, f"layers.{i}.")
+        found |= {name: (Part(name, shape),) for name, shape in convolutions.items()}
         for kind, modules in (("weight", matrices), ("bias", biases)):
             for ours, parts in modules.items():
                 found[f"layers.{i}.{ours}.{kind}"] = tuple(
@@ -102,8 +111,36 @@ def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     return found
 
 
+def _selector(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a candidate selector. Every rank holds all of them."""
+    if config.selector is None:
+        return {}
+    name, rank = "candidate_selector.", config.selector.rank
+    return {
+        f"{name}predecessor_codebook": (config.vocab_size, rank),
+        f"{name}successor_codebook": (config.vocab_size, rank),
+        f"{name}hidden_projection.weight": (rank, config.hidden_size),
+    }
+
+
+def _convolutions(config: DraftConfig, layer: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors of a layer's convolutions. Every rank holds all of them."""
+    if config.convolution is None:
+        return {}
+    taps, width = config.convolution.kernel_size, config.hidden_size
+    kernels = 2 * taps * width // config.convolution.group_size
+    return {
+        f"{layer}{name}.{tensor}": shape
+        for name in ("attention_conv", "mlp_conv")
+        for tensor, shape in (
+            ("base_kernel", (2, taps, width)),
+            ("kernel_projection.weight", (kernels, width)),
+        )
+    }
+
+
 def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a DFlash v1 draft, in the published layout."""
+    """Name and shape of every tensor of a draft, in the published layout."""
     return {part.name: part.shape for parts in layout(config).values() for part in parts}
 
 
@@ -116,8 +153,21 @@ def check_weights(config: DraftConfig, folder: str | Path) -> None:
 
     `generate` and servers refuse a draft by this function, and `sglang-dflash inspect` a local one.
     """
+    check_embedding(folder)
     check_tensors(config, stored_tensors(folder))
     check_values(config, folder)
+
+
+def check_embedding(folder: str | Path) -> None:
+    """Raise ConfigError if the draft has a trained mask embedding beside its weights."""
+    if (Path(folder) / MASK_EMBEDDING).exists():
+        raise ConfigError(
+            "draft checkpoint",
+            str(folder),
+            f"{MASK_EMBEDDING} in it, a trained mask embedding, is not served, and acceptance "
+            "would be low without it. SGLang's own worker reads it: "
+            "--speculative-dflash-worker builtin",
+        )
 
 
 def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> None:
@@ -131,9 +181,9 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> N
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
             raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
-    unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED))
+    unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED) - _check_map(config, tensors))
     if unexpected:
-        required = f"no DFlash v1 draft has this tensor{_more(unexpected)}"
+        required = f"no draft of this config has this tensor{_more(unexpected)}"
         raise ConfigError("draft checkpoint", unexpected[0], required)
     for name in expected:
         if tensors[name].dtype not in _BITS:
@@ -141,11 +191,55 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> N
             raise ConfigError(f"dtype of {_tensor(name)}", tensors[name].dtype, required)
 
 
+def _check_map(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
+    """The names of the tensors that tell which tokens a draft vocabulary has. Raises ConfigError if
+    one is missing, or not of the config's shape or of its dtype."""
+    if config.draft_vocab_size is None:
+        return set()
+    forms = {D2T: ("I64", (config.draft_vocab_size,)), T2D: ("BOOL", (config.vocab_size,))}
+    if D2T not in tensors:
+        raise ConfigError(_tensor(D2T), required="missing; draft_vocab_size needs it")
+    for name, form in forms.items():
+        if tensors.get(name, form) != form:
+            dtype, shape = tensors[name]
+            required = f"{form[0]} of shape {list(form[1])} is required"
+            raise ConfigError(_tensor(name), f"{dtype} of shape {list(shape)}", required)
+    return set(forms)
+
+
+def token_ids(config: DraftConfig, folder: str | Path) -> np.ndarray:
+    """The token of each row of the draft's own lm_head, int64 `[draft_vocab_size]`, ascending.
+
+    The file has their distance from the row's number (as EAGLE-3 drafts do).
+
+    Raises:
+        ConfigError: they are not distinct tokens of the vocabulary in ascending order, or `t2d`,
+            which marks them in the vocabulary, has others.
+    """
+    maps = {
+        name: opened.get_tensor(stored)
+        for name, stored, opened in each_tensor(folder, framework="numpy")
+        if name in (D2T, T2D)
+    }
+    ids = maps[D2T] + np.arange(len(maps[D2T]))
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or not (np.diff(ids) > 0).all():
+        required = (
+            f"offsets to distinct tokens from 0 to {config.vocab_size - 1}, in ascending order,"
+        )
+        raise ConfigError(_tensor(D2T), required=f"{required} are required")
+    if T2D in maps and not np.array_equal(np.flatnonzero(maps[T2D]), ids):
+        raise ConfigError(_tensor(T2D), required=f"the tokens of {D2T} are required, it has others")
+    return ids
+
+
 def check_values(config: DraftConfig, folder: str | Path) -> None:
-    """Raise ConfigError if a tensor of the draft holds NaN or Inf, or a weight is all zeros.
+    """Raise ConfigError if a tensor of the draft holds NaN or Inf, a weight is all zeros, or its
+    vocabulary is none.
 
     Biases may be zeros. The tensors are those that `check_tensors` has accepted.
     """
+    if config.draft_vocab_size is not None:
+        token_ids(config, folder)
     names = expected_tensors(config)
     for name, dtype, bits in _mapped(folder):
         if name not in names:
@@ -200,8 +294,8 @@ def stored_tensors(folder: str | Path, kind: str = "draft") -> dict[str, StoredT
         kind: whose checkpoint it is, for messages.
 
     Raises:
-        ConfigError: there is no safetensors file, one is damaged, two hold the same name, the index
-            names one that is not there, or a draft has a trained mask embedding.
+        ConfigError: there is no safetensors file, one is damaged, two hold the same name, or the
+            index names one that is not there.
     """
     if (Path(folder) / INDEX).is_file():
         _check_index(kind, Path(folder))
@@ -225,14 +319,6 @@ def each_tensor(
         ConfigError: as `stored_tensors`, but for the index.
     """
     what, where = f"{kind} checkpoint", str(folder)
-    if kind == "draft" and (Path(folder) / MASK_EMBEDDING).exists():
-        raise ConfigError(
-            what,
-            where,
-            f"{MASK_EMBEDDING} in it, a trained mask embedding, is not served, and acceptance "
-            "would be low without it. SGLang's own worker reads it: "
-            "--speculative-dflash-worker builtin",
-        )
     files = _named(folder, "*.safetensors")
     if not files:
         others = [file.name for file in _named(folder, *_PICKLES)]

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import Any
 
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
-from sglang_dflash.facts.errors import UnsupportedDraft
+from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.target_config import TargetGeometry
-from sglang_dflash.facts.tensors import check_tensors, check_values
+from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
 
 OURS, BUILTIN, UNKNOWN = "sglang-dflash", "builtin", "unknown"
 
@@ -55,7 +55,7 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
             config = DraftConfig.from_dict(draft.config)
         except UnsupportedDraft as other:
             worker, reason = BUILTIN, str(other)
-    _check(draft, config, geometry)
+    _check(target, draft, config, geometry)
     if reason is None and target.config is None:
         reason = "the facts of this target are KV sizes only"
     elif reason is None:
@@ -68,7 +68,12 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
     return Judged(geometry, config, worker, reason)
 
 
-def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeometry | None) -> None:
+def _check(
+    target: ModelFacts,
+    draft: ModelFacts,
+    config: DraftConfig | None,
+    geometry: TargetGeometry | None,
+) -> None:
     """Compare the draft with the target and with its own weights, as far as is known."""
     known = config
     if draft.unknown and draft.config is not None:
@@ -80,10 +85,12 @@ def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeomet
             hidden_size=geometry.hidden_size,
             vocab_size=geometry.vocab_size,
             num_layers=geometry.num_hidden_layers,
+            pair=shown_pair(draft.name, target.name),
         )
     if config is not None and draft.tensors is not None:
         check_tensors(config, draft.tensors)
     if config is not None and draft.weights is not None:
+        check_embedding(draft.weights)
         check_values(config, draft.weights)
 
 
@@ -130,19 +137,22 @@ def describe_target(target: ModelFacts, geometry: TargetGeometry | None) -> dict
 def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, Any]:
     """Its facts in the report; None for what is not known."""
     raw = draft.config or {}
-    text, either, rope = Fields.of(raw, "draft"), draft_fields(raw), None
-    layers, ids, mask = _layers(text), either.get("target_layer_ids"), either.get("mask_token_id")
+    fields, rope = draft_fields(raw), None
+    layers, ids, mask = (
+        _layers(fields), fields.get("target_layer_ids"), fields.get("mask_token_id")
+    )  # fmt: skip
     if config is not None:
         layers = _runs([_layer(layer) for layer in config.layers])
         ids, mask, rope = list(config.target_layer_ids), config.mask_token_id, _rope(config)
     return {
         "draft_architecture": _architecture(raw),
         "draft_layers": layers,
-        "draft_dtype": text.get("dtype") or text.get("torch_dtype"),
-        "draft_context": text.get("max_position_embeddings"),
+        "draft_dtype": fields.get("dtype") or fields.get("torch_dtype"),
+        "draft_context": fields.get("max_position_embeddings"),
         "target_layer_ids": ids,
         "mask_token_id": mask,
         "draft_rope": rope,
+        "draft_vocab_size": config and config.draft_vocab_size,
     }
 
 
@@ -159,13 +169,13 @@ def _layer(layer: LayerAttention) -> str:
     return f"{kind} ({', '.join(notes)})" if notes else kind
 
 
-def _layers(text: Fields) -> str | None:
+def _layers(fields: Fields) -> str | None:
     """The layers of a draft that `DraftConfig` does not take; None if their number is unknown."""
-    if "num_hidden_layers" not in text:
+    if "num_hidden_layers" not in fields:
         return None
-    depth = text.positive_int("num_hidden_layers")
-    sliding = f"sliding (window {text.get('sliding_window')})"
-    kinds = text.layer_types(depth) or ("full_attention",) * depth
+    depth = fields.positive_int("num_hidden_layers")
+    sliding = f"sliding (window {fields.get('sliding_window')})"
+    kinds = fields.layer_types(depth) or ("full_attention",) * depth
     return _runs(
         [sliding if k == "sliding_attention" else k.removesuffix("_attention") for k in kinds]
     )

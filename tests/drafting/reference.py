@@ -40,7 +40,11 @@ def sees(
     sinks: int,
 ) -> bool:
     """Whether block position `query` sees position `key` after `length` committed tokens."""
-    causal = raw.get("is_causal")
+    own = raw["dflash_config"]
+    causal = raw.get("is_causal", own.get("causal", own.get("causal_head")))
+    if own.get("use_swa"):
+        causal = bool(causal)
+        kind, raw = "sliding_attention", {"sliding_window": own["swa_window_size"]}
     if causal is None:
         causal = kind == "sliding_attention"
     if key < length and window is not None and key < length - window and key >= sinks:
@@ -48,6 +52,40 @@ def sees(
     if kind == "sliding_attention" and query - key >= raw["sliding_window"]:
         return False
     return key < length or not causal or key <= query
+
+
+def convolved(t: dict[str, Tensor], name: str, x: Tensor) -> tuple[Tensor, Any]:
+    """x [block, E] under a grouped convolution, and the function of the sublayer's output."""
+    if f"{name}.base_kernel" not in t:
+        return x, lambda out: out
+    base, projection = t[f"{name}.base_kernel"], t[f"{name}.kernel_projection.weight"]
+    _, taps, width = base.shape
+    dynamic = (x @ projection.T).view(len(x), 2, taps, -1)
+    channels = width // dynamic.shape[-1]
+
+    def apply(side: int, values: Tensor) -> Tensor:
+        out = torch.zeros_like(values)
+        for b in range(len(values)):
+            for tap in range(min(taps, b + 1)):
+                for c in range(width):
+                    kernel = base[side, tap, c] + dynamic[b, side, tap, c // channels]
+                    out[b, c] += kernel * values[b - tap, c]
+        return out
+
+    return apply(0, x), lambda out: apply(1, out)
+
+
+def walk(
+    tensors: dict[str, Tensor], hidden: Tensor, logits: Tensor, bonus: int, top_k: int
+) -> list[int]:
+    """The tokens that a candidate selector takes, of hidden states [P, E] and logits [P, V]."""
+    name, path = "candidate_selector.", [bonus]
+    before, after = (tensors[f"{name}{which}_codebook"] for which in ("predecessor", "successor"))
+    for h, row in zip(hidden, logits, strict=True):
+        query = before[path[-1]] * (tensors[f"{name}hidden_projection.weight"] @ h)
+        candidates = row.argsort(descending=True)[:top_k].tolist()
+        path.append(max(candidates, key=lambda c: float(row[c] + query @ after[c])))
+    return path[1:]
 
 
 def draft_block(
@@ -78,6 +116,7 @@ def draft_block(
             if k.startswith(f"layers.{i}.")
         }
         h = rms(x, t["input_layernorm.weight"], eps)
+        h, after = convolved(t, "attention_conv", h)
         sequence = torch.cat([context, h])
         bias = {name: t.get(f"self_attn.{name}_proj.bias", 0.0) for name in "qkvo"}
         q = (h @ t["self_attn.q_proj.weight"].T + bias["q"]).view(block, heads, dim)
@@ -94,9 +133,15 @@ def draft_block(
             for head in range(heads):
                 scores = k[allowed, head // (heads // groups)] @ q[b, head] / math.sqrt(dim)
                 out[b, head] = scores.softmax(0) @ v[allowed, head // (heads // groups)]
-        x = x + out.flatten(1) @ t["self_attn.o_proj.weight"].T + bias["o"]
-        h = rms(x, t["post_attention_layernorm.weight"], eps)
+        x = x + after(out.flatten(1) @ t["self_attn.o_proj.weight"].T + bias["o"])
+        h, after = convolved(t, "mlp_conv", rms(x, t["post_attention_layernorm.weight"], eps))
         gate, up = h @ t["mlp.gate_proj.weight"].T, h @ t["mlp.up_proj.weight"].T
-        x = x + (gate * torch.sigmoid(gate) * up) @ t["mlp.down_proj.weight"].T
+        x = x + after((gate * torch.sigmoid(gate) * up) @ t["mlp.down_proj.weight"].T)
     hidden = rms(x, tensors["norm.weight"], eps)
+    if "selector_top_k" in raw["dflash_config"]:
+        top_k = raw["dflash_config"]["selector_top_k"]
+        return hidden, [bonus, *walk(tensors, hidden[1:], hidden[1:] @ embed.T, bonus, top_k)]
+    if "d2t" in tensors:
+        rows = (hidden[1:] @ tensors["lm_head.weight"].T).argmax(-1).tolist()
+        return hidden, [bonus, *(row + int(tensors["d2t"][row]) for row in rows)]
     return hidden, [bonus, *(hidden[1:] @ embed.T).argmax(-1).tolist()]

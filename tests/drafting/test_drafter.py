@@ -14,7 +14,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
-from tests.conftest import kv_groups, random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.drafting.reference import draft_block
 
 SLIDING = {
@@ -42,9 +42,20 @@ CASES = [
     Case("sliding-but-not-causal", {**SLIDING, "is_causal": False}),
     Case("sliding-narrower-than-the-block", {**SLIDING, "sliding_window": 2}),
     Case("causal-full-layers", {"is_causal": True}),
+    Case("causal-by-vllms-key", {**SLIDING, **with_own(causal=False)}),
+    Case("causal-by-jetspecs-key", with_own(causal_head=True)),
+    Case("use-swa", with_own(use_swa=True, swa_window_size=6), window=9),
+    Case("draft-vocabulary", {"draft_vocab_size": 24}),
     Case("attention-bias", {"attention_bias": True}),
     Case("wider-block-than-trained", block=6),
     Case("one-kv-head", {"num_key_value_heads": 1}),
+]
+SELECTOR = {"selector_rank": 8, "selector_top_k": 5}
+CONVOLUTION = {"conv_kernel_size": 3, "conv_group_size": 8}
+CASES += [
+    Case("selector", with_own(**SELECTOR)),
+    Case("convolution", {**SLIDING, **with_own(**CONVOLUTION)}, window=9),
+    Case("dflash2", {"attention_bias": True, **with_own(**SELECTOR, **CONVOLUTION)}, block=6),
 ]
 LENGTHS = [1, 23, 9, 4, 14]
 
@@ -92,19 +103,15 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         # Poison: an entry that was never written must never be read.
         group.cache.kv.fill_(float("nan"))
         group.cache.kv[-1] = 0
-    seen: list[torch.Tensor] = []
-
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(hidden)
-        return hidden @ embed.T
-
-    head = TargetHead(lambda ids: embed[ids], logits)
+    head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
     drafter = Drafter(model, head, groups, options)
     with torch.inference_mode():
         requests.absorb_in_pieces(drafter)
         lengths, bonus = torch.tensor(requests.lengths), torch.randint(0, 63, (count,))
         rows, longest = torch.arange(count), max(requests.lengths)
-        block = drafter.propose(bonus, RequestSlots(requests.table.int(), rows, lengths, longest))
+        slots = RequestSlots(requests.table.int(), rows, lengths, longest)
+        states = drafter.forward(bonus, slots)[1]
+        block = drafter.propose(bonus, slots)
     size = options.block_size
     for r in range(count):
         hidden, tokens = draft_block(
@@ -118,9 +125,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
             case.sinks if case.window is not None else 0,
         )
         # float32 through three layers: the two differ by the order of sums only.
-        torch.testing.assert_close(
-            seen[0].view(count, size - 1, -1)[r], hidden[1:], atol=2e-5, rtol=2e-5
-        )
+        torch.testing.assert_close(states[r, 1:], hidden[1:], atol=2e-5, rtol=2e-5)
         assert block[r].tolist() == tokens
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from sglang_dflash.drafting.attention.reference import torch_block_attention
+from sglang_dflash.drafting.heads import TargetHead, make_head
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 from sglang_dflash.drafting.weights import (
     dummy_model,
@@ -23,7 +25,7 @@ from sglang_dflash.drafting.weights import (
 )
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.tensors import expected_tensors, stored_tensors
+from sglang_dflash.facts.tensors import check_weights, expected_tensors
 from tests.conftest import random_model, raw_config, rewrite
 
 
@@ -59,21 +61,20 @@ def test_a_prefix_and_copies_of_the_targets_tensors_are_accepted(folder: Path) -
     load_model(folder, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_expected_tensors_are_those_of_the_network(bias: bool, tmp_path: Path) -> None:
-    raw = raw_config(attention_bias=bias)
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"draft_vocab_size": 24}])
+def test_the_expected_tensors_are_those_of_the_network(changes: dict, tmp_path: Path) -> None:
+    raw = raw_config(**changes)
     save_model(random_model(raw), raw, tmp_path, torch.float32)
     written = {name: tuple(tensor.shape) for name, tensor in read_tensors(tmp_path).items()}
+    assert written.pop("d2t", None) == ((24,) if "draft_vocab_size" in changes else None)
     assert expected_tensors(DraftConfig.from_dict(raw)) == written
 
 
 def test_a_trained_mask_embedding_is_refused_by_name(folder: Path) -> None:
     """Without it acceptance would be low. It is a pickle, and never read."""
     (folder / "mask_embedding.pt").write_bytes(b"no pickle")
-    for read in (stored_tensors, read_tensors):
-        with pytest.raises(ConfigError, match=r"mask_embedding\.pt in it, a trained mask"):
-            read(folder)
-    stored_tensors(folder, "served")
+    with pytest.raises(ConfigError, match=r"mask_embedding\.pt in it, a trained mask"):
+        load_model(folder, dtype=torch.float32)
 
 
 class Ranks:
@@ -129,6 +130,73 @@ def test_shards_together_are_the_whole_model(tmp_path: Path, bias: bool, size: i
         torch.testing.assert_close(
             part_kv[..., 0, :], kv[..., rank * 2 // size, :], atol=1e-5, rtol=1e-5
         )
+
+
+def test_an_lm_head_of_its_own_is_split_over_ranks(tmp_path: Path) -> None:
+    """Drafts are the target's tokens, with the noise of these."""
+    raw = raw_config(draft_vocab_size=24, final_logit_softcapping=3, output_multiplier=2)
+    whole = random_model(raw)
+    save_model(whole, raw, tmp_path, torch.float32)
+    hidden, bonus = 3 * torch.randn(5, 4, 32), torch.zeros(5, dtype=torch.int64)
+    noise = BlockNoise(torch.arange(5), torch.tensor([0.0, 0.5, 1, 1, 2]), torch.arange(3, 8))
+    borrowed = TargetHead(lambda ids: ids, lambda hidden: hidden)
+
+    def drafted(tp: TensorParallel) -> Any:
+        head = make_head(load_model(tmp_path, dtype=torch.float32, tp=tp), borrowed)
+        return head(hidden, bonus, None), head(hidden, bonus, noise)
+
+    assert whole.lm_head is not None and whole.token_ids is not None
+    logits = torch.full((5, 3, 64), -torch.inf)
+    logits[..., whole.token_ids] = hidden[:, 1:] @ whole.lm_head.weight.detach().T
+    capped = 3 * (2 * logits / 3).tanh()
+    capped[logits.isinf()] = -torch.inf
+    coupled = noise.scores(capped, torch.arange(64)).argmax(-1)
+    coupled[0] = logits[0].argmax(-1)
+    for likeliest, by_rule in (drafted(TensorParallel()), *Ranks(2).run(drafted)):
+        assert torch.equal(likeliest, logits.argmax(-1))
+        assert torch.equal(by_rule, torch.stack((likeliest, coupled)))
+    assert not torch.equal(coupled[1:], noise.scores(logits, torch.arange(64)).argmax(-1)[1:])
+    head = make_head(load_model(tmp_path, dtype=torch.float32), borrowed)
+    missing = (torch.arange(64) != whole.token_ids[:, None]).all(0).nonzero()[0]
+    assert (head.shortfall(hidden, bonus, likeliest) == 0).all()
+    assert head.shortfall(hidden, bonus, missing.expand(5, 3)).isinf().all()
+
+
+BAD_MAPS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "none": (lambda t: t.pop("d2t"), "tensor d2t of the draft: missing; draft_vocab_size needs it"),
+    "short": (
+        lambda t: t.update(d2t=t["d2t"][1:]),
+        r"d2t of the draft: 'I64 of shape \[23\]'; I64 of shape \[24\] is required",
+    ),
+    "floats": (lambda t: t.update(d2t=t["d2t"].float()), "d2t of the draft: 'F32 of"),
+    "beyond the vocabulary": (lambda t: t["d2t"][-1:].fill_(41), "distinct tokens from 0 to 63"),
+    "negative": (lambda t: t["d2t"][:1].fill_(-1), "distinct tokens from 0 to 63"),
+    "twice": (lambda t: t["d2t"][1:2].copy_(t["d2t"][:1] - 1), "distinct tokens from 0 to 63"),
+    "other tokens in t2d": (
+        lambda t: t.update(t2d=torch.arange(64) < 24),
+        "tensor t2d of the draft: the tokens of d2t are required",
+    ),
+    "short t2d": (lambda t: t.update(t2d=torch.arange(63) < 24), "t2d of the draft: 'BOOL of"),
+    "no lm_head": (lambda t: t.pop("lm_head.weight"), "lm_head.weight of the draft: missing"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_MAPS)
+def test_a_draft_vocabulary_that_is_none_is_refused(what: str, tmp_path: Path) -> None:
+    raw = raw_config(draft_vocab_size=24)
+    model = random_model(raw)
+    assert model.token_ids is not None
+    # Neighbors that are not adjacent, so that each change has one effect.
+    model.token_ids = 2 * torch.arange(24) + 2
+    save_model(model, raw, tmp_path, torch.float32)
+    marked = torch.zeros(64, dtype=torch.bool)
+    marked[model.token_ids] = True
+    rewrite(tmp_path, lambda tensors: tensors.update(t2d=marked))
+    check_weights(model.config, tmp_path)
+    change, message = BAD_MAPS[what]
+    rewrite(tmp_path, change)
+    with pytest.raises(ConfigError, match=message):
+        check_weights(model.config, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

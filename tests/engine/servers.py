@@ -89,9 +89,10 @@ PAGES = DFLASH.having(
     enable_custom_logit_processor=True,
 )
 LOOKUP = {"speculative_dflash_lookup": "on"}
-# Sliding and full layers.
+# Sliding and full layers; the second is of DFlash2.
 MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft", **LOOKUP}
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **MIXED)
+SECOND = {"speculative_draft_model_path": f"{FILES}/dflash2-draft", **LOOKUP}
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **SECOND)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
@@ -114,8 +115,7 @@ WATCHED: dict[str, Any] = {
     "enable_metrics": True,
     **WINDOW,
 }
-# An eighth of the KV, too little draft KV, and SGLang's own test switch: it retracts requests every
-# 25 steps.
+# An eighth of the KV, too little draft KV; SGLang's test switch retracts requests every 25 steps.
 TIGHT = (
     DFLASH.named("tight")
     .having(
@@ -123,7 +123,7 @@ TIGHT = (
         max_running_requests=8,
         enable_return_hidden_states=True,
         **WATCHED,
-        **MIXED,
+        **SECOND,
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
@@ -159,7 +159,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED, **MIXED),
+    DFLASH.named("graphs").having(**RECORDED, **SECOND),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 HYBRID_PAIR = demo_pair("hybrid")
@@ -175,7 +175,7 @@ HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
 )
 HYBRID_PAIR_GRAPHS = replace(
     HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
-        **drafting(HYBRID_PAIR.draft),
+        **drafting(f"{FILES}/dflash2-hybrid-draft"),
         speculative_dflash_recurrent_rollback="snapshot",
         **RECORDED,
     ),
@@ -205,11 +205,11 @@ SOAK_HYBRID = (
 CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths", **LOOKUP}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
+RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **SECOND)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
-    **drafting(HYBRID_PAIR.draft), **BY_WIDTH, **LOOKUP
+    **drafting(f"{FILES}/dflash2-hybrid-draft"), **BY_WIDTH, **LOOKUP
 )
-COUNTED = DFLASH.named("adaptive").having(enable_metrics=True, **LOOKUP)
+COUNTED = DFLASH.named("adaptive").having(enable_metrics=True, **MIXED)
 ADAPTIVE = COUNTED.having(speculative_dflash_width="adaptive")
 
 # -- the draft KV cache

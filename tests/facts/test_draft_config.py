@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,10 +16,6 @@ from sglang_dflash.facts.draft_config import (
 )
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from tests.conftest import raw_config
-
-
-def with_own(**own: Any) -> dict[str, Any]:
-    return raw_config(dflash_config={**raw_config()["dflash_config"], **own})
 
 
 def test_published_fields_are_read() -> None:
@@ -56,24 +51,29 @@ def test_default_layers_are_the_published_ones(layers: int, depth: int, ids: tup
 
 
 UNSUPPORTED = {
-    "has_lm_head": raw_config(has_lm_head=True),
-    "dflash_config.selector_rank": with_own(selector_rank=256, selector_top_k=16),
-    "dflash_config.projector_type": with_own(projector_type="domino"),
-    "attention_sink_bias": raw_config(attention_sink_bias=True),
-    "output_multiplier": raw_config(output_multiplier=2.0),
-    "quantization_config": raw_config(quantization_config={"quant_method": "fp8"}),
-    "hidden_act": raw_config(hidden_act="gelu"),
     "layer_types[0]": raw_config(layer_types=["linear_attention"] * 3),
     "dflash_config.mask_token_id": raw_config(dflash_config={"target_layer_ids": [1]}),
 }
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)
-def test_other_heads_are_told_apart_from_mistakes(field: str) -> None:
-    """What is a mistake stands in tests/broken_drafts.py."""
+def test_other_drafts_are_told_apart_from_mistakes(field: str) -> None:
+    """What is a mistake stands in tests/broken_drafts.py, keys of other drafts in
+    tests/facts/test_draft_keys.py."""
     with pytest.raises(UnsupportedDraft) as refused:
         DraftConfig.from_dict(UNSUPPORTED[field])
     assert refused.value.field == f"{field} in the draft's config.json"
+
+
+def test_a_draft_that_does_not_tell_the_targets_depth_fits_by_the_layers_that_it_reads() -> None:
+    config = DraftConfig.from_dict(raw_config(num_target_layers=None))
+    config.check_target(hidden_size=32, vocab_size=64, num_layers=4)
+    with pytest.raises(ConfigError, match=r"target_layer_ids .*\[1, 3\]; ids below 3"):
+        config.check_target(hidden_size=32, vocab_size=64, num_layers=3)
+    with pytest.raises(ConfigError, match=r"num_target_layers .* without target_layer_ids"):
+        DraftConfig.from_dict(
+            raw_config(num_target_layers=None, dflash_config={"mask_token_id": 1})
+        )
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_target_layers"])
@@ -81,7 +81,9 @@ def test_a_pair_that_does_not_fit_is_refused(name: str) -> None:
     target = {"hidden_size": 32, "vocab_size": 64, "num_target_layers": 6, name: 999}
     target["num_layers"] = target.pop("num_target_layers")
     config = DraftConfig.from_dict(raw_config())
-    with pytest.raises(ConfigError, match="999 is required by this target") as refused:
+    with pytest.raises(
+        ConfigError, match="the target's is 999: this draft is for another target"
+    ) as refused:
         config.check_target(**target)
     assert refused.value.field == f"{name} in the draft's config.json"
     assert refused.value.value == getattr(config, name)

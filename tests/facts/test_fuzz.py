@@ -19,6 +19,7 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.published import ModelFacts
@@ -28,7 +29,8 @@ from sglang_dflash.facts.tensors import (
     expected_tensors,
     local_weight_bytes,
 )
-from sglang_dflash.inspect.report import Serving, as_table, inspect
+from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.table import as_table
 from tests.conftest import FUZZ, random_model, raw_config
 from tests.facts.target_fields import TARGET
 
@@ -61,12 +63,9 @@ values = st.recursive(
 ROPE = ("factor", "rope_type", "type", "rope_theta", "beta_fast", "mscale", "truncate",
         "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
         "partial_rotary_factor", "mrope_section")  # fmt: skip
-EXTRA = ("text_config", "rope_scaling", "rope_parameters", "layer_types", "sliding_window",
-         "is_causal", "attention_bias", "partial_rotary_factor", "quantization_config",
-         "selector_rank", "output_multiplier", "rope_is_neox_style")  # fmt: skip
 PATHS = [
-    *((name,) for name in (*raw_config(), *EXTRA)),
-    *(("dflash_config", name) for name in ("mask_token_id", "target_layer_ids", "block_size")),
+    *((name,) for name in sorted({*raw_config(), *AT_TOP, "no_such_key"})),
+    *(("dflash_config", name) for name in sorted({*IN_DFLASH_CONFIG, "no_such_key"})),
     *(("rope_scaling", name) for name in ROPE),
 ]
 KINDS: list[Any] = [None, "linear", "llama3", "yarn"]
@@ -158,7 +157,7 @@ def inspected_worker(raw: dict[str, Any], config: DraftConfig | None) -> str:
     target = dict(TARGET)
     if config is not None:
         target["hidden_size"], target["vocab_size"] = config.hidden_size, config.vocab_size
-        target["num_hidden_layers"] = config.num_target_layers
+        target["num_hidden_layers"] = config.num_target_layers or config.target_layer_ids[-1] + 1
     of_target, of_draft = (ModelFacts("x", given, None, None, "a test") for given in (target, raw))
     found = inspect(of_target, of_draft, Options(), Serving(kv_memory_gib=1e12))
     assert json.dumps(found) and as_table(found)

@@ -47,7 +47,8 @@ TABLE = Path(__file__).with_name("registers.json")
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
 BOOL = {"p_in_use", "p_taken"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
-         "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_found", "p_seeds"}  # fmt: skip
+         "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds",
+         "p_found", "p_tokens"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log"}
 # Qwen3.5-27B's heads, without a convolution bias.
@@ -215,11 +216,15 @@ def cases() -> dict[str, Case]:
     matched = {"LONGEST": lookup.LONGEST_MATCH, "PIECE": lookup.PIECE}
     found.append(Case("find_match", lookup.find_match_kernel, matched))
     chunk = {"CHUNK": largest.CHUNK, "BLOCK": largest.BLOCK}
+    plain = {**chunk, "HAS_CAP": False, "HAS_TOKENS": False, "p_tokens": None}
+    scaled = {**chunk, "HAS_CAP": True, "HAS_TOKENS": True}
     parts = {"p_ids": "*i32", "p_out": "*fp32", "p_out_ids": "*i64"}
+    scales = {**parts, "MULTIPLIER": "fp32", "SOFTCAP": "fp32"}
     # Parts of a vocabulary of 248,320.
     merge, options = {"BLOCK": 32}, {"num_warps": 1}
     found += [
-        Case("largest", largest.largest_kernel, chunk, types=parts),
+        Case("largest", largest.largest_kernel, plain, types=scales),
+        Case("largest scaled", largest.largest_kernel, scaled, types=scales),
         Case("merge_largest", largest.merge_largest_kernel, merge, types=parts, options=options),
     ]
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))

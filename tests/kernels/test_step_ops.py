@@ -8,7 +8,7 @@ from dflash_kernels import accept, largest, prepare_block
 from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
-from sglang_dflash.drafting.noise import BlockNoise, gumbel
+from sglang_dflash.drafting.noise import BlockNoise, LogitScale, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
@@ -68,7 +68,8 @@ LARGEST = {
 
 @pytest.mark.parametrize("case", LARGEST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_largest(case: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scale", [LogitScale(), LogitScale(0.7, 3.0)], ids=["plain", "scaled"])
+def test_largest(case: str, dtype: torch.dtype, scale: LogitScale) -> None:
     requests, drafts, vocab = LARGEST[case]
     first_id, count = (vocab if case == "a-rank" else 0), requests * drafts
     logits = (4 * torch.randn(count, vocab + 8, device=DEVICE)).to(dtype)[:, :vocab]
@@ -81,21 +82,26 @@ def test_largest(case: str, dtype: torch.dtype) -> None:
     if case == "many-requests":
         logits[5, 7], logits[9, 8] = torch.nan, torch.inf
         logits[12, 20:30] = logits[12].max() + 1  # of equal ones, the first
+    columns = first_id + vocab
+    # With the scale, also tokens that are not the columns.
+    token_ids = None if scale == LogitScale() else 5 + 3 * torch.arange(columns, device=DEVICE)
     canaries = Canaries()
     best = canaries.around(torch.full((2, count), -7.0, device=DEVICE))
     tokens = canaries.around(torch.full((2, count), -7, dtype=torch.int64, device=DEVICE))
     with counted_bytes() as counted:
-        largest.largest(best, tokens, logits, *noise, first_id)
-    counted.check(largest.traffic(count, vocab, logits.element_size()))
+        largest.largest(best, tokens, logits, *noise, first_id, scale, token_ids)
+    if token_ids is None:
+        counted.check(largest.traffic(count, vocab, logits.element_size()))
     assert canaries.are_alive()
-    expected, likeliest = TorchOps().largest(logits, noise, first_id)
+    expected, likeliest = TorchOps().largest(logits, noise, first_id, scale, token_ids)
     finite = expected.isfinite()
     assert torch.equal(best.isfinite(), finite)
     torch.testing.assert_close(best[finite], expected[finite], atol=2e-5, rtol=1e-5)
     assert torch.equal(tokens[0][finite[0]], likeliest[0][finite[0]])
     # Noise is float32 here and float64 there: another token is right if its score is as large.
+    of_columns = torch.arange(columns, device=DEVICE) if token_ids is None else token_ids
     rows = noise.scores(
-        logits.unflatten(0, (requests, drafts)), torch.arange(vocab, device=DEVICE) + first_id
+        logits.unflatten(0, (requests, drafts)), of_columns[first_id:], scale=scale
     ).flatten(0, 1)
     taken = rows.gather(1, (tokens[1][:, None] - first_id).clamp(0, vocab - 1))[:, 0]
     torch.testing.assert_close(taken[finite[1]], expected[1][finite[1]], atol=2e-5, rtol=1e-5)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
+from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG
 from sglang_dflash.facts.errors import ConfigError
 from tests.broken_drafts import PAIR, WEIGHTS
 from tests.conftest import FUZZ
@@ -26,14 +27,10 @@ VALUES: tuple[Any, ...] = (
     None, [], {}, "", "x", -1, 0, 1.5, 1e300, True, [1], {"a": None}, {"rope_type": "default"},
     "qwen3", "llama", ["DFlashDraftModel"], "bfloat16", {"quant_method": "fp8"}, 2**70, "\ud800",
 )  # fmt: skip
-# What Transformers' and SGLang's configs have, and what a folder may hold beside config.json.
-OTHERS = (
-    "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
-    "id2label", "initializer_range", "label2id", "layer_types", "llm_config", "max_window_layers",
-    "model_type", "num_labels", "pad_token_id", "quantization_config", "rope_parameters",
-    "rope_scaling", "sliding_window", "text_config", "thinker_config", "tie_word_embeddings",
-    "torch_dtype", "use_cache", "use_sliding_window", "vision_config",
-)  # fmt: skip
+# What configs of drafts have, a field of another model, and none.
+OTHERS = (*AT_TOP, "vision_config", "no_such_key")
+OWN = (*IN_DFLASH_CONFIG, "layer_types", "no_such_key")
+# What a folder may hold beside config.json.
 FILES = (
     "adapter_config.json", "config.json", "generation_config.json", "hf_quant_config.json",
     "model.safetensors.index.json", "params.json", "tokenizer_config.json", WEIGHTS,
@@ -55,8 +52,13 @@ def damage(folder: Path, chance: random.Random) -> str:
         return f"{file.name} {kind}"
     config = folder / "config.json"
     raw = json.loads(config.read_text())
-    changes = {}
+    changes: dict[str, Any] = {}
     for _ in range(chance.randint(1, 3)):
+        if chance.random() < 0.3:
+            own = changes.setdefault("dflash_config", dict(raw["dflash_config"]))
+            if isinstance(own, dict):
+                own[chance.choice(OWN)] = chance.choice(VALUES)
+            continue
         changes[chance.choice([*raw, *OTHERS])] = chance.choice(VALUES)
     config.write_text(json.dumps({**raw, **changes}))
     return str(changes)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from tests.broken_drafts import BrokenDraft, fields
 from tests.serving.published import Arrived
+from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
 TARGET = [
@@ -28,7 +32,7 @@ HYBRID = demo_pair("hybrid")
 DRAFT, HYBRID_PAIR = TARGET[-1], ["--model-path", str(HYBRID.target), TARGET[-1], str(HYBRID.draft)]
 # What is added to the dense pair's flags; of a flag that is given twice the last one counts.
 REFUSED_BY_US = {
-    r"--speculative-draft-model-path: '/no/such/draft'; it is neither a folder here nor": [
+    r"--speculative-draft-model-path: '/no/such/draft'; there is no such folder here": [
         *(DRAFT, "/no/such/draft")
     ],
     r"--tp-size: 3; .*num_attention_heads": ["--tp-size", "3"],
@@ -64,7 +68,7 @@ def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> No
 
 
 def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
-    with pytest.raises(ValueError, match="requires setting --speculative-draft-model-path"):
+    with pytest.raises(ConfigError, match=r"^--speculative-draft-model-path: missing: --spec"):
         resolve(TARGET[:-1])
 
 
@@ -98,9 +102,25 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     domino = {"shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 8, "emb_dim": 8}
     other_head = fields({"projector_type": "domino", **domino})
     draft = BrokenDraft(other_head, "").make(tmp_path / "draft")
-    assert "'domino'; only drafts of DFlash v1" in builtin_warning(
-        resolve([*TARGET, str(draft)]), capfd
-    )
+    # That worker reads it, and so it is no reason to refuse (MiMo has one).
+    (draft / "mask_embedding.pt").write_bytes(b"")
+    reason = "'domino'; not served here: a head"
+    assert reason in builtin_warning(resolve([*TARGET, str(draft)]), capfd)
+    assert cli.main(["inspect", str(PAIR.target), str(draft), "--offline"]) == 0
+    shown = " ".join(capfd.readouterr().out.split())
+    assert f"dflash_config.projector_type in the draft's config.json: {reason}" in shown
+
+
+def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: Path) -> None:
+    """SGLang reads its config.json too, and does not know that layout."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    draft = Path(shutil.copytree(PAIR.draft, tmp_path / "draft"))
+    (file,) = PAIR.target.glob("*.safetensors")
+    rows = load_file(file)["model.embed_tokens.weight"]
+    rewrite_in_that_layout(draft, rows, 2 * torch.arange(512))
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve([*TARGET, str(draft)]))
+    assert worker.keywords["load_draft"].args == (str(draft),)
 
 
 def builtin_warning(server_args: Any, capfd: Any) -> str:

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+from transformers import AutoConfig
 
 from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.speculators import flat
 
 # The draft of this server, as it was given. An environment variable, as the scheduler's processes
 # read the draft's config before they have our settings.
@@ -34,12 +37,22 @@ def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
     """Around SGLang's `get_config`: a draft's is a config.json, and no code is trusted.
 
     Without this, SGLang reads params.json of a folder whose name holds that of some Mistral models,
-    and if a config.json cannot be read, the model that a head.pt names, both with trust.
+    and if a config.json cannot be read, the model that a head.pt names, both with trust. And it
+    does not know the layout that the speculators library writes.
     """
     if str(model) != os.environ.get(DRAFT):
         return original(model, *args, **named)
     names = ("trust_remote_code", "revision", "model_override_args", "model_config_parser")
     named = {**dict(zip(names, args, strict=False)), **named}
+    file = Path(str(model)) / "config.json"
+    if not file.parent.exists():
+        file = Path(
+            try_to_load_from_cache(model, file.name, revision=named.get("revision")) or file
+        )
+    raw = read_json_object(file, "draft checkpoint") if file.is_file() else {}
+    if (known := flat(raw)) is not raw:
+        # SGLang has its class for these layers under that name.
+        return AutoConfig.for_model(**{**known, "architectures": ["DFlashDraftModel"]})
     return original(model, **{**named, "trust_remote_code": False, "model_config_parser": "hf"})
 
 
@@ -114,10 +127,9 @@ def _error_of_sglang(folder: str, server_args: Any) -> Exception | None:
 
 def _wrong_field(raw: Mapping[str, Any]) -> str | None:
     """The field without which Transformers can read the config; None if there is not one."""
-    from transformers import AutoConfig
 
     def is_read_without(name: str) -> bool:
-        kept = {other: value for other, value in raw.items() if other != name}
+        kept = {other: value for other, value in flat(raw).items() if other != name}
         try:
             AutoConfig.for_model(**kept)
         except Exception:  # Of many types.

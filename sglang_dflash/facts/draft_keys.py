@@ -1,0 +1,261 @@
+"""Every key that the config.json of published drafts has, by the exporters that write them (z-lab,
+JetSpec, Model-Optimizer, speculators, SpecForge, Transformers), and what it does here.
+
+A key that is not in these tables is refused by name (`check_keys`): none is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dflash.facts.errors import ConfigError, shown
+from sglang_dflash.facts.fields import Fields
+
+# What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
+_MODEL_TYPES = ("qwen3", "gpt_oss")
+_ARCHITECTURES = (
+    "DFlashDraftModel", "DFlash2DraftModel", "MiniMaxDFlash2DraftModel", "DFlashSpeculator",
+    "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
+)  # fmt: skip
+_DTYPES = ("bfloat16", "float16", "float32", "half", "float")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _or_null(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_valid(value)
+
+
+def _is_token(value: Any) -> bool:
+    return value is None or _is_int(value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return _is_token(value) or (isinstance(value, list) and all(map(_is_int, value)))
+
+
+def _names_labels(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(str(label).isdecimal() for label in value)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Values that SGLang or Transformers can read, whether or not we have a use for them."""
+
+    holds: Callable[[Any], bool]
+    required: str
+
+
+_BOOL = Form(lambda value: isinstance(value, bool), "true or false")
+_FLAG = Form(_or_null(_BOOL.holds), "true, false or null")
+_INT = Form(_is_int, "an integer")
+_COUNT = Form(_or_null(lambda value: _is_int(value) and value > 0), "a positive integer")
+_NUMBER = Form(lambda value: _is_int(value) or isinstance(value, float), "a number")
+_FRACTION = Form(lambda value: isinstance(value, float), "a fraction")
+_TOKEN = Form(_is_token, "a token id or null")
+_TOKENS = Form(_are_tokens, "a token id, a list of them or null")
+_NAME = Form(_or_null(lambda value: isinstance(value, str)), "a name")
+_WORD = Form(_or_null(lambda value: isinstance(value, str) and value != ""), "a text")
+_SCALE = Form(_or_null(_NUMBER.holds), "a number or null")
+_DTYPE = Form(
+    _or_null(lambda value: isinstance(value, str) and value in _DTYPES),
+    f"one of {', '.join(_DTYPES)}",
+)
+_OBJECT = Form(lambda value: isinstance(value, Mapping), "an object")
+_LABELS = Form(_or_null(_names_labels), "an object of numbered labels")
+# Transformers distinguishes null from missing; we do not.
+_NOT_NULL = Form(lambda value: value is not None, "a value that is not null")
+_NOTHING = Form(lambda value: False, "a config without it")
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+_PROBLEM = Form(_or_null(lambda value: value in _PROBLEMS), f"one of {', '.join(_PROBLEMS)}")
+
+
+@dataclass(frozen=True)
+class Read:
+    """A key that decides the field `decides` of `DraftConfig`, the one of its own name by default,
+    or has to agree with it."""
+
+    decides: str = ""
+    form: Form | None = None
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A key without effect on a draft, and the reason."""
+
+    reason: str
+    form: Form | None = None
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of drafts that SGLang's built-in worker serves, and we do not, unless its value is
+    `neutral`, which is as good as none."""
+
+    what: str
+    form: Form | None = None
+    neutral: tuple[Any, ...] = (None, False, 0, "")
+
+
+Key = Read | Idle | Foreign
+
+
+def _rows(*rows: tuple[str, Key]) -> dict[str, Key]:
+    return {name: key for names, key in rows for name in names.split()}
+
+
+_TARGETS = "the target's is used"
+_TRAINING = "of training"
+_OUTPUTS = "of what a Transformers model returns"
+
+# Keys of DFlash itself, in `dflash_config` or beside it.
+_EITHER = _rows(
+    ("block_size num_target_layers mask_token_id target_layer_ids is_causal", Read()),
+    ("final_logit_softcapping output_multiplier", Read()),
+    ("projector_type", Foreign("a head of another kind", _NAME, (None, ""))),
+    ("mask_token", Idle("mask_token_id names the token", _WORD)),
+    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", _FLAG)),
+    ("attention_value_scale", Foreign("a scale of V (MiMo)", _SCALE, (None, 0, 1))),
+    ("shift_label pure_draft_prefix_len gru_hidden_dim emb_dim", Foreign("the head of Domino")),
+    ("markov_rank markov_head_type use_confidence_head enable_confidence_head "
+     "confidence_head_with_markov dspark_block_size dspark_markov_rank dspark_noise_token_id",
+     Foreign("the head of DSpark")),
+    ("sample_from_anchor", Foreign("a draft from the bonus token's position (DSpark)", _FLAG)),
+    ("selector_rank selector_top_k", Read("selector")),
+    ("conv_kernel_size conv_group_size", Read("convolution")),
+    ("num_anchors max_anchors loss_decay_gamma", Idle(_TRAINING)),
+)  # fmt: skip
+IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(
+    ("causal causal_head", Read("layers", _FLAG)),
+    ("use_swa", Read("layers", _FLAG)),
+    ("swa_window_size", Read("layers")),
+    ("target_hidden_size", Read("hidden_size")),
+    ("input_embedding_scale", Foreign("a scale of the embeddings", _SCALE, (None, 1))),
+    ("backbone_rotary_base", Idle(_TARGETS)),
+    # SGLang reads these two here only, and no null.
+    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", _BOOL)),
+    ("output_multiplier", Read(form=_NUMBER)),
+)
+AT_TOP: Mapping[str, Key] = _EITHER | _rows(
+    ("architectures model_type dflash_config", Read("the class")),
+    ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+     "vocab_size", Read()),
+    ("head_dim max_position_embeddings rms_norm_eps", Read(form=_NOT_NULL)),
+    ("attention_bias", Read(form=_BOOL)),
+    ("v_head_dim", Read("head_dim")),
+    ("rope_theta rope_scaling rope_parameters original_max_position_embeddings rope_is_neox_style "
+     "is_neox_style partial_rotary_factor", Read("rope")),
+    ("hidden_act", Read("the class", _NOT_NULL)),
+    ("layer_types", Read("layers")),
+    ("sliding_window", Read("layers", _COUNT)),
+    ("use_sliding_window", Read("layers", _BOOL)),
+    ("max_window_layers", Read("layers", _INT)),
+    ("target_hidden_size", Read("hidden_size")),
+    ("draft_vocab_size", Read()),
+    ("eagle_aux_hidden_state_layer_ids", Read("target_layer_ids")),
+    ("has_embed_tokens", Foreign("an embedding of its own", _FLAG)),
+    ("has_lm_head", Foreign("an lm_head of its own", _FLAG)),
+    ("use_gemma_norm", Foreign("RMSNorm by 1 + weight", _FLAG)),
+    ("swiglu_alpha swiglu_limit", Foreign("a clamped SwiGLU (MiniMax)")),
+    ("add_swa_attention_sink_bias", Foreign("learned attention sinks (MiMo)", _FLAG)),
+    ("gating", Foreign("output gates (Laguna)", neutral=(None, False, "", "disabled"))),
+    ("logit_scale", Foreign("a scale of the logits", _SCALE, (None, 1))),
+    ("quantization_config", Foreign("a quantized draft", neutral=(None,))),
+    ("compression_config language_config llm_config text_config thinker_config "
+     "use_ngram_embedding", Idle("of models that contain others", _NOTHING)),
+    ("auto_map", Idle("code of a draft is never run", _OBJECT)),
+    ("bos_token_id pad_token_id", Idle(_TARGETS, _TOKEN)),
+    ("eos_token_id", Idle(_TARGETS, _TOKENS)),
+    ("tie_word_embeddings", Idle("lm_head and embedding are the target's", _BOOL)),
+    ("dtype torch_dtype", Idle("the server's dtype is used", _DTYPE)),
+    ("max_sequence_length model_max_length seq_length",
+     Idle("max_position_embeddings is read", _COUNT)),
+    ("transformers_version _name_or_path", Idle("of the exporter")),
+    ("mlp_bias", Foreign("biases of the MLP", _FLAG)),
+    ("flex_attention_backend", Idle(_TRAINING)),
+    ("pretraining_tp", Idle(_TRAINING, _INT)),
+    ("initializer_range", Idle(_TRAINING, _FRACTION)),
+    ("attention_dropout", Idle(_TRAINING, _NUMBER)),
+    ("use_cache", Idle(_OUTPUTS, _BOOL)),
+    ("is_encoder_decoder", Idle(_OUTPUTS, _BOOL)),
+    ("output_attentions output_hidden_states return_dict", Idle(_OUTPUTS, _FLAG)),
+    ("num_labels chunk_size_feed_forward", Idle(_OUTPUTS, _INT)),
+    ("problem_type", Idle(_OUTPUTS, _PROBLEM)),
+    ("id2label", Idle(_OUTPUTS, _LABELS)),
+    ("label2id", Idle(_OUTPUTS)),
+    ("torchscript pruned_heads use_bfloat16 tf_legacy_loss is_decoder add_cross_attention "
+     "cross_attention_hidden_size tie_encoder_decoder finetuning_task prefix sep_token_id "
+     "decoder_start_token_id task_specific_params tokenizer_class", Idle("of older Transformers")),
+    ("max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
+     "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+     "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores "
+     "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
+     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens",
+     Idle("requests tell how to sample")),
+)  # fmt: skip
+
+
+def check_keys(raw: Mapping[str, Any]) -> None:
+    """Check the keys of a parsed config.json, and of its `dflash_config`, with the form of those
+    values that `DraftConfig` does not read.
+
+    Raises:
+        ConfigError: SGLang or Transformers cannot read a value.
+        UnsupportedDraft: a key that only drafts of another kind have, or one that is unknown.
+    """
+    top = Fields.of(raw, "draft", sections=())
+    own = top.block("dflash_config")
+    _check_form(top)
+    present = [
+        (place, name, known.get(name))
+        for place, known in ((top, AT_TOP), (own, IN_DFLASH_CONFIG))
+        for name in place.values
+    ]
+    for name in own.values:
+        if name in own and top.get(name, own.get(name)) != own.get(name):
+            raise own.error(name, f"{shown(top.get(name))}, as beside dflash_config,")
+    for place, name, key in present:
+        if key is not None and key.form is not None and not key.form.holds(place.values[name]):
+            raise place.error(name, key.form.required)
+    _check_kind(top)
+    for place, name, key in present:
+        if key is None and name in place:
+            raise place.unsupported(name, "sglang-dflash does not know this key of a draft")
+        if isinstance(key, Foreign) and place.get(name) not in key.neutral:
+            raise place.unsupported(name, f"not served here: {key.what}")
+
+
+def _check_form(top: Fields) -> None:
+    """Raise ConfigError for what SGLang or Transformers cannot read, whatever the draft is."""
+    if not top.words("architectures"):
+        raise top.error("architectures", "a list of names")
+    if not top.word("model_type"):
+        raise top.error("model_type", f"one of {', '.join(_MODEL_TYPES)}")
+    scaling, quantization = top.block("rope_scaling"), top.block("quantization_config")
+    if scaling.values and all(value is None for value in scaling.values.values()):
+        raise scaling.error(next(iter(scaling.values)), "a value that is not null")
+    if "quantization_config" in top and not quantization.word("quant_method"):
+        raise quantization.error("quant_method", "a name")
+
+
+def _check_kind(top: Fields) -> None:
+    """Raise UnsupportedDraft unless it is a network that `drafting.model` has, and ConfigError if
+    it is clearly not that of a DFlash draft."""
+    names = top.words("architectures")
+    named = any("dflash" in name.casefold() for name in names)
+    if not named and "dflash_config" not in top and "num_target_layers" not in top:
+        raise ConfigError(
+            top.file,
+            required="neither dflash_config nor num_target_layers: no DFlash draft; the folder or "
+            "name of the draft is required, not the target's",
+        )
+    for name, served in (("architectures", _ARCHITECTURES), ("model_type", _MODEL_TYPES)):
+        given = names if name == "architectures" else (top.word(name),)
+        if not set(given) & set(served):
+            raise top.unsupported(name, f"{', '.join(served)} are served here")
+    if top.word("hidden_act") not in (None, "silu"):
+        raise top.unsupported("hidden_act", "silu is served")

@@ -1,0 +1,289 @@
+"""No key of a draft's config.json is ignored: each is read, is known to have no effect, or is
+refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sglang_dflash.facts.draft_config import (
+    Convolution,
+    DraftConfig,
+    LayerAttention,
+    Selector,
+)
+from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG, Foreign, Idle, Read
+from sglang_dflash.facts.draft_rope import RopeConfig
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from tests.conftest import raw_config
+from tests.facts.test_fuzz import bounded, values
+from tests.speculators import layout
+
+KEYS = {**AT_TOP, **{f"dflash_config.{name}": key for name, key in IN_DFLASH_CONFIG.items()}}
+BASE = DraftConfig.from_dict(raw_config())
+
+
+def of(kind: type) -> list[str]:
+    return [path for path, key in KEYS.items() if isinstance(key, kind)]
+
+
+def config_with(*changes: tuple[str, Any]) -> DraftConfig:
+    raw = raw_config()
+    raw["dflash_config"] = dict(raw["dflash_config"])
+    for path, value in changes:
+        section, _, name = path.rpartition(".")
+        (raw[section] if section else raw)[name] = value
+    return DraftConfig.from_dict(raw)
+
+
+def _same_or_null(name: str, value: Any) -> Any:
+    """What the same key beside a key may be. Null counts as missing, but SGLang does not read it as
+    a multiplier."""
+    return value if name == "output_multiplier" else None
+
+
+SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
+CAUSAL = {"layers": (LayerAttention(None, True),) * 3}
+WINDOWED = {"layers": (LayerAttention(8, False),) * 3}
+SWA = ("dflash_config.use_swa", True)
+YARN = {"rope_type": "yarn", "factor": 4}
+# A key that is read -> what it is given, what beside it, and what of the config then differs; or
+# the error that it leads to.
+READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigError]]] = {
+    "architectures": (["DFlashSomethingElse"], [], UnsupportedDraft),
+    "model_type": ("laguna", [], UnsupportedDraft),
+    "dflash_config": ([1], [], ConfigError),
+    "hidden_act": ("gelu", [], UnsupportedDraft),
+    "hidden_size": (64, [], {"hidden_size": 64}),
+    "intermediate_size": (96, [], {"intermediate_size": 96}),
+    "num_hidden_layers": (2, [], {"num_hidden_layers": 2, "layers": BASE.layers[:2]}),
+    "num_attention_heads": (2, [], {"num_attention_heads": 2}),
+    "num_key_value_heads": (4, [], {"num_key_value_heads": 4}),
+    "vocab_size": (128, [], {"vocab_size": 128}),
+    "head_dim": (8, [], {"head_dim": 8}),
+    "v_head_dim": (8, [], UnsupportedDraft),
+    "max_position_embeddings": (99, [], {"max_position_embeddings": 99}),
+    "rms_norm_eps": (1e-5, [], {"rms_norm_eps": 1e-5}),
+    "attention_bias": (True, [], {"attention_bias": True}),
+    "rope_theta": (1e6, [], {"rope": RopeConfig(1e6)}),
+    "rope_scaling": (YARN, [], {"rope": RopeConfig(1e4, YARN)}),
+    "rope_parameters": (YARN, [], {"rope": RopeConfig(1e4, YARN)}),
+    "original_max_position_embeddings": (
+        9, [("rope_scaling", YARN)],
+        {"rope": RopeConfig(1e4, {**YARN, "original_max_position_embeddings": 9})},
+    ),
+    "rope_is_neox_style": (False, [], UnsupportedDraft),
+    "is_neox_style": (False, [], UnsupportedDraft),
+    "partial_rotary_factor": (0.5, [], UnsupportedDraft),
+    "layer_types": (
+        ["sliding_attention", *FULL[1:]], [("sliding_window", 8)],
+        {"layers": (LayerAttention(8, True), *BASE.layers[1:])},
+    ),
+    "sliding_window": (
+        9, [("layer_types", SLIDING)], {"layers": (LayerAttention(9, True),) * 3},
+    ),
+    "use_sliding_window": (
+        True, [("max_window_layers", 1), ("sliding_window", 8)],
+        {"layers": (BASE.layers[0], *(LayerAttention(8, True),) * 2)},
+    ),
+    "max_window_layers": (
+        -1, [("use_sliding_window", True), ("sliding_window", 8)],
+        {"layers": (LayerAttention(8, True),) * 3},
+    ),
+    "is_causal": (True, [], CAUSAL),
+    "dflash_config.is_causal": (True, [], CAUSAL),
+    "dflash_config.causal": (True, [], CAUSAL),
+    "dflash_config.causal_head": (True, [], CAUSAL),
+    "dflash_config.use_swa": (True, [("sliding_window", 8)], WINDOWED),
+    "dflash_config.swa_window_size": (8, [SWA], WINDOWED),
+    "draft_vocab_size": (32, [], {"draft_vocab_size": 32}),
+    **{
+        f"{place}{name}": (value, [(place + other, beside)], {part: expected})
+        for place in ("", "dflash_config.")
+        for part, (name, value), (other, beside), expected in (
+            ("selector", ("selector_rank", 8), ("selector_top_k", 4), Selector(8, 4)),
+            ("selector", ("selector_top_k", 4), ("selector_rank", 8), Selector(8, 4)),
+            ("convolution", ("conv_kernel_size", 2), ("conv_group_size", 8), Convolution(2, 8)),
+            ("convolution", ("conv_group_size", 8), ("conv_kernel_size", 2), Convolution(2, 8)),
+        )
+    },
+    "target_hidden_size": (64, [], UnsupportedDraft),
+    "dflash_config.target_hidden_size": (64, [], UnsupportedDraft),
+    "eagle_aux_hidden_state_layer_ids": ([1, 3], [], UnsupportedDraft),
+} | {
+    path: (value, [(other, _same_or_null(name, value))], {path.rpartition(".")[2]: expected})
+    for name, value, expected in (
+        ("block_size", 8, 8),
+        ("num_target_layers", 7, 7),
+        ("mask_token_id", 9, 9),
+        ("target_layer_ids", [0, 2, 5], (0, 2, 5)),
+        ("output_multiplier", 0.5, 0.5),
+        ("final_logit_softcapping", 30, 30.0),
+    )
+    for path, other in ((name, f"dflash_config.{name}"), (f"dflash_config.{name}", name))
+}  # fmt: skip
+
+
+def test_every_key_that_is_read_has_an_example() -> None:
+    assert sorted(READ) == sorted(of(Read))
+
+
+@pytest.mark.parametrize("path", READ)
+def test_a_key_that_is_read_decides_something(path: str) -> None:
+    value, beside, differs = READ[path]
+    if isinstance(differs, dict):
+        assert config_with(*beside, (path, value)) == replace(BASE, **differs)
+        return
+    with pytest.raises(differs) as refused:
+        config_with(*beside, (path, value))
+    assert type(refused.value) is differs
+    assert refused.value.field == f"{path} in the draft's config.json"
+
+
+@pytest.mark.parametrize("path", of(Idle))
+def test_a_key_without_effect_changes_nothing(path: str) -> None:
+    """What SGLang or Transformers cannot read is refused all the same."""
+    form = KEYS[path].form
+    if form is not None and form.required == "a config without it":
+        with pytest.raises(ConfigError):
+            config_with((path, {}))
+        return
+    valid = [v for v in (True, 1, 0.5, "float16", {}, None) if form is None or form.holds(v)]
+    assert valid or path == "problem_type"
+    for value in valid:
+        assert config_with((path, value)) == BASE
+
+
+@pytest.mark.parametrize("path", of(Foreign))
+def test_a_key_of_other_drafts_goes_to_the_built_in_worker(path: str) -> None:
+    key = KEYS[path]
+    assert isinstance(key, Foreign)
+    readable = [v for v in key.neutral if key.form is None or key.form.holds(v)]
+    assert readable
+    for value in readable:
+        assert config_with((path, value)) == BASE
+    others = (7, True, "domino") if path != "quantization_config" else ({"quant_method": "fp8"},)
+    with pytest.raises(UnsupportedDraft) as refused:
+        config_with((path, next(v for v in others if key.form is None or key.form.holds(v))))
+    assert refused.value.field == f"{path} in the draft's config.json"
+
+
+places = st.sampled_from(["", "dflash_config.", "rope_scaling.", "rope_parameters."])
+
+
+@bounded
+@given(place=places, name=st.text(st.characters(categories=["Ll"]), min_size=1), value=values)
+def test_an_unknown_key_is_refused_by_name(place: str, name: str, value: Any) -> None:
+    assume(value is not None and f"{place}{name}" not in KEYS and name not in ("factor", "type"))
+    changes = [("rope_scaling", {}), ("rope_parameters", {}), (f"{place}{name}", value)]
+    with pytest.raises(UnsupportedDraft) as refused:
+        config_with(*changes)
+    assert refused.value.field == f"{place}{name} in the draft's config.json"
+    # Null is as good as nothing, but for Transformers, which reads these blocks.
+    if not place.startswith("rope"):
+        assert config_with((f"{place}{name}", None)) == BASE
+
+
+@bounded
+@given(made=st.lists(st.tuples(st.sampled_from(sorted(KEYS)), values), min_size=1, max_size=2))
+def test_no_value_of_a_known_key_is_dropped(made: list[tuple[str, Any]]) -> None:
+    """Where keys that are read leave the config as it is, they give what it has by default."""
+    try:
+        config = config_with(*made)
+    except ConfigError:
+        return
+    if config != BASE:
+        return
+    for path, value in dict(made).items():
+        if path in READ and value is not None:
+            name = path.rpartition(".")[2]
+            by_default = {
+                "is_causal": False, "causal": False, "causal_head": False, "use_swa": False,
+                "use_sliding_window": False, "rope_is_neox_style": True, "is_neox_style": True,
+                "v_head_dim": 16, "target_hidden_size": 32, "draft_vocab_size": 64,
+                "eagle_aux_hidden_state_layer_ids": [2, 4], "partial_rotary_factor": 1,
+                "final_logit_softcapping": 0, "output_multiplier": 1, "rope_scaling": {},
+                "rope_parameters": {}, "layer_types": FULL, **raw_config(),
+                **raw_config()["dflash_config"], "attention_bias": False,
+            }  # fmt: skip
+            # These two have no effect if no layer slides.
+            assert name in ("sliding_window", "max_window_layers") or value == by_default[name]
+
+
+CONTRADICTIONS = {
+    "causality": [("is_causal", False), ("dflash_config.causal", True)],
+    "causality of JetSpec": [("dflash_config.causal", False), ("dflash_config.causal_head", True)],
+    "two block sizes": [("dflash_config.block_size", 8)],
+    "two windows": [SWA, ("sliding_window", 9), ("dflash_config.swa_window_size", 8)],
+    "no window": [SWA],
+    "sliding layers without a window": [("layer_types", SLIDING), ("sliding_window", None)],
+    "sliding layers that do not slide": [
+        ("layer_types", SLIDING), ("sliding_window", 9), ("use_sliding_window", False),
+    ],
+    "two thetas": [("rope_parameters", {"rope_theta": 1e6})],
+    "too large a vocabulary": [("draft_vocab_size", 65)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_keys_that_contradict_each_other_are_refused(what: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_with(*CONTRADICTIONS[what])
+    assert not isinstance(refused.value, UnsupportedDraft)
+
+
+PUBLISHED = json.loads((Path(__file__).parent / "published_keys.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str) -> None:
+    """Whole files as their publishers have them, or as the named exporter writes them."""
+    raw, refused = PUBLISHED[name]["config"], PUBLISHED[name].get("refused")
+    if refused is None:
+        config = DraftConfig.from_dict(raw)
+        assert [[la.sliding_window, la.causal] for la in config.layers] == PUBLISHED[name]["layers"]
+        assert list(config.target_layer_ids) == PUBLISHED[name]["target_layer_ids"]
+        return
+    with pytest.raises(UnsupportedDraft) as error:
+        DraftConfig.from_dict(raw)
+    assert error.value.field == f"{refused} in the draft's config.json"
+
+
+def test_the_layout_of_speculators_is_the_same_draft() -> None:
+    known = replace(BASE, num_target_layers=None)
+    assert DraftConfig.from_dict(layout(raw_config())) == known
+    slides = {"layer_types": SLIDING, "sliding_window": 8}
+    for non_causal in (False, True):
+        config = DraftConfig.from_dict(
+            layout(raw_config(), **slides, sliding_window_non_causal=non_causal)
+        )
+        assert config == replace(known, layers=(LayerAttention(8, not non_causal),) * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"speculators_model_type": "dspark"}, "speculators_model_type"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, "aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
+        ({"hidden_size": 64}, "hidden_size"),
+        ({"transformer_layer_config": [1]}, "transformer_layer_config"),
+        ({"sliding_window_non_causal": "no"}, "sliding_window_non_causal"),
+        ({"sample_from_anchor": True}, "sample_from_anchor"),
+        ({"target_hidden_size": 64}, "target_hidden_size"),
+        ({"no_such_key": 1}, "no_such_key"),
+        ({"transformer_layer_config": {**raw_config(), "no_such_key": 1}}, "no_such_key"),
+    ],
+)
+def test_other_keys_of_that_layout_are_refused(changes: dict[str, Any], field: str) -> None:
+    """SGLang's worker reads no draft of that layout."""
+    with pytest.raises(ConfigError) as refused:
+        DraftConfig.from_dict(layout(raw_config(), **changes))
+    assert not isinstance(refused.value, UnsupportedDraft)
+    assert refused.value.field == f"{field} in the draft's config.json"
