@@ -1,12 +1,18 @@
-"""`python -m experiments lookup`: rules and their replay, by hand."""
+"""`python -m experiments lookup` and `lookup_servers`: rules and their replay, by hand."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from experiments.lookup import RULES, Position, accepted, edited, tokens_per_step
+from experiments.lookup_servers import Asked, compared, sampling, table
+from sglang_dflash.bench import load
+from sglang_dflash.bench.load import Answer, Pass, SGLang
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 
 # Blocks of four. The text goes on with 1 2 3 4 5 6; after a rejection it was not seen before.
 SEEN_LATE = [
@@ -49,3 +55,27 @@ def test_ten_edits() -> None:
     kept = [token for token in found if token < 1000]
     assert kept == sorted(kept) and 370 <= len(kept) <= 390
     assert 10 <= len(found) - len(kept) <= 30
+
+
+def test_a_given_answer_is_the_only_one_that_its_grammar_allows() -> None:
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+    assert sampling(tokenizer, None) == {"temperature": 0, "ignore_eos": True}
+    answer = [ord(letter) for letter in 'a = "b"\n']
+    assert sampling(tokenizer, answer) == {"temperature": 0, "ebnf": r'root ::= "a = \"b\"\n"'}
+
+
+def test_a_comparison_needs_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def passed(to: Any, *_: Any) -> Pass:
+        answer = Answer("", (1, 2) if to.url == "off" else others, 2, 0.1, 0.2, 1)
+        seconds = {"off": 2.0, "on": 1.0}[to.url]
+        return Pass(seconds, [[answer]], VerifySteps(1, 2))
+
+    monkeypatch.setattr(load, "run", passed)
+    arms, others = {name: SGLang(name) for name in ("off", "on")}, (1, 2)
+    found = compared(arms, [Asked([1], {})], level=1, rounds=3)
+    assert (found["ratio"], found["on_tokens_per_second"]) == (2.0, 2.0)
+    row = {"text": "quote", "concurrency": 1, **found}
+    assert table({"rows": [row]})[1].split()[-2:] == ["2.000", "2.000"]
+    others = (1, 3)
+    with pytest.raises(RuntimeError, match="outputs differ"):
+        compared(arms, [Asked([1], {})], level=1, rounds=3)
