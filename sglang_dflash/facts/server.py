@@ -132,7 +132,8 @@ class ServerInfo:
             over = f" over {steps:,} verify steps" if self.reports else " (SGLang's own figure)"
             words.append(f"acceptance length {length:.2f}{over}")
         elif self.algorithm:
-            words.append("acceptance length not known yet: no verify step")
+            why = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
+            words.append(f"acceptance length not known yet{why}")
         return ", ".join(words)
 
     def machine(self) -> dict[str, str]:
@@ -140,8 +141,10 @@ class ServerInfo:
         told = [state["machine"] for state in self.states if state.get("machine")]
         found: Mapping[str, Any] = told[0] if told else {}
         cpu = f"CPU, {found.get('cores')} cores of {found.get('processor')}" if found else NOT_KNOWN
+        # Of a server without this package: what was asked for.
+        asked = self.info.get("dtype")
         return {
-            "dtype": found.get("dtype", NOT_KNOWN),
+            "dtype": found.get("dtype") or (NOT_KNOWN if asked in (None, "auto") else asked),
             "device": found.get("accelerator") or cpu,
             "sglang": self.info.get("version") or NOT_KNOWN,
             "torch": found.get("torch", NOT_KNOWN),

@@ -168,6 +168,11 @@ def test_so_it_does_other_servers(server: ServerInfo, line: str) -> None:
     assert server.line().startswith(line)
 
 
+def test_the_dtype_is_known_if_it_was_asked_for() -> None:
+    for asked, told in ((None, "not known"), ("auto", "not known"), ("float32", "float32")):
+        assert ServerInfo({"dtype": asked}).machine()["dtype"] == told
+
+
 def test_the_page_lists_every_finding() -> None:
     page = (Path(__file__).parents[2] / "docs/operating.md").read_text().partition("## What to")[0]
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]

@@ -25,6 +25,7 @@ from sglang_dflash.serving.show.counts import (
     RequestStep,
 )
 from sglang_dflash.serving.show.figures import COUNTS, SET_UP
+from sglang_dflash.serving.start import choose_worker
 from sglang_dflash.serving.step.scheduler import count_kept_tokens
 from tests.recording import OpRecorder
 from tests.serving.in_process import worker_of
@@ -226,6 +227,23 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     assert shown("acceptance_alarm") == report["acceptance_alarm"] == 1
     worker.learn([RequestStep(3, 3, 4)] * JUDGED_STEPS, 4, {})
     assert shown("acceptance_alarm") == 0
+
+
+def test_the_series_tell_if_sglangs_worker_serves(
+    registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Theirs:
+        def __init__(self, server_args: int) -> None:
+            self.server_args = server_args
+
+    spec = SimpleNamespace(speculative_num_draft_tokens=8, speculative_draft_window_size=None)
+    monkeypatch.setattr(choose_worker, "get_spec", lambda: spec)
+    monkeypatch.setattr("sglang_dflash.serving.start.build.metric_labels", lambda: LABELS)
+    worker = choose_worker._showing("--pp-size", Theirs)(7)
+    assert (worker.server_args, worker.builtin_reason) == (7, "--pp-size")
+    told = {"worker": "builtin", "block": "8", "window": "all"}
+    labels = LABELS | told | {"version": sglang_dflash.__version__}
+    assert registry.get_sample_value("sglang_dflash_info", labels) == 1
 
 
 def test_a_low_acceptance_is_put_down_to_what_was_warned_of(

@@ -70,10 +70,10 @@ SET_UP = (
     Figure("simulated_acceptance", lambda s: s.simulated),
     Figure("context_length", lambda s: s.context_length),
     Figure("draft_max_position_embeddings", lambda s: s.model.config.max_position_embeddings),
-    Figure("warnings", lambda s: [found._asdict() for found in s.notices]),
 )
-# What steps change.
+# What steps change, and what the log has on lines of its own.
 COUNTS = (
+    Figure("warnings", lambda s: [found._asdict() for found in s.notices]),
     Figure("draft_kv_live_share", lambda s: round(min(c.live_share() for c in s.caches), 4)),
     Figure("verify_steps", lambda s: s.counts.drafted.steps,
            "verify_steps", "Verify steps, one per live request and forward."),

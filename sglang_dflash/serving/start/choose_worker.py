@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang_dflash.drafting.machine import version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.weights import dummy_model, load_model
+from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.facts.hub import draft_folder
@@ -185,8 +185,8 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     reason = unserved_setting(settings, folder) or unserved_attention(server_args)
     if reason is not None:
         return _fall_back(reason, builtin)
-    load = dummy_model if dummy_weights(settings) else load_model
-    return functools.partial(_build_worker, builtin, load_draft=functools.partial(load, folder))
+    load = functools.partial(load_model, folder, dummy=dummy_weights(settings))
+    return functools.partial(_build_worker, builtin, load_draft=load)
 
 
 def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
