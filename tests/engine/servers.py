@@ -202,7 +202,7 @@ SOAK_HYBRID = (
 
 # -- verify widths that change
 
-CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths", **LOOKUP}
+CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **SECOND)
@@ -306,7 +306,7 @@ FEATURES = PLAIN.having(
 )
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
-FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING)
+FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **LOOKUP)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )
