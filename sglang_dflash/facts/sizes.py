@@ -190,7 +190,7 @@ def draft_memory(
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
         slot_tables=table,
-        graph_buffers=recorded * (3 * 8 + block_size * (3 * 8 + 1 + hidden)),
+        graph_buffers=recorded * (4 * 8 + 4 + block_size * (4 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * vocabulary * itemsize,
         activations=tokens * _activations(config, ranks) * itemsize,
         # And their concatenation.

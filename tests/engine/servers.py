@@ -192,10 +192,7 @@ SOAK = (
 )
 SOAK_HYBRID = (
     HYBRID_PAIR_PLAIN.named("soak-hybrid")
-    .having(
-        **drafting(HYBRID_PAIR.draft),
-        **WATCHED,
-    )
+    .having(**drafting(HYBRID_PAIR.draft), **WATCHED)
     .having(max_total_tokens=12000)
     .with_env(**STRICT)
 )
