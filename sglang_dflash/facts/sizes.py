@@ -118,6 +118,7 @@ class DraftMemory(NamedTuple):
         activations: of the draft network for the largest batch.
         waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
             step drafts.
+        texts: the tokens of requests, in which drafts are looked up; 0 without lookup.
         narrow_widths: attention backends and CUDA graphs of the target for other widths than the
             block's; 0 on a CPU.
     """
@@ -129,6 +130,7 @@ class DraftMemory(NamedTuple):
     logits: int = 0
     activations: int = 0
     waiting_hidden: int = 0
+    texts: int = 0
     narrow_widths: int = 0
 
     @property
