@@ -14,7 +14,7 @@ _WIDTH = 120
 _GROUPS = {
     "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
     "draft": (
-        "draft", "architecture", "layers", "dtype", "context", "rope", "target_layer_ids",
+        "draft", "kind", "architecture", "layers", "dtype", "context", "rope", "target_layer_ids",
         "mask_token_id", "tensors", "values",
     ),
     "served with": (
