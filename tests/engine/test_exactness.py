@@ -164,7 +164,8 @@ FEATURES = (
         s.FEATURES_WIDTHS,
         s.FEATURES_PLAIN,
         (*SCHEDULED, features.logprobs, features.stops, features.processors),
-        (checks.used_every_width,),
+        # Grammars alone need few steps: what they allow, lookup often finds.
+        (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
 )
 # Answers that end inside a block, for the earlier of two reasons.
