@@ -14,6 +14,7 @@ from sglang_dflash.facts import sizes
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.heads import head_bytes
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry
@@ -123,6 +124,7 @@ def inspect(
         "target_weight_bytes": target.weight_bytes,
         "draft_weight_bytes": weights,
         "draft_step_bytes": steps,
+        **_head_bytes(config, block_size),
         "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
         "draft_values": "finite" if config and draft.weights else None,
         **recurrent,
@@ -190,6 +192,15 @@ def _step_bytes(
         columns=sum(reach.of(context or (reach.tokens or 0) + reach.sinks) for reach in reaches),
         recorded=requests,
     ).total
+
+
+def _head_bytes(config: DraftConfig | None, block_size: int) -> dict[str, int | None]:
+    """What the head of DFlash2 adds to what a proposal reads; None for what is not known."""
+    found = config and head_bytes(config, block_size, KV_DTYPES["bfloat16"])
+    return {
+        "draft_head_bytes": found and found.once,
+        "draft_head_bytes_per_request": found and found.per_request,
+    }
 
 
 def _kv_bytes(
