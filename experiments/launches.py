@@ -174,7 +174,9 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "write_context_kernel": _write_context,
     "silu_mul_kernel": _silu_mul,
     # Both launches.
-    "largest_kernel": lambda _, args, __: largest.traffic(*args[2].shape, args[2].element_size()),
+    "largest_kernel": lambda _, args, __: largest.traffic(
+        args[2].shape[0], args[2].shape[1], args[2].element_size()
+    ),
     "merge_largest_kernel": lambda *_: Traffic(0, 0),
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,

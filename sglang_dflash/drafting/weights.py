@@ -15,7 +15,8 @@ from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.tensors import D2T, check_weights, each_tensor, layout, token_ids
+from sglang_dflash.facts.tensors import check_weights, each_tensor, layout
+from sglang_dflash.facts.vocabulary import D2T, T2D, token_ids
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -70,11 +71,13 @@ def load_model(
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     check_weights(config, folder)
-    state = load_state(config, read_tensors(folder), tp)
+    tensors = read_tensors(folder)
+    state = load_state(config, tensors, tp)
     placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
     model = _network(config, tp, ops, placed, device)
     if config.draft_vocab_size is not None:
-        model.token_ids = torch.from_numpy(token_ids(config, folder)).to(device)
+        maps = {name: tensors[name].numpy() for name in (D2T, T2D) if name in tensors}
+        model.token_ids = torch.from_numpy(token_ids(config, maps)).to(device)
     return model
 
 

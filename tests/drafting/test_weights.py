@@ -211,9 +211,9 @@ BAD_MAPS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "none": (lambda t: t.pop("d2t"), "tensor d2t of the draft: missing; draft_vocab_size needs it"),
     "short": (
         lambda t: t.update(d2t=t["d2t"][1:]),
-        r"d2t of the draft: 'I64 of shape \[23\]'; I64 of shape \[24\] is required",
+        r"d2t of the draft: I64 of shape \[23\]; I64 of shape \[24\] is required",
     ),
-    "floats": (lambda t: t.update(d2t=t["d2t"].float()), "d2t of the draft: 'F32 of"),
+    "floats": (lambda t: t.update(d2t=t["d2t"].float()), "d2t of the draft: F32 of"),
     "beyond the vocabulary": (lambda t: t["d2t"][-1:].fill_(41), "distinct tokens from 0 to 63"),
     "negative": (lambda t: t["d2t"][:1].fill_(-1), "distinct tokens from 0 to 63"),
     "twice": (lambda t: t["d2t"][1:2].copy_(t["d2t"][:1] - 1), "distinct tokens from 0 to 63"),
@@ -221,7 +221,7 @@ BAD_MAPS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
         lambda t: t.update(t2d=torch.arange(64) < 24),
         "tensor t2d of the draft: the tokens of d2t are required",
     ),
-    "short t2d": (lambda t: t.update(t2d=torch.arange(63) < 24), "t2d of the draft: 'BOOL of"),
+    "short t2d": (lambda t: t.update(t2d=torch.arange(63) < 24), "t2d of the draft: BOOL of"),
     "no lm_head": (lambda t: t.pop("lm_head.weight"), "lm_head.weight of the draft: missing"),
 }
 

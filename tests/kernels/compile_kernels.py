@@ -218,7 +218,10 @@ def cases() -> dict[str, Case]:
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
     drafts = published()
     # No published draft has head dim 256. It is served all the same.
-    wide = next(x for x in drafts if x.head_dim == 128 and x.block_size == 16)
+    sizes = (128, 16, None)
+    wide = next(
+        x for x in drafts if (x.head_dim, x.block_size, x.layers[0].sliding_window) == sizes
+    )
     for config in (*drafts, replace(wide, head_dim=256)):
         found += [*attention_cases(config), *layer_cases(config), *step_cases(config)]
     return {case.name: case for case in found}
