@@ -196,11 +196,10 @@ def _step_bytes(
 
 def _head_bytes(config: DraftConfig | None, block_size: int) -> dict[str, int | None]:
     """What the head of DFlash2 adds to what a proposal reads; None for what is not known."""
-    found = config and head_bytes(config, block_size, KV_DTYPES["bfloat16"])
-    return {
-        "draft_head_bytes": found and found.once,
-        "draft_head_bytes_per_request": found and found.per_request,
-    }
+    if config is None:
+        return dict.fromkeys(("draft_head_bytes", "draft_head_bytes_per_request"))
+    once, per_request = head_bytes(config, block_size, KV_DTYPES["bfloat16"])
+    return {"draft_head_bytes": once, "draft_head_bytes_per_request": per_request}
 
 
 def _kv_bytes(
