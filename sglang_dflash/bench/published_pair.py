@@ -16,7 +16,7 @@ from torch import distributed
 
 from sglang_dflash.bench.compare import WARM_UP_TOKENS
 from sglang_dflash.bench.datasets import Prompt, encode_turn
-from sglang_dflash.bench.machine import progress_bar
+from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options

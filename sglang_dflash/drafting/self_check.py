@@ -114,9 +114,8 @@ def check_recording(
     requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
     try:
         drafted = recorded.propose(bonus, requests)[:, 1:]
-        shortfall = (
-            eager.head.shortfall(eager.forward(bonus, requests)[1], bonus, drafted).max().item()
-        )
+        hidden = eager.forward(bonus, requests)[1]
+        shortfall = eager.head.shortfall(hidden, bonus, drafted).max().item()
         # A NaN fails: it is not below anything.
         if not shortfall <= TOLERANCE[draw.dtype]:
             where = f"recorded proposal of {count} requests on {draw.device.type}"

@@ -202,14 +202,17 @@ class DraftConfig:
         """Draft K/V of one token: `(layers, 2, kv heads, head dim)`."""
         return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
 
-    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-        """Raise ConfigError unless this draft was trained for a target of that geometry."""
+    def check_target(
+        self, *, hidden_size: int, vocab_size: int, num_layers: int, pair: str = ""
+    ) -> None:
+        """Raise ConfigError, which names the `pair`, if this draft is for another geometry."""
         given = {"hidden_size": hidden_size, "vocab_size": vocab_size}
         if self.num_target_layers is not None:
             given["num_target_layers"] = num_layers
         for name, of_target in given.items():
             if getattr(self, name) != of_target:
-                required = f"{of_target} is required by this target: the draft is for another one"
+                other = "this draft is for another target"
+                required = f"the target's is {of_target}{pair}: {other}"
                 raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
         if self.target_layer_ids[-1] >= num_layers:
             required = f"ids below {num_layers}, the layers of this target, are required"

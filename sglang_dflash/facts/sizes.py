@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.target_config import RecurrentShape, TargetGeometry
+from sglang_dflash.facts.target_config import (
+    RecurrentShape,
+    TargetGeometry,
+    kv_heads_of_rank,
+    share_of_rank,
+)
 from sglang_dflash.facts.tensors import expected_tensors
 
 # itemsize of the dtypes of K/V. Weights, and states of a convolution, are bfloat16 where no server
@@ -244,6 +250,21 @@ def narrow_width_bytes(
     return sum(
         width * hidden + graphs + sum(tables(name, width) for name in set(attention))
         for width in widths
+    )
+
+
+def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
+    """A rank's part of a draft. Raises ConfigError if the ranks do not divide it."""
+    heads, inner = (
+        share_of_rank(f"draft's {name}", getattr(config, name), ranks)
+        for name in ("num_attention_heads", "intermediate_size")
+    )
+    kv_heads = kv_heads_of_rank("draft", config.num_key_value_heads, ranks)
+    return replace(
+        config,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
     )
 
 

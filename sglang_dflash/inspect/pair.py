@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
-from sglang_dflash.facts.errors import UnsupportedDraft
+from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.heads import head_in_words
 from sglang_dflash.facts.published import ModelFacts, collection
@@ -56,7 +56,7 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
             config = DraftConfig.from_dict(draft.config)
         except UnsupportedDraft as other:
             worker, reason = BUILTIN, str(other)
-    _check(draft, config, geometry)
+    _check(target, draft, config, geometry)
     if reason is None and target.config is None:
         reason = "the facts of this target are KV sizes only"
     elif reason is None:
@@ -69,7 +69,12 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
     return Judged(geometry, config, worker, reason)
 
 
-def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeometry | None) -> None:
+def _check(
+    target: ModelFacts,
+    draft: ModelFacts,
+    config: DraftConfig | None,
+    geometry: TargetGeometry | None,
+) -> None:
     """Compare the draft with the target and with its own weights, as far as is known."""
     known = config
     if draft.unknown and draft.config is not None:
@@ -81,6 +86,7 @@ def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeomet
             hidden_size=geometry.hidden_size,
             vocab_size=geometry.vocab_size,
             num_layers=geometry.num_hidden_layers,
+            pair=shown_pair(draft.name, target.name),
         )
     if config is not None and draft.tensors is not None:
         check_tensors(config, draft.tensors)

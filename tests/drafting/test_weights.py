@@ -17,7 +17,6 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 from sglang_dflash.drafting.weights import (
-    dummy_model,
     load_model,
     load_state,
     read_tensors,
@@ -268,7 +267,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_dummy_weights_need_only_the_config(folder: Path) -> None:
     whole = load_model(folder, dtype=torch.bfloat16)
     (folder / "model.safetensors").unlink()
-    dummy = dummy_model(folder, dtype=torch.bfloat16)
+    dummy = load_model(folder, dtype=torch.bfloat16, dummy=True)
     assert {n: (t.shape, t.dtype) for n, t in dummy.state_dict().items()} == {
         n: (t.shape, t.dtype) for n, t in whole.state_dict().items()
     }
@@ -276,5 +275,5 @@ def test_dummy_weights_need_only_the_config(folder: Path) -> None:
         torch.randn(1, 4, 32).bfloat16(), torch.arange(4)[None], lambda _layer, q, _k, _v: q
     )
     assert hidden.isfinite().all() and hidden.std() > 0
-    half = dummy_model(folder, dtype=torch.bfloat16, tp=TensorParallel(1, 2))
+    half = load_model(folder, dtype=torch.bfloat16, tp=TensorParallel(1, 2), dummy=True)
     assert half.kv_shape == (3, 2, 1, 16)

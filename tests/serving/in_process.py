@@ -15,7 +15,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
 from sglang_dflash.serving.show.counts import DraftWatch
@@ -30,7 +30,7 @@ from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
-from tests.conftest import kv_groups, random_model, raw_config
+from tests.conftest import find, kv_groups, random_model, raw_config
 
 RAW = raw_config()
 VOCAB, HIDDEN = RAW["vocab_size"], RAW["hidden_size"]
@@ -94,6 +94,7 @@ def worker_of(
     dtype: torch.dtype = torch.float32,
     widths: StepWidths | None = None,
     labels: Mapping[str, Any] | None = None,
+    notices: Sequence[Notice] = (),
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
     `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any."""
@@ -112,7 +113,7 @@ def worker_of(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
         model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
         watch=DraftWatch(drafter.counters, entries),
-        width_steps=widths.steps, labels=labels,
+        width_steps=widths.steps, labels=labels, notices=notices,
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
@@ -182,5 +183,5 @@ def filled(worker: Any, lengths: Sequence[int]) -> Any:
 def draft_kv(worker: Any, slots: Tensor) -> Tensor:
     """K/V of target slots, NaN for those that are not live."""
     (group,) = worker.drafter.groups
-    entries, live = group.cache.find(slots)
+    entries, live = find(group.cache, slots)
     return group.cache.kv[entries].masked_fill(~live[:, None, None, None, None], float("nan"))

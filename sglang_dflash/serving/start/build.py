@@ -7,7 +7,6 @@ steps: `_reserve` before the sizing, `_allocate` what lies beside the pools, `_b
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +34,8 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.facts import server
+from sglang_dflash.facts.log import Log
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
@@ -56,7 +57,7 @@ from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class DFlashSpecWorker(BaseSpecWorker):
@@ -128,7 +129,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
         if asked_for is None and "flashinfer" in attention_backends():
             logger.info(
-                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
+                "the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
                 "step on the host, which has no part in a recorded draft step",
                 self._attention,
             )
@@ -146,8 +147,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         self._memory = plan.needed
-        for warning in options.warnings(model.config, context, self._names):
-            logger.warning("DFLASH: %s", warning)
+        self._notices = options.warnings(model.config, self._names)
+        for notice in self._notices:
+            logger.warning("%s", notice)
         sampling.warn_of_simulation()
 
     def _allocate(self, requests: Any, allocator: Any) -> Proposer:
@@ -202,11 +204,13 @@ class DFlashSpecWorker(BaseSpecWorker):
             drafter=drafter,
             rollback=self._rollback,
             policy=policy,
-            watch=DraftWatch(drafter.counters, entries, setup.tp.rank == 0),
+            watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
+            notices=self._notices,
             width_steps=widths.steps,
             labels=metric_labels(),
         )
-        logger.info("DFLASH: sglang-dflash serves: %s", figures.describe())
+        logger.info("serves: %s", server.set_up(figures.report()))
+        logger.info("set-up: %s", figures.describe())
         return DFlashWorker(
             block_size=block,
             req_to_token=req_to_token,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -20,9 +19,10 @@ from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
 from sglang_dflash.facts.draft_config import LayerGroup
+from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import GroupKV
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,4 @@ class DraftSetup:
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)
             names = ", ".join(checked)
-            logger.info("DFLASH: self-check: as torch in %.0f ms: %s", milliseconds, names)
+            logger.info("self-check: as torch in %.0f ms: %s", milliseconds, names)
