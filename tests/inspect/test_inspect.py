@@ -23,7 +23,7 @@ from sglang_dflash.inspect.pair import other_target
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 from tests.commands import ROOT
-from tests.conftest import raw_config, with_own
+from tests.conftest import raw_config
 from tests.facts.target_fields import GDN, TARGET
 from tests.inspect.pairs import PAIR, facts, inspected, refusal
 
@@ -76,34 +76,6 @@ DESCRIBED = {
     "target_hidden_size": 32,
     "recurrent_rollback": None,
 }
-
-
-HEADS = {
-    "v1": ({}, "DFlash v1", 0, 0),
-    "selector": (
-        {"selector_rank": 8, "selector_top_k": 5},
-        "DFlash2: selector of rank 8 over 5 candidates",
-        2 * 8 * 32,
-        # Three drafts, each with the row of the token before and those of the candidates.
-        2 * 3 * 6 * 8,
-    ),
-    "convolution": (
-        {"conv_kernel_size": 3, "conv_group_size": 8},
-        "DFlash2: convolution of 3 taps",
-        # Two in each layer, on input and output of a sublayer, with four groups.
-        2 * 3 * 2 * 2 * 3 * (32 + 4 * 32),
-        0,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_and_what_it_reads(kind: str) -> None:
-    own, words, once, per_request = HEADS[kind]
-    found = found_of(TARGET, raw_config(**with_own(**own)))
-    assert (found["worker"], found["draft_head"]) == ("sglang-dflash", words)
-    shown = (found["draft_head_bytes"], found["draft_head_bytes_per_request"])
-    assert shown == (once, per_request)
 
 
 def test_both_configs_are_described() -> None:

@@ -239,7 +239,7 @@ def test_a_server_names_the_head_and_what_it_reads() -> None:
     assert v1["draft_head"] == "DFlash v1"
     words = "DFlash2: selector of rank 8 over 5 candidates, convolution of 3 taps"
     assert shown["draft_head"] == words
-    # In float32, by the sizes in tests/inspect/test_inspect.py.
+    # In float32, by the sizes in tests/inspect/test_heads.py.
     names = ("draft_head_bytes", "draft_head_bytes_per_request")
     assert [v1[name] for name in names] == [0, 0]
     assert [shown[name] for name in names] == [4 * (8 * 32 + 36 * 160), 4 * 3 * 6 * 8]
