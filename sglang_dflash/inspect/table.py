@@ -14,8 +14,9 @@ _WIDTH = 120
 _GROUPS = {
     "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
     "draft": (
-        "draft", "architecture", "layers", "dtype", "context", "rope", "target_layer_ids",
-        "mask_token_id", "tensors", "values",
+        "draft", "architecture", "layers", "head", "head_bytes", "head_bytes_per_request",
+        "vocab_size", "dtype", "context", "rope", "target_layer_ids", "mask_token_id", "tensors",
+        "values",
     ),
     "served with": (
         "worker", "worker_reason", "block_size", "window", "sinks", "max_running_requests",
