@@ -38,6 +38,8 @@ _GROUPS = {
 _WORDS = {
     "target": "name",
     "draft": "name",
+    "head_bytes": "head reads per step",
+    "head_bytes_per_request": "and per request",
     "target_tokens": "as served",
     "target_tokens_unbounded": "with all draft KV kept",
     "target_tokens_without_draft_kv": "without a draft",
