@@ -21,6 +21,7 @@ from dflash_kernels import (
     block_attention,
     gated_delta_fold,
     largest,
+    lookup,
     prepare_block,
     qk_norm_rope,
     silu_mul,
@@ -165,6 +166,13 @@ def _silu_mul(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     return silu_mul.traffic(count, width, args[0].element_size())
 
 
+def _take_match(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    """All drafts are replaced."""
+    requests, block = args[1].shape
+    drafts = requests * (block - 1)
+    return lookup.take_traffic(requests, max(scene.lengths), block, seen=drafts, taken=drafts)
+
+
 KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "slot_table_kernel": _slot_table,
     "block_attention_kernel": _block_attention,
@@ -181,6 +189,10 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),
+    "find_match_kernel": lambda scene, args, _: lookup.find_traffic(
+        scene.lengths, max(scene.lengths)
+    ),
+    "take_match_kernel": _take_match,
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
 }
 

@@ -202,6 +202,16 @@ class DraftConfig:
         """Draft K/V of one token: `(layers, 2, kv heads, head dim)`."""
         return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
 
+    @property
+    def kind(self) -> str:
+        """What it has beside the layers, in words."""
+        selector, convolution = self.selector, self.convolution
+        parts = [] if selector is None else [
+            f"selector of rank {selector.rank} over {selector.top_k} candidates"
+        ]  # fmt: skip
+        parts += [] if convolution is None else [f"convolution of {convolution.kernel_size} taps"]
+        return f"DFlash2: {', '.join(parts)}" if parts else "DFlash"
+
     def check_target(
         self, *, hidden_size: int, vocab_size: int, num_layers: int, pair: str = ""
     ) -> None:

@@ -72,6 +72,16 @@ def draft_folder(
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
 
 
+def cached_config(name: str, revision: str | None = None) -> Path | None:
+    """The config.json of a folder, or of a name of the hub that was fetched before; or None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = Path(name) / "config.json"
+    if not file.parent.exists():
+        file = Path(try_to_load_from_cache(name, file.name, revision=revision) or file)
+    return file if file.is_file() else None
+
+
 def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, bool]:
     """The config.json of the target or draft `name` in the local cache, and whether the hub
     answered. If not, it is what an earlier download left, with its other files beside it.

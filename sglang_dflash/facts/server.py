@@ -34,7 +34,8 @@ def set_up(report: Mapping[str, Any]) -> str:
     block = "" if trained in (None, report.get("block_size")) else f" (trained for {trained})"
     entries, size = report.get("draft_kv_entries") or 0, report.get("draft_kv_bytes") or 0
     return (
-        f"{of['worker']} {of['version']}, block {of['block']}{block}, window {of['window']}, "
+        f"{of['worker']} {of['version']}, {report.get('draft_kind', 'DFlash')}, "
+        f"block {of['block']}{block}, window {of['window']}, "
         f"width {report.get('width', NOT_KNOWN)}, draft KV {entries:,} entries in "
         f"{size / 2**20:,.0f} MiB"
     )

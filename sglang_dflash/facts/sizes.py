@@ -118,6 +118,7 @@ class DraftMemory(NamedTuple):
         activations: of the draft network for the largest batch.
         waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
             step drafts.
+        texts: the tokens of requests, in which drafts are looked up; 0 without lookup.
         narrow_widths: attention backends and CUDA graphs of the target for other widths than the
             block's; 0 on a CPU.
     """
@@ -129,6 +130,7 @@ class DraftMemory(NamedTuple):
     logits: int = 0
     activations: int = 0
     waiting_hidden: int = 0
+    texts: int = 0
     narrow_widths: int = 0
 
     @property
@@ -188,7 +190,7 @@ def draft_memory(
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
         slot_tables=table,
-        graph_buffers=recorded * (3 * 8 + block_size * (3 * 8 + 1 + hidden)),
+        graph_buffers=recorded * (4 * 8 + 4 + block_size * (4 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * vocabulary * itemsize,
         activations=tokens * _activations(config, ranks) * itemsize,
         # And their concatenation.

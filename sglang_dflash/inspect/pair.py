@@ -147,6 +147,7 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         ids, mask, rope = list(config.target_layer_ids), config.mask_token_id, _rope(config)
     return {
         "draft_architecture": _architecture(raw),
+        "draft_kind": config and config.kind,
         "draft_layers": layers,
         "draft_dtype": fields.get("dtype") or fields.get("torch_dtype"),
         "draft_context": fields.get("max_position_embeddings"),

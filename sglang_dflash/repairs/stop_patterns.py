@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -36,7 +35,7 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
     except TooLong:
         problem = f"to look for it took more than {SECONDS} s; give a simpler pattern"
         request.finished_reason = FINISH_ABORT(
-            f"stop_regex: {patterns}; {problem}", HTTPStatus.BAD_REQUEST, "BadRequestError"
+            f"stop_regex: {patterns}; {problem}", 400, "BadRequestError"
         )
         return True
 

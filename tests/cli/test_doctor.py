@@ -132,8 +132,8 @@ def test_it_finds_what_is_wrong_and_nothing_else(
 
 
 OURS = (
-    "sglang-dflash 0.1.0, block 8, window all, width fixed, draft KV 4,160 entries in 3 MiB, "
-    "target KV 16,384 tokens, acceptance length "
+    "sglang-dflash 0.1.0, DFlash, block 8, window all, width fixed, draft KV 4,160 entries in "
+    "3 MiB, target KV 16,384 tokens, acceptance length "
 )
 LINES = [
     ({}, f"{OURS}4.00 over 5,000 verify steps\nnothing wrong found"),

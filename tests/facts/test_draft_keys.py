@@ -229,6 +229,15 @@ CONTRADICTIONS = {
 }  # fmt: skip
 
 
+def test_the_error_names_both_places() -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_with(*CONTRADICTIONS["two thetas"])
+    assert str(refused.value) == (
+        "rope_theta in the draft's config.json: 10000.0; 1e+06, as in rope_parameters.rope_theta, "
+        "is required"
+    )
+
+
 @pytest.mark.parametrize("what", CONTRADICTIONS)
 def test_keys_that_contradict_each_other_are_refused(what: str) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -23,7 +23,7 @@ from sglang_dflash.inspect.pair import other_target
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 from tests.commands import ROOT
-from tests.conftest import raw_config
+from tests.conftest import raw_config, with_own
 from tests.facts.target_fields import GDN, TARGET
 from tests.inspect.pairs import PAIR, facts, inspected, refusal
 
@@ -61,6 +61,7 @@ def test_the_demo_pair_weighs_what_its_files_hold(capsys: pytest.CaptureFixture[
 
 
 DESCRIBED = {
+    "draft_kind": "DFlash",
     "draft_layers": "2 sliding (window 8, causal), 1 full",
     "target_layers": "6 attention",
     "target_layer_ids": [1, 3],
@@ -96,6 +97,11 @@ def test_both_configs_are_described() -> None:
         ({"projector_type": "domino"}, "2 sliding (window 8), 1 full"),
     ]:
         assert found_of(target, {**draft, **change})["draft_layers"] == words
+    own = dict(zip(("conv_kernel_size", "conv_group_size"), (2, 8), strict=True))
+    second = with_own(selector_rank=256, selector_top_k=16, **own)
+    assert found_of(target, {**draft, **second})["draft_kind"] == (
+        "DFlash2: selector of rank 256 over 16 candidates, convolution of 2 taps"
+    )
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         accepted = ops.accept(ids, ids.clone())
         requests = RequestSlots(table, rows, torch.zeros_like(rows), COLUMNS)
         drafter.propose(accepted.bonus, requests)
+        ops.continue_seen(ids, table[:, : COLUMNS - 7], requests, CONFIG.vocab_size)
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))
     width = CONFIG.target_hidden_width

@@ -24,20 +24,23 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
-def by_itself(request: Request, window: int | None) -> Request:
+def by_itself(request: Request, window: int | None, looks_up: bool = False) -> Request:
     """The same request, served on a worker of its own."""
     copied = Request(request.number, request.prompt, request.steps)
-    Served(window).run([[copied]])
+    Served(window, looks_up).run([[copied]])
     return copied
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_two_tenants_are_served_as_by_themselves(window: int | None) -> None:
-    served, queues = Served(window), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
+@pytest.mark.parametrize(
+    ("window", "looks_up"), [(None, False), (7, False), (7, True)], ids=["all", "window", "lookup"]
+)
+def test_two_tenants_are_served_as_by_themselves(window: int | None, looks_up: bool) -> None:
+    served, queues = Served(window, looks_up), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
     served.run(queues)
     assert served.nonfinite() == 0
+    assert (served.worker.drafter.counters.read().seen_accepted > 10) == looks_up
     for request in (*queues[0], *queues[1]):
-        expected = by_itself(request, window)
+        expected = by_itself(request, window, looks_up)
         assert request.outputs == expected.outputs
         assert request.drafts == expected.drafts
     # Otherwise nothing would depend on the drafts.

@@ -14,6 +14,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
 from sglang_dflash.repairs import bad_bodies
+from tests.seam.originals import original
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 BODIES: tuple[tuple[str, Any], ...] = (
@@ -41,10 +42,8 @@ def send(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_body_is_a_500_without_the_row(
     path: str, body: Any, send: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def originally(function: Any) -> Any:
-        return getattr(function, "__wrapped__", function)
-
-    read, make = originally(utils.request_body_to_args), originally(FunctionCallParser.__init__)
+    read = original("fastapi.dependencies.utils.request_body_to_args")
+    make = original("sglang.srt.function_call.function_call_parser.FunctionCallParser.__init__")
     monkeypatch.setattr(utils, "request_body_to_args", read)
     monkeypatch.setattr(FunctionCallParser, "__init__", make)
     before = send(path, body).status_code
@@ -59,10 +58,10 @@ def test_a_body_is_a_500_without_the_row(
 
 
 def test_what_is_read_stays() -> None:
-    async def original(values: Any) -> tuple[Any, Any]:
+    async def both(values: Any) -> tuple[Any, Any]:
         return values, []
 
-    assert asyncio.run(bad_bodies.read(original, {"a": 1})) == ({"a": 1}, [])
+    assert asyncio.run(bad_bodies.read(both, {"a": 1})) == ({"a": 1}, [])
     assert bad_bodies.convert(lambda value: value, 3) == 3
 
 

@@ -10,6 +10,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_dflash.repairs import stop_patterns
+from tests.seam.originals import original
 
 
 def request(pattern: str, text: str) -> Any:
@@ -21,7 +22,7 @@ def request(pattern: str, text: str) -> Any:
     return made
 
 
-ORIGINAL: Any = getattr(Req._check_str_based_finish, "__wrapped__", Req._check_str_based_finish)
+ORIGINAL = original("sglang.srt.managers.schedule_batch.Req._check_str_based_finish")
 EXPONENTIAL = "(x+x+)+y", 60 * "x"
 
 

@@ -14,6 +14,7 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -94,6 +95,7 @@ def worker_of(
     dtype: torch.dtype = torch.float32,
     widths: StepWidths | None = None,
     labels: Mapping[str, Any] | None = None,
+    looks_up: bool = False,
     notices: Sequence[Notice] = (),
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
@@ -107,19 +109,20 @@ def worker_of(
     widths = widths or widths_of(FixedWidth(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
+    lookup = Lookup(table, model.ops, VOCAB, drafter.counters) if looks_up else None
     target: Any = Target(model.config.target_hidden_width, device, padding)
-    prefill = PrefillStep(target, drafter, table, ranks, 2)
+    prefill = PrefillStep(target, drafter, table, ranks, 2, lookup)
     figures = Figures(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
-        model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
-        watch=DraftWatch(drafter.counters, entries),
+        model=model, options=options, drafter=drafter, lookup=lookup, rollback=rollback,
+        policy=widths.policy, watch=DraftWatch(drafter.counters, entries),
         width_steps=widths.steps, labels=labels, notices=notices,
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
-        accept=accept, rollback=rollback, ranks=ranks, seeds=Seeds(ROWS, 0, table.device),
-        figures=figures, observer=StepObserver(),
+        accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
+        seeds=Seeds(ROWS, 0, table.device), figures=figures, observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.
     worker.target_worker = target

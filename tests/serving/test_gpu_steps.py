@@ -44,10 +44,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield mode
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_decode_step_copies_nothing_and_reads_nothing(gpu: FakeCuda, window: int | None) -> None:
+WORKERS = pytest.mark.parametrize(
+    ("window", "looks_up"), [(None, False), (7, False), (7, True)], ids=["all", "window", "lookup"]
+)
+
+
+@WORKERS
+def test_a_decode_step_copies_nothing_and_reads_nothing(
+    gpu: FakeCuda, window: int | None, looks_up: bool
+) -> None:
     """Propose, verify, accept and commit."""
-    worker, batch = worker_of(window, "cuda"), decode_of(LENGTHS, "cuda")
+    worker, batch = worker_of(window, "cuda", looks_up=looks_up), decode_of(LENGTHS, "cuda")
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     gpu.crossings.clear()
     result = worker.forward_batch_generation(batch)
@@ -165,16 +172,19 @@ def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> No
     assert [crossing.waits for crossing in gpu.crossings] == [False]
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_prefill_copies_before_its_forward(gpu: FakeCuda, window: int | None) -> None:
+@WORKERS
+def test_a_prefill_copies_before_its_forward(
+    gpu: FakeCuda, window: int | None, looks_up: bool
+) -> None:
     """From pinned memory; after the launch of the target's forward nothing crosses."""
-    worker, batch = worker_of(window, "cuda"), prefill_of([3, 0], LENGTHS, "cuda")
+    worker = worker_of(window, "cuda", looks_up=looks_up)
+    batch = prefill_of([3, 0], LENGTHS, "cuda")
     launched: list[int] = []
     worker.target_worker.on_launch = lambda: launched.append(len(gpu.crossings))
     gpu.crossings.clear()
     worker.forward_batch_generation(batch)
     assert launched == [len(gpu.crossings)]
-    assert len(gpu.crossings) == (1 if window is None else 2)
+    assert len(gpu.crossings) == (1 if window is None else 2) + looks_up
     assert not any(crossing.waits for crossing in gpu.crossings)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, ResolvedOptions
@@ -67,7 +68,9 @@ SET_UP = (
     Figure("draft_kv_bytes", lambda s: sum(cache.kv.nbytes for cache in s.caches)),
     Figure("draft_memory_bytes", lambda s: s.memory),
     Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch.")),
+    Figure("lookup_bytes", lambda s: s.lookup and s.lookup.texts.nbytes),
     Figure("draft_attention", lambda s: s.attention),
+    Figure("draft_kind", lambda s: s.model.config.kind),
     Figure("draft_ops", lambda s: type(s.model.ops).__name__),
     Figure("simulated_acceptance", lambda s: s.simulated),
     Figure("context_length", lambda s: s.context_length),
@@ -92,6 +95,8 @@ COUNTS = (
            "undrafted_steps", "Decode steps of live requests without drafts."),
     Figure("undrafted_tokens", lambda s: s.counts.undrafted.tokens,
            "undrafted_tokens", "Tokens kept from undrafted steps."),
+    Figure("steps_by_source", lambda s: s.lookup and s.watch.health.steps_by_source),
+    Figure("accepted_drafts_by_source", lambda s: s.lookup and s.watch.health.accepted_by_source),
     Figure("acceptance_alarm", lambda s: s.watch.alarm.raised, "acceptance_alarm",
            "1 while the acceptance length stays near 1, else 0.", goes_down=True),
     Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
@@ -171,6 +176,7 @@ class Figures:
         memory: bytes reserved for the drafter, by use.
         context_length: tokens of a request, at most.
         simulated: the acceptance length that SGLang's variables ask for; None for none.
+        lookup: of drafts in the requests' texts; None without.
         rollback: of recurrent layers; None without them.
         times: host time of the step's phases.
         labels: of this process's series in /metrics; None for none.
@@ -186,6 +192,7 @@ class Figures:
     model: DraftModel
     options: ResolvedOptions
     drafter: Proposer
+    lookup: Lookup | None
     rollback: Any
     policy: WidthPolicy
     watch: DraftWatch

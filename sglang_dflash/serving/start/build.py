@@ -32,6 +32,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts import server
@@ -141,6 +142,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
             server_args.max_running_requests or 48,
+            looks_up=self._flags.lookup == "on",
         )  # fmt: skip
         replay = self._rollback is not None and self._rollback.name == "replay"
         recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
@@ -185,11 +187,14 @@ class DFlashSpecWorker(BaseSpecWorker):
             eager, drafter = drafter, graphed(drafter, self._recorder(), req_to_token, is_checked)
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
+        lookup, vocab_size = None, setup.model.config.vocab_size
+        if setup.looks_up:
+            lookup = Lookup(req_to_token, setup.model.ops, vocab_size, drafter.counters)
         if self._rollback is not None:
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running)
+        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, lookup)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         entries = min(group.cache.num_entries for group in drafter.groups)
         figures = Figures(
@@ -202,6 +207,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             model=setup.model,
             options=setup.options,
             drafter=drafter,
+            lookup=lookup,
             rollback=self._rollback,
             policy=policy,
             watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
@@ -222,6 +228,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             accept=sampling.accept_rule(block, setup.model.ops.accept),
             rollback=self._rollback,
             ranks=ranks,
+            lookup=lookup,
             seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
             figures=figures,
             observer=self._extension.observer,

@@ -33,6 +33,7 @@ class DraftSetup:
         backend: of draft attention.
         kv_dtype: of draft K/V.
         running: --max-running-requests.
+        looks_up: whether drafts are also looked up in the request's text.
     """
 
     model: DraftModel
@@ -42,6 +43,7 @@ class DraftSetup:
     device: torch.device
     kv_dtype: torch.dtype
     running: int
+    looks_up: bool = False
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:

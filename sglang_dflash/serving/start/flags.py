@@ -85,6 +85,12 @@ class ServerFlags:
         "and fixed elsewhere. Default: auto.",
         choices=("auto", "adaptive", "fixed"),
     )
+    lookup: str = _flag(
+        "off",
+        "Whether drafts are also looked up in the request's own text: for answers that repeat "
+        "parts of it, such as edits and quotes. Default: off.",
+        choices=("on", "off"),
+    )
     request_guard: str = _flag(
         "on",
         "Whether requests that SGLang cannot take are refused with HTTP 400, and a failed step "

@@ -39,6 +39,9 @@ from sglang_dflash.serving.start.refusal import ends_the_server
 
 logger = Log(__name__)
 
+# Of a token in the texts that lookup reads.
+_TEXT_BYTES = 4
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -120,6 +123,7 @@ def draft_memory(
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
+        texts=_TEXT_BYTES * (requests + 1) * positions if setup.looks_up else 0,
         scratch_kv=(1 + requests * block * paged) * token_bytes,
         attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )
