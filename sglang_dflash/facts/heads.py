@@ -1,4 +1,4 @@
-"""What a draft has beyond DFlash v1, in words and in bytes of a step."""
+"""What a draft has beyond DFlash v1, in bytes of a step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,6 @@ class HeadBytes(NamedTuple):
 
     once: int
     per_request: int
-
-
-def head_in_words(config: DraftConfig) -> str:
-    """ "DFlash2: selector of rank 256 over 16 candidates, convolution of 2 taps"."""
-    parts = []
-    if (selector := config.selector) is not None:
-        parts.append(f"selector of rank {selector.rank} over {selector.top_k} candidates")
-    if (convolution := config.convolution) is not None:
-        parts.append(f"convolution of {convolution.kernel_size} taps")
-    return f"DFlash2: {', '.join(parts)}" if parts else "DFlash v1"
 
 
 def head_bytes(config: DraftConfig, block_size: int, itemsize: int) -> HeadBytes:

@@ -11,7 +11,6 @@ from typing import Any
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
 from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
-from sglang_dflash.facts.heads import head_in_words
 from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
@@ -155,7 +154,6 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         "mask_token_id": mask,
         "draft_rope": rope,
         "draft_vocab_size": config and config.draft_vocab_size,
-        "draft_head": config and head_in_words(config),
     }
 
 

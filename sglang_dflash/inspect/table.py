@@ -14,7 +14,7 @@ _WIDTH = 120
 _GROUPS = {
     "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
     "draft": (
-        "draft", "architecture", "layers", "head", "head_bytes", "head_bytes_per_request",
+        "draft", "kind", "head_bytes", "head_bytes_per_request", "architecture", "layers",
         "vocab_size", "dtype", "context", "rope", "target_layer_ids", "mask_token_id", "tensors",
         "values",
     ),

@@ -15,7 +15,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
-from sglang_dflash.facts.heads import HeadBytes, head_bytes, head_in_words
+from sglang_dflash.facts.heads import HeadBytes, head_bytes
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
@@ -56,7 +56,6 @@ SET_UP = (
     Figure("tensor_parallel", lambda s: s.ranks),
     Figure("block_size", lambda s: s.options.block_size),
     Figure("trained_block_size", lambda s: s.model.config.block_size),
-    Figure("draft_head", lambda s: head_in_words(s.model.config)),
     Figure("draft_head_bytes", lambda s: s.head_bytes.once),
     Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request),
     Figure("window", lambda s: s.options.reach.tokens),
