@@ -13,6 +13,7 @@ from sglang_dflash.facts import sizes
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.heads import head_bytes
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
@@ -118,6 +119,7 @@ def inspect(
         "sinks": resolved.reach.sinks,
         "max_running_requests": serving.max_running_requests,
         "tp_size": serving.tp_size,
+        **_head_bytes(config, resolved.block_size),
         "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
         "draft_values": "finite" if config and draft.weights else None,
         **memory,
@@ -226,6 +228,14 @@ def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> i
         ranks=serving.tp_size,
         recorded=serving.max_running_requests,
     ).total
+
+
+def _head_bytes(config: DraftConfig | None, block_size: int) -> dict[str, int | None]:
+    """What the head of DFlash2 adds to what a proposal reads; None for what is not known."""
+    if config is None:
+        return dict.fromkeys(("draft_head_bytes", "draft_head_bytes_per_request"))
+    once, per_request = head_bytes(config, block_size, KV_DTYPES["bfloat16"])
+    return {"draft_head_bytes": once, "draft_head_bytes_per_request": per_request}
 
 
 def _kv_bytes(

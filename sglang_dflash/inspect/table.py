@@ -14,8 +14,9 @@ _WIDTH = 120
 _GROUPS = {
     "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
     "draft": (
-        "draft", "kind", "architecture", "layers", "dtype", "context", "rope", "target_layer_ids",
-        "mask_token_id", "tensors", "values",
+        "draft", "kind", "head_bytes", "head_bytes_per_request", "architecture", "layers",
+        "vocab_size", "dtype", "context", "rope", "target_layer_ids", "mask_token_id", "tensors",
+        "values",
     ),
     "served with": (
         "worker", "worker_reason", "block_size", "window", "sinks", "max_running_requests",
@@ -37,6 +38,8 @@ _GROUPS = {
 _WORDS = {
     "target": "name",
     "draft": "name",
+    "head_bytes": "head reads per step",
+    "head_bytes_per_request": "and per request",
     "target_tokens": "as served",
     "target_tokens_unbounded": "with all draft KV kept",
     "target_tokens_without_draft_kv": "without a draft",

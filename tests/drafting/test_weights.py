@@ -14,7 +14,7 @@ import torch
 from sglang_dflash.drafting.attention.reference import torch_block_attention
 from sglang_dflash.drafting.heads import TargetHead, make_head
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 from sglang_dflash.drafting.weights import (
     load_model,
@@ -25,7 +25,7 @@ from sglang_dflash.drafting.weights import (
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.tensors import check_weights, expected_tensors
-from tests.conftest import random_model, raw_config, rewrite
+from tests.conftest import random_model, raw_config, rewrite, with_own
 
 
 @pytest.fixture
@@ -159,6 +159,51 @@ def test_an_lm_head_of_its_own_is_split_over_ranks(tmp_path: Path) -> None:
     missing = (torch.arange(64) != whole.token_ids[:, None]).all(0).nonzero()[0]
     assert (head.shortfall(hidden, bonus, likeliest) == 0).all()
     assert head.shortfall(hidden, bonus, missing.expand(5, 3)).isinf().all()
+
+
+def test_the_walk_of_a_split_vocabulary(tmp_path: Path) -> None:
+    """Each rank has the tables and gathers candidates: the tokens are those of a walk over the
+    whole vocabulary."""
+    own = with_own(selector_rank=8, selector_top_k=5, conv_kernel_size=2, conv_group_size=4)
+    raw = raw_config(**own)
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    hidden, bonus, embed = torch.randn(5, 4, 32), torch.randint(0, 63, (5,)), torch.randn(64, 32)
+    noise = BlockNoise(torch.arange(5), torch.tensor([0.0, 0.5, 1, 1, 2]), torch.arange(3, 8))
+
+    def drafted(tp: TensorParallel) -> Any:
+        model = load_model(tmp_path, dtype=torch.float32, tp=tp)
+        rows = embed.chunk(tp.size)[tp.rank]
+        first = tp.rank * len(rows)
+        head = make_head(model, TargetHead(lambda ids: ids, lambda h: h @ rows.T, first))
+        short = head.shortfall(hidden, bonus, head(hidden, bonus, None))
+        return head(hidden, bonus, None), head(hidden, bonus, noise), short
+
+    model = load_model(tmp_path, dtype=torch.float32)
+    selector = model.candidate_selector
+    assert selector is not None
+
+    def walked(r: int, temperature: float) -> list[int]:
+        path = [int(bonus[r])]
+        for place in range(3):
+            state = hidden[r, place + 1]
+            query = selector.predecessor_codebook[path[-1]] * selector.hidden_projection(state)
+            logits = embed @ state
+            scores = (logits + selector.successor_codebook @ query) / (temperature or 1.0)
+            if temperature:
+                scores += gumbel(noise.seeds[r], noise.seq_lens[r] + place, torch.arange(64))
+            scores[logits.argsort()[:-5]] = -torch.inf
+            path.append(int(scores.argmax()))
+        return path[1:]
+
+    expected = [walked(r, 0.0) for r in range(5)]
+    coupled = [walked(r, float(noise.temperatures[r])) for r in range(5)]
+    assert expected[0] == coupled[0] and expected != coupled
+    assert expected != (hidden[:, 1:] @ embed.T).argmax(-1).tolist()
+    for ranks in (1, 2, 4):
+        for likeliest, by_rule, short in Ranks(ranks).run(drafted):
+            assert likeliest.tolist() == expected
+            assert by_rule.tolist() == [expected, coupled]
+            assert short.abs().max() < 1e-5
 
 
 BAD_MAPS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {

@@ -27,6 +27,7 @@ from sglang_dflash.serving.show.counts import (
 from sglang_dflash.serving.show.figures import COUNTS, SET_UP
 from sglang_dflash.serving.start import choose_worker
 from sglang_dflash.serving.step.scheduler import count_kept_tokens
+from tests.conftest import random_model, raw_config, with_own
 from tests.recording import OpRecorder
 from tests.serving.in_process import worker_of
 
@@ -227,6 +228,18 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     assert shown("acceptance_alarm") == report["acceptance_alarm"] == 1
     worker.learn([RequestStep(3, 3, 4)] * JUDGED_STEPS, 4, {})
     assert shown("acceptance_alarm") == 0
+
+
+def test_a_server_tells_what_the_head_reads() -> None:
+    figures = worker_of().figures
+    v1 = figures.describe()
+    own = with_own(selector_rank=8, selector_top_k=5, conv_kernel_size=3, conv_group_size=8)
+    figures.model = random_model(raw_config(**own))
+    shown = figures.describe()
+    # In float32, by the sizes in tests/inspect/test_heads.py.
+    names = ("draft_head_bytes", "draft_head_bytes_per_request")
+    assert [v1[name] for name in names] == [0, 0]
+    assert [shown[name] for name in names] == [4 * (8 * 32 + 36 * 160), 4 * 3 * 6 * 8]
 
 
 def test_the_series_tell_if_sglangs_worker_serves(

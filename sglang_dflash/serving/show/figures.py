@@ -15,6 +15,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
+from sglang_dflash.facts.heads import HeadBytes, head_bytes
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
@@ -55,6 +56,8 @@ SET_UP = (
     Figure("tensor_parallel", lambda s: s.ranks),
     Figure("block_size", lambda s: s.options.block_size),
     Figure("trained_block_size", lambda s: s.model.config.block_size),
+    Figure("draft_head_bytes", lambda s: s.head_bytes.once),
+    Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request),
     Figure("window", lambda s: s.options.reach.tokens),
     Figure("sinks", lambda s: s.options.reach.sinks),
     Figure("draft_kv_entries", lambda s: min(cache.num_entries for cache in s.caches)),
@@ -206,6 +209,11 @@ class Figures:
     @property
     def caches(self) -> list[DraftKVCache]:
         return [group.cache for group in self.drafter.groups]
+
+    @property
+    def head_bytes(self) -> HeadBytes:
+        itemsize = self.model.fc.weight.element_size()
+        return head_bytes(self.model.config, self.options.block_size, itemsize)
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""
