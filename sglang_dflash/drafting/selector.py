@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.parallel import TensorParallel, largest_of_shards, taken_of_shards
+from sglang_dflash.drafting.parallel import TensorParallel, candidates_of_ranks, taken_of_shards
 from sglang_dflash.facts.draft_config import Selector
 
 if TYPE_CHECKING:
@@ -58,22 +58,21 @@ class SelectorHead:
         drafts, of = hidden[:, 1:], self.selector
         logits, ids = self._candidates(self.target.logits(drafts.flatten(0, 1)))
         shape = (*drafts.shape[:2], of.top_k)
-        walk = (
+        return self.ops.walk(
             self.scale(logits).view(shape),
             ids.view(shape),
             of.hidden_projection(drafts),
             bonus,
             of.predecessor_codebook,
             of.successor_codebook,
+            noise,
         )
-        likeliest = self.ops.walk(*walk)
-        return likeliest if noise is None else torch.stack((likeliest, self.ops.walk(*walk, noise)))
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logits `[N, K]` of all ranks, in descending order, and their tokens."""
-        values, columns = self.ops.largest(logits, self.selector.top_k)
+        values, columns = self.ops.candidates(logits, self.selector.top_k)
         columns = columns + self.target.first_id
-        return largest_of_shards(values, self.target.tokens(columns), self.tp)
+        return candidates_of_ranks(values, self.target.tokens(columns), self.tp)
 
     def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         drafts, of = hidden[:, 1:], self.selector
