@@ -22,6 +22,7 @@ from dflash_kernels import (
     candidates,
     convolve,
     gated_delta_fold,
+    largest,
     prepare_block,
     qk_norm_rope,
     silu_mul,
@@ -202,6 +203,9 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "candidates_kernel": _candidates,
     "merge_candidates_kernel": _merge_candidates,
     "walk_kernel": _walk,
+    # Both launches.
+    "largest_kernel": lambda _, args, __: largest.traffic(*args[2].shape, args[2].element_size()),
+    "merge_largest_kernel": lambda *_: Traffic(0, 0),
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),

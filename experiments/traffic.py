@@ -33,6 +33,7 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
@@ -124,8 +125,10 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
     lengths = torch.empty(requests, dtype=torch.int64)
     table = torch.empty(requests, row.context + block, dtype=torch.int32)
     known = RequestSlots(table, torch.empty_like(lengths), lengths, row.context)
+    # As recorded: one recording serves sampled and greedy requests.
+    noise = BlockNoise(torch.empty_like(lengths), torch.empty(requests).float(), lengths)
     with counted(scene) as propose:
-        ids = drafter.propose(torch.empty_like(lengths), known)
+        ids = drafter.propose(torch.empty_like(lengths), known, noise)[LIKELIEST]
     tokens = ids.numel()
     hidden = torch.empty(tokens, config.target_hidden_width)
     targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)

@@ -31,7 +31,7 @@ def candidates_kernel(p_keys, p_logits, s_logits, V, TOP: tl.constexpr, BLOCK: t
     p_row = p_logits + i_n * s_logits
     b_logits = tl.load(p_row + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
     b_bits = tl.where(b_logits == 0.0, 0.0, b_logits).to(tl.int32, bitcast=True)
-    # The order of floats as that of integers. Both zeros are equal; NaN, of any sign, is the largest.
+    # Integers in the order of the floats. Both zeros are equal; NaN of any sign is the largest.
     b_bits = b_bits ^ ((b_bits >> 31) & _LAST)
     b_bits = tl.where(b_logits != b_logits, _LAST, b_bits)
     b_keys = (b_bits.to(tl.int64) << 32) | (o_v ^ _LAST).to(tl.int64)

@@ -11,6 +11,7 @@ from dflash_kernels.accept import accept
 from dflash_kernels.add_rms_norm import add_rms_norm
 from dflash_kernels.candidates import MOST, candidates
 from dflash_kernels.convolve import convolve
+from dflash_kernels.largest import largest
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.silu_mul import silu_mul
@@ -19,7 +20,7 @@ from dflash_kernels.walk import walk
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.noise import RULES, BlockNoise
+from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import Reach
@@ -134,6 +135,20 @@ class TritonOps(TorchOps):
         out = torch.empty(shape, dtype=torch.int64, device=ids.device)
         walk(out, logits, ids, hidden, bonus, predecessors, successors, noise)
         return out
+
+    def largest(
+        self,
+        logits: Tensor,
+        noise: BlockNoise,
+        first_id: int,
+        scale: LogitScale = PLAIN,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        shape = 2, len(logits)
+        best = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        ids = torch.empty(shape, dtype=torch.int64, device=logits.device)
+        largest(best, ids, logits, *noise, first_id, scale, token_ids)
+        return best, ids
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         lengths, bonus = torch.empty(2, len(block), dtype=torch.int64, device=block.device)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dflash_kernels.largest import mix
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.drafting.noise import COUPLED, RULES, BlockNoise
 
@@ -17,21 +18,12 @@ _COUPLED = tl.constexpr(COUPLED)
 
 
 @triton.jit
-def _mixed(b_h, b_word):
-    """A round of MurmurHash3, of uint32."""
-    b_k = b_word * 0xCC9E2D51
-    b_k = ((b_k << 15) | (b_k >> 17)) * 0x1B873593
-    b_h = b_h ^ b_k
-    return ((b_h << 13) | (b_h >> 19)) * 5 + 0xE6546B64
-
-
-@triton.jit
 def _gumbel(i_seed, i_position, b_ids):
     """`drafting.noise.gumbel`, float32."""
-    b_h = _mixed(tl.zeros_like(b_ids).to(tl.uint32), i_seed.to(tl.uint32))
-    b_h = _mixed(b_h, (i_seed >> 32).to(tl.uint32))
-    b_h = _mixed(b_h, i_position.to(tl.uint32))
-    b_h = _mixed(b_h, b_ids.to(tl.uint32)) ^ 16
+    b_h = mix(tl.zeros_like(b_ids).to(tl.uint32), i_seed.to(tl.uint32))
+    b_h = mix(b_h, (i_seed >> 32).to(tl.uint32))
+    b_h = mix(b_h, i_position.to(tl.uint32))
+    b_h = mix(b_h, b_ids.to(tl.uint32)) ^ 16
     b_h = (b_h ^ (b_h >> 16)) * 0x85EBCA6B
     b_h = (b_h ^ (b_h >> 13)) * 0xC2B2AE35
     b_h = b_h ^ (b_h >> 16)
@@ -71,6 +63,7 @@ def walk_kernel(
         b_edges = b_query[None, :].to(tl.float32) * b_next.to(tl.float32)
         b_scores = b_logits + tl.sum(b_edges.to(b_next.dtype).to(tl.float32), 1)
         if HAS_NOISE:
+            # Triton has no `and` of a constant and a number of the device.
             if is_noisy:
                 b_scores = tl.div_rn(b_scores, temperature)
                 b_scores += _gumbel(i_seed, i_start + i_p, b_ids)

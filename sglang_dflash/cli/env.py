@@ -69,7 +69,7 @@ def _worker(problem: str | None) -> tuple[str, str]:
             "our plugin dflash is not loaded: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out, or "
             "it is not registered; then install the package again"
         )  # fmt: skip
-    return OURS, "for every DFlash v1 draft; add --target and --draft to ask about one pair"
+    return OURS, "for drafts of DFlash and DFlash2; add --target and --draft to ask about one pair"
 
 
 def _pair_worker(target: str, draft: str) -> tuple[str, str]:

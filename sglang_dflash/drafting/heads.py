@@ -16,8 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise
-from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards, taken_of_shards
+from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.parallel import (
+    TensorParallel,
+    argmax_of_shards,
+    largest_of_ranks,
+    taken_of_shards,
+)
 from sglang_dflash.drafting.selector import SelectorHead
 
 
@@ -70,39 +76,23 @@ class TargetHead:
 
 
 @dataclass(frozen=True)
-class LogitScale:
-    """What the draft's logits are, by those of the lm_head: a product, then a soft cap. It matters
-    to sampled drafts only: their order stays."""
-
-    multiplier: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """float32 of any shape."""
-        scaled = logits.float() * self.multiplier
-        return scaled if self.softcap is None else self.softcap * (scaled / self.softcap).tanh()
-
-
-@dataclass(frozen=True)
 class ArgmaxHead:
     """The head of DFlash v1: the token of the largest logit, at every position."""
 
     target: TargetHead
     tp: TensorParallel
-    scale: LogitScale = LogitScale()
+    ops: TorchOps
+    scale: LogitScale = PLAIN
 
     def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
-        logits = self.target.logits(hidden[:, 1:].flatten(0, 1))
+        logits, first_id = self.target.logits(hidden[:, 1:].flatten(0, 1)), self.target.first_id
         if noise is None:
-            return self._largest(logits).unflatten(0, (len(hidden), -1))
-        columns = torch.arange(logits.shape[-1], device=logits.device) + self.target.first_id
-        by_request = self.scale(logits).unflatten(0, (len(hidden), -1))
-        scores = noise.scores(by_request, self.target.tokens(columns))
-        by_rule = torch.stack((logits, scores.flatten(0, 1)))
-        return self._largest(by_rule.flatten(0, 1)).view(2, len(hidden), -1)
-
-    def _largest(self, scores: Tensor) -> Tensor:
-        return self.target.tokens(argmax_of_shards(scores, self.target.first_id, self.tp))
+            drafted = argmax_of_shards(logits, first_id, self.tp)
+            return self.target.tokens(drafted).unflatten(0, (len(hidden), -1))
+        token_ids = self.target.token_ids
+        best, columns = self.ops.largest(logits, noise, first_id, self.scale, token_ids)
+        drafted = largest_of_ranks(best.flatten(), columns.flatten(), self.tp)
+        return self.target.tokens(drafted).view(len(RULES), len(hidden), -1)
 
     def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
         logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
@@ -124,4 +114,4 @@ def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
     if model.candidate_selector is not None:
         return SelectorHead(model.candidate_selector, target, model.tp, scale, model.ops)
-    return ArgmaxHead(target, model.tp, scale)
+    return ArgmaxHead(target, model.tp, model.ops, scale)

@@ -26,6 +26,25 @@ RULES = LIKELIEST, COUPLED = 0, 1
 _LOW32 = 0xFFFFFFFF
 
 
+class LogitScale(NamedTuple):
+    """What the draft's logits are, by those of the lm_head: a product, then a soft cap. Their order
+    stays, so that it matters to sampled drafts only."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """float32 of any shape. Infinite logits stay infinite."""
+        scaled = logits.float() * self.multiplier
+        if self.softcap is None:
+            return scaled
+        capped = self.softcap * (scaled / self.softcap).tanh()
+        return capped.where(scaled.isfinite(), scaled)
+
+
+PLAIN = LogitScale()
+
+
 class BlockNoise(NamedTuple):
     """The random numbers that the target samples the tokens of a block with.
 
@@ -41,14 +60,17 @@ class BlockNoise(NamedTuple):
     temperatures: Tensor
     seq_lens: Tensor
 
-    def scores(self, logits: Tensor, ids: Tensor, first: int = 1) -> Tensor:
-        """What coupled drafts are the argmax of: logits / temperature + noise, and the logits of a
-        greedy request as they are.
+    def scores(
+        self, logits: Tensor, ids: Tensor, first: int = 1, scale: LogitScale = PLAIN
+    ) -> Tensor:
+        """What coupled drafts are the argmax of: scaled logits / temperature + noise, and the
+        logits of a greedy request as they are.
 
         Args:
             logits: `[R, P, K]`, of P drafts in a row.
             ids: int64, the token ids of the logits: `[K]` or `[R, P, K]`.
             first: which draft of the block, 1 to B - 1, the first of the P is.
+            scale: of the logits.
 
         Returns:
             float32 `[R, P, K]`.
@@ -58,8 +80,7 @@ class BlockNoise(NamedTuple):
         noise = gumbel(self.seeds[:, None, None], positions, ids).float()
         temperatures = self.temperatures[:, None, None]
         is_sampled = temperatures > 0
-        scaled = logits.float() / temperatures.where(is_sampled, 1.0)
-        return scaled + noise.where(is_sampled, 0.0)
+        return (scale(logits) / temperatures + noise).where(is_sampled, logits.float())
 
 
 def gumbel(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv import RingTags, store_
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.facts.draft_config import Reach
 
@@ -196,6 +196,33 @@ class TorchOps:
                 taken.append(before.where(best.isfinite(), -1))
             walks.append(torch.stack(taken, 1))
         return walks[0] if noise is None else torch.stack(walks)
+
+    def largest(
+        self,
+        logits: Tensor,
+        noise: BlockNoise,
+        first_id: int,
+        scale: LogitScale = PLAIN,
+        token_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The largest score of every draft by each of `noise.RULES`, and its column.
+
+        Args:
+            logits: `[N, V]`, of the P drafts of each of R requests, N = R P.
+            first_id: the number of the first column.
+            scale: of logits before noise is added.
+            token_ids: int64, the token of each column of all ranks, which its noise is of; None if
+                its number is the token.
+
+        Returns:
+            float32 `[2, N]`, +Inf or NaN if a logit is NaN; and int64 `[2, N]`.
+        """
+        columns = torch.arange(logits.shape[1], device=logits.device) + first_id
+        ids = columns if token_ids is None else token_ids[columns]
+        by_request = logits.unflatten(0, (len(noise.seeds), -1))
+        scores = noise.scores(by_request, ids, scale=scale).flatten(0, 1)
+        best, index = torch.stack((logits.float(), scores)).max(-1)
+        return best, index + first_id
 
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         """`acceptance.accept`."""

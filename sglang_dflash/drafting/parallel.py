@@ -72,13 +72,19 @@ def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tenso
         int64 `[N]`; -1 for rows whose largest logit is not finite.
     """
     value, index = logits.max(-1)
+    return largest_of_ranks(value, index + first_id, tp)
+
+
+def largest_of_ranks(value: Tensor, ids: Tensor, tp: TensorParallel) -> Tensor:
+    """Of every rank's largest values `[N]` and their ids int64 `[N]`, the ids of the largest ones,
+    as `argmax_of_shards` returns them."""
     if tp.size == 1:
-        return torch.where(value.isfinite(), index + first_id, -1)
+        return torch.where(value.isfinite(), ids, -1)
     # Ids below 2 ** 24 are exact in float32, so one gather carries values and ids.
-    candidates = tp.all_gather(torch.stack((value.float(), (index + first_id).float())))
+    candidates = tp.all_gather(torch.stack((value.float(), ids.float())))
     best = candidates[:, 0].argmax(0, keepdim=True)
-    value, index = (candidates[:, i].gather(0, best)[0] for i in (0, 1))
-    return torch.where(value.isfinite(), index.long(), -1)
+    value, ids = (candidates[:, i].gather(0, best)[0] for i in (0, 1))
+    return torch.where(value.isfinite(), ids.long(), -1)
 
 
 def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
@@ -94,7 +100,7 @@ def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tupl
     """
     if tp.size == 1:
         return values, ids
-    # As for `argmax_of_shards`, in one gather.
+    # As for `largest_of_ranks`, in one gather.
     values, found = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
     values, best = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
     best = best[:, : ids.shape[1]]

@@ -59,8 +59,10 @@ class RuleChoice:
         block[:, 1:] = drafted[COUPLED, :, 1:].where(coupled, block[:, 1:])
         return block, guesses
 
-    def learn(self, guesses: Guesses, accepted: Accepted) -> None:
+    def learn(self, guesses: Guesses | None, accepted: Accepted) -> None:
         """Count which guesses were the target's tokens, where all drafts before were accepted."""
+        if guesses is None:
+            return
         drafts = accepted.tokens.shape[1] - 1
         at = torch.arange(drafts, device=accepted.lengths.device)
         reached = (at < accepted.lengths[:, None]) & guesses.is_sampled[:, None]

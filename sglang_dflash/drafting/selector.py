@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel, candidates_of_ranks, taken_of_shards
 from sglang_dflash.facts.draft_config import Selector
 
 if TYPE_CHECKING:
-    from sglang_dflash.drafting.heads import LogitScale, TargetHead
+    from sglang_dflash.drafting.heads import TargetHead
 
 
 class CandidateSelector(nn.Module):

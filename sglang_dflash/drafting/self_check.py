@@ -114,7 +114,8 @@ def check_recording(
     requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
     try:
         drafted = recorded.propose(bonus, requests)[:, 1:]
-        shortfall = eager.head.shortfall(eager.forward(bonus, requests)[1], drafted).max().item()
+        states = eager.forward(bonus, requests)[1]
+        shortfall = eager.head.shortfall(states, bonus, drafted).max().item()
         # A NaN fails: it is not below anything.
         if not shortfall <= TOLERANCE[draw.dtype]:
             where = f"recorded proposal of {count} requests on {draw.device.type}"
@@ -161,6 +162,10 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
     drafts, target = draw.ints(0, 2, *shape), draw.ints(0, 2, *shape)
+    # With a greedy request.
+    temperatures = draw.ints(0, 2, REQUESTS).float()
+    logits = draw.floats(REQUESTS * (block - 1), 4096)
+    noise = BlockNoise(draw.ints(0, 2**62, REQUESTS), temperatures, seq_lens)
 
     def qk_norm_rope(ops: TorchOps) -> Sequence[Tensor]:
         rotation = ops.rotation(rotary, positions, draw.dtype)
@@ -187,6 +192,8 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
         "prepare_block": lambda ops: ops.prepare_block(
             bonus, seq_lens, block, config.mask_token_id
         ),
+        # Of scores that are equal but for rounding, either token is right.
+        "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
         "accept": lambda ops: ops.accept(drafts, target),
     }
     return cases | _dflash2_cases(model, block)
@@ -233,7 +240,8 @@ def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tens
     logits, ids, hidden, bonus, predecessors, successors = walk
     found = []
     for rule, taken in enumerate(tokens):
-        before = torch.cat((bonus[:, None], taken[:, :-1]), 1)
+        # What is no token has no likeness.
+        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(predecessors) - 1)
         query = predecessors[before] * hidden
         edges = (query[..., None, :] * successors[ids]).sum(-1, dtype=torch.float32)
         scores = logits + edges if rule == LIKELIEST else noise.scores(logits + edges, ids)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, from its safetensors files: which ones a DFlash v1 draft has, what
+"""The tensors of a checkpoint, from its safetensors files: which ones a draft has, what
 the headers say, and whether the values are those of trained weights. No torch here.
 
 A draft with NaN or a matrix of zeros would be served: its proposals are rejected, so outputs stay
@@ -31,7 +31,7 @@ D2T, T2D = "d2t", "t2d"
 MASK_EMBEDDING = "mask_embedding.pt"
 # dtype of a draft's weights in a header -> the unsigned integer of its width, and the bits of
 # infinity. With the sign bit cleared, the bits of finite numbers are below those of infinity, and
-# the bits of NaN above. dtypes of fewer bits need scales, which a DFlash v1 draft does not have.
+# the bits of NaN above. dtypes of fewer bits need scales, which our drafts do not have.
 _BITS = {
     "BF16": ("<u2", 0x7F80),
     "F16": ("<u2", 0x7C00),
@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 def layout(config: DraftConfig) -> dict[str, tuple[Part, ...]]:
     """Our parameter -> the published tensors whose rows it joins, in their order. The one place
-    that knows the names of a DFlash v1 draft's tensors."""
+    that knows the names of a draft's tensors."""
     width, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     matrices: dict[str, tuple[Part, ...]] = {
@@ -140,7 +140,7 @@ def _convolutions(config: DraftConfig, layer: str) -> dict[str, tuple[int, ...]]
 
 
 def expected_tensors(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a DFlash v1 draft, in the published layout."""
+    """Name and shape of every tensor of a draft, in the published layout."""
     return {part.name: part.shape for parts in layout(config).values() for part in parts}
 
 

@@ -176,20 +176,16 @@ def spec_generate(
     length, rules = positions[prompt_length, None], RuleChoice(resolved.block_size, device)
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
-    captured = captured_hidden(target, draft.config.target_layer_ids)
-    with captured as hidden, target_cache.recorded():
+    with captured_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recorded():
         while not done:
-            committed = int(length)
-            requests, noise = RequestSlots(slots, row, length, committed), choose.noise(length)
-            block, guesses = rules.choose(drafter.propose(bonus, requests, noise), noise)
+            noise, at = choose.noise(length), positions[int(length) :][: resolved.block_size]
+            drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
+            block, guesses = rules.choose(drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
-            at = positions[committed : committed + resolved.block_size]
             accepted = accept(block, choose(out.logits[0], at)[None])
-            if guesses is not None:
-                rules.learn(guesses, accepted)
+            rules.learn(guesses, accepted)
             count = int(accepted.lengths)
-            span = at[:count]
-            drafter.absorb(hidden()[:count], span, span)
+            drafter.absorb(hidden()[:count], at[:count], at[:count])
             length, bonus = length + count, accepted.bonus
             target_cache.keep(count, resolved.block_size)
             before, new = len(result.tokens), accepted.tokens[0, :count].tolist()

@@ -85,10 +85,10 @@ def test_the_worker_of_a_pair_is_that_of_inspect(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     raw = json.loads((PAIR.draft / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "selector_rank": 8}))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "projector_type": "domino"}))
     target, draft = str(PAIR.target), str(PAIR.draft)
     worker, reason = reported(capsys, "--target", target, "--draft", str(tmp_path))
-    assert worker == env.BUILTIN and reason.startswith("selector_rank in the draft")
+    assert worker == env.BUILTIN and reason.startswith("projector_type in the draft")
     assert reported(capsys, "--target", target, "--draft", draft)[0] == env.OURS
     for half_or_swapped in (["--target", target], ["--target", draft, "--draft", target]):
         assert cli.main(["env", *half_or_swapped]) == 1

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dflash.drafting.weights import save_model
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.weights import load_model, save_model
+from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import SHAPE, save_random_hybrid
@@ -40,6 +42,35 @@ def mixed_draft(folder: Path) -> None:
     _demo_draft_with(folder, layer_types=kinds, sliding_window=64, is_causal=False)
     (file,) = PAIR.target.glob("*.safetensors")
     rewrite_in_that_layout(folder, load_file(file)["model.embed_tokens.weight"], torch.arange(1000))
+
+
+def _as_dflash2(folder: Path, draft: Path, **changes: object) -> None:
+    """A demo draft with a convolution and a selector, random and so weak that it still drafts."""
+    raw = json.loads((draft / "config.json").read_text())
+    own = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 8}
+    raw |= {"architectures": ["DFlash2DraftModel"], **changes}
+    raw["dflash_config"] = {**raw["dflash_config"], **own}
+    model, random = DraftModel(DraftConfig.from_dict(raw)), torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "codebook" in name:
+            torch.nn.init.normal_(parameter, std=0.5, generator=random)
+        elif "projection" in name:
+            torch.nn.init.normal_(parameter, std=0.02, generator=random)
+        elif "base_kernel" in name:
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=random)
+    model.load_state_dict(load_model(draft, dtype=torch.float32).state_dict(), strict=False)
+    save_model(model, raw, folder, torch.float32)
+
+
+def dflash2_draft(folder: Path) -> None:
+    """Its first and last layer slide, too."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    changes = {"layer_types": kinds, "sliding_window": 64, "is_causal": False}
+    _as_dflash2(folder, PAIR.draft, **changes)
+
+
+def dflash2_hybrid_draft(folder: Path) -> None:
+    _as_dflash2(folder, demo_pair("hybrid").draft)
 
 
 def overflowing_draft(folder: Path) -> None:
@@ -142,6 +173,8 @@ def adapter(folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     "short-draft": short_draft,
     "mixed-draft": mixed_draft,
+    "dflash2-draft": dflash2_draft,
+    "dflash2-hybrid-draft": dflash2_hybrid_draft,
     "overflowing-draft": overflowing_draft,
     "config-only": config_only,
     "sliding": sliding,

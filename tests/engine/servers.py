@@ -90,7 +90,9 @@ PAGES = DFLASH.having(
 )
 # Sliding and full layers.
 MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft"}
-PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **MIXED)
+# The same, of DFlash2.
+SECOND = {"speculative_draft_model_path": f"{FILES}/dflash2-draft"}
+PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **SECOND)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
     "speculative_draft_sink_size": 4,
@@ -122,7 +124,7 @@ TIGHT = (
         max_running_requests=8,
         enable_return_hidden_states=True,
         **WATCHED,
-        **MIXED,
+        **SECOND,
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
 )
@@ -158,7 +160,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED, **MIXED),
+    DFLASH.named("graphs").having(**RECORDED, **SECOND),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 HYBRID_PAIR = demo_pair("hybrid")
@@ -174,7 +176,7 @@ HYBRID_PAIR_DFLASH = HYBRID_PAIR_PLAIN.named("hybrid-pair-dflash").having(
 )
 HYBRID_PAIR_GRAPHS = replace(
     HYBRID_PAIR_PLAIN.named("hybrid-pair-graphs").having(
-        **drafting(HYBRID_PAIR.draft),
+        **drafting(f"{FILES}/dflash2-hybrid-draft"),
         speculative_dflash_recurrent_rollback="snapshot",
         **RECORDED,
     ),
@@ -204,11 +206,13 @@ SOAK_HYBRID = (
 CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING)
+RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **SECOND)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
-    **drafting(HYBRID_PAIR.draft), **BY_WIDTH
+    **drafting(f"{FILES}/dflash2-hybrid-draft"), **BY_WIDTH
 )
-ADAPTIVE = DFLASH.named("adaptive").having(speculative_dflash_width="adaptive", enable_metrics=True)
+ADAPTIVE = DFLASH.named("adaptive").having(
+    speculative_dflash_width="adaptive", enable_metrics=True, **MIXED
+)
 
 # -- the draft KV cache
 

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
+from sglang_dflash.facts.draft_config import (
+    Convolution,
+    DraftConfig,
+    LayerAttention,
+    Selector,
+)
 from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG, Foreign, Idle, Read
 from sglang_dflash.facts.draft_rope import RopeConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
@@ -98,6 +103,16 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
     "dflash_config.use_swa": (True, [("sliding_window", 8)], WINDOWED),
     "dflash_config.swa_window_size": (8, [SWA], WINDOWED),
     "draft_vocab_size": (32, [], {"draft_vocab_size": 32}),
+    **{
+        f"{place}{name}": (value, [(place + other, beside)], {part: expected})
+        for place in ("", "dflash_config.")
+        for part, (name, value), (other, beside), expected in (
+            ("selector", ("selector_rank", 8), ("selector_top_k", 4), Selector(8, 4)),
+            ("selector", ("selector_top_k", 4), ("selector_rank", 8), Selector(8, 4)),
+            ("convolution", ("conv_kernel_size", 2), ("conv_group_size", 8), Convolution(2, 8)),
+            ("convolution", ("conv_group_size", 8), ("conv_kernel_size", 2), Convolution(2, 8)),
+        )
+    },
     "target_hidden_size": (64, [], UnsupportedDraft),
     "dflash_config.target_hidden_size": (64, [], UnsupportedDraft),
     "eagle_aux_hidden_state_layer_ids": ([1, 3], [], UnsupportedDraft),

@@ -69,10 +69,10 @@ def test_tensors_of_another_head_are_not_checked(
 ) -> None:
     """The server leaves them to SGLang's worker, too."""
     raw = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps({**raw, "selector_rank": 8}))
+    (draft / "config.json").write_text(json.dumps({**raw, "swiglu_limit": 7.0}))
     save_file({"selector": torch.zeros(1)}, draft / "model.safetensors")
     report = inspected(capsys, str(PAIR.target), str(draft))
     assert report["worker"] == "builtin"
-    assert report["verdict"].startswith("served by SGLang's built-in worker, because of selector")
+    assert report["verdict"].startswith("served by SGLang's built-in worker, because of swiglu")
     assert cli.main(["inspect", str(PAIR.target), str(draft)]) == 0
     assert "\ndraft weights: not checked, SGLang's worker" in capsys.readouterr().out

@@ -29,7 +29,7 @@ from tests.inspect.pairs import PAIR, facts, inspected, refusal
 SERVING = Serving(kv_memory_gib=1)
 HYBRID = {**TARGET, "full_attention_interval": 2, **GDN}
 QUANTIZED = {**TARGET, "quantization_config": {"quant_method": "gptq", "lm_head": True}}
-OTHER_HEAD = raw_config(selector_rank=256)
+OTHER_HEAD = raw_config(projector_type="domino")
 
 
 def found_of(
@@ -92,7 +92,7 @@ def test_both_configs_are_described() -> None:
     for change, words in [
         ({"is_causal": False}, "2 sliding (window 8), 1 full"),
         ({"is_causal": True, "layer_types": ["full_attention"] * 3}, "3 full (causal)"),
-        ({"selector_rank": 256}, "2 sliding (window 8), 1 full"),
+        ({"projector_type": "domino"}, "2 sliding (window 8), 1 full"),
     ]:
         assert found_of(target, {**draft, **change})["draft_layers"] == words
 
@@ -283,7 +283,7 @@ def test_the_verdict_names_the_gain_or_the_reason() -> None:
     for found, words in [
         (found_of(TARGET, raw_config(), Options(window=10**8)), "frees nothing"),
         (found_of(TARGET, raw_config()), gain),
-        (found_of(TARGET, OTHER_HEAD), "because of selector_rank"),
+        (found_of(TARGET, OTHER_HEAD), "because of projector_type"),
     ]:
         assert words in found["verdict"]
 

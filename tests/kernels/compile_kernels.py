@@ -29,6 +29,7 @@ from dflash_kernels import (
     candidates,
     convolve,
     gated_delta_fold,
+    largest,
     prepare_block,
     qk_norm_rope,
     silu_mul,
@@ -48,9 +49,10 @@ TABLE = Path(__file__).with_name("registers.json")
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner"}
 BOOL = {"p_in_use"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
-         "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_keys", "p_columns", "p_seeds"}  # fmt: skip
+         "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens", "p_keys",
+         "p_columns"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
-FLOAT32 = {"p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log", "p_temperatures"}
+FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log"}
 # Qwen3.5-27B's heads, without a convolution bias.
 GATED_DELTA = {"H": 16, "HV": 48, "K": 128, "V": 128, "W": 4, "BLOCK_K": 128, "HAS_BIAS": False,
                "p_bias": None}  # fmt: skip
@@ -241,6 +243,18 @@ def cases() -> dict[str, Case]:
                 {**windows, **with_checkpoints},
             ),
         ]
+    chunk = {"CHUNK": largest.CHUNK, "BLOCK": largest.BLOCK}
+    plain = {**chunk, "HAS_CAP": False, "HAS_TOKENS": False, "p_tokens": None}
+    scaled = {**chunk, "HAS_CAP": True, "HAS_TOKENS": True}
+    parts = {"p_ids": "*i32", "p_out": "*fp32", "p_out_ids": "*i64"}
+    scales = {**parts, "MULTIPLIER": "fp32", "SOFTCAP": "fp32"}
+    # Parts of a vocabulary of 248,320.
+    merge, options = {"BLOCK": 32}, {"num_warps": 1}
+    found += [
+        Case("largest", largest.largest_kernel, plain, types=scales),
+        Case("largest scaled", largest.largest_kernel, scaled, types=scales),
+        Case("merge_largest", largest.merge_largest_kernel, merge, types=parts, options=options),
+    ]
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
     found += dflash2_cases()
     drafts = published()

@@ -81,7 +81,9 @@ def test_candidates(
 def test_many_candidates_are_torchs() -> None:
     logits = some(2, 300)
     for got, expected in zip(
-        TritonOps().candidates(logits, 100), logits.sort(dim=-1, descending=True, stable=True), strict=True
+        TritonOps().candidates(logits, 100),
+        logits.sort(dim=-1, descending=True, stable=True),
+        strict=True,
     ):
         assert torch.equal(got, expected[:, :100])
 

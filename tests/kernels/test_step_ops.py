@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dflash_kernels import accept, prepare_block
+from dflash_kernels import accept, largest, prepare_block
+from dflash_kernels.draft_ops import TritonOps
 from torch import Tensor
 
+from sglang_dflash.drafting.noise import BlockNoise, LogitScale, gumbel
 from sglang_dflash.drafting.ops import TorchOps
 from tests.kernels.support import DEVICE, Canaries, counted_bytes
 
@@ -53,3 +55,68 @@ def test_accept(requests: int, block: int) -> None:
     assert canaries.are_alive()
     if requests == 40:
         assert set(got[0].tolist()) >= {1, 2, 3, block}
+
+
+LARGEST = {
+    # R, P, V; what is odd about it.
+    "several-chunks": (3, 4, 2 * largest.CHUNK + 77),
+    "one-draft": (2, 1, 50),
+    "many-requests": (40, 3, 300),
+    "a-rank": (2, 2, 1000),
+}
+
+
+@pytest.mark.parametrize("case", LARGEST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [LogitScale(), LogitScale(0.7, 3.0)], ids=["plain", "scaled"])
+def test_largest(case: str, dtype: torch.dtype, scale: LogitScale) -> None:
+    requests, drafts, vocab = LARGEST[case]
+    first_id, count = (vocab if case == "a-rank" else 0), requests * drafts
+    logits = (4 * torch.randn(count, vocab + 8, device=DEVICE)).to(dtype)[:, :vocab]
+    temperatures = torch.rand(requests, device=DEVICE) + 0.3
+    temperatures[1::3] = 0
+    seeds = torch.randint(-(2**63), 2**63 - 1, (requests,), device=DEVICE)
+    noise = BlockNoise(seeds, temperatures, ids(requests, most=300000))
+    if case == "one-draft":
+        logits[0] = -torch.inf  # nothing is the largest
+    if case == "many-requests":
+        logits[5, 7], logits[9, 8] = torch.nan, torch.inf
+        logits[12, 20:30] = logits[12].max() + 1  # of equal ones, the first
+    columns = first_id + vocab
+    # With the scale, also tokens that are not the columns.
+    token_ids = None if scale == LogitScale() else 5 + 3 * torch.arange(columns, device=DEVICE)
+    canaries = Canaries()
+    best = canaries.around(torch.full((2, count), -7.0, device=DEVICE))
+    tokens = canaries.around(torch.full((2, count), -7, dtype=torch.int64, device=DEVICE))
+    with counted_bytes() as counted:
+        largest.largest(best, tokens, logits, *noise, first_id, scale, token_ids)
+    if token_ids is None:
+        counted.check(largest.traffic(count, vocab, logits.element_size()))
+    assert canaries.are_alive()
+    expected, likeliest = TorchOps().largest(logits, noise, first_id, scale, token_ids)
+    finite = expected.isfinite()
+    assert torch.equal(best.isfinite(), finite)
+    torch.testing.assert_close(best[finite], expected[finite], atol=2e-5, rtol=1e-5)
+    assert torch.equal(tokens[0][finite[0]], likeliest[0][finite[0]])
+    # Noise is float32 here and float64 there: another token is right if its score is as large.
+    of_columns = torch.arange(columns, device=DEVICE) if token_ids is None else token_ids
+    rows = noise.scores(
+        logits.unflatten(0, (requests, drafts)), of_columns[first_id:], scale=scale
+    ).flatten(0, 1)
+    taken = rows.gather(1, (tokens[1][:, None] - first_id).clamp(0, vocab - 1))[:, 0]
+    torch.testing.assert_close(taken[finite[1]], expected[1][finite[1]], atol=2e-5, rtol=1e-5)
+    if case == "many-requests":
+        assert tokens[0, 12] == 20 and not finite[:, [5, 9]].any()
+
+
+def test_the_kernels_noise_is_the_targets() -> None:
+    """To float32, also where it is largest: there it decides."""
+    count = 200_000
+    noise = BlockNoise(ids(1, most=99), torch.ones(1, device=DEVICE), ids(1, most=99))
+    tokens = torch.arange(count, device=DEVICE)
+    exact = gumbel(noise.seeds, noise.seq_lens, tokens)
+    likely = exact.topk(20).indices
+    for token in [*likely.tolist(), int(exact.argmin()), 0, 5]:
+        logits = torch.full((1, 1), 0.0, device=DEVICE)
+        best, _ = TritonOps().largest(logits, noise, token)
+        assert float(best[1, 0]) == pytest.approx(float(exact[token]), rel=1e-6, abs=1e-6)

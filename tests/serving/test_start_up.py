@@ -107,9 +107,8 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     reason = "'domino'; not served here: a head"
     assert reason in builtin_warning(resolve([*TARGET, str(draft)]), capfd)
     assert cli.main(["inspect", str(PAIR.target), str(draft), "--offline"]) == 0
-    assert f"built-in worker, because of projector_type in the draft's config.json: {reason}" in (
-        " ".join(capfd.readouterr().out.split())
-    )
+    shown = " ".join(capfd.readouterr().out.split())
+    assert f"dflash_config.projector_type in the draft's config.json: {reason}" in shown
 
 
 def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: Path) -> None:

@@ -109,8 +109,7 @@ class DFlashWorker:
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
-            if guesses is not None:
-                self._rules.learn(guesses, accepted)
+            self._rules.learn(guesses, accepted)
         with self.figures.times.of("commit"):
             self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()

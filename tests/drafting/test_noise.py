@@ -1,0 +1,157 @@
+"""The noise of coupled drafts: SGLang's bit for bit, good as random numbers, and at its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from sglang.srt.layers import sampler as sglangs
+from torch import Tensor
+
+from sglang_dflash.drafting.acceptance import Accepted
+from sglang_dflash.drafting.heads import ArgmaxHead, TargetHead
+from sglang_dflash.drafting.noise import BlockNoise, gumbel, murmur_hash32
+from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.rules import RuleChoice
+from sglang_dflash.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
+
+VOCAB, BLOCK = 50, 4
+
+
+@pytest.fixture
+def _sglang_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sglangs, "murmur_hash32", sglangs_hash)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def noise_of(temperatures: list[float]) -> BlockNoise:
+    rows = len(temperatures)
+    seeds = torch.tensor([42, 2**40 + 7, -3, 2**62])[:rows]
+    return BlockNoise(seeds, torch.tensor(temperatures), torch.tensor([9, 14, 3, 2000])[:rows])
+
+
+@pytest.mark.usefixtures("_sglang_on_a_cpu")
+def test_a_draft_that_is_the_target_guesses_every_token() -> None:
+    """The target's distribution in, SGLang's own sampled tokens out: same seeds, positions, ids."""
+    temperatures = [1.0, 0.3, 1.5, 0.7]
+    noise = noise_of(temperatures)
+    logits = 3 * torch.randn(4, BLOCK - 1, VOCAB)
+    coupled = noise.scores(logits, torch.arange(VOCAB)).argmax(-1)
+    # As `TargetTokens` calls it: the token after block position i, at the position of i.
+    positions = noise.seq_lens[:, None] + torch.arange(BLOCK - 1)
+    log_p = (logits / noise.temperatures[:, None, None]).log_softmax(-1)
+    theirs = sglangs.multinomial_with_seed(
+        log_p.flatten(0, 1), noise.seeds.repeat_interleave(BLOCK - 1), positions.flatten()
+    )
+    assert torch.equal(coupled.flatten(), theirs[:, 0])
+    # And with the noise of one position further, it does not.
+    wrong = noise._replace(seq_lens=noise.seq_lens + 1).scores(logits, torch.arange(VOCAB))
+    assert (wrong.argmax(-1) != coupled).any()
+
+
+@pytest.mark.usefixtures("_sglang_on_a_cpu")
+def test_the_noise_is_sglangs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, positions, ids = torch.tensor([42, -7, 2**60]), torch.tensor([0, 5, 70000]), 4096
+    seen: list[Tensor] = []
+    own = torch.argmax
+
+    def watched(x: Tensor, **how: Any) -> Tensor:
+        seen.append(x.clone())
+        return own(x, **how)
+
+    monkeypatch.setattr(torch, "argmax", watched)
+    sglangs.multinomial_with_seed(torch.zeros(3, ids), seeds, positions)
+    ours = gumbel(seeds[:, None], positions[:, None], torch.arange(ids))
+    assert torch.equal(seen[0], ours)
+
+
+def test_hashes_are_uniform_and_independent() -> None:
+    """In each of three directions: of 64 x 64 pairs of neighbors' first six bits. False alarm:
+    6e-6."""
+    seeds, positions, ids = torch.arange(64) - 3, torch.arange(64) + 1000, torch.arange(256)
+    h = murmur_hash32(seeds[:, None, None], positions[:, None], ids)
+    for axis in range(3):
+        parts = [h.select(axis, i).flatten() for i in range(h.shape[axis])]
+        a, b = (torch.cat(x) for x in zip(*pairwise(parts), strict=True))
+        for bits in (lambda x: x >> 26, lambda x: x & 63):
+            counts = (bits(a) * 64 + bits(b)).bincount(minlength=4096)
+            assert chisquare(counts.numpy()).pvalue > 1e-6
+
+
+def head_of(tp: TensorParallel, weight: Tensor, first_id: int = 0) -> ArgmaxHead:
+    target = TargetHead(lambda ids: ids, lambda x: x @ weight.T, first_id)
+    return ArgmaxHead(target, tp, TorchOps())
+
+
+def test_a_head_drafts_by_both_rules() -> None:
+    weight, hidden = torch.randn(VOCAB, 8), torch.randn(3, BLOCK, 8)
+    noise, bonus = noise_of([1.0, 0.0, 5.0]), torch.zeros(3, dtype=torch.int64)
+    head = head_of(TensorParallel(), weight)
+    likeliest, coupled = head(hidden, bonus, noise)
+    assert torch.equal(likeliest, head(hidden, bonus, None))
+    scores = noise.scores(hidden[:, 1:] @ weight.T, torch.arange(VOCAB))
+    assert torch.equal(coupled, scores.argmax(-1))
+    # A greedy request has no noise.
+    assert torch.equal(coupled[1], likeliest[1]) and (coupled != likeliest).any()
+
+
+def test_ranks_draft_what_one_rank_does() -> None:
+    """A shard's noise is that of its tokens' ids in the whole vocabulary."""
+    weight, hidden = torch.randn(VOCAB, 8), torch.randn(3, BLOCK, 8)
+    noise, bonus = noise_of([1.0, 0.0, 5.0]), torch.zeros(3, dtype=torch.int64)
+    whole = head_of(TensorParallel(), weight)(hidden, bonus, noise)
+    sent: list[Tensor] = []
+    tp = TensorParallel(0, 2, all_gather=lambda x: sent.append(x) or torch.stack((x, x)))
+    for shard, first_id in zip(weight.chunk(2), (0, VOCAB // 2), strict=True):
+        head_of(tp, shard, first_id)(hidden, bonus, noise)
+    both = torch.stack(sent)
+    tp = TensorParallel(0, 2, all_gather=lambda _: both)
+    assert torch.equal(head_of(tp, weight[: VOCAB // 2])(hidden, bonus, noise), whole)
+
+
+def test_the_better_rule_is_found_by_position() -> None:
+    """At the first draft the two are equally good, at the second one coupling is better, at the
+    third one the likeliest token. Greedy requests keep it everywhere, and teach nothing."""
+    steps, rows, right = 60, 8, [(0.6, 0.6), (0.2, 0.8), (0.8, 0.2)]
+    rules = RuleChoice(BLOCK, torch.device("cpu"))
+    noise = noise_of([1.0])._replace(temperatures=torch.tensor([0.0] * 4 + [1.0] * 4))
+    for _ in range(steps):
+        target = torch.randint(1, 9, (rows, BLOCK))
+        drafted = torch.zeros(2, rows, BLOCK, dtype=torch.int64)
+        for rule in (0, 1):
+            hit = torch.rand(rows, BLOCK - 1) < torch.tensor([pair[rule] for pair in right])
+            # A greedy request's guesses are the other way round.
+            hit[:4] = True
+            drafted[rule, :, 1:] = target[:, :-1] * hit
+        drafted[1, :4, 1:] = 0
+        block, guesses = rules.choose(drafted, noise)
+        assert torch.equal(block[:4], drafted[0, :4])
+        lengths = torch.randint(1, BLOCK + 1, (rows,))
+        rules.learn(guesses, Accepted(lengths, target, target[:, 0]))
+    assert rules.couples[1:].tolist() == [True, False]
+    block, _ = rules.choose(drafted, noise)
+    assert torch.equal(block[4:, 2], drafted[1, 4:, 2])
+    assert torch.equal(block[4:, 3], drafted[0, 4:, 3])
+
+
+def test_positions_that_were_not_reached_teach_nothing() -> None:
+    rules, noise = RuleChoice(BLOCK, torch.device("cpu")), noise_of([1.0])
+    target = torch.tensor([[5, 6, 7, 8]])
+    drafted = torch.tensor([[[0, 5, 6, 7]], [[0, 1, 1, 1]]])
+    _, guesses = rules.choose(drafted, noise)
+    rules.learn(guesses, Accepted(torch.tensor([1]), target, target[:, 0]))
+    # Only the first draft was judged; the others are coupled until more is known.
+    assert rules.couples.tolist() == [False, True, True]
+
+
+def test_without_a_choice_a_block_is_taken_as_it_is() -> None:
+    """All greedy, or a proposer that ignores the noise."""
+    rules, block = RuleChoice(BLOCK, torch.device("cpu")), torch.ones(1, BLOCK, dtype=torch.int64)
+    for noise in (None, noise_of([1.0])):
+        assert rules.choose(block, noise) == (block, None)

@@ -1,0 +1,78 @@
+"""Seeds of sampled requests, and whole sampled steps without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.serving.step import batch as our_batch
+from sglang_dflash.serving.step.seeds import Seeds
+from tests.serving.in_process import MODES
+
+DEVICE = torch.device("cpu")
+
+
+def request(rid: str, seed: int | None = None, n: int = 1) -> Any:
+    return SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(sampling_seed=seed, n=n))
+
+
+def test_a_request_has_its_own_seed_or_a_drawn_one() -> None:
+    seeds, other_server = Seeds(4, 1234, DEVICE), Seeds(4, 1235, DEVICE)
+    assert seeds.of(request("a", -5)) == other_server.of(request("b", -5)) == -5
+    # Two requests without a seed differ; one that is retracted keeps its own.
+    drawn = [seeds.of(request(rid)) for rid in "abca"]
+    assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
+    assert all(-(2**63) <= seed < 2**63 for seed in drawn)
+    assert other_server.of(request("a")) != drawn[0]
+    # All answers to one prompt would be the same.
+    assert seeds.of(request("a", 7, n=3)) == drawn[0]
+
+
+def batch_of(mode: str, rows: list[int], reqs: list[Any], **info: Any) -> Any:
+    return SimpleNamespace(
+        forward_mode=MODES[mode],
+        reqs=reqs,
+        req_pool_indices=torch.tensor(rows),
+        sampling_info=SimpleNamespace(**{"is_all_greedy": False, "sampling_seed": None, **info}),
+    )
+
+
+def given(seeds: Seeds, batch: Any) -> Any:
+    before = batch.sampling_info
+    with seeds.given(batch):
+        found = batch.sampling_info.sampling_seed
+    assert batch.sampling_info is before and before.sampling_seed is None
+    return None if found is None else found.tolist()
+
+
+def test_a_seed_stays_with_its_request() -> None:
+    """From the prefill on, in batches of any order; a row's next request has its own."""
+    seeds, a, b, c = Seeds(5, 9, DEVICE), request("a", 11), request("b", 12), request("c", 13)
+    assert given(seeds, batch_of("extend", [3, 1], [a, b])) == [11, 12]
+    assert given(seeds, batch_of("decode", [1, 3], [b, a])) == [12, 11]
+    assert given(seeds, batch_of("extend", [3], [c])) == [13]
+    assert given(seeds, batch_of("decode", [1, 3], [b, c])) == [12, 13]
+
+
+def test_sglangs_seeds_and_greedy_batches_are_left_alone() -> None:
+    seeds, asked = Seeds(4, 9, DEVICE), torch.tensor([42])
+    batch = batch_of("extend", [1], [request("a", 7)], sampling_seed=asked)
+    info = batch.sampling_info
+    with seeds.given(batch):
+        assert batch.sampling_info is info and info.sampling_seed is asked
+    assert given(seeds, batch_of("extend", [1], [request("a", 7)], is_all_greedy=True)) is None
+    batch.sampling_info = None
+    with seeds.given(batch):
+        assert batch.sampling_info is None
+
+
+def test_sampling_parameters_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(our_batch, "is_pin_memory_available", lambda _device: False)
+    seeds, batch = Seeds(4, 9, DEVICE), batch_of("extend", [1], [request("a", 7)])
+    before = batch.sampling_info
+    with pytest.raises(RuntimeError), seeds.given(batch):
+        raise RuntimeError
+    assert batch.sampling_info is before and before.sampling_seed is None
