@@ -23,6 +23,7 @@ from dflash_kernels import (
     convolve,
     gated_delta_fold,
     largest,
+    lookup,
     prepare_block,
     qk_norm_rope,
     silu_mul,
@@ -191,6 +192,13 @@ def _walk(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     return walk.traffic(*ids.shape, hidden.shape[-1], size, noise=noise)
 
 
+def _take_match(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    """All drafts are replaced."""
+    requests, block = args[1].shape
+    drafts = requests * (block - 1)
+    return lookup.take_traffic(requests, max(scene.lengths), block, seen=drafts, taken=drafts)
+
+
 KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "slot_table_kernel": _slot_table,
     "block_attention_kernel": _block_attention,
@@ -204,11 +212,17 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "merge_candidates_kernel": _merge_candidates,
     "walk_kernel": _walk,
     # Both launches.
-    "largest_kernel": lambda _, args, __: largest.traffic(*args[2].shape, args[2].element_size()),
+    "largest_kernel": lambda _, args, __: largest.traffic(
+        args[2].shape[0], args[2].shape[1], args[2].element_size()
+    ),
     "merge_largest_kernel": lambda *_: Traffic(0, 0),
     "fold_kernel": _fold,
     "move_windows_kernel": _move_windows,
     "prepare_block_kernel": lambda _, args, __: prepare_block.traffic(*args[0].shape),
+    "find_match_kernel": lambda scene, args, _: lookup.find_traffic(
+        scene.lengths, max(scene.lengths)
+    ),
+    "take_match_kernel": _take_match,
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
 }
 

@@ -24,8 +24,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_dflash.bench.machine import hardware, progress_bar
+from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.server import ServerConfig, sigterm_as_exit
+from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.command_line import add_flags, flag_names, given
 from sglang_dflash.facts.errors import ConfigError
 

@@ -3,7 +3,8 @@
 Drafts of published shapes in bfloat16, on one rank of a GPU with 132 multiprocessors, with Triton's
 operations and attention. Computed on fake tensors, so it runs anywhere: of torch's operations what
 they read and write is counted, of ours what the formula beside each kernel says. `absorb` projects
-the hidden states of all block positions; `commit` accepts, and finds entries for their tokens.
+the hidden states of all block positions; `commit` accepts, and finds entries for their tokens;
+`lookup` finds drafts in the requests' own texts.
 
 The floor has every weight once; lm_head once; the visible K/V of every layer once; of every matrix
 product the input and the output once; the logits written and read once. Whatever lies between two
@@ -55,6 +56,8 @@ LOADS = (
     # How a step grows with the context.
     (8, 16384, None),
     (8, 131072, None),
+    (8, 32768, None),
+    (1, 131072, None),
 )
 PROCESSORS = 132
 GOALS = {"propose": 1.08, "absorb": 1.2}
@@ -77,6 +80,7 @@ class Step:
     propose: Launches
     absorb: Launches
     commit: Launches
+    lookup: Launches
 
 
 def config_of(shape: str) -> DraftConfig:
@@ -130,6 +134,8 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
     with counted(scene) as propose:
         ids = drafter.propose(torch.empty_like(lengths), known, noise)[LIKELIEST]
     tokens = ids.numel()
+    with counted(scene) as lookup:
+        model.ops.continue_seen(ids, table, known, config.vocab_size)
     hidden = torch.empty(tokens, config.target_hidden_width)
     targets, flat = torch.empty_like(ids), torch.empty(tokens, dtype=torch.int64)
     with counted(scene) as commit:
@@ -140,7 +146,7 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
         kv = model.project_context(finite(model.context_features(hidden))[0])
         for group, at in zip(groups, found, strict=True):
             group.store(model, kv, flat, at)
-    return Step(propose, absorb, commit)
+    return Step(propose, absorb, commit, lookup)
 
 
 def figures(row: Row, step: Step) -> dict[str, Any]:
@@ -158,6 +164,7 @@ def figures(row: Row, step: Step) -> dict[str, Any]:
         result[f"{part}_bytes"], result[f"{part}_floor"] = launches.bytes, floor
         result[f"{part}_ratio"] = round(launches.bytes / floor, 3)
         result[f"{part}_launches"] = len(launches)
+    result["lookup_bytes"], result["lookup_launches"] = step.lookup.bytes, len(step.lookup)
     return result
 
 
@@ -173,14 +180,16 @@ def run(options: Options) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[str]:
     names = f"{'draft':30}{'requests x context, window':>28}"
-    lines = [f"{names}  propose: GiB / floor, ratio, launches; ratio of absorb, of commit"]
+    lines = [
+        f"{names}  propose: GiB / floor, ratio, launches; ratio of absorb, of commit; KiB of lookup"
+    ]
     for row in result["rows"]:
         load = f"{row['requests']} x {row['context']}, {row['window'] or 'none'}"
         moved, floor = (row[f"propose_{of}"] / 2**30 for of in ("bytes", "floor"))
         lines.append(
             f"{row['shape'].removeprefix('z-lab/'):30}{load:>28}  {moved:8.2f} / {floor:6.2f}"
             f"{row['propose_ratio']:8.3f}{row['propose_launches']:6d}      "
-            f"{row['absorb_ratio']:6.3f}{row['commit_ratio']:8.1f}"
+            f"{row['absorb_ratio']:6.3f}{row['commit_ratio']:8.1f}{row['lookup_bytes'] / 1024:9.0f}"
         )
     return lines
 

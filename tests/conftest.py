@@ -36,6 +36,15 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
+
+def find(cache: DraftKVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
+    if not isinstance(cache, RingKVCache):
+        return slots, torch.ones_like(slots, dtype=torch.bool)
+    entries = cache.entry_of[slots].long()
+    return entries, cache.owner[entries] == slots
+
+
 KERNELS, ENGINE = (Path(__file__).parent / name for name in ("kernels", "engine"))
 # Tiers that take many minutes.
 ON_REQUEST = ("long", "compile")

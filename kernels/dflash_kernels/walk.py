@@ -63,10 +63,10 @@ def walk_kernel(
         b_edges = b_query[None, :].to(tl.float32) * b_next.to(tl.float32)
         b_scores = b_logits + tl.sum(b_edges.to(b_next.dtype).to(tl.float32), 1)
         if HAS_NOISE:
-            # Triton has no `and` of a constant and a number of the device.
+            i_position = i_start + i_p
             if is_noisy:
                 b_scores = tl.div_rn(b_scores, temperature)
-                b_scores += _gumbel(i_seed, i_start + i_p, b_ids)
+                b_scores += _gumbel(i_seed, i_position, b_ids)
         # NaN counts as the largest, as in torch.
         b_scores = tl.where(b_scores != b_scores, float("inf"), b_scores)
         b_scores = tl.where(m_k, b_scores, float("-inf"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sglang_dflash.bench.machine import progress_bar
+from sglang_dflash.bench.progress import progress_bar
 
 SAVE_EVERY_S = 60.0
 

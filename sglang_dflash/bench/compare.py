@@ -6,15 +6,17 @@ A report is written only if their outputs agree.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench import datasets, load, picture, report
 from sglang_dflash.bench.arms import Arms, arms_of, opened
 from sglang_dflash.bench.datasets import Encode, Prompt
-from sglang_dflash.bench.machine import progress_bar
-from sglang_dflash.bench.report import Runs
+from sglang_dflash.bench.progress import progress_bar, waiting
+from sglang_dflash.bench.report import Measured
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
@@ -54,9 +56,11 @@ def main(given: Mapping[str, Any]) -> None:
         if len(found) < max(settings.levels):
             required = f"{name} has {len(found)} prompts only; see {{num_prompts}}"
             raise ConfigError("concurrency", max(settings.levels), required)
-    runs, kept_prefixes = measure(settings, arms, prompts, encode_of(settings, prompts))
+    encode, before = encode_of(settings, prompts), out / "results.json"
+    last_times = json.loads(before.read_text()).get("start_s", {}) if before.is_file() else {}
+    measured = measure(settings, arms, prompts, encode, last_times)
     counts = {name: len(found) for name, found in prompts.items()}
-    result = report.summarize(settings, counts, runs, kept_prefixes)
+    result = report.summarize(settings, counts, measured)
     text, drawn = report.markdown(result), out / "throughput.png"
     print(text)
     if settings.picture:
@@ -105,24 +109,28 @@ def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
 
 
 def measure(
-    settings: BenchSettings, arms: Arms, prompts: Prompts, encode: Encode
-) -> tuple[Runs, list[str]]:
+    settings: BenchSettings,
+    arms: Arms,
+    prompts: Prompts,
+    encode: Encode,
+    last_times: Mapping[str, float],
+) -> Measured:
     """Run all arms at once in turns, or one server after another.
 
-    Returns the passes, and the arms whose prefix cache could not be emptied between them.
+    Args:
+        last_times: seconds that the servers of arms took to start in an earlier run.
 
     Raises:
         OutputsDiffer: an arm's answers are not the first arm's, in float32.
         ServerFailed, RequestFailed: a server cannot be started or asked.
     """
-    runs: Runs = {}
-    kept: list[str] = []
+    found = Measured()
     simulated = settings.simulated_acceptance is not None
     few = asking(encode, min(WARM_UP_TOKENS, settings.max_new_tokens), simulated)
     ask = asking(encode, settings.max_new_tokens, simulated)
 
     def level(name: str, concurrency: int, endpoints: Mapping[str, load.Endpoint]) -> None:
-        passes = runs.setdefault((name, concurrency), {})
+        passes = found.runs.setdefault((name, concurrency), {})
         at = f"{name}, {concurrency} at a time"
         for arm, to in endpoints.items():
             bar.set_description(f"{at}: warming {arm}")
@@ -131,22 +139,28 @@ def measure(
             # The order reverses every round: a machine that slows down slows all arms alike.
             for arm in list(endpoints)[:: -1 if i % 2 else 1]:
                 bar.set_description(f"{at}: {arm}, round {i + 1} of {settings.rounds}")
-                if not endpoints[arm].flush() and arm not in kept:
-                    kept.append(arm)
+                if not endpoints[arm].flush() and arm not in found.kept_prefixes:
+                    found.kept_prefixes.append(arm)
                 done = load.run(endpoints[arm], prompts[name], concurrency, ask, bar.update)
                 passes.setdefault(arm, []).append(done)
 
     conversations = sum(map(len, prompts.values())) * len(settings.levels)
     groups = [{name: arms[name]} for name in arms] if settings.in_turn else [arms]
-    with progress_bar(conversations * len(arms) * settings.rounds) as bar:
+    with progress_bar(conversations * len(arms) * settings.rounds, steady=False) as bar:
         for group in groups:
-            bar.set_description(f"starting {', '.join(group)}")
-            with opened(group) as endpoints:
+            began, before = time.monotonic(), [last_times[of] for of in group if of in last_times]
+            with ExitStack() as servers:
+                what = f"{'asking' if settings.base_url else 'starting'} {', '.join(group)}"
+                with waiting(bar, what, max(before, default=None)):
+                    endpoints = servers.enter_context(opened(group))
+                if not settings.base_url:
+                    found.start_s |= dict.fromkeys(group, round(time.monotonic() - began, 1))
+                found.servers |= {arm: to.describe() for arm, to in endpoints.items()}
                 for name in prompts:
                     for concurrency in settings.levels:
                         level(name, concurrency, endpoints)
-                        check_outputs(settings, runs)
-    return runs, kept
+                        check_outputs(settings, found)
+    return found
 
 
 def asking(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
@@ -160,16 +174,14 @@ def asking(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
     return ask
 
 
-def check_outputs(settings: BenchSettings, runs: Runs) -> None:
+def check_outputs(settings: BenchSettings, measured: Measured) -> None:
     """Raise OutputsDiffer if answers differ where they must not."""
     # Near-ties of a rounded dtype may fall either way; simulated acceptance changes the outputs,
     # and the report says so.
-    if settings.dtype != "float32" or settings.simulated_acceptance is not None:
+    exact = report.dtypes(settings, measured.servers) == {"float32"}
+    if not exact or settings.simulated_acceptance is not None:
         return
-    found = [place for places in report.differences(runs).values() for place in places]
+    found = [place for places in report.differences(measured.runs).values() for place in places]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise OutputsDiffer(
-            f"{found[0]}{more}; no figure without equal outputs. "
-            "If these servers do not compute in float32, name their dtype with --dtype"
-        )
+        raise OutputsDiffer(f"{found[0]}{more}; no figure of float32 without equal outputs")

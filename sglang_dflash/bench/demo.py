@@ -28,10 +28,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 from sglang_dflash.bench.load import chunks
-from sglang_dflash.bench.machine import hardware
 from sglang_dflash.bench.server import Server, demo_config, sigterm_as_exit, together
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair
 

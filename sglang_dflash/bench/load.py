@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import requests
 
 from sglang_dflash.bench.datasets import Input, Prompt
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
+from sglang_dflash.facts.server import NOT_KNOWN, ServerInfo
 
 TIMEOUT_S = 600
 GREEDY: Mapping[str, float] = {"temperature": 0}
@@ -123,15 +125,24 @@ class SGLang:
         """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
         return requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).ok
 
+    def info(self) -> ServerInfo:
+        """What it tells of itself."""
+        return ServerInfo(requests.get(f"{self.url}/server_info", timeout=60).json())
+
+    def describe(self) -> dict[str, str]:
+        """Labels for a report, all of them read from the server."""
+        info = self.info()
+        paths = (info.info.get(of) for of in ("model_path", "speculative_draft_model_path"))
+        # A hub name has two parts; of a folder's path the rest tells nothing to others.
+        names = ["/".join(Path(path).parts[-2:]) for path in paths if path]
+        model = " with draft ".join(names) or NOT_KNOWN
+        return {"model": model, "worker": info.set_up(), **info.machine()}
+
     def undrafted(self) -> VerifySteps:
         """Steps without drafts so far, which an answer's own count includes."""
-        info = requests.get(f"{self.url}/server_info", timeout=60).json()
-        ours = [state.get("dflash") or {} for state in info["internal_states"]]
-        steps, tokens = (
-            sum(one.get(name, 0) for one in ours)
-            for name in ("undrafted_steps", "undrafted_tokens")
-        )
-        return VerifySteps(steps, tokens)
+        ours = self.info()
+        steps, tokens = map(ours.values, ("undrafted_steps", "undrafted_tokens"))
+        return VerifySteps(sum(steps), sum(tokens))
 
 
 @dataclass(frozen=True)
@@ -187,6 +198,10 @@ class OpenAI:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
         return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
 
+    def describe(self) -> dict[str, str]:
+        """See `SGLang.describe`. The API tells the model's name only."""
+        return {"model": self.model, "worker": NOT_KNOWN, **ServerInfo({}).machine()}
+
     def undrafted(self) -> VerifySteps:
         """The API counts no steps."""
         return VerifySteps()
@@ -212,13 +227,12 @@ def endpoint(url: str) -> Endpoint:
     try:
         info = requests.get(f"{url}/server_info", timeout=60)
         if info.ok and "internal_states" in info.json():
-            for state in info.json()["internal_states"]:
-                length = (state.get("dflash") or {}).get("simulated_acceptance")
-                if length:
-                    raise RequestFailed(
-                        f"{url}: simulates an acceptance of {length:g}; "
-                        "restart it without SGLANG_SIMULATE_ACC_LEN"
-                    )
+            length = ServerInfo(info.json()).least("simulated_acceptance")
+            if length:
+                raise RequestFailed(
+                    f"{url}: simulates an acceptance of {length:g}; "
+                    "restart it without SGLANG_SIMULATE_ACC_LEN"
+                )
             return SGLang(url)
         models = requests.get(f"{url}/v1/models", timeout=60)
         models.raise_for_status()

@@ -46,13 +46,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def title(result: dict[str, Any]) -> list[str]:
     """The title, line by line. A simulated acceptance comes first, as in the report."""
-    machine = result["hardware"]
-    where = machine["accelerator"] or f"{machine['cores']} CPU cores"
+    models, devices, dtypes = (
+        " and ".join(dict.fromkeys(one[of] for one in result["servers"].values()))
+        for of in ("model", "device", "dtype")
+    )
     simulated = [] if result["simulated_acceptance"] is None else [result["outputs"]]
     return [
         *simulated,
-        f"Output throughput: {result['model']} on {where}, {result['dtype']}, {machine['date']}; "
-        f"on the bars: ratio to {result['arms'][0]} (~: within noise) and range over rounds",
+        f"Output throughput: {models}; device {devices}; dtype {dtypes}; "
+        f"{result['client']['date']}; on the bars: ratio to {result['arms'][0]} (~: within noise) "
+        "and range over rounds",
     ]
 
 

@@ -20,7 +20,7 @@ from sglang_dflash.bench import datasets, load, report
 from sglang_dflash.bench.compare import WARM_UP_TOKENS, Ask, load_prompts
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Endpoint, Pass, RequestFailed
-from sglang_dflash.bench.machine import progress_bar
+from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.command_line import add_flags, flag_names, given
 from sglang_dflash.facts.errors import ConfigError

@@ -16,7 +16,7 @@ from torch import distributed
 
 from sglang_dflash.bench.compare import WARM_UP_TOKENS
 from sglang_dflash.bench.datasets import Prompt, encode_turn
-from sglang_dflash.bench.machine import progress_bar
+from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.options import Options
@@ -41,7 +41,7 @@ class PairAnswer:
     Attributes:
         tokens: DFlash's answer, the first one by the prefill.
         committed: tokens of the answer that each verify step gave.
-        same: whether plain decoding gives the same answer; None if tokens are sampled.
+        same: whether plain decoding gives the same answer.
         plain_s, dflash_s: seconds per token, without the target's prefill.
     """
 
@@ -50,7 +50,7 @@ class PairAnswer:
     text: str
     tokens: list[int]
     committed: list[int]
-    same: bool | None
+    same: bool
     plain_s: float
     dflash_s: float
 
@@ -177,7 +177,7 @@ def answered(
         pair.tokenizer.decode(out.tokens, skip_special_tokens=True),
         out.tokens,
         out.committed,
-        None if settings.temperature else tokens == out.tokens,
+        tokens == out.tokens,
         plain_s / len(tokens),
         dflash_s / len(out.tokens),
     )
@@ -204,7 +204,6 @@ def pair_figures(
     kept = [count for one in measured for count in one.committed]
     means = [float(np.mean(one.committed)) for one in measured if one.committed]
     counts = np.bincount(np.array(kept, dtype=int), minlength=block_size + 1)
-    same = [one.same for one in measured if one.same is not None]
     return {
         "backend": settings.backend,
         "model": settings.target,
@@ -222,7 +221,7 @@ def pair_figures(
         # The share of steps that kept 0, 1, ... tokens.
         "acceptance_length_histogram": (counts / max(1, len(kept))).tolist(),
         "verify_steps": len(kept),
-        "same_answers": sum(same) if same else None,
+        "same_answers": sum(one.same for one in measured),
     }
 
 
@@ -242,9 +241,8 @@ def pair_lines(result: dict[str, Any]) -> list[str]:
             "answers of their means, as z-lab's)",
             f"Acceptance length histogram: {shares}",
         ]
-    if result["same_answers"] is not None:
-        found.append(
-            f"Outputs: {result['same_answers']} of {result['answer_count']} are plain decoding's, "
-            "token by token"
-        )
+    found.append(
+        f"Outputs: {result['same_answers']} of {result['answer_count']} are plain decoding's, "
+        "token by token"
+    )
     return found

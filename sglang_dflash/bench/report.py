@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.bench.machine import hardware
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.server import NOT_KNOWN
 
 # Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
 Runs = dict[tuple[str, int], dict[str, list[Pass]]]
+
+
+@dataclass
+class Measured:
+    """What a run has measured.
+
+    Attributes:
+        kept_prefixes: arms whose prefix cache could not be emptied between passes.
+        servers: what each arm's server tells of itself: `load.SGLang.describe`.
+        start_s: seconds from the start of a server until it served, of those that were started.
+    """
+
+    runs: Runs = field(default_factory=dict)
+    kept_prefixes: list[str] = field(default_factory=list)
+    servers: dict[str, dict[str, str]] = field(default_factory=dict)
+    start_s: dict[str, float] = field(default_factory=dict)
+
+
 TIMES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms"}
 # Fewer rounds do not show a spread. With 3 rounds of normal noise, two equal servers are told apart
 # by `is_within_noise` in 1.4 % of comparisons; with 4 in 0.1 %.
@@ -131,27 +151,36 @@ def _first_difference(a: Answer, b: Answer) -> str | None:
     return f"{'token' if by_id else 'character'} {place}"
 
 
+def dtypes(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """What the arms compute in: as their servers tell, or else as --dtype does."""
+    asked = NOT_KNOWN if settings.dtype == "auto" else settings.dtype
+    told = (one["dtype"] for one in servers.values())
+    return {asked if dtype == NOT_KNOWN else dtype for dtype in told}
+
+
 def summarize(
-    settings: BenchSettings, prompts: dict[str, int], runs: Runs, kept_prefixes: list[str]
+    settings: BenchSettings, prompts: dict[str, int], measured: Measured
 ) -> dict[str, Any]:
     """The whole report as one object.
 
     Args:
         prompts: the number of prompts by data set.
     """
-    simulated = settings.simulated_acceptance
+    runs, simulated = measured.runs, settings.simulated_acceptance
     differing = None
     if simulated is None:
         differing = {arm: len(places) for arm, places in differences(runs).items()}
     in_turn = "one server after another"
+    pair = settings.embedded and not settings.base_url
     return {
-        "outputs": _outputs(settings, runs, differing),
+        "outputs": _outputs(settings, measured, differing),
         "differing_answers": differing,
         "simulated_acceptance": simulated,
         "command": settings.command,
-        "model": _model(settings),
-        "hardware": hardware(),
-        "dtype": settings.dtype,
+        "text": demo_pair(settings.embedded or "").text if pair else None,
+        "servers": measured.servers,
+        "asked_dtype": settings.dtype,
+        "client": hardware(),
         "arms": list(next(iter(runs.values()))),
         "prompts": prompts,
         "max_new_tokens": settings.max_new_tokens,
@@ -159,53 +188,47 @@ def summarize(
         "seed": settings.seed,
         "thinking": settings.thinking,
         "order": in_turn if settings.in_turn else "all servers at once, arms taking turns",
-        "prefix_cache_kept": kept_prefixes,
+        "prefix_cache_kept": measured.kept_prefixes,
+        "start_s": measured.start_s,
         "rows": rows(runs),
     }
 
 
-def _outputs(settings: BenchSettings, runs: Runs, differing: dict[str, int] | None) -> str:
+def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, int] | None) -> str:
     """The report's first line. `differing`: None if outputs were not compared."""
     if differing is None:
         return (
             f"acceptance is SIMULATED at {settings.simulated_acceptance:g} tokens per step: "
             "outputs are not the target's and were not compared"
         )
-    first, *_ = next(iter(runs.values()))
-    count = sum(len(one.answers) for by_arm in runs.values() for one in by_arm[first])
-    if settings.dtype == "float32":
+    if not differing:
+        return "outputs: not compared: one arm"
+    first, *_ = next(iter(measured.runs.values()))
+    count = sum(len(one.answers) for by_arm in measured.runs.values() for one in by_arm[first])
+    found = dtypes(settings, measured.servers)
+    if found == {"float32"}:
         return f"outputs: the same in all arms ({count} answers each, greedy, float32)"
     counts = ", ".join(f"{arm} {different} of {count}" for arm, different in differing.items())
-    return (
-        f"outputs may differ from {first}'s by near-ties of {settings.dtype}, "
-        f"and did for: {counts or 'no other arm'}"
-    )
-
-
-def _model(settings: BenchSettings) -> str:
-    if settings.base_url:
-        return f"as served at {', '.join(settings.base_url)}"
-    if settings.embedded:
-        return f"embedded {settings.embedded} pair (demo: {demo_pair(settings.embedded).text})"
-    return f"{settings.target} with draft {settings.draft}"
+    of = f"near-ties of {' and '.join(sorted(found - {NOT_KNOWN}))}"
+    of = "arms whose dtype is not known (--dtype names it)" if NOT_KNOWN in found else of
+    return f"outputs may differ from {first}'s by {of}, and did for: {counts}"
 
 
 def card(result: dict[str, Any]) -> list[str]:
     """What was measured, on what and how, line by line."""
-    machine = result["hardware"]
     sets = ", ".join(f"{count} of {name}" for name, count in result["prompts"].items())
     ratios = "ratios: of medians over rounds; ~ is within noise: the medians are no farther apart "
     ratios += "than the two ranges together"
     if result["rounds"] < LEAST_ROUNDS:
         ratios = f"ratios: too few rounds show no spread; --rounds {LEAST_ROUNDS} or more do"
-    lines = [
-        result["outputs"],
-        f"model: {result['model']}",
-        f"device: {machine['accelerator'] or 'CPU'}; {machine['cores']} cores of "
-        f"{machine['processor']}, {machine['memory_gib']} GiB",
+    lines = [result["outputs"], *_servers(result)]
+    if result["text"] is not None:
+        lines.append(f"text of the pair: {result['text']}")
+    client = result["client"]
+    lines += [
+        f"client: {client['cores']} cores of {client['processor']}, {client['memory_gib']} GiB; "
+        f"{client['date']}; Python {client['python']}",
         f"command: {result['command']}",
-        f"date: {machine['date']}; sglang {machine['sglang']}, torch {machine['torch']}, "
-        f"Python {machine['python']}",
         f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; "
         f"rounds: {result['rounds']}; {result['order']}",
         ratios,
@@ -213,6 +236,26 @@ def card(result: dict[str, Any]) -> list[str]:
     if result["prefix_cache_kept"]:
         arms = ", ".join(result["prefix_cache_kept"])
         lines.append(f"prefix cache: could not be emptied between passes on {arms}")
+    return lines
+
+
+def _servers(result: dict[str, Any]) -> list[str]:
+    """A line for each arm's server, and one for what all of them have in common."""
+    servers, common = result["servers"], dict[str, str]()
+    for name in next(iter(servers.values())):
+        values = {one[name] for one in servers.values()}
+        if len(values) == 1 and len(servers) > 1:
+            common[name] = values.pop()
+    every = {"all arms": common} if common else {}
+    told = {
+        **{arm: {k: v for k, v in one.items() if k not in common} for arm, one in servers.items()},
+        **every,
+    }
+    asked, lines = result["asked_dtype"], []
+    for who, facts in told.items():
+        if facts.get("dtype") == NOT_KNOWN and asked != "auto":
+            facts = {**facts, "dtype": f"{asked} (as asked for; the server does not tell)"}
+        lines += [f"{who}: {'; '.join(f'{k} {v}' for k, v in facts.items())}"] if facts else []
     return lines
 
 

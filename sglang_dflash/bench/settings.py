@@ -90,7 +90,7 @@ class BenchSettings:
     dtype: str = setting(
         "auto",
         "what is computed in (default: float32 on a CPU and for embedded pairs, else bfloat16); "
-        "only in float32 must all outputs be equal",
+        "only in float32 must all outputs be equal. Of a running server: if it does not tell",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     server_flags: tuple[str, ...] = ()
@@ -131,9 +131,9 @@ class BenchSettings:
         Raises:
             ConfigError: a value is out of range, or two do not go together.
         """
-        large = accelerator and ("target" in given or "base_url" in given)
+        large = accelerator and "target" in given
         values = {**(ON_ACCELERATOR if accelerator else {}), **given}
-        if values.get("dtype", "auto") == "auto":
+        if values.get("dtype", "auto") == "auto" and not values.get("base_url"):
             # Large models are served in bfloat16; embedded pairs are here to be exact.
             values["dtype"] = "bfloat16" if large else "float32"
         settings = cls(**values)

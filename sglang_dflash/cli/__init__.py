@@ -9,7 +9,7 @@ import shlex
 import sys
 from typing import Any
 
-from sglang_dflash.facts.command_line import flag_names
+from sglang_dflash.facts.command_line import Parser, flag_names
 from sglang_dflash.facts.errors import ConfigError
 
 # Settings that errors name and the command has no flag for.
@@ -54,7 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         # Only the verb that is asked for is imported.
         module(argv[0]).arguments(parsers[argv[0]])
     command = shlex.join(["sglang-dflash", *argv])
-    args = parser.parse_args(ours, argparse.Namespace(server_flags=theirs, command=command))
+    known = argparse.Namespace(server_flags=theirs, command=command)
+    args, unknown = parser.parse_known_args(ours, known)
+    if unknown:
+        parsers[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         module(args.verb).run(args)
         sys.stdout.flush()
@@ -78,9 +81,7 @@ def module(verb: str) -> Any:
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The command's parser, and that of each verb, without its arguments."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-dflash", description="DFlash speculative decoding for SGLang"
-    )
+    parser = Parser(prog="sglang-dflash", description="DFlash speculative decoding for SGLang")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parsers = parser.add_subparsers(dest="verb", required=True)
     return parser, {verb: parsers.add_parser(verb, help=help) for verb, help in VERBS.items()}

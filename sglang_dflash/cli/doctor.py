@@ -6,21 +6,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import requests
 
 from sglang_dflash.cli import Failed
 from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, LOW_CONTEXT_SHARE
+from sglang_dflash.drafting.options import Notice
+from sglang_dflash.facts.server import ENOUGH_STEPS, ServerInfo
 
 # An acceptance length below this may be slower than plain decoding.
 USEFUL = 2.0
 # More steps without drafts than this share are worth a word.
 UNDRAFTED_SHARE = 0.25
-# Verify steps before acceptance is judged.
-ENOUGH_STEPS = 100
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,64 +31,40 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Raises Failed, which makes the exit status 1, if anything is wrong."""
-    steps = 0
+    server = None
     try:
-        reading = read(args.url, args.timeout, args.api_key)
-        findings, steps = examine(reading), sum(reading.values("verify_steps"))
+        server = read(args.url, args.timeout, args.api_key)
+        findings = examine(server)
     except NotReadable as error:
         advice = "check the URL, and the server's log and process (docs/operating.md)"
-        findings = [Finding("not-reachable", str(error), advice)]
+        findings = [Notice("not-reachable", str(error), advice)]
     if args.json:
-        print(json.dumps({"url": args.url, "findings": [f._asdict() for f in findings]}))
+        facts, found = server.facts() if server else {}, [f._asdict() for f in findings]
+        print(json.dumps({"url": args.url, **facts, "findings": found}))
     else:
-        print(as_text(findings, steps))
+        print(as_text(server, findings))
     if findings:
         sys.stdout.flush()
         raise Failed(f"doctor: {len(findings)} finding{'s'[: len(findings) > 1]}")
 
 
-def as_text(findings: list[Finding], steps: int) -> str:
-    """One line per finding, and what to do below it. `steps`: verify steps so far."""
-    if not findings:
-        early = f"; {steps} verify steps are too few to judge the draft, send more requests"
-        return "nothing wrong found" + (early if steps < ENOUGH_STEPS else "")
-    return "\n".join(f"{f.name}: {f.problem}\n    {f.advice}" for f in findings)
+def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
+    """The server on one line; one per finding, and what to do below it."""
+    lines = [] if server is None else [server.line()]
+    lines += [f"{f.name}: {f.problem}\n    {f.advice}" for f in findings]
+    if server is not None and server.reports and server.verify_steps < ENOUGH_STEPS:
+        lines.append(
+            f"acceptance not judged: {server.verify_steps} verify steps are too few, and "
+            f"{ENOUGH_STEPS} enough; send more requests"
+        )
+    return "\n".join(lines if findings else [*lines, "nothing wrong found"])
 
 
 class NotReadable(Exception):
     """There is no answer that could be judged. The message names the URL and the reason."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One answer of /server_info."""
-
-    info: Mapping[str, Any]
-
-    @property
-    def states(self) -> list[Mapping[str, Any]]:
-        """The state of every data-parallel rank."""
-        return list(self.info.get("internal_states") or [])
-
-    @property
-    def reports(self) -> list[Mapping[str, Any]]:
-        """Our worker's report of every data-parallel rank; empty if another worker serves."""
-        return [state["dflash"] for state in self.states if state.get("dflash")]
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the server drafts as long as that pays."""
-        return "adaptive" in self.values("width")
-
-    def values(self, name: str) -> list[Any]:
-        """What the ranks report as `name`; without those that report nothing."""
-        return [report[name] for report in self.reports if report.get(name) is not None]
-
-    def least(self, name: str) -> float | None:
-        return min(self.values(name), default=None)
-
-
-def read(url: str, timeout_s: float, api_key: str | None = None) -> Reading:
+def read(url: str, timeout_s: float, api_key: str | None = None) -> ServerInfo:
     """Ask the server.
 
     Args:
@@ -120,7 +94,7 @@ def read(url: str, timeout_s: float, api_key: str | None = None) -> Reading:
         info = None
     if not isinstance(info, dict) or "internal_states" not in info:
         raise NotReadable(f"{url} answers {answer.status_code} and is not that of an SGLang server")
-    return Reading(info)
+    return ServerInfo(info)
 
 
 def _reason(error: BaseException) -> str:
@@ -130,65 +104,61 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class Finding(NamedTuple):
-    """Something that is wrong.
-
-    Attributes:
-        name: does not change between versions.
-        problem: what was found, with numbers.
-        advice: what to do.
-    """
-
-    name: str
-    problem: str
-    advice: str
-
-
-def examine(reading: Reading) -> list[Finding]:
+def examine(server: ServerInfo) -> list[Notice]:
     """All findings, the gravest first."""
-    found = [*_worker(reading), *_outputs(reading), *_contained(reading), *_acceptance(reading)]
-    return [*found, *_requests(reading)]
+    found = [*_worker(server), *_outputs(server), *_contained(server), *_settings(server)]
+    return [*found, *_acceptance(server), *_requests(server)]
 
 
-def _worker(reading: Reading) -> Iterator[Finding]:
+def _is_adaptive(server: ServerInfo) -> bool:
+    """Whether the server drafts as long as that pays."""
+    return "adaptive" in server.values("width")
+
+
+def _settings(server: ServerInfo) -> Iterator[Notice]:
+    """What the server warned of when it started."""
+    for found in server.reports[0].get("warnings", ()) if server.reports else ():
+        yield Notice(**found)
+
+
+def _worker(server: ServerInfo) -> Iterator[Notice]:
     """Which worker serves."""
-    algorithm = reading.info.get("speculative_algorithm")
-    shown = {str(state.get("dflash_builtin_reason") or "") for state in reading.states} - {""}
-    if (algorithm or "").upper() != "DFLASH":
-        serves = f"--speculative-algorithm {algorithm}" if algorithm else "plain decoding"
-        yield Finding(
+    algorithm, shown = server.algorithm, server.builtin_reasons
+    if algorithm != "DFLASH":
+        serves = f"--speculative-algorithm {algorithm}" if algorithm else server.worker
+        yield Notice(
             "no-dflash",
             f"the server runs {serves}, no DFlash draft",
             "start it with --speculative-algorithm DFLASH --speculative-draft-model-path DRAFT",
         )
-    elif not reading.reports and shown:
-        yield Finding(
+    elif not server.reports and shown:
+        yield Notice(
             "builtin-worker",
-            f"SGLang's built-in DFLASH worker serves, because of {', '.join(sorted(shown))}",
+            f"SGLang's built-in DFLASH worker serves, because of {', '.join(shown)}",
             "leave that out to get sglang-dflash's worker (docs/limits.md), or keep it: "
             "everything but what this package adds works",
         )
-    elif not reading.reports:
-        yield Finding(
+    elif not server.reports:
+        yield Notice(
             "builtin-worker",
             "SGLang's built-in DFLASH worker serves, and the plugin of sglang-dflash is not loaded",
             "run `sglang-dflash env` in the server's environment: it tells why",
         )
 
 
-def _outputs(reading: Reading) -> Iterator[Finding]:
+def _outputs(server: ServerInfo) -> Iterator[Notice]:
     """What outputs and drafts are worth."""
-    simulated = reading.least("simulated_acceptance")
+    simulated = server.least("simulated_acceptance")
     if simulated is not None:
-        yield Finding(
+        yield Notice(
             "simulated-acceptance",
             f"SGLANG_SIMULATE_ACC_LEN commits {simulated:g} tokens per step, right or wrong: "
             "outputs have no meaning",
             "unset that variable, and restart",
         )
-    nonfinite = sum(reading.values("nonfinite_outputs"))
+    nonfinite = sum(server.values("nonfinite_outputs"))
     if nonfinite:
-        yield Finding(
+        yield Notice(
             "nonfinite-outputs",
             f"{nonfinite} outputs of the draft were NaN or Inf; they were never accepted",
             "serve in bfloat16 or float32 if this is float16; otherwise the draft checkpoint is "
@@ -196,55 +166,51 @@ def _outputs(reading: Reading) -> Iterator[Finding]:
         )
 
 
-def _acceptance(reading: Reading) -> Iterator[Finding]:
+def _acceptance(server: ServerInfo) -> Iterator[Notice]:
     """The alarm, or else the acceptance length since the start."""
-    if reading.least("simulated_acceptance") is not None:
+    if server.least("simulated_acceptance") is not None:
         return
     until_found = (
         "until it is found, let the server draft less (--speculative-dflash-width adaptive) or not "
         "at all (leave out --speculative-algorithm)"
     )
-    if reading.is_adaptive:
+    if _is_adaptive(server):
         until_found = "meanwhile the server drafts rarely (--speculative-dflash-width adaptive)"
-    look_for = f"look for {'; '.join(CAUSES)}; "
-    recent, length = reading.least("recent_acceptance_length"), _length(reading)
-    if any(reading.values("acceptance_alarm")) and recent is not None:
-        yield Finding(
+    settings = [found.name for found in _settings(server)]
+    first = f"see to {' and '.join(settings)} first; otherwise " if settings else ""
+    look_for = f"{first}look for {'; '.join(CAUSES)}; "
+    recent = server.least("recent_acceptance_length")
+    # Of our own worker there is a count to judge by.
+    length = server.acceptance_length
+    if server.reports and server.verify_steps < ENOUGH_STEPS:
+        length = None
+    if any(server.values("acceptance_alarm")) and recent is not None:
+        yield Notice(
             "acceptance-alarm",
             f"acceptance length {recent:.2f} over the last {JUDGED_STEPS} verify steps: next to no "
             "draft is accepted",
             look_for + until_found,
         )
     elif length is not None and length < LOW:
-        yield Finding(
+        yield Notice(
             "acceptance-near-1",
             f"acceptance length {length:.2f}: next to no draft is accepted",
             look_for + until_found,
         )
-    elif length is not None and length < USEFUL and not reading.is_adaptive:
-        yield Finding(
+    elif length is not None and length < USEFUL and not _is_adaptive(server):
+        yield Notice(
             "acceptance-below-2",
             f"acceptance length {length:.2f}: plain decoding may be faster",
             look_for + "compare with `sglang-dflash bench`",
         )
 
 
-def _length(reading: Reading) -> float | None:
-    """The acceptance length so far; None if there are too few verify steps."""
-    if not reading.reports:
-        # SGLang's own figure, since its last log line.
-        lengths = [state.get("avg_spec_accept_length") for state in reading.states]
-        return min((x for x in lengths if x), default=None)
-    steps = sum(reading.values("verify_steps"))
-    return sum(reading.values("committed_tokens")) / steps if steps >= ENOUGH_STEPS else None
-
-
-def _contained(reading: Reading) -> Iterator[Finding]:
+def _contained(server: ServerInfo) -> Iterator[Notice]:
     """Steps that failed, with the server going on."""
-    for state in reading.states:
+    for state in server.states:
         shown = state.get("containment") or {}
         if shown.get("contained_steps"):
-            yield Finding(
+            yield Notice(
                 "contained-steps",
                 f"{shown['contained_steps']} steps failed and {shown['ended_requests']} requests "
                 f"were ended by it; the last error is {shown['last_error']}",
@@ -253,33 +219,24 @@ def _contained(reading: Reading) -> Iterator[Finding]:
             )
 
 
-def _requests(reading: Reading) -> Iterator[Finding]:
+def _requests(server: ServerInfo) -> Iterator[Notice]:
     """Requests, and limits of the server, that do not go well together."""
-    share = reading.least("draft_context_share")
+    share = server.least("draft_context_share")
     if share is not None and share < LOW_CONTEXT_SHARE:
-        yield Finding(
+        yield Notice(
             "draft-kv-too-small",
             f"the draft KV cache held {share:.0%} of the context that drafts were to see",
             "raise --speculative-dflash-draft-kv-tokens (now "
-            f"{reading.least('draft_kv_entries') or 0:.0f})",
+            f"{server.least('draft_kv_entries') or 0:.0f})",
         )
     # With an adaptive width, most of them are its choice.
-    undrafted = 0 if reading.is_adaptive else sum(reading.values("undrafted_steps"))
-    steps = undrafted + sum(reading.values("verify_steps"))
+    undrafted = 0 if _is_adaptive(server) else sum(server.values("undrafted_steps"))
+    steps = undrafted + sum(server.values("verify_steps"))
     if undrafted >= ENOUGH_STEPS and undrafted > UNDRAFTED_SHARE * steps:
-        yield Finding(
+        yield Notice(
             "many-undrafted",
             f"{undrafted / steps:.0%} of the decode steps had no drafts: their requests have a "
             "custom logit processor",
             "send requests without one where it is not needed; such a request takes one token per "
             "step",
-        )
-    served, trained = map(reading.least, ("context_length", "draft_max_position_embeddings"))
-    if served and trained and served > trained:
-        yield Finding(
-            "long-contexts",
-            f"the server takes contexts of {served} tokens, the draft was made for {trained}: "
-            "beyond that acceptance may fall",
-            f"set --context-length {trained} if requests are shorter, or a draft window "
-            "(--speculative-draft-window-size) if they are not",
         )

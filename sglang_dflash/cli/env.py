@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.bench.machine import hardware
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.seam.seam import any_in_place, load_plugins
 from sglang_dflash.seam.version import unsupported
 from sglang_dflash.serving.seams import SEAMS
@@ -21,35 +19,27 @@ _PACKAGES = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "hugg
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--target", help="with --draft: which worker would serve this pair")
-    add("--draft", help="a folder or a hub name, as for inspect")
-    add("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
-    if (args.target is None) != (args.draft is None):
-        raise ConfigError("--target and --draft", required="give both or neither")
-    report = _report(args.target, args.draft)
-    print(json.dumps(report) if args.json else as_text(report))
-
-
-def _report(target: str | None, draft: str | None) -> dict[str, Any]:
     found, problem = None, None
-    if _version("sglang") is not None:
+    if version("sglang") is not None:
         print("loading SGLang and its plugins ...", file=sys.stderr)
         found, problem = load_plugins()
     worker, reason = _worker(problem)
-    if worker == OURS and target is not None and draft is not None:
-        worker, reason = _pair_worker(target, draft)
-    return {
+    versions = {name: version(name) for name in _PACKAGES}
+    report = {
         "worker": worker,
         "reason": reason,
-        "versions": versions(),
+        "versions": {
+            "python": platform.python_version(), **versions, "system": platform.platform()
+        },
         "machine": hardware(),
         # Of SGLang, which our plugin for CPUs may have set.
         "platform": None if found is None else type(found).__name__,
-    }
+    }  # fmt: skip
+    print(json.dumps(report) if args.json else as_text(report))
 
 
 def _worker(problem: str | None) -> tuple[str, str]:
@@ -58,7 +48,7 @@ def _worker(problem: str | None) -> tuple[str, str]:
     `problem`: why a server of this installation would end at start, or None.
     """
     mismatch = unsupported()
-    if _version("sglang") is None:
+    if version("sglang") is None:
         return "none", f"{mismatch}; inspect works, and generate if torch is there"
     if problem is not None:
         return "none", f"a server ends at start: {problem}"
@@ -69,32 +59,7 @@ def _worker(problem: str | None) -> tuple[str, str]:
             "our plugin dflash is not loaded: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out, or "
             "it is not registered; then install the package again"
         )  # fmt: skip
-    return OURS, "for drafts of DFlash and DFlash2; add --target and --draft to ask about one pair"
-
-
-def _pair_worker(target: str, draft: str) -> tuple[str, str]:
-    from sglang_dflash.facts.published import look_up
-    from sglang_dflash.inspect.pair import judge
-
-    judged = judge(look_up("target", target), look_up("draft", draft))
-    worker = BUILTIN if judged.worker == "builtin" else judged.worker
-    return worker, judged.reason or (
-        "it serves this pair, unless a flag of the server asks for another"
-    )
-
-
-def _version(package: str) -> str | None:
-    """The installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def versions() -> dict[str, str | None]:
-    """Versions by name; None for what is not installed."""
-    found = {name: _version(name) for name in _PACKAGES}
-    return {"python": platform.python_version(), **found, "system": platform.platform()}
+    return OURS, "for every draft that it serves: `sglang-dflash inspect` tells of a pair"
 
 
 def as_text(report: Mapping[str, Any]) -> str:

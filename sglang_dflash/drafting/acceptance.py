@@ -84,10 +84,3 @@ def target_probabilities(
         drop[..., top_k:] = True
     p = torch.zeros_like(p).scatter(-1, order, ordered.masked_fill(drop, 0.0))
     return p / p.sum(-1, keepdim=True)
-
-
-def sample(p_target: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one token per row of p_target `[R, B, V]`: int64 `[R, B]`."""
-    return torch.multinomial(p_target.flatten(0, -2), 1, generator=generator).view(
-        p_target.shape[:-1]
-    )

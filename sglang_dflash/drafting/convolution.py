@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.facts.draft_config import Convolution
+from sglang_dflash.facts.dflash2 import Convolution
 
 # (output of the sublayer, bias to add to it) -> the same, or convolved with the bias added.
 Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]

@@ -17,14 +17,31 @@ class DraftHealth(NamedTuple):
         context_sought: context tokens that drafts were to see, one per token, request, block and
             ring.
         context_found: those of them whose K/V the draft KV cache held.
+        drafted_steps, drafted_accepted: with lookup, steps of a request whose drafts came from the
+            draft, and accepted drafts of theirs.
+        seen_steps, seen_accepted: of those whose drafts its text had held before.
     """
 
     nonfinite: int = 0
     context_sought: int = 0
     context_found: int = 0
+    drafted_steps: int = 0
+    drafted_accepted: int = 0
+    seen_steps: int = 0
+    seen_accepted: int = 0
 
     def __sub__(self, earlier: DraftHealth) -> DraftHealth:
         return DraftHealth(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+    @property
+    def steps_by_source(self) -> dict[str, int]:
+        """Steps of a request by where its drafts came from, of requests that have ended, too."""
+        return {"draft": self.drafted_steps, "lookup": self.seen_steps}
+
+    @property
+    def accepted_by_source(self) -> dict[str, int]:
+        """Accepted drafts of these."""
+        return {"draft": self.drafted_accepted, "lookup": self.seen_accepted}
 
     @property
     def context_share(self) -> float | None:
@@ -57,6 +74,17 @@ class DraftCounters:
         """
         self._device[1].add_(seq_lens.clamp(max=entries.shape[1]).sum())
         self._device[2].add_((entries >= 0).sum())
+
+    def add_sources(self, seen: Tensor, accepted: Tensor) -> None:
+        """Count a step's drafts by where they came from.
+
+        Args:
+            seen: bool `[R]`, whether they were looked up.
+            accepted: int64 `[R]`, drafts of theirs.
+        """
+        for first, of in ((3, ~seen), (5, seen)):
+            self._device[first].add_(of.sum())
+            self._device[first + 1].add_((accepted * of).sum())
 
     def clear(self) -> None:
         """Start again at zero."""

@@ -7,7 +7,6 @@ the padding slot only.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +19,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup, Written
 from sglang_dflash.drafting.noise import LIKELIEST, RULES, BlockNoise
-
-logger = logging.getLogger(__name__)
 
 # The target slot that rows of padding name. A KV pool keeps it for padding.
 PADDING_SLOT = 0

@@ -121,9 +121,11 @@ class DraftModel(nn.Module):
         if rows is not None:
             rows = self.tp.shard_size("draft_vocab_size", rows)
             self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
-        self.candidate_selector = config.selector and CandidateSelector(
-            config.hidden_size, config.vocab_size, config.selector
-        )
+        self.candidate_selector = None
+        if config.selector is not None:
+            self.candidate_selector = CandidateSelector(
+                config.hidden_size, config.vocab_size, config.selector
+            )
         # No parameter: a checkpoint has integers that give it.
         self.token_ids: Tensor | None = None
 

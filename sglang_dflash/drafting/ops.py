@@ -19,6 +19,7 @@ from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv import RingTags, store_
+from sglang_dflash.drafting.lookup import continue_seen
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.facts.draft_config import Reach
@@ -227,6 +228,12 @@ class TorchOps:
     def accept(self, block: Tensor, target_tokens: Tensor) -> Accepted:
         """`acceptance.accept`."""
         return acceptance.accept(block, target_tokens)
+
+    def continue_seen(
+        self, block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int
+    ) -> Tensor:
+        """`lookup.continue_seen`."""
+        return continue_seen(block, texts, requests, vocab_size)
 
 
 def norm_rope_context(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
@@ -20,6 +21,23 @@ _MOST_TOKENS = 2**31 - 1
 _MOST_TRAINED_BLOCKS = 16
 
 RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
+
+
+class Notice(NamedTuple):
+    """A setting that is served and hardly meant.
+
+    Attributes:
+        name: does not change between versions.
+        problem: what was found: the setting and its value.
+        advice: what to do.
+    """
+
+    name: str
+    problem: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.advice}"
 
 
 @dataclass(frozen=True)
@@ -55,33 +73,42 @@ class ResolvedOptions:
             visible = min(visible, self.context)
         return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.block_size)
 
-    def warnings(
-        self, config: DraftConfig, context: int | None, names: Mapping[str, str]
-    ) -> list[str]:
-        """Sizes that are served and hardly meant, a line each.
+    def warnings(self, config: DraftConfig, names: Mapping[str, str]) -> list[Notice]:
+        """What outputs survive and acceptance may not.
 
         Args:
-            context: tokens of a request, at most; None if unknown.
             names: setting -> what the user types for it.
         """
-        found = []
+        found, context, trained = [], self.context, config.max_position_embeddings
         if self.block_size > config.block_size:
             found.append(
-                f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
-                f"{config.block_size} of a block that the draft was trained with: outputs stay "
-                "exact, and the tokens beyond are hardly ever accepted"
+                Notice(
+                    "block-above-trained",
+                    f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
+                    f"{config.block_size} of a block that the draft was trained with: tokens "
+                    "beyond are hardly ever accepted",
+                    f"give {config.block_size}, or leave it out",
+                )
             )
         for name, tokens in (("window", self.reach.tokens), ("sinks", self.reach.sinks)):
             if context is not None and tokens is not None and tokens >= context:
                 found.append(
-                    f"{names.get(name, name)}: {tokens} is the whole of a context of {context} "
-                    "tokens: drafts read everything, as without a window"
+                    Notice(
+                        f"{name}-above-context",
+                        f"{names.get(name, name)}: {tokens} is the whole of a context of {context} "
+                        "tokens: drafts read everything, as without a window",
+                        "give less, or leave it out",
+                    )
                 )
-        trained = config.max_position_embeddings
         if context is not None and context > trained:
             found.append(
-                f"the target serves contexts of {context} tokens, the draft was made for {trained} "
-                "(max_position_embeddings): beyond that outputs stay exact and acceptance may fall"
+                Notice(
+                    "long-contexts",
+                    f"the target serves contexts of {context} tokens, the draft was made for "
+                    f"{trained} (max_position_embeddings): beyond that acceptance may fall",
+                    f"set --context-length {trained} if requests are shorter, or "
+                    f"{names.get('window', 'a draft window')} if they are not",
+                )
             )
         return found
 

@@ -114,8 +114,8 @@ def check_recording(
     requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
     try:
         drafted = recorded.propose(bonus, requests)[:, 1:]
-        states = eager.forward(bonus, requests)[1]
-        shortfall = eager.head.shortfall(states, bonus, drafted).max().item()
+        hidden = eager.forward(bonus, requests)[1]
+        shortfall = eager.head.shortfall(hidden, bonus, drafted).max().item()
         # A NaN fails: it is not below anything.
         if not shortfall <= TOLERANCE[draw.dtype]:
             where = f"recorded proposal of {count} requests on {draw.device.type}"
@@ -162,6 +162,7 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
     drafts, target = draw.ints(0, 2, *shape), draw.ints(0, 2, *shape)
+    texts = draw.ints(0, 3, REQUESTS + 1, 2 * CONTEXT).int()
     # With a greedy request.
     temperatures = draw.ints(0, 2, REQUESTS).float()
     logits = draw.floats(REQUESTS * (block - 1), 4096)
@@ -181,6 +182,10 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
         tags = RingTags(entry_of, owner, in_use)
         return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
 
+    def continue_seen(ops: TorchOps) -> Sequence[Tensor]:
+        ids = drafts.clone()
+        return ops.continue_seen(ids, texts, requests, 2), ids
+
     cases: dict[str, Callable[[TorchOps], Sequence[Tensor]]] = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
             x.clone(), residual.clone(), layer.input_layernorm.weight, eps
@@ -195,6 +200,7 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
         # Of scores that are equal but for rounding, either token is right.
         "largest": lambda ops: ops.largest(logits, noise, 0)[:1],
         "accept": lambda ops: ops.accept(drafts, target),
+        "continue_seen": continue_seen,
     }
     return cases | _dflash2_cases(model, block)
 

@@ -15,7 +15,8 @@ from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.tensors import D2T, check_weights, each_tensor, layout, token_ids
+from sglang_dflash.facts.tensors import check_weights, each_tensor, layout
+from sglang_dflash.facts.vocabulary import D2T, T2D, token_ids
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -62,64 +63,51 @@ def load_model(
     device: torch.device | str = "cpu",
     tp: TensorParallel | None = None,
     ops: TorchOps | None = None,
+    dummy: bool = False,
 ) -> DraftModel:
     """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
+
+    Args:
+        dummy: for timing: of the folder only config.json is read, and weights are random, normal
+            with standard deviation 0.02; norms are 1 and biases 0.
 
     Raises:
         ConfigError: see `DraftConfig.from_pretrained` and `facts.tensors.check_weights`.
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
-    check_weights(config, folder)
-    state = load_state(config, read_tensors(folder), tp)
-    placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
-    model = _network(config, tp, ops, placed, device)
-    if config.draft_vocab_size is not None:
-        model.token_ids = torch.from_numpy(token_ids(config, folder)).to(device)
-    return model
-
-
-def dummy_model(
-    folder: str | Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    tp: TensorParallel | None = None,
-    ops: TorchOps | None = None,
-) -> DraftModel:
-    """As `load_model`, but with random weights, for timing. Reads only the folder's config.json.
-
-    Weights are normal with standard deviation 0.02, norms 1 and biases 0.
-    """
-    config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
-    random = torch.Generator(device).manual_seed(0)
     with torch.device("meta"):
-        like = DraftModel(config, tp).state_dict()
+        model = DraftModel(config, tp, ops)
+    if dummy:
+        state = _random_state(model, dtype, device)
+    else:
+        check_weights(config, folder)
+        tensors = read_tensors(folder)
+        state = load_state(config, tensors, tp)
+        state = {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()}
+    model.load_state_dict(state, assign=True)
+    # No checkpoint holds this buffer. It stays float32 for weights of any dtype.
+    model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)
+    if config.draft_vocab_size is not None:
+        if dummy:
+            ids = torch.arange(config.draft_vocab_size)
+        else:
+            maps = {name: tensors[name].numpy() for name in (D2T, T2D) if name in tensors}
+            ids = torch.from_numpy(token_ids(config, maps))
+        model.token_ids = ids.to(device)
+    return model.freeze()
+
+
+def _random_state(
+    like: DraftModel, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Tensor]:
+    random = torch.Generator(device).manual_seed(0)
 
     def filled(name: str, shape: torch.Size) -> Tensor:
         if len(shape) == 1:
             return torch.full(shape, float("norm" in name), dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=random)
 
-    state = {name: filled(name, tensor.shape) for name, tensor in like.items()}
-    model = _network(config, tp, ops, state, device)
-    if config.draft_vocab_size is not None:
-        model.token_ids = torch.arange(config.draft_vocab_size, device=device)
-    return model
-
-
-def _network(
-    config: DraftConfig,
-    tp: TensorParallel,
-    ops: TorchOps | None,
-    state: Mapping[str, Tensor],
-    device: torch.device | str,
-) -> DraftModel:
-    with torch.device("meta"):
-        model = DraftModel(config, tp, ops)
-    model.load_state_dict(state, assign=True)
-    # No checkpoint holds this buffer. It stays float32 for weights of any dtype.
-    model.rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings).to(device)
-    return model.freeze()
+    return {name: filled(name, tensor.shape) for name, tensor in like.state_dict().items()}
 
 
 def save_model(

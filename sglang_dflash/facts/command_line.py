@@ -1,12 +1,16 @@
-"""Flags of a command from the fields of a dataclass: type, default and help stand once."""
+"""Flags of a command from the fields of a dataclass: type, default and help stand once; and what is
+told of a command line that cannot be parsed."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 
 def setting(default: Any, help: str, **of_argparse: Any) -> Any:
@@ -65,4 +69,40 @@ def given(args: argparse.Namespace, of: type) -> dict[str, Any]:
 
 def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
     """What an error calls each setting of a command: see `ConfigError.in_words`."""
-    return {one.dest: one.option_strings[0] for one in parser._actions if one.option_strings}
+    return {one.dest: (*one.option_strings, one.dest.upper())[0] for one in parser._actions}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors take a line each, and name what was meant, in place of its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        end_in_one_line(self, message)
+
+
+def end_in_one_line(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """End the process with status 2 and what argparse says, in our words.
+
+    Args:
+        message: of `ArgumentParser.error`.
+    """
+    unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, re.S)
+    lines = [re.sub(r"^argument ", "", message)]
+    if unknown is not None:
+        words = [word.partition("=")[0] for word in unknown[1].split()]
+        flags = [word for word in words if word.startswith("-")]
+        lines = [_no_such(flag, parser._option_string_actions) for flag in flags]
+        lines = lines or [f"{' '.join(words)}: more than the arguments that are taken"]
+    choice = re.match(r"argument ([^:]+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
+    if choice is not None:
+        known = re.findall(r"[^\s',]+", choice[3])
+        near = difflib.get_close_matches(choice[2], known, 1)
+        meant = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        lines = [f"{choice[1]}: {choice[2]!r}; {meant}"]
+    print("\n".join(f"{parser.prog}: {line}" for line in lines[:3]), file=sys.stderr)
+    sys.exit(2)
+
+
+def _no_such(flag: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(flag, known, 1)
+    meant = f"did you mean {near[0]}?" if near else "--help lists them"
+    return f"{flag}: there is no such flag; {meant}"

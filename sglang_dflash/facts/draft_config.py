@@ -7,6 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.facts.dflash2 import (
+    Convolution,
+    Selector,
+    read_convolution,
+    read_selector,
+)
 from sglang_dflash.facts.draft_keys import check_keys
 from sglang_dflash.facts.draft_rope import RopeConfig, read_rope
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
@@ -17,7 +23,6 @@ _FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
 _MOST_LAYERS = 256
 _MOST_WIDTH = 2**18
-_MOST_TAPS, _MOST_CANDIDATES = 64, 1024
 # Published drafts have 1e-6 and 1e-5.
 _MOST_EPS = 0.1
 
@@ -80,23 +85,6 @@ class LayerGroup:
     def kv_shape(self, of_draft: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
         """Their K/V of one token, of a draft's `(layers, 2, kv heads, head dim)`."""
         return (len(self.numbers), *of_draft[1:])
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """The grouped dynamic convolution of a DFlash2 draft: its taps, and channels per group."""
-
-    kernel_size: int
-    group_size: int
-
-
-@dataclass(frozen=True)
-class Selector:
-    """The candidate selector of a DFlash2 draft: the rank of its tables, and candidates per
-    position."""
-
-    rank: int
-    top_k: int
 
 
 @dataclass(frozen=True)
@@ -186,8 +174,8 @@ class DraftConfig:
             draft_vocab_size=_draft_vocab_size(fields),
             output_multiplier=float(fields.positive_number("output_multiplier", default=1)),
             final_logit_softcapping=_softcap(fields),
-            convolution=_convolution(fields),
-            selector=_selector(fields),
+            convolution=read_convolution(fields, _MOST_WIDTH),
+            selector=read_selector(fields, _MOST_WIDTH),
         )
         config._check_consistent()
         config._check_repeated(fields)
@@ -214,14 +202,27 @@ class DraftConfig:
         """Draft K/V of one token: `(layers, 2, kv heads, head dim)`."""
         return (self.num_hidden_layers, 2, self.num_key_value_heads, self.head_dim)
 
-    def check_target(self, *, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-        """Raise ConfigError unless this draft was trained for a target of that geometry."""
+    @property
+    def kind(self) -> str:
+        """What it has beside the layers, in words."""
+        selector, convolution = self.selector, self.convolution
+        parts = [] if selector is None else [
+            f"selector of rank {selector.rank} over {selector.top_k} candidates"
+        ]  # fmt: skip
+        parts += [] if convolution is None else [f"convolution of {convolution.kernel_size} taps"]
+        return f"DFlash2: {', '.join(parts)}" if parts else "DFlash"
+
+    def check_target(
+        self, *, hidden_size: int, vocab_size: int, num_layers: int, pair: str = ""
+    ) -> None:
+        """Raise ConfigError, which names the `pair`, if this draft is for another geometry."""
         given = {"hidden_size": hidden_size, "vocab_size": vocab_size}
         if self.num_target_layers is not None:
             given["num_target_layers"] = num_layers
         for name, of_target in given.items():
             if getattr(self, name) != of_target:
-                required = f"{of_target} is required by this target: the draft is for another one"
+                other = "this draft is for another target"
+                required = f"the target's is {of_target}{pair}: {other}"
                 raise ConfigError(f"{name} in {_FILE}", getattr(self, name), required)
         if self.target_layer_ids[-1] >= num_layers:
             required = f"ids below {num_layers}, the layers of this target, are required"
@@ -346,25 +347,6 @@ def _softcap(fields: Fields) -> float | None:
     if fields.get(name) in (None, 0):
         return None
     return float(fields.positive_number(name))
-
-
-def _convolution(fields: Fields) -> Convolution | None:
-    given = _together(fields, conv_kernel_size=_MOST_TAPS, conv_group_size=_MOST_WIDTH)
-    return given and Convolution(*given)
-
-
-def _selector(fields: Fields) -> Selector | None:
-    given = _together(fields, selector_rank=_MOST_WIDTH, selector_top_k=_MOST_CANDIDATES)
-    return given and Selector(*given)
-
-
-def _together(fields: Fields, **most: int) -> list[int] | None:
-    """Numbers that are given together or not at all: null and 0 are as good as missing."""
-    given = [name for name in most if fields.get(name)]
-    for name in most if given else ():
-        if name not in given:
-            raise fields.error(name, f"with {given[0]} a positive integer")
-    return [fields.positive_int(name, most=most[name]) for name in given] or None
 
 
 def _layer_attention(fields: Fields, depth: int) -> tuple[LayerAttention, ...]:

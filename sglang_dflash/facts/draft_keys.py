@@ -17,7 +17,7 @@ from sglang_dflash.facts.fields import Fields
 _MODEL_TYPES = ("qwen3", "gpt_oss")
 _ARCHITECTURES = (
     "DFlashDraftModel", "DFlash2DraftModel", "MiniMaxDFlash2DraftModel", "DFlashSpeculator",
-    "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
+    "DFlash2Speculator", "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
 )  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float")
 

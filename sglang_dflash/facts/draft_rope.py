@@ -79,8 +79,9 @@ def _theta(*places: Fields) -> float:
         place.positive_number("rope_theta", 10000.0, least=_LEAST_THETA, most=_MOST_THETA)
         for place in given
     ]
-    if len(set(thetas)) > 1:
-        raise given[-1].error("rope_theta", f"{thetas[0]:g}, as in {given[0].path('rope_theta')},")
+    for place, theta in zip(given, thetas, strict=True):
+        if theta != thetas[0]:
+            raise place.error("rope_theta", f"{thetas[0]:g}, as in {given[0].path('rope_theta')},")
     return float(thetas[0])
 
 

@@ -60,6 +60,11 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that is too large to be shown"
 
 
+def shown_pair(draft: object, target: object) -> str:
+    """Which draft and target a message is about."""
+    return f" (draft {shown(draft)}, target {shown(target)})"
+
+
 def cut(text: str) -> str:
     """The first line of `text`, its middle left out if it is long."""
     line = text.strip().split("\n")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,29 @@ def exists(name: str) -> bool:
         return False
 
 
+def check_path(field: str, name: str) -> None:
+    """Raise ConfigError for what can only be meant as a folder, and is none.
+
+    Args:
+        field: what errors call the model.
+    """
+    is_path = name.startswith((".", "/", "~")) or name.rstrip("/").count("/") > 1
+    if not is_path or "://" in name or exists(name):
+        return
+    near = _near_folder(name)
+    meant = f"; did you mean {near!r}?" if near else ""
+    raise ConfigError(field, name, f"there is no such folder here{meant}")
+
+
+def _near_folder(name: str) -> str | None:
+    path = Path(name)
+    try:
+        beside = [str(other) for other in path.parent.iterdir() if other.is_dir()]
+    except (OSError, ValueError):
+        return None
+    return next(iter(difflib.get_close_matches(str(path), beside, 1, cutoff=0.8)), None)
+
+
 def draft_folder(
     field: str, name: str, *, revision: str | None = None, weights: bool = True
 ) -> str:
@@ -38,6 +62,7 @@ def draft_folder(
     if exists(name):
         check_files(name)
         return name
+    check_path(field, name)
     # A mask embedding is fetched to be refused by name: it is never read.
     patterns = ["*.json", "*.safetensors", MASK_EMBEDDING] if weights else ["*.json"]
     required = "it is neither a folder here nor a draft that could be fetched from the hub"
@@ -45,6 +70,16 @@ def draft_folder(
         from huggingface_hub import snapshot_download
 
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
+
+
+def cached_config(name: str, revision: str | None = None) -> Path | None:
+    """The config.json of a folder, or of a name of the hub that was fetched before; or None."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = Path(name) / "config.json"
+    if not file.parent.exists():
+        file = Path(try_to_load_from_cache(name, file.name, revision=revision) or file)
+    return file if file.is_file() else None
 
 
 def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, bool]:
@@ -57,13 +92,14 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, 
         offline: do not ask the hub.
 
     Raises:
-        ConfigError: neither has it; `kind` in capitals is what the message calls it.
+        ConfigError: neither has it.
     """
     import httpx
 
+    check_path(kind, name)
     where = "is in the local cache" if offline else "could be fetched from the hub"
     required = f"it is neither a folder here nor a model whose config.json {where}"
-    with _hub_errors(kind.upper(), name, required):
+    with _hub_errors(kind, name, required):
         from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -92,7 +128,7 @@ def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | N
     """
     import httpx
 
-    with _hub_errors(kind.upper(), name, "its safetensors headers are needed from the hub"):
+    with _hub_errors(kind, name, "its safetensors headers are needed from the hub"):
         from huggingface_hub import get_safetensors_metadata
         from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import check_files, read_json_object
-from sglang_dflash.facts.hub import exists, fetch_config, hub_tensors
+from sglang_dflash.facts.hub import CONFIG, check_path, exists, fetch_config, hub_tensors
 from sglang_dflash.facts.tensors import (
     StoredTensor,
     has_weights,
@@ -60,7 +60,6 @@ class Pair:
 
     target: str
     drafts: tuple[str, ...]
-    model_type: str
     hybrid: bool
 
 
@@ -76,9 +75,7 @@ class Collection:
 def collection() -> Collection:
     """The collection of published drafts, from the file beside this one."""
     raw = json.loads((FOLDER / "collection.json").read_text())
-    pairs = tuple(
-        Pair(p["target"], tuple(p["drafts"]), p["model_type"], p["hybrid"]) for p in raw["pairs"]
-    )
+    pairs = tuple(Pair(p["target"], tuple(p["drafts"]), p["hybrid"]) for p in raw["pairs"])
     return Collection(pairs, raw["source"])
 
 
@@ -119,10 +116,13 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
     try:
         config, online = fetch_config(kind, name, offline=offline)
     except ConfigError as error:
+        if "no such folder" in error.required:
+            raise
         required = f"{error.required}; {_suggestion(kind, name)}"
         raise ConfigError(error.field, name, required) from error
     raw = read_json_object(config, f"{kind} checkpoint")
-    _refuse_draft_as_target(kind, name, raw)
+    if kind == "target":
+        refuse_draft_as_target(name, raw)
     source = f"config.json of {name} {'on the hub' if online else 'in the local cache'}"
     if not online:
         return _of_files(kind, name, raw, config.parent, source)
@@ -130,7 +130,7 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
     if weights is None:
         if kind == "draft":
             required = "no safetensors weights on the hub; a draft is read from safetensors files"
-            raise ConfigError("DRAFT", name, required)
+            raise ConfigError("draft", name, required)
         return ModelFacts(name, raw, None, None, source)
     found_tensors, total = weights
     tensors = {plain_name(stored): tensor for stored, tensor in found_tensors.items()}
@@ -155,24 +155,36 @@ def _suggestion(kind: str, name: str) -> str:
 
 
 def _swapped(kind: str, name: str) -> ConfigError:
-    required = f"this is a {_OTHER[kind]}; the target comes first, then the draft"
-    return ConfigError(kind.upper(), name, required)
+    other = _OTHER[kind]
+    return ConfigError(
+        kind, name, f"this is a {other}: give it as {{{other}}}, and the {kind} here"
+    )
 
 
-def _refuse_draft_as_target(kind: str, name: str, raw: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a target's config.json is clearly that of a draft. `DraftConfig` refuses
-    the other mistake."""
+def refuse_draft_as_target(name: str, raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the config.json of the target `name` is clearly that of a draft.
+    `DraftConfig` refuses the other mistake."""
     names = raw.get("architectures")
     named = isinstance(names, list) and any("dflash" in str(name).casefold() for name in names)
-    if kind == "target" and (named or "dflash_config" in raw):
-        raise _swapped(kind, name)
+    if named or "dflash_config" in raw:
+        raise _swapped("target", name)
+
+
+def check_target_folder(name: str) -> None:
+    """Raise ConfigError unless the target `name` is a folder with another model than a draft, or a
+    name on the hub, which is not asked."""
+    check_path("target", name)
+    config = Path(name) / CONFIG
+    if exists(str(config)):
+        refuse_draft_as_target(name, read_json_object(config, "target checkpoint"))
 
 
 def _of_folder(kind: str, folder: Path) -> ModelFacts:
     if kind == "draft":
         check_files(folder)
     raw = read_json_object(folder / "config.json", f"{kind} checkpoint")
-    _refuse_draft_as_target(kind, str(folder), raw)
+    if kind == "target":
+        refuse_draft_as_target(str(folder), raw)
     source = f"config.json and weight files in {folder}"
     return _of_files(kind, str(folder), raw, folder, source)
 

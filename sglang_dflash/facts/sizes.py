@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.target_config import RecurrentShape, TargetGeometry
+from sglang_dflash.facts.target_config import (
+    RecurrentShape,
+    TargetGeometry,
+    kv_heads_of_rank,
+    share_of_rank,
+)
 from sglang_dflash.facts.tensors import expected_tensors
 
 # itemsize of the dtypes of K/V. Weights, and states of a convolution, are bfloat16 where no server
@@ -112,6 +118,7 @@ class DraftMemory(NamedTuple):
         activations: of the draft network for the largest batch.
         waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
             step drafts.
+        texts: the tokens of requests, in which drafts are looked up; 0 without lookup.
         narrow_widths: attention backends and CUDA graphs of the target for other widths than the
             block's; 0 on a CPU.
     """
@@ -123,6 +130,7 @@ class DraftMemory(NamedTuple):
     logits: int = 0
     activations: int = 0
     waiting_hidden: int = 0
+    texts: int = 0
     narrow_widths: int = 0
 
     @property
@@ -182,7 +190,7 @@ def draft_memory(
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
         slot_tables=table,
-        graph_buffers=recorded * (3 * 8 + block_size * (3 * 8 + 1 + hidden)),
+        graph_buffers=recorded * (4 * 8 + 4 + block_size * (4 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * vocabulary * itemsize,
         activations=tokens * _activations(config, ranks) * itemsize,
         # And their concatenation.
@@ -244,6 +252,21 @@ def narrow_width_bytes(
     return sum(
         width * hidden + graphs + sum(tables(name, width) for name in set(attention))
         for width in widths
+    )
+
+
+def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:
+    """A rank's part of a draft. Raises ConfigError if the ranks do not divide it."""
+    heads, inner = (
+        share_of_rank(f"draft's {name}", getattr(config, name), ranks)
+        for name in ("num_attention_heads", "intermediate_size")
+    )
+    kv_heads = kv_heads_of_rank("draft", config.num_key_value_heads, ranks)
+    return replace(
+        config,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=inner,
     )
 
 

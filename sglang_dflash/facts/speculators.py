@@ -24,8 +24,8 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(raw.get(_KIND), str):
         return raw
     top = Fields.of(raw, "draft", sections=())
-    if raw[_KIND] != "dflash":
-        raise top.error(_KIND, "dflash, for SGLang reads no draft of that library,")
+    if raw[_KIND] not in ("dflash", "dflash2"):
+        raise top.error(_KIND, "dflash or dflash2, for SGLang reads no draft of that library,")
     network, ids = top.block(_NETWORK).values, raw.get(_LAYERS)
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
         # 0 is the embedding, which no layer gives.

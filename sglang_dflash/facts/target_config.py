@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import Fields, read_json_object
 
 # Architectures whose sliding layers get a KV pool of their own from SGLang and are shaped like the
@@ -105,6 +106,38 @@ class TargetGeometry:
             latent_width=_latent_width(text),
             sliding_layers=_sliding_layers(raw, text, depth),
         )
+
+    def of_rank(self, ranks: int) -> TargetGeometry:
+        """A rank's part: K/V heads, of which each rank keeps at least one, and recurrent heads; a
+        latent is whole on each.
+
+        Raises:
+            ConfigError: the ranks do not divide the heads.
+        """
+        shape = self.recurrent
+        if shape is not None:
+            heads = share_of_rank("target's linear_num_value_heads", shape.value_heads, ranks)
+            shape = replace(shape, channels=shape.channels // ranks, value_heads=heads)
+        kv_heads = kv_heads_of_rank("target", self.num_key_value_heads, ranks)
+        return replace(self, num_key_value_heads=kv_heads, recurrent=shape)
+
+
+def share_of_rank(what: str, total: int, ranks: int) -> int:
+    """Raises ConfigError if the ranks do not divide it."""
+    if total % ranks:
+        raise ConfigError("tp_size", ranks, f"it does not divide the {what} ({total})")
+    return total // ranks
+
+
+def kv_heads_of_rank(model: str, heads: int, ranks: int) -> int:
+    """With fewer heads than ranks each rank has one, and some have the same.
+
+    Raises:
+        ConfigError: neither number divides the other.
+    """
+    if ranks > heads and ranks % heads == 0:
+        return 1
+    return share_of_rank(f"{model}'s num_key_value_heads", heads, ranks)
 
 
 def _latent_width(text: Fields) -> int | None:

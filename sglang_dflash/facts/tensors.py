@@ -20,13 +20,11 @@ from safetensors import SafetensorError, safe_open
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.fields import is_file, read_json_object
+from sglang_dflash.facts.vocabulary import D2T, T2D, check_map, token_ids
 
 INDEX = "model.safetensors.index.json"
 # Copies of the target's embedding and head are ignored: the draft borrows the target's.
 _BORROWED = ("embed_tokens.weight", "lm_head.weight")
-# Which tokens a draft vocabulary has: the distance of each from its row, and whether each token of
-# the target's vocabulary is one.
-D2T, T2D = "d2t", "t2d"
 # A trained embedding of the mask token, which some training code writes beside the weights.
 MASK_EMBEDDING = "mask_embedding.pt"
 # dtype of a draft's weights in a header -> the unsigned integer of its width, and the bits of
@@ -181,7 +179,7 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> N
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
             raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
-    unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED) - _check_map(config, tensors))
+    unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED) - check_map(config, tensors))
     if unexpected:
         required = f"no draft of this config has this tensor{_more(unexpected)}"
         raise ConfigError("draft checkpoint", unexpected[0], required)
@@ -191,47 +189,6 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> N
             raise ConfigError(f"dtype of {_tensor(name)}", tensors[name].dtype, required)
 
 
-def _check_map(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> set[str]:
-    """The names of the tensors that tell which tokens a draft vocabulary has. Raises ConfigError if
-    one is missing, or not of the config's shape or of its dtype."""
-    if config.draft_vocab_size is None:
-        return set()
-    forms = {D2T: ("I64", (config.draft_vocab_size,)), T2D: ("BOOL", (config.vocab_size,))}
-    if D2T not in tensors:
-        raise ConfigError(_tensor(D2T), required="missing; draft_vocab_size needs it")
-    for name, form in forms.items():
-        if tensors.get(name, form) != form:
-            dtype, shape = tensors[name]
-            required = f"{form[0]} of shape {list(form[1])} is required"
-            raise ConfigError(_tensor(name), f"{dtype} of shape {list(shape)}", required)
-    return set(forms)
-
-
-def token_ids(config: DraftConfig, folder: str | Path) -> np.ndarray:
-    """The token of each row of the draft's own lm_head, int64 `[draft_vocab_size]`, ascending.
-
-    The file has their distance from the row's number (as EAGLE-3 drafts do).
-
-    Raises:
-        ConfigError: they are not distinct tokens of the vocabulary in ascending order, or `t2d`,
-            which marks them in the vocabulary, has others.
-    """
-    maps = {
-        name: opened.get_tensor(stored)
-        for name, stored, opened in each_tensor(folder, framework="numpy")
-        if name in (D2T, T2D)
-    }
-    ids = maps[D2T] + np.arange(len(maps[D2T]))
-    if ids[0] < 0 or ids[-1] >= config.vocab_size or not (np.diff(ids) > 0).all():
-        required = (
-            f"offsets to distinct tokens from 0 to {config.vocab_size - 1}, in ascending order,"
-        )
-        raise ConfigError(_tensor(D2T), required=f"{required} are required")
-    if T2D in maps and not np.array_equal(np.flatnonzero(maps[T2D]), ids):
-        raise ConfigError(_tensor(T2D), required=f"the tokens of {D2T} are required, it has others")
-    return ids
-
-
 def check_values(config: DraftConfig, folder: str | Path) -> None:
     """Raise ConfigError if a tensor of the draft holds NaN or Inf, a weight is all zeros, or its
     vocabulary is none.
@@ -239,7 +196,8 @@ def check_values(config: DraftConfig, folder: str | Path) -> None:
     Biases may be zeros. The tensors are those that `check_tensors` has accepted.
     """
     if config.draft_vocab_size is not None:
-        token_ids(config, folder)
+        maps = each_tensor(folder, framework="numpy")
+        token_ids(config, {n: f.get_tensor(stored) for n, stored, f in maps if n in (D2T, T2D)})
     names = expected_tensors(config)
     for name, dtype, bits in _mapped(folder):
         if name not in names:

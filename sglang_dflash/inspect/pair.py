@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
-from sglang_dflash.facts.errors import UnsupportedDraft
+from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.target_config import TargetGeometry
@@ -55,7 +55,7 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
             config = DraftConfig.from_dict(draft.config)
         except UnsupportedDraft as other:
             worker, reason = BUILTIN, str(other)
-    _check(draft, config, geometry)
+    _check(target, draft, config, geometry)
     if reason is None and target.config is None:
         reason = "the facts of this target are KV sizes only"
     elif reason is None:
@@ -68,7 +68,12 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
     return Judged(geometry, config, worker, reason)
 
 
-def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeometry | None) -> None:
+def _check(
+    target: ModelFacts,
+    draft: ModelFacts,
+    config: DraftConfig | None,
+    geometry: TargetGeometry | None,
+) -> None:
     """Compare the draft with the target and with its own weights, as far as is known."""
     known = config
     if draft.unknown and draft.config is not None:
@@ -80,6 +85,7 @@ def _check(draft: ModelFacts, config: DraftConfig | None, geometry: TargetGeomet
             hidden_size=geometry.hidden_size,
             vocab_size=geometry.vocab_size,
             num_layers=geometry.num_hidden_layers,
+            pair=shown_pair(draft.name, target.name),
         )
     if config is not None and draft.tensors is not None:
         check_tensors(config, draft.tensors)
@@ -140,6 +146,7 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         ids, mask, rope = list(config.target_layer_ids), config.mask_token_id, _rope(config)
     return {
         "draft_architecture": _architecture(raw),
+        "draft_kind": config and config.kind,
         "draft_layers": layers,
         "draft_dtype": fields.get("dtype") or fields.get("torch_dtype"),
         "draft_context": fields.get("max_position_embeddings"),

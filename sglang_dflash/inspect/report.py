@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.sizes import KV_DTYPES
-from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
 from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.inspect.pair import (
     BUILTIN,
@@ -29,7 +28,6 @@ from sglang_dflash.inspect.pair import (
     other_target,
 )
 
-_WIDTH = 120
 # Far above any device, and below what makes the arithmetic overflow.
 _MOST_GIB, _MOST_REQUESTS = 2**40, 2**20
 
@@ -43,7 +41,8 @@ class Serving:
     """
 
     max_running_requests: int = setting(48, "requests that decode at a time (default: {default})")
-    memory_gib: float = setting(80.0, "device memory, GiB (default: {default})")
+    tp_size: int = setting(1, "GPUs that the pair is split over (default: {default})")
+    memory_gib: float = setting(80.0, "memory of each GPU, GiB (default: {default})")
     mem_fraction: float = setting(0.9, "fraction of it for weights and KV (default: {default})")
     kv_memory_gib: float | None = setting(
         None, "memory for both KV pools, GiB (default: what weights and recurrent states leave)"
@@ -61,6 +60,11 @@ class Serving:
                 "max_running_requests",
                 lambda n: 1 <= n <= _MOST_REQUESTS,
                 f"a number from 1 to {_MOST_REQUESTS} is required",
+            ),
+            (
+                "tp_size",
+                lambda n: 1 <= n <= _MOST_REQUESTS,
+                "a positive number of GPUs is required",
             ),
             ("mem_fraction", lambda x: 0 < x <= 1, "a fraction above 0 and up to 1 is required"),
             ("memory_gib", lambda x: 0 < x <= _MOST_GIB, gib),
@@ -92,44 +96,70 @@ def inspect(
         ConfigError: the pair or an option does not fit, a needed fact is unknown, or no memory is
             left for KV.
     """
-    judged, context = judge(target, draft), context_of(target)
+    judged = judge(target, draft)
     geometry, config = judged.geometry, judged.config
+    # Of a target whose context is not known the draft's tells what requests can have, at most.
+    context = context_of(target) or (config.max_position_embeddings if config else None)
     resolved = replace(_resolve(options, draft, config), context=context)
-    requests, block_size = serving.max_running_requests, resolved.block_size
-    target_kv, draft_kv = _kv_bytes(target, draft, judged, serving)
-    recurrent = _recurrent(geometry, judged.worker, block_size)
-    steps = _step_bytes(judged, resolved, requests, context)
-    weights = sizes.draft_weight_bytes(config) if config else draft.weight_bytes
-    states = sum(recurrent[f"recurrent_{part}_bytes"] or 0 for part in ("state", "replay"))
-    memory = _kv_memory(serving, target.weight_bytes, weights, requests * states, steps or 0)
-    kv = split_kv(memory, target_kv, draft_groups(judged, resolved, draft_kv, requests))
-    options.check_room(resolved, context=context, kv_tokens=kv["target_tokens"])
+    memory = _memory(target, draft, judged, resolved, serving)
+    options.check_room(resolved, context=context, kv_tokens=memory["target_tokens"])
+    notices = resolved.warnings(config, names or {}) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
     facts = {
-        "warnings": warnings + (resolved.warnings(config, context, names or {}) if config else []),
+        "warnings": warnings + [str(found) for found in notices],
         "target": target.name,
         "draft": draft.name,
         "worker": judged.worker,
         "worker_reason": judged.reason,
         **describe_target(target, geometry),
         **describe_draft(draft, config),
-        "block_size": block_size,
+        "block_size": resolved.block_size,
         "window": resolved.reach.tokens,
         "sinks": resolved.reach.sinks,
-        "max_running_requests": requests,
-        "target_kv_bytes_per_token": target_kv,
-        "draft_kv_bytes_per_token": draft_kv,
-        "kv_memory_bytes": memory,
-        "target_weight_bytes": target.weight_bytes,
-        "draft_weight_bytes": weights,
-        "draft_step_bytes": steps,
+        "max_running_requests": serving.max_running_requests,
+        "tp_size": serving.tp_size,
         "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
         "draft_values": "finite" if config and draft.weights else None,
-        **recurrent,
-        **kv,
+        **memory,
         "sources": [f"target: {target.source}", f"draft: {draft.source}"],
     }
     return {"verdict": _verdict(facts), "assumptions": _assumptions(serving), **facts}
+
+
+def _memory(
+    target: ModelFacts,
+    draft: ModelFacts,
+    judged: Judged,
+    options: ResolvedOptions,
+    serving: Serving,
+) -> dict[str, Any]:
+    """What the memory of one GPU is spent on. Raises ConfigError."""
+    requests, ranks, config = serving.max_running_requests, serving.tp_size, judged.config
+    part = replace(
+        judged,
+        geometry=judged.geometry and judged.geometry.of_rank(ranks),
+        config=config and sizes.draft_of_rank(config, ranks),
+    )
+    target_kv, draft_kv = _kv_bytes(target, draft, part, serving)
+    recurrent = _recurrent(part.geometry, judged.worker, options.block_size)
+    steps = _step_bytes(judged, options, serving)
+    of_target, of_draft = (
+        None if one.weight_bytes is None else -(-one.weight_bytes // ranks)
+        for one in (target, draft)
+    )
+    of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
+    states = sum(recurrent[f"recurrent_{each}_bytes"] or 0 for each in ("state", "replay"))
+    memory = _kv_memory(serving, of_target, of_draft, requests * states, steps or 0)
+    return {
+        "target_kv_bytes_per_token": target_kv,
+        "draft_kv_bytes_per_token": draft_kv,
+        "kv_memory_bytes": memory,
+        "target_weight_bytes": of_target,
+        "draft_weight_bytes": of_draft,
+        "draft_step_bytes": steps,
+        **recurrent,
+        **split_kv(memory, target_kv, draft_groups(judged, options, draft_kv, requests)),
+    }
 
 
 def _config_only(draft: ModelFacts) -> list[str]:
@@ -164,21 +194,26 @@ def _kv_memory(
             "known",
         )  # fmt: skip
     weights = target + draft
-    left = int(serving.memory_gib * serving.mem_fraction * GIB) - weights - states - steps
+    usable = int(serving.memory_gib * serving.mem_fraction * GIB)
+    left = usable - weights - states - steps
     if left <= 0:
+        ranks = serving.tp_size
+        while weights * serving.tp_size >= usable * ranks:
+            ranks *= 2
+        advice = "give more, or fewer requests ({max_running_requests})"
+        if ranks > serving.tp_size:
+            advice = f"the weights alone do not fit: give {{tp_size}} {ranks}, or more memory"
         raise ConfigError(
             "memory_gib",
             serving.memory_gib,
             f"with {{mem_fraction}} {serving.mem_fraction:g}, {weights / GIB:.2f} GiB of weights, "
             f"{states / GIB:.2f} GiB of recurrent state and {steps / GIB:.2f} GiB of draft steps "
-            "leave nothing for KV; give more, or fewer requests",
+            f"leave nothing for KV; {advice}",
         )
     return left
 
 
-def _step_bytes(
-    judged: Judged, options: ResolvedOptions, requests: int, context: int | None
-) -> int | None:
+def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> int | None:
     """What our worker reserves for draft steps; None if another worker serves."""
     if judged.worker != OURS or judged.config is None:
         return None
@@ -186,9 +221,10 @@ def _step_bytes(
     return sizes.draft_memory(
         judged.config,
         block_size=options.block_size,
-        requests=requests,
-        columns=sum(reach.of(context or (reach.tokens or 0) + reach.sinks) for reach in reaches),
-        recorded=requests,
+        requests=serving.max_running_requests,
+        columns=sum(reach.of(options.context or 0) for reach in reaches),
+        ranks=serving.tp_size,
+        recorded=serving.max_running_requests,
     ).total
 
 
@@ -200,11 +236,14 @@ def _kv_bytes(
     if judged.geometry is not None:
         of_target = sizes.target_kv_bytes(judged.geometry, itemsize)
     else:
-        of_target = _stated_kv_bytes(target, "kv_dtype", serving.kv_dtype)
+        of_target = _stated_kv_bytes(target, "kv_dtype", serving)
     if draft.config is None:
-        return of_target, _stated_kv_bytes(draft, "draft_kv_dtype", serving.draft_kv_dtype)
-    config = judged.config
-    shape = config.kv_shape if config else draft_kv_shape(draft_fields(draft.config))
+        return of_target, _stated_kv_bytes(draft, "draft_kv_dtype", serving)
+    if judged.config:
+        shape = judged.config.kv_shape
+    else:
+        layers, two, heads, dim = draft_kv_shape(draft_fields(draft.config))
+        shape = (layers, two, kv_heads_of_rank("draft", heads, serving.tp_size), dim)
     return of_target, KV_DTYPES.get(serving.draft_kv_dtype or "", itemsize) * math.prod(shape)
 
 
@@ -223,92 +262,51 @@ def _recurrent(geometry: TargetGeometry | None, worker: str, block_size: int) ->
     }
 
 
-def _stated_kv_bytes(facts: ModelFacts, field: str, dtype: str | None) -> int:
+def _stated_kv_bytes(facts: ModelFacts, dtype: str, serving: Serving) -> int:
     """KV bytes of one token of a model without a config."""
     if facts.kv_bytes_per_token is None:
         raise ConfigError(facts.name, required="neither a config nor kv_bytes_per_token is known")
-    if dtype is not None:
-        raise ConfigError(
-            field, dtype, f"of {facts.name} only the KV bytes as measured are known; leave it out"
-        )
+    for field, default in ((dtype, None), ("tp_size", 1)):
+        if getattr(serving, field) != default:
+            required = f"of {facts.name} only the KV bytes as measured are known; leave it out"
+            raise ConfigError(field, getattr(serving, field), required)
     return facts.kv_bytes_per_token
 
 
-# ---- for reading
-
-
-def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
-    """The answer in words, then one aligned line per fact, byte counts also in GiB. Facts that are
-    unknown, empty or 0 have no line. Lines have up to 120 columns.
-
-    Args:
-        sources: also give the source of the facts.
-    """
-    words = ("verdict", "assumptions", "warnings", "sources")
-    facts = {
-        name: _readable(name, value)
-        for name, value in report.items()
-        if name not in words and value not in (None, 0, "", [])
-    }
-    head = [
-        report["verdict"],
-        _weights_verdict(report),
-        report["assumptions"],
-        *(f"warning: {text}" for text in report["warnings"]),
-    ]
-    width = max(map(len, facts))
-    rows = [*facts.items(), *(("source", text) for text in report["sources"] if sources)]
-    indent = " " * (width + 2)
-    lines = [
-        textwrap.fill(f"{name:<{width}}  {text}", _WIDTH, subsequent_indent=indent)
-        for name, text in rows
-    ]
-    return "\n".join([*(textwrap.fill(text, _WIDTH) for text in head), "", *lines])
-
-
 def _verdict(facts: Mapping[str, Any]) -> str:
-    """Who serves the pair, and what its draft KV costs the target."""
-    worker, window = facts["worker"], facts["window"]
+    """Who serves the pair, and how many tokens its draft KV leaves the target."""
+    worker = facts["worker"]
     who = f"which worker serves is not known: {facts['worker_reason']}"
     if worker == OURS:
         who = "served by sglang-dflash"
     elif worker == BUILTIN:
         who = f"served by SGLang's built-in worker, because of {facts['worker_reason']}"
-    draft, target = facts["draft_kv_bytes_per_token"], facts["target_kv_bytes_per_token"]
-    share = f"its draft KV takes {_percent(draft / (draft + target))} of the KV memory"
+    served, all_kept, without = (
+        f"{facts[f'target_tokens{which}']:,}" for which in ("", "_unbounded", "_without_draft_kv")
+    )
+    tokens, most = f"{served} tokens of target KV", _percent(facts["target_tokens_gain_ceiling"])
     if worker == BUILTIN:
-        return f"{who}; {share}, whatever the window"
+        return f"{who}: {tokens}, whatever the window; {without} without a draft"
     groups = facts["draft_kv_groups"]
-    most = f"up to +{_percent(facts['target_tokens_gain_ceiling'])} KV tokens for the target"
-    if all(group["window"] is None for group in groups):
-        return f"{who}; without --window {share}, a window leaves {most}"
     slides = sum(len(group["layers"]) for group in groups if group["window"])
     depth = sum(len(group["layers"]) for group in groups)
-    what = f"window {window}" if window else f"{slides} of {depth} draft layers slide"
+    window = (
+        f"window {facts['window']}"
+        if facts["window"]
+        else f"{slides} of {depth} draft layers slide"
+    )
+    if not slides and not facts["window"]:
+        return f"{who}: {tokens}; with --window up to +{most}; {without} without a draft"
     if not any(group["ring"] for group in groups):
         return (
-            f"{who}; {what}, which frees nothing: {facts['max_running_requests']} running "
-            "requests need as many draft entries as the target has KV tokens "
-            f"({facts['target_tokens']:,})"
+            f"{who}: {tokens}; {window}, which frees nothing: {facts['max_running_requests']} "
+            f"running requests need as many draft entries; {without} without a draft"
         )
-    before, after = (
-        f"{facts[name] / GIB:.1f} GiB" for name in ("draft_kv_bytes_unbounded", "draft_kv_bytes")
-    )
     gain = _percent(facts["target_tokens_gain"])
-    left = f"{who}; {what}: {before} of draft KV become {after}, +{gain} KV tokens for the target"
-    return left if slides == depth else f"{left} (--window: {most})"
-
-
-def _weights_verdict(facts: Mapping[str, Any]) -> str:
-    """What was checked of the draft's weights."""
-    if facts["worker"] == BUILTIN:
-        return "draft weights: not checked, SGLang's worker reads them"
-    if facts["draft_tensors"] is None:
-        return "draft weights: not checked, only the config is known here"
-    finite, later = "their values are finite", "values are checked when they are loaded"
+    more = "" if slides == depth else f"; with --window up to +{most}"
     return (
-        f"draft weights: {facts['draft_tensors']} tensors, with the names and shapes that the "
-        f"config asks for; {finite if facts['draft_values'] else later}"
+        f"{who}: {tokens}, since {window}; {all_kept} if all draft KV were kept (+{gain}); "
+        f"{without} without a draft{more}"
     )
 
 
@@ -316,33 +314,15 @@ def _assumptions(serving: Serving) -> str:
     """What the figures are for, with the flags that change it."""
     memory = f"{serving.kv_memory_gib or 0:g} GiB for both KV pools (--kv-memory-gib)"
     if serving.kv_memory_gib is None:
+        gpus = "one GPU" if serving.tp_size == 1 else f"each of {serving.tp_size} GPUs"
         memory = (
-            f"{serving.memory_gib:g} GiB x {serving.mem_fraction:g} of device memory "
-            "(--memory-gib, --mem-fraction)"
+            f"{serving.memory_gib:g} GiB x {serving.mem_fraction:g} of {gpus} "
+            "(--memory-gib, --mem-fraction, --tp-size)"
         )
     return (
         f"computed for {memory}, {serving.max_running_requests} running requests "
         f"(--max-running-requests), {serving.kv_dtype or 'bfloat16'} KV (--kv-dtype)"
     )
-
-
-def _readable(name: str, value: Any) -> str:
-    if name == "draft_kv_groups":
-        return "; ".join(map(_readable_group, value))
-    if "gain" in name:
-        return f"{value:.2%}"
-    if "bytes" in name and value >= GIB // 1024:
-        return f"{value:,} ({value / GIB:.3f} GiB)"
-    return f"{value:,}" if isinstance(value, int) and not name.endswith("_id") else str(value)
-
-
-def _readable_group(group: Mapping[str, Any]) -> str:
-    count = f"{len(group['layers']) or 'all'} layers"
-    reads = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
-    kind = (
-        f"a ring of {group['entries']:,} entries" if group["ring"] else "an entry per target slot"
-    )
-    return f"{count} read {reads}: {kind}, {group['bytes'] / GIB:.3f} GiB"
 
 
 def _percent(share: float) -> str:

@@ -7,10 +7,11 @@ the pools of a model of 6 MB took 9 GB of it.
 from __future__ import annotations
 
 import gc
-import logging
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from sglang_dflash.facts.log import Log
+
+logger = Log(__name__)
 
 MIB, GIB = 1 << 20, 1 << 30
 # The pools of a tiny model: some tens of thousands of tokens.
@@ -58,7 +59,7 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
         )
     if asked.get("max_total_tokens") is None:
         logger.info(
-            "sglang-dflash: the pools get %.0f MiB of %.1f GiB that are free (recurrent states "
+            "the pools get %.0f MiB of %.1f GiB that are free (recurrent states "
             "%.0f MiB, KV at most %.0f MiB); --mem-fraction-static or --max-total-tokens sets "
             "another size",
             (states + kv) * 1024,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 from sglang_dflash.drafting import noise
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.log import Log
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 # Our worker's draft attention on every device, as --speculative-draft-attention-backend names it.
 DRAFT_BACKEND = "torch"

@@ -13,7 +13,6 @@ of a plain request, which is tried after many failures in a row.
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,11 +26,12 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs import recovery
 from sglang_dflash.repairs.flag import guard_off
 from sglang_dflash.repairs.probation import Probation
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 # The attribute of SGLang's scheduler that holds its `Containment`.
 ATTRIBUTE = "sglang_dflash_containment"
@@ -61,7 +61,7 @@ def run_loop(original: Any, scheduler: Any) -> None:
     setattr(scheduler, ATTRIBUTE, containment)
     if why_off is not None:
         logger.warning(
-            "sglang-dflash: an exception in a step ends the server, as %s is not served by what "
+            "an exception in a step ends the server, as %s is not served by what "
             "would end only the request that caused it", why_off,
         )  # fmt: skip
         return original(scheduler)
@@ -324,7 +324,7 @@ class Containment:
         known = kind in self._kinds
         self._kinds.add(kind)
         logger.error(
-            "sglang-dflash: contained a failed step (%s): %s%s", what, self.last_error,
+            "contained a failed step (%s): %s%s", what, self.last_error,
             "" if known else "; further ones of this kind are logged without a traceback",
             exc_info=None if known else error,
         )  # fmt: skip

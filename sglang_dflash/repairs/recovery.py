@@ -7,7 +7,6 @@ are built from the output.
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,9 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, ReqKvInfo, ScheduleBatch
 from sglang.srt.managers.scheduler import _make_abort_req
 
-logger = logging.getLogger(__name__)
+from sglang_dflash.facts.log import Log
+
+logger = Log(__name__)
 
 
 def tokens(ids: Iterable[int]) -> array[int]:
@@ -189,7 +190,7 @@ def _lost(scheduler: Any, request: Any) -> str | None:
         try:
             _rebuild_grammar(scheduler.grammar_manager, request)
         except Exception as error:  # Of whichever grammar backend.
-            logger.exception("sglang-dflash: no grammar for %s", request.rid)
+            logger.exception("no grammar for %s", request.rid)
             return f"Another request failed, and so did the grammar of this one: {error}"
     return None
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.layers import sampler as sglangs
 from sglang.srt.layers.sampler import (
     _SamplingMaskCapture as MaskCapture,
 )
 from sglang.srt.layers.sampler import (
     multinomial_with_seed,
 )
+from sglang.srt.runtime_context import get_exec
 from torch import Tensor
 
 
@@ -55,6 +57,8 @@ def kept_weights(probs: Tensor, info: Any) -> Tensor:
     equal probabilities the lower token ids are kept, and without top-p nothing is left out by a sum
     that rounds to more than 1.
     """
+    if get_exec().kernel.sampling_backend == "flashinfer":
+        return _kept_by_kernels(probs, info)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     likelier = ordered.cumsum(-1) - ordered
@@ -63,3 +67,22 @@ def kept_weights(probs: Tensor, info: Any) -> Tensor:
     left_out |= (likelier > top_ps) & (top_ps < 1)
     left_out |= ordered < ordered[:, :1] * info.min_ps[:, None]
     return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill_(left_out, 0))
+
+
+def _kept_by_kernels(probs: Tensor, info: Any) -> Tensor:
+    """`kept_weights` by SGLang's kernels, which renormalize instead of sorting the vocabulary.
+
+    As in its FlashInfer sampler, top-p is of the whole distribution. Tokens as likely as the last
+    one that is kept are kept too, except by greedy requests, which take the first.
+    """
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    if info.need_top_k_sampling:
+        keep &= sglangs.top_k_renorm_prob(probs, info.top_ks) > 0
+    if info.need_top_p_sampling:
+        # A sum that rounds to more than 1 must not leave a token out.
+        keep &= (sglangs.top_p_renorm_prob(probs, info.top_ps) > 0) | (info.top_ps >= 1)[:, None]
+    likeliest, first = probs.max(-1, keepdim=True)
+    keep &= probs >= likeliest * info.min_ps[:, None]
+    is_first = torch.arange(probs.shape[-1], device=probs.device) == first
+    keep &= is_first | (info.top_ks > 1)[:, None]
+    return probs.masked_fill(~keep, 0)

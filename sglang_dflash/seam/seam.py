@@ -88,6 +88,15 @@ class Seam:
         return Lazy(self.ours) if isinstance(self.ours, str) else self.ours
 
 
+def rows(home: str, *table: tuple[Any, ...]) -> tuple[Seam, ...]:
+    """Rows of functions of `sglang.srt`, each with its kind, its target there, the `MODULE:NAME` of
+    ours in the package `home`, and the rest of `Seam`'s fields. No row imports anything."""
+    return tuple(
+        Seam(f"sglang.srt.{target}", kind, f"{home}.{ours}", *rest)
+        for kind, target, ours, *rest in table
+    )
+
+
 @dataclass(frozen=True)
 class Lazy:
     """A function that imports `MODULE:NAME` when it is called. Equal paths compare equal."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 
-logger = logging.getLogger(__name__)
+from sglang_dflash.facts.log import Log
+
+logger = Log(__name__)
 
 
 def needed() -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +11,13 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, cut
+from sglang_dflash.facts.errors import ConfigError, cut, shown_pair
 from sglang_dflash.facts.hub import draft_folder
+from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.transformers_loop.checks import device_named, dtype_named
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def load(
     options = options or Options()
     on = device_named("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype_named("dtype", dtype or ("float32" if on.type == "cpu" else "bfloat16"))
+    check_target_folder(target)
     folder = draft_folder("draft", draft)
     config = DraftConfig.from_pretrained(folder)
     resolved = options.resolve(config)
@@ -70,10 +72,11 @@ def load(
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             num_layers=text.num_hidden_layers,
+            pair=shown_pair(draft, target),
         )
         context = getattr(text, "max_position_embeddings", None)
         options.check_room(resolved, context=context, kv_tokens=None)
-        for warning in resolved.warnings(config, context, {}):
+        for warning in replace(resolved, context=context).warnings(config, {}):
             logger.warning("%s", warning)
         network = load_model(folder, dtype=kind, device=on)
         tokenizer = AutoTokenizer.from_pretrained(target)
@@ -110,11 +113,8 @@ def chat_tokens(
         ConfigError: the tokenizer has no chat template.
     """
     if not tokenizer.chat_template:
-        raise ConfigError(
-            "chat template",
-            required=f"the tokenizer of {tokenizer.name_or_path!r} has none; "
-            "send the prompt as plain text",
-        )
+        required = "this model has no chat template; send the prompt as plain text"
+        raise ConfigError("chat", tokenizer.name_or_path, required)
     extra = {} if thinking is None else {"enable_thinking": thinking}
     text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **extra

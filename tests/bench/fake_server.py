@@ -16,6 +16,9 @@ from sglang_dflash.bench.server import ServerConfig
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
+# Another one than the client's.
+MACHINE = {"processor": "an abacus", "cores": 3, "accelerator": None, "torch": "7.6.5"}
+
 # The pieces of the answer to a prompt.
 Answer = Callable[[Any], list[str]]
 
@@ -28,8 +31,8 @@ class FakeServer(ThreadingHTTPServer):
     """A context manager. `log` gets the name and request of every completion.
 
     As SGLang a piece is a token, and it counts a verify step for every three if it `speculates`, of
-    which so many per answer are `undrafted`. `delay_s` passes before the first piece, and `piece_s`
-    between pieces.
+    which so many per answer are `undrafted`. With a `dtype` it tells of its machine. `delay_s`
+    passes before the first piece, and `piece_s` between pieces.
     """
 
     daemon_threads = True
@@ -46,8 +49,10 @@ class FakeServer(ThreadingHTTPServer):
         piece_s: float = 0.0,
         speculates: bool = True,
         undrafted: int = 0,
+        dtype: str | None = "float32",
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.dtype = dtype
         self.name, self.answer, self.log = name, answer, log
         self.sglang, self.incremental, self.undrafted = sglang, incremental, undrafted
         self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
@@ -84,6 +89,7 @@ class Started(FakeServer):
             self.asked,
             sglang=True,
             speculates=drafts,
+            dtype=None,
         )
         self.url, self.is_up = self.base[1:], False
         self.made.append(self)
@@ -116,7 +122,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         undrafted = self.server.undrafted * self.server.answered
         ours = {"undrafted_steps": undrafted, "undrafted_tokens": undrafted}
-        states = {"internal_states": [{"dflash": ours}] if undrafted else [{}]}
+        state: dict[str, Any] = {"dflash": ours} if undrafted else {}
+        if self.server.dtype is not None:
+            state["machine"] = {**MACHINE, "dtype": self.server.dtype}
+        states = {"internal_states": [state], "version": "9.8.7", "model_path": "/some/where/me/m"}
         known = {
             "/server_info": json.dumps(states) if self.server.sglang else None,
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sglang_dflash import cli
-from sglang_dflash.bench import datasets, load
+from sglang_dflash.bench import datasets, load, picture
 from sglang_dflash.facts.embedded import demo_pair
 from tests.bench.fake_server import FakeServer, Started, echo
 
@@ -69,11 +71,42 @@ def test_the_gate_lets_no_figure_out(tmp_path: Path, capsys: Captured) -> None:
         place = "arm false, data set stdlib, prompt 1, concurrency 1"
         assert f"{place}: the answer differs from true's from token 0 on" in err
         assert bench(capsys, tmp_path, *urls(a), "--concurrency", "1")[0] == 0
-        # Where the dtype allows near-ties, they are counted: once per round.
-        asked = [*urls(a, b), "--concurrency", "1", "--dtype", "bfloat16"]
-        code, out, _ = bench(capsys, tmp_path, *asked)
-        assert code == 0 and "did for: false 3 of 9" in out.splitlines()[0]
-        assert read(tmp_path)["differing_answers"] == {"false": 3}
+        # Where the dtype allows near-ties, or is not known, they are counted: once per round.
+        for dtype, words in (
+            ("bfloat16", "near-ties of bfloat16 and float32"),
+            (None, "not known"),
+        ):
+            b.dtype = dtype
+            code, out, _ = bench(capsys, tmp_path, *urls(a, b), "--concurrency", "1")
+            assert code == 0 and words in out and "did for: false 3 of 9" in out.splitlines()[0]
+            assert read(tmp_path)["differing_answers"] == {"false": 3}
+        named = [*urls(a, b), "--concurrency", "1", "--dtype", "float32"]
+        assert bench(capsys, tmp_path, *named)[0] == 1
+
+
+def test_labels_of_a_running_server_are_its_own_or_the_clients(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    """Nothing of a report is taken from this machine but what is marked as the client's."""
+    asked = ["--concurrency", "1", "--rounds", "1", "--picture"]
+    with FakeServer("mine", echo, [], sglang=True, dtype="bfloat16") as server:
+        code, out, err = bench(capsys, tmp_path, *urls(server), *asked)
+    told = "model me/m; worker plain decoding; dtype bfloat16; device CPU, 3 cores of an abacus; "
+    lines = out.splitlines()
+    assert code == 0 and f"- mine: {told}sglang 9.8.7; torch 7.6.5" in lines
+    assert "- outputs: not compared: one arm" in lines
+    assert "asking mine" in err and "starting" not in err
+    client = f"{os.cpu_count()} cores"
+    assert all(line.startswith("- client: ") for line in lines[:-1] if client in line)
+    result = read(tmp_path)
+    own = {k for k, v in result["client"].items() if v is not None}
+    assert result["servers"]["mine"]["dtype"] == "bfloat16" and {"cores", "date"} <= own
+    (title,) = picture.title(result)
+    assert "device CPU, 3 cores of an abacus; dtype bfloat16" in title and client not in title
+    with FakeServer("vllm", echo, []) as server:
+        code, out, _ = bench(capsys, tmp_path, *urls(server), *asked[:-1])
+    told = "worker not known; dtype not known; device not known; sglang not known; torch not known"
+    assert code == 0 and f"- vllm: model fake; {told}" in out.splitlines()
 
 
 def started_here(
@@ -114,6 +147,22 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     # Given models run one after another: per arm a warm-up and a round.
     assert "one server after another" in out
     assert [(server.beside, len(server.asked)) for server in Started.made] == [(0, 4)] * 3
+
+
+def test_a_start_is_shown_with_the_time_it_took_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """And no time left is made up of what is not steady."""
+    asked = ["--simulated-acceptance", "8"]
+    _, _, first = started_here(monkeypatch, tmp_path, capsys, *asked)
+    assert "starting ar, dflash: 0 s" in first and "the last time" not in first
+    result = read(tmp_path)
+    assert set(result["start_s"]) == {"ar", "dflash"}
+    result["start_s"]["dflash"] = 94.4
+    (tmp_path / "results.json").write_text(json.dumps(result))
+    _, _, second = started_here(monkeypatch, tmp_path, capsys, *asked)
+    assert "starting ar, dflash: 0 s, 94 s the last time" in second
+    assert not re.search(r"\d<\d\d:", second)
 
 
 def test_only_simulation_excuses_outputs_that_differ(

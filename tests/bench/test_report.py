@@ -10,7 +10,7 @@ import pytest
 
 from sglang_dflash.bench import picture, report
 from sglang_dflash.bench.load import Answer, Pass
-from sglang_dflash.bench.report import Runs
+from sglang_dflash.bench.report import Measured, Runs
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 
@@ -72,6 +72,10 @@ def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
     assert plain["acceptance_length"] is None and plain["tpot_ms"] is None
 
 
+# By a server, of itself.
+TOLD = {"model": "m", "worker": "w", "dtype": "float32", "device": "d", "sglang": "1", "torch": "2"}
+
+
 def report_of(dtype: str, other: list[str]) -> dict[str, Any]:
     runs: Runs = {
         ("demo", 2): {"ar": [made_up(["x", "y"], 4.0)] * 3, "dflash": [made_up(other, 2.0)] * 3}
@@ -79,7 +83,8 @@ def report_of(dtype: str, other: list[str]) -> dict[str, Any]:
     settings = BenchSettings(
         dtype=dtype, command="sglang-dflash bench", num_prompts=2, concurrency="2"
     )
-    return report.summarize(settings, {"demo": 2}, runs, [])
+    servers = {arm: {**TOLD, "worker": arm, "dtype": dtype} for arm in ("ar", "dflash")}
+    return report.summarize(settings, {"demo": 2}, Measured(runs, servers=servers))
 
 
 def test_the_report_shows_every_figure(tmp_path: Path) -> None:
@@ -92,6 +97,7 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
     shown = report.markdown(result)
     assert f"| demo | 2 | dflash | 5.0 (5.0 to 5.0) | 2.0x | {times} | 2.5 |" in shown
     assert "- command: sglang-dflash bench\n" in shown
+    assert "- ar: worker ar\n- dflash: worker dflash\n- all arms: model m; dtype float32; " in shown
     picture.draw(result, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
         image.load()
@@ -107,12 +113,13 @@ def test_a_rounded_dtype_says_on_its_first_line_how_many_outputs_differ() -> Non
 
 def test_the_report_tells_whether_an_embedded_pair_knows_its_text() -> None:
     runs: Runs = {("demo", 1): {"ar": [made_up(["x"])]}}
+    measured = Measured(runs, servers={"ar": TOLD})
     dense, code = (
-        report.summarize(BenchSettings(pair=pair, dtype="float32"), {"demo": 1}, runs, [])
+        report.markdown(report.summarize(BenchSettings(pair=pair), {"demo": 1}, measured))
         for pair in ("dense", "code")
     )
-    assert "both models have memorized" in dense["model"]
-    assert "neither model has seen" in code["model"]
+    assert "both models have memorized" in dense
+    assert "neither model has seen" in code
 
 
 def test_differences_name_prompt_arm_and_place() -> None:

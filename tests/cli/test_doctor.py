@@ -16,7 +16,8 @@ import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import free_port
-from sglang_dflash.cli.doctor import Reading, examine
+from sglang_dflash.cli.doctor import as_text, examine
+from sglang_dflash.facts.server import ServerInfo
 
 # What a healthy server of ours shows, of what the doctor reads (tests/engine/test_alarm.py compares
 # the keys with a real server's).
@@ -29,26 +30,30 @@ HEALTHY: dict[str, Any] = {
     "nonfinite_outputs": 0,
     "draft_context_share": 0.99,
     "draft_kv_entries": 4160,
-    "context_length": 32768,
-    "draft_max_position_embeddings": 40960,
+    "draft_kv_bytes": 3 << 20,
+    "block_size": 8,
+    "trained_block_size": 8,
+    "version": "0.1.0",
+    "warnings": [],
     "simulated_acceptance": None,
     "width": "fixed",
 }
 
 
-def reading(*reports: dict[str, Any]) -> Reading:
+def reading(*reports: dict[str, Any]) -> ServerInfo:
     """A server of ours; each report replaces keys of a healthy rank."""
     states = [{"dflash": {**HEALTHY, **report}} for report in reports or ({},)]
-    return Reading({"speculative_algorithm": "DFLASH", "internal_states": states})
+    return ServerInfo({"speculative_algorithm": "DFLASH", "internal_states": states})
 
 
-def others(algorithm: str | None = "DFLASH", **state: Any) -> Reading:
-    return Reading({"speculative_algorithm": algorithm, "internal_states": [state]})
+def others(algorithm: str | None = "DFLASH", **state: Any) -> ServerInfo:
+    return ServerInfo({"speculative_algorithm": algorithm, "internal_states": [state]})
 
 
+WARNED = {"name": "block-above-trained", "problem": "--block: 100 is more", "advice": "give 8"}
 STARTED = {"verify_steps": 60, "committed_tokens": 61, "recent_acceptance_length": None}
 # The findings, what they come from, and what must be said.
-CASES: list[tuple[list[str], Reading, list[str]]] = [
+CASES: list[tuple[list[str], ServerInfo, list[str]]] = [
     (["no-dflash"], others(None), ["plain decoding", "--speculative-algorithm DFLASH"]),
     (["no-dflash"], others("EAGLE"), ["EAGLE"]),
     (["builtin-worker"], others(dflash_builtin_reason="--pp-size"), ["--pp-size"]),
@@ -83,7 +88,13 @@ CASES: list[tuple[list[str], Reading, list[str]]] = [
         ["41%", "--speculative-dflash-draft-kv-tokens (now 416)"],
     ),
     (["many-undrafted"], reading({"undrafted_steps": 5000}), ["50%"]),
-    (["long-contexts"], reading({"draft_max_position_embeddings": 4096}), ["32768", "4096"]),
+    (["block-above-trained"], reading({"warnings": [WARNED]}), ["--block: 100 is more", "give 8"]),
+    # What the server was started with comes before the causes that are guessed.
+    (
+        ["block-above-trained", "acceptance-below-2"],
+        reading({"warnings": [WARNED], "verify_steps": 1000, "committed_tokens": 1700}),
+        ["see to block-above-trained first; otherwise look for a draft"],
+    ),
     (
         ["nonfinite-outputs", "acceptance-alarm", "many-undrafted"],
         reading({"acceptance_alarm": True, "nonfinite_outputs": 9, "undrafted_steps": 5000}),
@@ -111,7 +122,7 @@ CASES: list[tuple[list[str], Reading, list[str]]] = [
 
 @pytest.mark.parametrize(("names", "server", "words"), CASES)
 def test_it_finds_what_is_wrong_and_nothing_else(
-    names: list[str], server: Reading, words: list[str]
+    names: list[str], server: ServerInfo, words: list[str]
 ) -> None:
     found = examine(server)
     assert [finding.name for finding in found] == names
@@ -120,11 +131,55 @@ def test_it_finds_what_is_wrong_and_nothing_else(
     assert all("\n" not in finding.problem for finding in found)
 
 
+OURS = (
+    "sglang-dflash 0.1.0, DFlash, block 8, window all, width fixed, draft KV 4,160 entries in "
+    "3 MiB, target KV 16,384 tokens, acceptance length "
+)
+LINES = [
+    ({}, f"{OURS}4.00 over 5,000 verify steps\nnothing wrong found"),
+    ({"trained_block_size": 4}, "block 8 (trained for 4), window all"),
+    ({"window": 128}, "block 8, window 128"),
+    (
+        STARTED,
+        f"{OURS}1.02 over 60 verify steps\nacceptance not judged: 60 verify steps are too few, and "
+        "100 enough; send more requests\nnothing wrong found",
+    ),
+    ({**STARTED, "verify_steps": 0}, f"{OURS}not known yet: no verify step\nacceptance not"),
+]
+
+
+@pytest.mark.parametrize(("report", "line"), LINES, ids=str)
+def test_the_first_line_describes_the_server(report: dict[str, Any], line: str) -> None:
+    server = reading(report)
+    server.states[0]["memory_usage"] = {"token_capacity": 16384}
+    assert line in as_text(server, examine(server))
+
+
+@pytest.mark.parametrize(
+    ("server", "line"),
+    [
+        (others(None), "plain decoding"),
+        (others("EAGLE", avg_spec_accept_length=2.5), "EAGLE, acceptance length 2.50 (SGLang's"),
+        (others(), "builtin, acceptance length not known yet"),
+    ],
+    ids=str,
+)
+def test_so_it_does_other_servers(server: ServerInfo, line: str) -> None:
+    assert server.line().startswith(line)
+
+
+def test_the_dtype_is_known_if_it_was_asked_for() -> None:
+    for asked, told in ((None, "not known"), ("auto", "not known"), ("float32", "float32")):
+        assert ServerInfo({"dtype": asked}).machine()["dtype"] == told
+
+
 def test_the_page_lists_every_finding() -> None:
-    page = (Path(__file__).parents[2] / "docs/operating.md").read_text().partition("## Alarm")[0]
+    page = (Path(__file__).parents[2] / "docs/operating.md").read_text().partition("## What to")[0]
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     listed = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
-    assert listed - {"not-reachable"} == {name for names, *_ in CASES for name in names}
+    from_start = {"window-above-context", "sinks-above-context", "long-contexts"}
+    found = {name for names, *_ in CASES for name in names}
+    assert listed - {"not-reachable"} == found | from_start
 
 
 @contextmanager
@@ -157,7 +212,7 @@ def serving(answers: dict[str, tuple[int, str]], key: str | None = None) -> Iter
         server.server_close()
 
 
-def shown(server: Reading) -> dict[str, tuple[int, str]]:
+def shown(server: ServerInfo) -> dict[str, tuple[int, str]]:
     return {"/server_info": (200, json.dumps(dict(server.info)))}
 
 
@@ -170,10 +225,29 @@ def doctor(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, st
 def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(shown(reading())) as url:
         for address in (url, f"{url}/v1/", url.removeprefix("http://")):
-            assert doctor(capsys, address) == (0, "nothing wrong found\n", "")
+            status, out, err = doctor(capsys, address)
+            assert (status, err) == (0, "") and out.endswith("\nnothing wrong found\n")
+        found = json.loads(doctor(capsys, url, "--json")[1])
+    assert found == {
+        "url": url,
+        "worker": "sglang-dflash",
+        "worker_reason": None,
+        "block_size": 8,
+        "trained_block_size": 8,
+        "window": None,
+        "draft_kv_entries": 4160,
+        "draft_kv_bytes": 3 << 20,
+        "acceptance_length": 4.0,
+        "verify_steps": 5000,
+        "judged": True,
+        "target_kv_tokens": None,
+        "findings": [],
+    }
+    with serving(shown(reading(STARTED))) as url:
+        assert json.loads(doctor(capsys, url, "--json")[1])["judged"] is False
     with serving(shown(reading({"undrafted_steps": 5000}))) as url:
         status, out, err = doctor(capsys, url)
-        assert status == 1 and out.startswith("many-undrafted") and "1 finding" in err
+        assert status == 1 and "\nmany-undrafted: " in out and "1 finding" in err
         (finding,) = json.loads(doctor(capsys, url, "--json")[1])["findings"]
     assert finding["name"] == "many-undrafted"
     assert set(finding) == {"name", "problem", "advice"}

@@ -60,7 +60,7 @@ def test_every_verb_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         cli.main(["nonesuch"])
-    assert done.value.code == 2 and "invalid choice: 'nonesuch'" in capsys.readouterr().err
+    assert done.value.code == 2 and "verb: 'nonesuch'; choose one of env" in capsys.readouterr().err
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:

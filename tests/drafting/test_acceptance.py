@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import (
     accept,
-    sample,
     simulate_acceptance,
     target_probabilities,
 )
@@ -24,6 +24,11 @@ def test_greedy_commits_the_agreeing_prefix_and_the_targets_next_token() -> None
         row[:n] for row, n in zip(accepted.tokens.tolist(), accepted.lengths.tolist(), strict=True)
     ]
     assert committed == [[1, 2, 3, 4], [1, 2], [1], [1, 2, 3]]
+
+
+def sample(p_target: Tensor) -> Tensor:
+    """A token per row of `[R, B, V]`: int64 `[R, B]`."""
+    return torch.multinomial(p_target.flatten(0, -2), 1).view(p_target.shape[:-1])
 
 
 @pytest.mark.parametrize("width", [1, 2, 6])

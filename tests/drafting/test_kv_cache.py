@@ -12,6 +12,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
+from tests.conftest import find
 
 TARGET_SLOTS = 24
 SHAPE = (1, 2, 1, 1)
@@ -135,8 +136,8 @@ def test_a_prompt_yields_to_what_is_read() -> None:
         cache.write(mine, stamped([1, 2, 3, 4]))
         read_by_request(cache, mine.tolist())
         cache.write(torch.arange(7), stamped(list(range(7))), quota=quota)
-        assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
-        assert int(cache.find(mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
+        assert find(cache, torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
+        assert int(find(cache, mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
 
 
 def test_a_recycled_target_slot_is_never_read() -> None:
@@ -144,13 +145,13 @@ def test_a_recycled_target_slot_is_never_read() -> None:
     cache = cache_of(8)
     cache.write(torch.tensor([3]), stamped([7]))
     cache.forget(torch.tensor([3]))
-    assert not cache.find(torch.tensor([3]))[1].item()
+    assert not find(cache, torch.tensor([3]))[1].item()
 
 
 def test_of_one_write_larger_than_the_ring_the_last_tokens_stay() -> None:
     cache = cache_of(4)
     cache.write(torch.arange(10), stamped(list(range(10))))
-    assert cache.find(torch.arange(10))[1].tolist() == [False] * 6 + [True] * 4
+    assert find(cache, torch.arange(10))[1].tolist() == [False] * 6 + [True] * 4
 
 
 def test_fresh_entries_are_marked_in_use() -> None:
@@ -159,7 +160,7 @@ def test_fresh_entries_are_marked_in_use() -> None:
     cache.write(torch.tensor([0, 1]), stamped([1, 2]))
     cache.cursor.zero_()
     cache.write(torch.tensor([2, 3]), stamped([3, 4]))
-    assert cache.find(torch.arange(4))[1].all()
+    assert find(cache, torch.arange(4))[1].all()
 
 
 def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
@@ -192,6 +193,6 @@ def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
         cache = RingKVCache(8, TARGET_SLOTS, SHAPE, dtype, "cpu")
     kept, limit = torch.tensor([True, True, False, True]), torch.finfo(dtype).max
     cache.write(torch.tensor([4, 5, 6, 7]), stamped([1, 10**6, 3, -(10**6)]), kept)
-    entries, live = cache.find(torch.tensor([4, 5, 7]))
+    entries, live = find(cache, torch.tensor([4, 5, 7]))
     assert live.all()
     assert cache.kv.float()[entries][:, 0, 0, 0, 0].tolist() == [1, limit, -limit]

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sglang_dflash.drafting.rope import Rotary, inverse_frequencies
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import UnsupportedDraft
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.published import shipped
 from tests.conftest import raw_config
 
@@ -34,7 +34,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "yarn, another factor": {"rope_scaling": {**YARN, "factor": 3.0, "attention_factor": 1.3}},
     "llama3": {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1024}},
     "llama3, no original context": {"rope_scaling": LLAMA3},
-    "the newer name": {"rope_parameters": {**YARN, "rope_theta": 70000.0}},
+    "the newer name": {"rope_theta": None, "rope_parameters": {**YARN, "rope_theta": 70000.0}},
     "the older place": {"rope_scaling": YARN, "original_max_position_embeddings": 1024},
 }  # fmt: skip
 FIELDS = {name: raw_config(**{"rope_theta": 50000.0, **f}) for name, f in FIELDS.items()} | {
@@ -51,7 +51,7 @@ def test_frequencies_are_transformers_for_the_same_config(name: str) -> None:
     raw = FIELDS[name]
     config = DraftConfig.from_dict(raw)
     ours, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
-    copied: dict[str, Any] = {field: raw[field] for field in NAMES if field in raw}
+    copied: dict[str, Any] = {name: raw[name] for name in NAMES if raw.get(name) is not None}
     for block in {"rope_scaling", "rope_parameters"} & set(raw):
         copied[block] = dict(raw[block])
     theirs = Qwen3Config(**copied)
@@ -64,12 +64,22 @@ def test_frequencies_are_transformers_for_the_same_config(name: str) -> None:
     assert factor == pytest.approx(expected_factor)
 
 
-def test_the_older_name_of_the_block_comes_first() -> None:
-    both = raw_config(rope_scaling=YARN, rope_parameters={"rope_type": "default"})
-    assert (
-        DraftConfig.from_dict(both).rope
-        == DraftConfig.from_dict(raw_config(rope_scaling=YARN)).rope
-    )
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    "two blocks": {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+    "two bases": {"rope_theta": 50000.0, "rope_parameters": {"rope_theta": 70000.0}},
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_places_that_contradict_each_other_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        DraftConfig.from_dict(raw_config(**CONTRADICTIONS[name]))
+
+
+def test_the_two_names_of_the_block_may_say_the_same() -> None:
+    both = raw_config(rope_scaling=YARN, rope_parameters={**YARN, "rope_theta": 10000.0})
+    one = raw_config(rope_scaling=YARN)
+    assert DraftConfig.from_dict(both).rope == DraftConfig.from_dict(one).rope
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {
@@ -85,7 +95,10 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}
     },
     "rope_is_neox_style": {"rope_is_neox_style": False},
-}
+    "rope_parameters.rope_type": {
+        "rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)

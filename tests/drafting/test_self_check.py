@@ -30,7 +30,8 @@ from tests.drafting.test_recording import drafter_of, table
 from tests.recording import OpRecorder
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
-       "prepare_block", "largest", "accept", "convolve", "candidates", "walk"]  # fmt: skip
+       "prepare_block", "largest", "accept", "continue_seen", "convolve", "candidates",
+       "walk"]  # fmt: skip
 BLOCK = 4
 
 

@@ -17,7 +17,6 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.parallel import TensorParallel, argmax_of_shards
 from sglang_dflash.drafting.weights import (
-    dummy_model,
     load_model,
     load_state,
     read_tensors,
@@ -166,9 +165,9 @@ BAD_MAPS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "none": (lambda t: t.pop("d2t"), "tensor d2t of the draft: missing; draft_vocab_size needs it"),
     "short": (
         lambda t: t.update(d2t=t["d2t"][1:]),
-        r"d2t of the draft: 'I64 of shape \[23\]'; I64 of shape \[24\] is required",
+        r"d2t of the draft: I64 of shape \[23\]; I64 of shape \[24\] is required",
     ),
-    "floats": (lambda t: t.update(d2t=t["d2t"].float()), "d2t of the draft: 'F32 of"),
+    "floats": (lambda t: t.update(d2t=t["d2t"].float()), "d2t of the draft: F32 of"),
     "beyond the vocabulary": (lambda t: t["d2t"][-1:].fill_(41), "distinct tokens from 0 to 63"),
     "negative": (lambda t: t["d2t"][:1].fill_(-1), "distinct tokens from 0 to 63"),
     "twice": (lambda t: t["d2t"][1:2].copy_(t["d2t"][:1] - 1), "distinct tokens from 0 to 63"),
@@ -176,7 +175,7 @@ BAD_MAPS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
         lambda t: t.update(t2d=torch.arange(64) < 24),
         "tensor t2d of the draft: the tokens of d2t are required",
     ),
-    "short t2d": (lambda t: t.update(t2d=torch.arange(63) < 24), "t2d of the draft: 'BOOL of"),
+    "short t2d": (lambda t: t.update(t2d=torch.arange(63) < 24), "t2d of the draft: BOOL of"),
     "no lm_head": (lambda t: t.pop("lm_head.weight"), "lm_head.weight of the draft: missing"),
 }
 
@@ -223,7 +222,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 def test_dummy_weights_need_only_the_config(folder: Path) -> None:
     whole = load_model(folder, dtype=torch.bfloat16)
     (folder / "model.safetensors").unlink()
-    dummy = dummy_model(folder, dtype=torch.bfloat16)
+    dummy = load_model(folder, dtype=torch.bfloat16, dummy=True)
     assert {n: (t.shape, t.dtype) for n, t in dummy.state_dict().items()} == {
         n: (t.shape, t.dtype) for n, t in whole.state_dict().items()
     }
@@ -231,5 +230,5 @@ def test_dummy_weights_need_only_the_config(folder: Path) -> None:
         torch.randn(1, 4, 32).bfloat16(), torch.arange(4)[None], lambda _layer, q, _k, _v: q
     )
     assert hidden.isfinite().all() and hidden.std() > 0
-    half = dummy_model(folder, dtype=torch.bfloat16, tp=TensorParallel(1, 2))
+    half = load_model(folder, dtype=torch.bfloat16, tp=TensorParallel(1, 2), dummy=True)
     assert half.kv_shape == (3, 2, 1, 16)

@@ -60,6 +60,12 @@ def known_text_drafted(seen: Seen) -> None:
         assert workload.acceptance_length(seen.ours["demo"]) > 2
 
 
+def looked_up(seen: Seen) -> None:
+    """Drafts from either source are taken and accepted."""
+    for counts in (seen.report["steps_by_source"], seen.report["accepted_drafts_by_source"]):
+        assert min(counts.values()) > 10, counts
+
+
 def two_pools(seen: Seen) -> None:
     """The sliding layers' is a quarter of the other, and more tokens were kept than it has."""
     known_text_drafted(seen)

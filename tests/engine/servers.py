@@ -88,10 +88,10 @@ PAGES = DFLASH.having(
     enable_metrics=True,
     enable_custom_logit_processor=True,
 )
-# Sliding and full layers.
-MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft"}
-# The same, of DFlash2.
-SECOND = {"speculative_draft_model_path": f"{FILES}/dflash2-draft"}
+LOOKUP = {"speculative_dflash_lookup": "on"}
+# Sliding and full layers; the second is of DFlash2.
+MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft", **LOOKUP}
+SECOND = {"speculative_draft_model_path": f"{FILES}/dflash2-draft", **LOOKUP}
 PAGE16_NO_OVERLAP = PAGES.named("page16-no-overlap").having(disable_overlap_schedule=True, **SECOND)
 WINDOW: dict[str, Any] = {
     "speculative_dflash_draft_window_size": 96,
@@ -115,8 +115,7 @@ WATCHED: dict[str, Any] = {
     "enable_metrics": True,
     **WINDOW,
 }
-# An eighth of the KV, too little draft KV, and SGLang's own test switch: it retracts requests every
-# 25 steps.
+# An eighth of the KV, too little draft KV; SGLang's test switch retracts requests every 25 steps.
 TIGHT = (
     DFLASH.named("tight")
     .having(
@@ -193,10 +192,7 @@ SOAK = (
 )
 SOAK_HYBRID = (
     HYBRID_PAIR_PLAIN.named("soak-hybrid")
-    .having(
-        **drafting(HYBRID_PAIR.draft),
-        **WATCHED,
-    )
+    .having(**drafting(HYBRID_PAIR.draft), **WATCHED)
     .having(max_total_tokens=12000)
     .with_env(**STRICT)
 )
@@ -208,11 +204,10 @@ CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widt
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
 RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **SECOND)
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
-    **drafting(f"{FILES}/dflash2-hybrid-draft"), **BY_WIDTH
+    **drafting(f"{FILES}/dflash2-hybrid-draft"), **BY_WIDTH, **LOOKUP
 )
-ADAPTIVE = DFLASH.named("adaptive").having(
-    speculative_dflash_width="adaptive", enable_metrics=True, **MIXED
-)
+COUNTED = DFLASH.named("adaptive").having(enable_metrics=True, **MIXED)
+ADAPTIVE = COUNTED.having(speculative_dflash_width="adaptive")
 
 # -- the draft KV cache
 
@@ -256,7 +251,7 @@ BOUNDED = SIZED.named("bounded").having(
 # -- sampling with seeds
 
 SEEDED_PLAIN = SIZED.named("seeded-plain").having(enable_deterministic_inference=True)
-SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True)
+SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True, **LOOKUP)
 CODE_PAIR = demo_pair("code")
 SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
 SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
@@ -308,7 +303,7 @@ FEATURES = PLAIN.having(
 )
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
-FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING)
+FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **LOOKUP)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )

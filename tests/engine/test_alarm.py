@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
-from sglang_dflash.cli.doctor import Reading, examine
+from sglang_dflash.cli.doctor import examine
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS
+from sglang_dflash.facts.server import ServerInfo
 from tests.cli.test_doctor import HEALTHY
 from tests.engine.servers import (
     ADAPTIVE,
@@ -79,7 +80,7 @@ def info(server: Server) -> dict[str, Any]:
     ids=str,
 )
 def test_the_doctor_names_other_servers(config: ServerConfig, found: str, answers: Any) -> None:
-    findings = examine(Reading(answers(config, info)))
+    findings = examine(ServerInfo(answers(config, info)))
     assert findings[0].name == found
     if config == BUILTIN:
         assert "--speculative-dflash-worker builtin" in findings[0].problem

@@ -42,7 +42,9 @@ def test_two_servers_side_by_side(
         assert 0 < row["ttft_ms"] <= row["ttft_ms_p95"]
         length = row["acceptance_length"]
         assert length is None if row["arm"] == "ar" else 2 < length <= 8
-    assert {"date", "processor", "cores"} <= set(result["hardware"])
+    assert {"date", "processor", "cores"} <= set(result["client"])
+    assert {one["dtype"] for one in result["servers"].values()} == {"float32"}
+    assert set(result["start_s"]) == {"ar", "dflash"}
     assert result["command"].startswith("sglang-dflash bench") and not result["prefix_cache_kept"]
     with Image.open(tmp_path / "throughput.png") as image:
         image.load()

@@ -8,21 +8,19 @@ from pathlib import Path
 import torch
 
 from sglang_dflash.cli import env
-from tests.engine.servers import PAIR
 from tests.engine.session import ServerSession
 
 
 def test_this_installation_serves_with_our_worker(servers: ServerSession, tmp_path: Path) -> None:
-    pair = ["--target", str(PAIR.target), "--draft", str(PAIR.draft)]
-    command = ["sglang_dflash", "env", "--json", *pair]
+    command = ["sglang_dflash", "env", "--json"]
     status, lines = servers.nursery.run(*command, log=tmp_path / "log")
     assert status == 0, lines
     report = json.loads(lines[-1])
-    assert report["worker"] == "sglang-dflash" and "serves this pair" in report["reason"]
+    assert report["worker"] == "sglang-dflash" and "inspect" in report["reason"]
     assert report["versions"]["sglang"] == "0.5.23"
     if not torch.accelerator.is_available():
         assert report["platform"] == "PlainCpuPlatform"
-    assert env.as_text(report).startswith("worker: sglang-dflash\nwhy: it serves this pair")
+    assert env.as_text(report).startswith("worker: sglang-dflash\nwhy: for every draft")
     _, lines = servers.nursery.run(*command, log=tmp_path / "log", SGLANG_PLUGINS="dflash_cpu")
     told = json.loads(lines[-1])
     assert told["worker"] == env.BUILTIN and "SGLANG_PLUGINS" in told["reason"]

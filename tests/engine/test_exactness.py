@@ -51,7 +51,7 @@ DEMO = (
         s.PAGE16_NO_OVERLAP,
         s.PLAIN,
         (workload.run_half,),
-        (checks.known_text_drafted, checks.prefix_found),
+        (checks.known_text_drafted, checks.prefix_found, checks.looked_up),
     ),
     Row(
         s.PAGE16_WINDOW,
@@ -60,17 +60,32 @@ DEMO = (
         (checks.known_text_drafted, checks.prefix_found),
     ),
     # A pool and a draft KV cache that are too small, and requests retracted every 25 steps.
-    Row(s.TIGHT, s.PLAIN, (workload.run_half, workload.penalised_together), (checks.retracted,)),
+    Row(
+        s.TIGHT,
+        s.PLAIN,
+        (workload.run_half, workload.penalised_together),
+        (checks.retracted, checks.looked_up),
+    ),
     # Draft steps replayed from recordings, as CUDA graphs are.
-    Row(s.GRAPHS, s.PLAIN, (workload.run_half,), (checks.known_text_drafted, checks.replayed)),
+    Row(
+        s.GRAPHS,
+        s.PLAIN,
+        (workload.run_half,),
+        (checks.known_text_drafted, checks.replayed, checks.looked_up),
+    ),
     Row(s.GRAPHS, s.PLAIN, (workload.hang_ups,)),
     # Every step has another width.
-    Row(s.FEATURES_WIDTHS, s.PLAIN, (workload.run_half,), (checks.drafted_at_every_width(0.15),)),
+    Row(
+        s.FEATURES_WIDTHS,
+        s.PLAIN,
+        (workload.run_half,),
+        (checks.drafted_at_every_width(0.15), checks.looked_up),
+    ),
     Row(
         s.RANDOM_WIDTHS_TP2,
         s.PLAIN,
         (workload.run_half,),
-        (checks.drafted_at_every_width(0.15),),
+        (checks.drafted_at_every_width(0.15), checks.looked_up),
         long=(workload.run_half,),
     ),
     # And widths that are chosen by what pays.
@@ -96,7 +111,12 @@ DEMO = (
 # Sampled: the accept rule keeps a draft if and only if the target samples it at that position with
 # the request's seed.
 SAMPLED = (
-    Row(s.SEEDED, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled(1.3))),
+    Row(
+        s.SEEDED,
+        s.SEEDED_PLAIN,
+        (workload.seeded,),
+        (checks.drafted, checks.sampled(1.3), checks.looked_up),
+    ),
     Row(s.SEEDED_PLAIN, s.SEEDED_PLAIN, (workload.seeded_alone,)),
     Row(
         s.SEEDED_CODE,
@@ -144,7 +164,8 @@ FEATURES = (
         s.FEATURES_WIDTHS,
         s.FEATURES_PLAIN,
         (*SCHEDULED, features.logprobs, features.stops, features.processors),
-        (checks.used_every_width,),
+        # Grammars alone need few steps: what they allow, lookup often finds.
+        (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
 )
 # Answers that end inside a block, for the earlier of two reasons.

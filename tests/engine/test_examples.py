@@ -29,12 +29,17 @@ def run(example: str, *more: str) -> str:
 
 @pytest.mark.server(DFLASH)
 def test_openai_client(server: Server) -> None:
-    shown = run("openai_client.py", "--base-url", f"{server.url}/v1", "--max-tokens", str(TOKENS))
-    message = {"role": "user", "content": PAIR.prompts[0]}
-    body = {"model": "any", "messages": [message], "max_tokens": TOKENS, "temperature": 0}
-    answer = client.post(server, "v1/chat/completions", body).json()
-    text = answer["choices"][0]["message"]["content"]
-    assert text and shown == f"{text}\n-- {answer['usage']['completion_tokens']} tokens\n"
+    """Text is continued; with --chat a message is answered."""
+    few = ("--base-url", f"{server.url}/v1", "--max-tokens", str(TOKENS))
+    body = {"model": "any", "max_tokens": TOKENS, "temperature": 0}
+    prompt, message = PAIR.prompts[0], {"role": "user", "content": "Hello"}
+    continued = client.post(server, "v1/completions", {**body, "prompt": prompt}).json()
+    chat = client.post(server, "v1/chat/completions", {**body, "messages": [message]}).json()
+    text = prompt + continued["choices"][0]["text"]
+    assert run("openai_client.py", *few) == f"{text}\n-- {TOKENS} tokens\n"
+    answer, tokens = chat["choices"][0]["message"]["content"], chat["usage"]["completion_tokens"]
+    shown = run("openai_client.py", *few, "--chat", "Hello")
+    assert answer and shown == f"{answer}\n-- {tokens} tokens\n"
 
 
 def test_offline_engine(servers: ServerSession, tmp_path: Path) -> None:

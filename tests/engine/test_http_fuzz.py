@@ -180,10 +180,6 @@ def without_known_failures(params: dict[str, Any]) -> dict[str, Any]:
     if any(params.get(name) for name in GRAMMARS):
         params.pop("min_new_tokens", None)
         params.pop("min_tokens", None)
-    if not isinstance(params.get("response_format", {}), dict):
-        del params["response_format"]
-    # `messages` in them collides with an argument of SGLang's own.
-    params.pop("chat_template_kwargs", None)
     return params
 
 

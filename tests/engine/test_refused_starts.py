@@ -15,8 +15,11 @@ import pytest
 
 from sglang_dflash.bench.server import ServerFailed
 from tests.broken_drafts import BROKEN, PAIR, fields
+from tests.conftest import FUZZ
+from tests.engine import client
 from tests.engine.nursery import ForkedServer
 from tests.engine.session import ServerSession
+from tests.serving.test_draft_verdicts import damaged
 
 DFLASH = [
     *("--model-path", str(PAIR.target)),
@@ -26,6 +29,9 @@ DFLASH = [
 # From the line to the end. Not by the clock, since the machine may be busy with other tests.
 CPU_SECONDS = 20
 MOST_SECONDS = 400
+DAMAGED = 12
+# A scheduler's first line.
+SCHEDULER = "Init torch distributed begin"
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,9 @@ def test_a_flag_of_an_absurd_size_ends_the_launcher() -> None:
 @pytest.mark.long
 def test_a_value_that_is_no_choice_ends_the_parser() -> None:
     flag = ["--mamba-scheduler-strategy", "bogus"]
-    ended = launched(*DFLASH, str(PAIR.draft), *flag, until="invalid choice: 'bogus'")
+    ended = launched(*DFLASH, str(PAIR.draft), *flag, until="'bogus'; choose one of")
     assert ended.status == 2 and ended.seconds_since < CPU_SECONDS
-    assert "argument --mamba-scheduler-strategy: invalid choice: 'bogus'" in ended.lines[-1]
+    assert "--mamba-scheduler-strategy: 'bogus'; choose one of" in ended.lines[-1]
     assert not ended.lines_with("Traceback")
 
 
@@ -120,5 +126,30 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     assert server.process.poll() not in (None, 0)
     lines = log.read_text().splitlines()
     assert not [line for line in lines if "Traceback" in line]
-    (line,) = [line for line in lines if "sglang-dflash: --speculative-num-draft-tokens" in line]
+    (line,) = [
+        line for line in lines if "sglang-dflash: ERROR: --speculative-num-draft-tokens" in line
+    ]
     assert "8500; too large for a KV pool of" in line and "give at most" in line
+
+
+@pytest.mark.long
+def test_no_draft_is_refused_later_than_by_the_launcher(
+    tmp_path: Path, servers: ServerSession
+) -> None:
+    """Damaged drafts that the launcher accepts serve a request, by our worker or SGLang's."""
+    servers.stop()
+    served, wrong = 0, []
+    for number in range(DAMAGED * FUZZ):
+        (folder, what), log = damaged(number, tmp_path), tmp_path / f"log{number}"
+        server = ForkedServer(servers.nursery, [*DFLASH, str(folder)], log=log)
+        try:
+            with server:
+                client.ask(server, "x = ")
+            served += 1
+        except ServerFailed:
+            lines = log.read_text(errors="replace").splitlines()
+            if not lines[-1].startswith("sglang-dflash: ") or any(SCHEDULER in it for it in lines):
+                wrong.append(f"{what}: {lines[-3:]}")
+    print(f"{served} of {DAMAGED * FUZZ} served")
+    assert not wrong, "\n".join(wrong)
+    assert served

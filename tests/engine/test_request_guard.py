@@ -98,6 +98,13 @@ SLOW: dict[str, dict[str, Any]] = {
     "patterns": {"sampling_params": [{"stop_regex": [f"{i}(a|b)+c" for i in range(128)]}] * 10},
     "biases": {"sampling_params": [{"logit_bias": {str(i): 1.0 for i in range(1024)}}] * 10},
     "choices": {"sampling_params": [{"n": 8}] * 10},
+    # All tokens of the answer are one of a few letters.
+    "a pattern": {
+        "sampling_params": [
+            {"stop_regex": "([a-z]+[a-z]+)+9", "regex": "[a-z]{60,}", "max_new_tokens": 64}
+        ]
+        * 10
+    },
 }
 
 
@@ -112,7 +119,7 @@ def test_no_request_blocks_the_server(server: Server) -> None:
         for name, body in SLOW.items():
             texts = {"text": [f"x = {i}" for i in range(10)]}
             for params in body["sampling_params"]:
-                params["max_new_tokens"] = 1
+                params.setdefault("max_new_tokens", 1)
             url = f"{server.url}/generate"
             sent, times = pool.submit(requests.post, url, json=body | texts, timeout=120), [0.0]
             while not sent.done():

@@ -144,6 +144,6 @@ def test_the_list_and_the_gpu_experiment_need_neither_sglang_nor_requests() -> N
         "from experiments import runner;"
         "assert runner.experiments() and 'torch' not in sys.modules;"
         "import experiments.gpu;"
-        "from sglang_dflash.bench.machine import hardware; assert hardware()['torch']"
+        "from sglang_dflash.drafting.machine import hardware; assert hardware()['torch']"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=runner.HOME.parent)

@@ -81,7 +81,9 @@ def test_a_pair_that_does_not_fit_is_refused(name: str) -> None:
     target = {"hidden_size": 32, "vocab_size": 64, "num_target_layers": 6, name: 999}
     target["num_layers"] = target.pop("num_target_layers")
     config = DraftConfig.from_dict(raw_config())
-    with pytest.raises(ConfigError, match="999 is required by this target") as refused:
+    with pytest.raises(
+        ConfigError, match="the target's is 999: this draft is for another target"
+    ) as refused:
         config.check_target(**target)
     assert refused.value.field == f"{name} in the draft's config.json"
     assert refused.value.value == getattr(config, name)

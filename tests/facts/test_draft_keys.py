@@ -12,12 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sglang_dflash.facts.draft_config import (
-    Convolution,
-    DraftConfig,
-    LayerAttention,
-    Selector,
-)
+from sglang_dflash.facts.dflash2 import Convolution, Selector
+from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG, Foreign, Idle, Read
 from sglang_dflash.facts.draft_rope import RopeConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
@@ -228,7 +224,18 @@ CONTRADICTIONS = {
     ],
     "two thetas": [("rope_parameters", {"rope_theta": 1e6})],
     "too large a vocabulary": [("draft_vocab_size", 65)],
+    "half a selector": [("dflash_config.selector_rank", 8)],
+    "half a convolution": [("dflash_config.conv_group_size", 8)],
 }  # fmt: skip
+
+
+def test_the_error_names_both_places() -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_with(*CONTRADICTIONS["two thetas"])
+    assert str(refused.value) == (
+        "rope_theta in the draft's config.json: 10000.0; 1e+06, as in rope_parameters.rope_theta, "
+        "is required"
+    )
 
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)
@@ -258,6 +265,9 @@ def test_published_configs(name: str) -> None:
 def test_the_layout_of_speculators_is_the_same_draft() -> None:
     known = replace(BASE, num_target_layers=None)
     assert DraftConfig.from_dict(layout(raw_config())) == known
+    of_dflash2 = {"speculators_model_type": "dflash2", "selector_rank": 8, "selector_top_k": 4}
+    config = DraftConfig.from_dict(layout(raw_config(), **of_dflash2))
+    assert config == replace(known, selector=Selector(8, 4))
     slides = {"layer_types": SLIDING, "sliding_window": 8}
     for non_causal in (False, True):
         config = DraftConfig.from_dict(

@@ -86,7 +86,7 @@ def test_a_draft_without_safetensors_on_the_hub_is_refused(hub: Hub) -> None:
     hub.shapes = {"model.fc.weight": [1]}
     assert look_up("draft", "some/draft").tensors == {"fc.weight": ("BF16", (1,))}
     hub.shapes = None
-    with pytest.raises(ConfigError, match="DRAFT: 'some/draft'; no safetensors weights"):
+    with pytest.raises(ConfigError, match="draft: 'some/draft'; no safetensors weights"):
         look_up("draft", "some/draft")
 
 
@@ -104,7 +104,7 @@ def test_hub_errors_name_argument_and_value(hub: Hub) -> None:
     hub.reachable = False
     with pytest.raises(
         ConfigError,
-        match=r"DRAFT: 'no/such'; it is neither .* \(the hub cannot be reached: no route",
+        match=r"draft: 'no/such'; it is neither .* \(the hub cannot be reached: no route",
     ):
         look_up("draft", "no/such")
     with pytest.raises(ConfigError, match=r"is in the local cache \(--offline: the hub is not"):

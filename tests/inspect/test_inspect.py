@@ -20,9 +20,10 @@ from sglang_dflash.facts.published import ModelFacts, collection
 from sglang_dflash.facts.sizes import GroupKV, draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB, DraftGroup, split_kv
 from sglang_dflash.inspect.pair import other_target
-from sglang_dflash.inspect.report import Serving, as_table, inspect
+from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.table import as_table
 from tests.commands import ROOT
-from tests.conftest import raw_config
+from tests.conftest import raw_config, with_own
 from tests.facts.target_fields import GDN, TARGET
 from tests.inspect.pairs import PAIR, facts, inspected, refusal
 
@@ -60,6 +61,7 @@ def test_the_demo_pair_weighs_what_its_files_hold(capsys: pytest.CaptureFixture[
 
 
 DESCRIBED = {
+    "draft_kind": "DFlash",
     "draft_layers": "2 sliding (window 8, causal), 1 full",
     "target_layers": "6 attention",
     "target_layer_ids": [1, 3],
@@ -95,6 +97,11 @@ def test_both_configs_are_described() -> None:
         ({"projector_type": "domino"}, "2 sliding (window 8), 1 full"),
     ]:
         assert found_of(target, {**draft, **change})["draft_layers"] == words
+    own = dict(zip(("conv_kernel_size", "conv_group_size"), (2, 8), strict=True))
+    second = with_own(selector_rank=256, selector_top_k=16, **own)
+    assert found_of(target, {**draft, **second})["draft_kind"] == (
+        "DFlash2: selector of rank 256 over 16 candidates, convolution of 2 taps"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +197,11 @@ def test_sliding_layers_gain_without_a_window() -> None:
     assert found["draft_kv_bytes"] == sliding["bytes"] + full["bytes"]
     taken = found["draft_kv_bytes"] + tokens * found["target_kv_bytes_per_token"]
     assert GIB - 1000 < taken <= GIB
-    assert "2 of 3 draft layers slide: 0.3 GiB of draft KV become 0.1 GiB, +" in found["verdict"]
+    kept = f"{found['target_tokens_unbounded']:,} if all draft KV were kept (+"
+    assert (
+        f"{tokens:,} tokens of target KV, since 2 of 3 draft layers slide; {kept}"
+        in found["verdict"]
+    )
     assert "a ring of 624 entries" in as_table(found)
 
 
@@ -267,11 +278,14 @@ def test_what_is_not_known_is_asked_for() -> None:
 def test_the_table_shows_the_verdict_what_is_known_and_the_warnings() -> None:
     target = {**TARGET, "max_position_embeddings": 8192}
     report = found_of(target, raw_config(), Options(block_size=5, window=9000))
-    head, _, table = as_table(report).partition("\n\n")
-    assert head.splitlines()[0] == report["verdict"]
-    shown = {line.split()[0] for line in table.splitlines() if line[:1].strip()}
-    known = {name for name, value in report.items() if value not in (None, 0)}
-    assert shown >= known - {"verdict", "assumptions", "warnings", "sources"}
+    head, *groups = as_table(report, sources=True).split("\n\n")
+    assert " ".join(head.split()).startswith(report["verdict"])
+    lines = [line for group in groups for line in group.splitlines() if line.startswith("  ")]
+    in_words = {"verdict", "assumptions", "warnings", "sources"}
+    # The gain is in the verdict; the bytes of the draft KV, and of what it would be, in lines.
+    in_words |= {name for name in report if "gain" in name or name == "draft_kv_bytes_unbounded"}
+    known = [name for name, value in report.items() if value not in (None, 0, "", [])]
+    assert len([line for line in lines if line[2] != " "]) == len(set(known) - in_words)
     text = " ".join(as_table(report).split())
     assert len(report["warnings"]) == 3
     assert all(f"warning: {warning}" in text for warning in report["warnings"])
@@ -279,9 +293,10 @@ def test_the_table_shows_the_verdict_what_is_known_and_the_warnings() -> None:
 
 def test_the_verdict_names_the_gain_or_the_reason() -> None:
     # 384 of 768 + 384 bytes of a token are the draft's.
-    gain = "takes 33.3 % of the KV memory, a window leaves up to +50.0 %"
+    gain = "with --window up to +50.0 %"
+    many = Serving(kv_memory_gib=1, max_running_requests=10_000)
     for found, words in [
-        (found_of(TARGET, raw_config(), Options(window=10**8)), "frees nothing"),
+        (found_of(TARGET, raw_config(), Options(window=10**8), many), "frees nothing"),
         (found_of(TARGET, raw_config()), gain),
         (found_of(TARGET, OTHER_HEAD), "because of projector_type"),
     ]:
@@ -314,6 +329,7 @@ def test_errors_name_the_commands_own_flags(capsys: pytest.CaptureFixture[str]) 
     assert "sglang-dflash: --window: 3; " in refusal(capsys, *PAIR, "--window", "3")
     shown = refusal(capsys, *PAIR, "--memory-gib", "1")
     assert "sglang-dflash: --memory-gib: 1.0; with --mem-fraction 0.9, " in shown
+    assert "the weights alone do not fit: give --tp-size 32, or more memory" in shown
 
 
 def test_names_are_found_in_any_case_and_near_ones_are_suggested(
@@ -339,11 +355,11 @@ def test_what_cannot_be_read_and_a_swapped_pair_are_named(
             (tmp_path / "config.json").write_text(text)
         assert str(tmp_path) in refusal(capsys, target, str(tmp_path))
     pair = demo_pair("dense")
-    swapped = "is a draft; the target comes first"
+    swapped = "this is a draft: give it as DRAFT, and the target here"
     for first, second, words in [
         (draft, target, swapped),
         (str(pair.draft), str(pair.target), swapped),
-        (target, target, "is a target"),
+        (target, target, "this is a target: give it as TARGET, and the draft here"),
         (str(pair.target), str(pair.target), "no DFlash draft"),
     ]:
         assert words in refusal(capsys, first, second)

@@ -35,6 +35,9 @@ PUBLISHED_GIB = {
     "Qwen3.5-27B-DFlash@5-layers": 3.22,
     "Qwen3.5-35B-A3B-DFlash@8-layers": 0.884,
     "jetspec-Qwen3.6-35B-A3B": 0.883,
+    "Qwen3.8-27B-DFlash2": 2 * 1.924e9 / GIB,
+    # No source shows it.
+    "Muse-Glimmer-30B-DFlash2": None,
 }
 
 
@@ -65,7 +68,7 @@ def test_published_sizes(name: str) -> None:
     config = DraftConfig.from_dict({**facts.config, "dflash_config": own})
     assert facts.weight_bytes == draft_weight_bytes(config)
     published = PUBLISHED_GIB[name.partition("/")[2]]
-    assert facts.weight_bytes / GIB == pytest.approx(published, abs=0.0051)
+    assert published is None or facts.weight_bytes / GIB == pytest.approx(published, abs=0.0051)
 
 
 def test_qwen35_27b_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ from dflash_kernels import (
     convolve,
     gated_delta_fold,
     largest,
+    lookup,
     prepare_block,
     qk_norm_rope,
     silu_mul,
@@ -46,11 +47,11 @@ from sglang_dflash.facts.published import shipped
 CAPABILITIES = (80, 90, 100, 120)
 TABLE = Path(__file__).with_name("registers.json")
 # Pointers that are neither to floats nor to int64.
-INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner"}
-BOOL = {"p_in_use"}
+INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
+BOOL = {"p_in_use", "p_taken"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
          "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens", "p_keys",
-         "p_columns"}  # fmt: skip
+         "p_columns", "p_found"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log"}
 # Qwen3.5-27B's heads, without a convolution bias.
@@ -176,10 +177,19 @@ def step_cases(config: DraftConfig) -> list[Case]:
     """What runs once per step."""
     block = config.block_size
     sizes = {"B": block, "BLOCK": prepare_block.BLOCK}
-    positions = {"B": block, "BLOCK_B": triton.next_power_of_2(block)}
+    wide = triton.next_power_of_2(block)
+    positions = {"B": block, "BLOCK_B": wide}
+    taken = {
+        "LONG": lookup.LONG_MATCH,
+        "SHORT": lookup.SHORT_MATCH,
+        "PIECES": lookup.PIECES,
+        "BLOCK": wide,
+    }
+    one_warp = {"num_warps": 1}
     return [
         Case(f"prepare_block b{block}", prepare_block.prepare_block_kernel, sizes),
-        Case(f"accept b{block}", accept.accept_kernel, positions, options={"num_warps": 1}),
+        Case(f"accept b{block}", accept.accept_kernel, positions, options=one_warp),
+        Case(f"take_match b{wide}", lookup.take_match_kernel, taken, options=one_warp),
     ]
 
 
@@ -243,6 +253,8 @@ def cases() -> dict[str, Case]:
                 {**windows, **with_checkpoints},
             ),
         ]
+    matched = {"LONGEST": lookup.LONGEST_MATCH, "PIECE": lookup.PIECE}
+    found.append(Case("find_match", lookup.find_match_kernel, matched))
     chunk = {"CHUNK": largest.CHUNK, "BLOCK": largest.BLOCK}
     plain = {**chunk, "HAS_CAP": False, "HAS_TOKENS": False, "p_tokens": None}
     scaled = {**chunk, "HAS_CAP": True, "HAS_TOKENS": True}
@@ -259,7 +271,10 @@ def cases() -> dict[str, Case]:
     found += dflash2_cases()
     drafts = published()
     # No published draft has head dim 256. It is served all the same.
-    wide = next(x for x in drafts if x.head_dim == 128 and x.block_size == 16)
+    sizes = (128, 16, None)
+    wide = next(
+        x for x in drafts if (x.head_dim, x.block_size, x.layers[0].sliding_window) == sizes
+    )
     for config in (*drafts, replace(wide, head_dim=256)):
         found += [*attention_cases(config), *layer_cases(config), *step_cases(config)]
     return {case.name: case for case in found}

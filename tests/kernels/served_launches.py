@@ -194,6 +194,7 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         noise = BlockNoise(accepted.lengths, torch.zeros(count), accepted.bonus)
         drafter._drafter.propose(accepted.bonus, requests, noise)
         drafter._drafter.propose(accepted.bonus, requests)
+        ops.continue_seen(ids, table[:, : COLUMNS - 7], requests, CONFIG.vocab_size)
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))
     width = CONFIG.target_hidden_width

@@ -10,6 +10,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.facts.draft_config import Reach
+from tests.conftest import find
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 
 SLOTS = 64
@@ -67,7 +68,7 @@ def test_the_kernel_is_its_twin(lengths: list[int], reach: Reach, kind: str, spa
 
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 def test_it_finds_what_the_cache_finds(reach: Reach) -> None:
-    """Column by column, through `context_positions` and `cache.find`."""
+    """Column by column, through `context_positions` and `find`."""
     table, rows, seq_lens = batch([7, 0, 12, 1])
     ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE))
     width = 7 if reach.is_bounded else 12
@@ -76,7 +77,7 @@ def test_it_finds_what_the_cache_finds(reach: Reach) -> None:
     positions = context_positions(seq_lens, width, reach)
     visible = positions < seq_lens[:, None]
     slots = table[rows[:, None], positions.clamp(max=13)].long().where(visible, 0)
-    found, live = ring.find(slots)
+    found, live = find(ring, slots)
     live = live & visible
     assert live.any() and not live[visible].all()
     assert torch.equal(entries.long(), found.where(live, -1))

@@ -6,6 +6,7 @@ request's outputs and drafts must be those that it has by itself.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from torch import Tensor
 
 from sglang_dflash.serving.step.batch import GenerationBatchResult
+from tests.conftest import find
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
@@ -25,6 +27,8 @@ from tests.serving.in_process import (
     prefill_of,
     worker_of,
 )
+
+FEW = 2
 
 
 def noise(*key: int, size: int) -> Tensor:
@@ -39,8 +43,9 @@ class SecretTarget:
     The target agrees with some drafts, so that blocks are accepted to every length.
     """
 
-    def __init__(self, features: int) -> None:
-        self.features = features
+    def __init__(self, features: int, tokens: int) -> None:
+        """`tokens`: how many different ones it answers."""
+        self.features, self.tokens = features, tokens
         # Row of the request-to-token table -> request.
         self.requests: dict[int, int] = {}
         # Requests whose hidden states are NaN.
@@ -86,9 +91,8 @@ class SecretTarget:
             return torch.full((self.features,), float("nan"))
         return noise(request, position, size=self.features) + request
 
-    @staticmethod
-    def token(request: int, position: int) -> int:
-        return (31 * request + 17 * position) % (VOCAB - 1)
+    def token(self, request: int, position: int) -> int:
+        return (31 * request + 17 * position) % self.tokens
 
     def answer(self, request: int, position: int, drafts: Tensor) -> int:
         """The token after `position`, for which the first of the `drafts` was proposed, if any."""
@@ -128,23 +132,23 @@ class Request:
 class Served:
     """A worker whose requests come and go. Free slots are used again last in, first out."""
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, looks_up: bool = False) -> None:
         torch.manual_seed(5)
-        self.worker = worker_of(window, entries=90)
-        self.target = SecretTarget(self.worker.drafter.model.config.target_hidden_width)
+        self.worker = worker_of(window, entries=90, looks_up=looks_up)
+        # With few, texts repeat parts of themselves.
+        tokens = FEW if looks_up else VOCAB - 1
+        self.target = SecretTarget(self.worker.target_worker.features, tokens)
         self.worker.target_worker.forward_batch_generation = self.target.forward_batch_generation
         self.table = self.worker.req_to_token
         self.free = list(range(1, SLOTS))
         self.running: dict[int, Request] = {}
-        propose = self.worker.drafter.propose
 
-        def watched(bonus: Tensor, requests: Any, noise: Any = None) -> Tensor:
-            block = propose(bonus, requests, noise)
-            for row, drafts in zip(requests.rows.tolist(), block.tolist(), strict=True):
+        def watched(block: Tensor) -> Tensor:
+            for row, drafts in zip(sorted(self.running), block.tolist(), strict=True):
                 self.running[row].drafts.append(drafts)
             return block
 
-        self.worker.drafter.propose = watched
+        self.worker.ranks.drafts = watched
 
     def start(self, row: int, request: Request) -> None:
         """Prefill it in that row of the table."""
@@ -153,6 +157,8 @@ class Served:
         self.running[row], self.target.requests[row] = request, request.number
         batch = prefill_of([0], [request.prompt])
         batch.req_pool_indices = torch.tensor([row])
+        order = random.Random(request.number)
+        batch.reqs[0].origin_input_ids = [order.randrange(FEW) for _ in range(request.prompt)]
         result = self.worker.forward_batch_generation(batch)
         request.length = request.prompt
         request.outputs.append(int(result.next_token_ids))
@@ -170,11 +176,12 @@ class Served:
             self.running[row].length += count
 
     def end(self, row: int) -> None:
-        """Free its slots, and poison what the draft KV cache has of them."""
+        """Free its slots, and poison what the draft KV cache has of them. Its text stays, as that
+        of a request in another row does."""
         del self.running[row]
         slots = self.table[row].long()
         for group in self.worker.drafter.groups:
-            entries, live = group.cache.find(slots)
+            entries, live = find(group.cache, slots)
             group.cache.kv[entries[live]] = float("nan")
         self.free += slots.tolist()
 

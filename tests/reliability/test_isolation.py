@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
+from tests.conftest import find
 from tests.reliability.tenants import Request, Served, prepared
 from tests.serving.in_process import decode_of, filled, prefill_of, worker_of
 
@@ -23,20 +24,23 @@ def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
-def by_itself(request: Request, window: int | None) -> Request:
+def by_itself(request: Request, window: int | None, looks_up: bool = False) -> Request:
     """The same request, served on a worker of its own."""
     copied = Request(request.number, request.prompt, request.steps)
-    Served(window).run([[copied]])
+    Served(window, looks_up).run([[copied]])
     return copied
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_two_tenants_are_served_as_by_themselves(window: int | None) -> None:
-    served, queues = Served(window), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
+@pytest.mark.parametrize(
+    ("window", "looks_up"), [(None, False), (7, False), (7, True)], ids=["all", "window", "lookup"]
+)
+def test_two_tenants_are_served_as_by_themselves(window: int | None, looks_up: bool) -> None:
+    served, queues = Served(window, looks_up), [copy.deepcopy(FIRST), copy.deepcopy(SECOND)]
     served.run(queues)
     assert served.nonfinite() == 0
+    assert (served.worker.drafter.counters.read().seen_accepted > 10) == looks_up
     for request in (*queues[0], *queues[1]):
-        expected = by_itself(request, window)
+        expected = by_itself(request, window, looks_up)
         assert request.outputs == expected.outputs
         assert request.drafts == expected.drafts
     # Otherwise nothing would depend on the drafts.
@@ -61,9 +65,9 @@ def test_a_long_prompt_leaves_nothing_of_its_slots_last_owner() -> None:
     that finds them in the prefix cache would read another one's K/V."""
     worker = filled(worker_of(7), [12])
     slots = worker.req_to_token[1].long()
-    assert worker.drafter.groups[0].cache.find(slots[5:12])[1].all()
+    assert find(worker.drafter.groups[0].cache, slots[5:12])[1].all()
     worker.forward_batch_generation(prefill_of([0], [20]))
-    live = worker.drafter.groups[0].cache.find(slots[:20])[1]
+    live = find(worker.drafter.groups[0].cache, slots[:20])[1]
     assert live.tolist() == [False] * 13 + [True] * 7
 
 
@@ -84,7 +88,7 @@ def test_a_step_keeps_the_committed_tokens_and_no_other(window: int | None) -> N
             changed = (cache.kv != before).flatten(1).any(1)
             assert changed[slots[block]].tolist() == expected
         else:
-            assert cache.find(slots[block])[1].tolist() == expected
+            assert find(cache, slots[block])[1].tolist() == expected
     assert len(lengths) > 1
 
 

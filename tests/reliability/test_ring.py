@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.conftest import find
 from tests.drafting.test_kv_cache import cache_of, read_by_request, stamped
 
 
@@ -25,7 +26,7 @@ def test_a_slot_is_dead_once_its_token_was_rejected() -> None:
     cache.write(slots, stamped([4, 5, 6]), torch.tensor([True, False, False]))
     entries = read_by_request(cache, [7, 8, 9])
     assert entries[1:] == [-1, -1] and cache.kv[entries[0]].unique().item() == 4
-    assert cache.find(slots)[1].tolist() == [True, False, False]
+    assert find(cache, slots)[1].tolist() == [True, False, False]
 
 
 def test_an_overwritten_entry_is_not_found_by_its_last_owner() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import target_probabilities
 from sglang_dflash.platform_cpu.torch_ops import murmur_hash32
+from sglang_dflash.repairs import seeded_sampling
 from sglang_dflash.repairs.seeded_sampling import kept_weights, sample_by_token_id
 from tests.seam.originals import original
 
@@ -33,8 +34,16 @@ TARGET = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sglangs, "murmur_hash32", murmur_hash32)
+    sampled_by(monkeypatch, "pytorch")
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def sampled_by(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """By this --sampling-backend."""
+    chosen = SimpleNamespace(kernel=SimpleNamespace(sampling_backend=backend))
+    for module in (sglangs, seeded_sampling):
+        monkeypatch.setattr(module, "get_exec", lambda: chosen)
 
 
 def info(ways: list[dict[str, float]], seeds: Tensor | None, mask: Tensor | None = None) -> Any:
@@ -45,6 +54,8 @@ def info(ways: list[dict[str, float]], seeds: Tensor | None, mask: Tensor | None
         top_ks=column("top_k", TOP_K_ALL, torch.int32),
         top_ps=column("top_p", 1.0, torch.float32),
         min_ps=column("min_p", 0.0, torch.float32),
+        need_top_k_sampling=any("top_k" in way for way in ways),
+        need_top_p_sampling=any("top_p" in way for way in ways),
         need_min_p_sampling=any("min_p" in way for way in ways),
         max_top_k=None,
         sampling_seed=seeds,
@@ -85,8 +96,6 @@ def test_an_unfiltered_batch_has_sglangs_tokens() -> None:
 
 def test_tokens_depend_on_neighbors_without_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     own, rows = original(TARGET), 50
-    backend = SimpleNamespace(kernel=SimpleNamespace(sampling_backend="pytorch"))
-    monkeypatch.setattr(sglangs, "get_exec", lambda: backend)
     probs, seeds = probabilities(rows + 1), torch.arange(rows + 1)
 
     def theirs(ways: list[dict[str, float]], simple: bool) -> Tensor:
@@ -146,3 +155,33 @@ def test_rows_without_seeds_are_left_to_sglang() -> None:
     asked = info([{"top_k": 6}], None)
     args = object(), probabilities(1), asked, torch.tensor([0]), False
     assert sample_by_token_id(lambda *given: given, *args) == args
+
+
+def renormalized(keep: Tensor, probs: Tensor) -> Tensor:
+    kept = probs * keep
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_k_renorm(probs: Tensor, top_ks: Tensor) -> Tensor:
+    """As the kernel: ties of the last one are kept."""
+    at = top_ks.clamp(max=probs.shape[-1]).long()[:, None] - 1
+    return renormalized(probs >= probs.sort(-1, descending=True).values.gather(1, at), probs)
+
+
+def top_p_renorm(probs: Tensor, top_ps: Tensor) -> Tensor:
+    ordered = probs.sort(-1, descending=True).values
+    inside = (ordered.cumsum(-1) - ordered) <= top_ps[:, None]
+    least = ordered.masked_fill(~inside, 2).amin(-1, keepdim=True)
+    return renormalized(probs >= least, probs)
+
+
+def test_kernels_that_renormalize_keep_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU no vocabulary is sorted. Of equal probabilities a greedy request takes the first."""
+    ways, probs = WAYS * 5, probabilities(5 * len(WAYS))
+    probs[1, 7] = probs[1, 9] = probs[1].max() * 2
+    expected = kept_weights(probs, info(ways, None))
+    monkeypatch.setattr(sglangs, "top_k_renorm_prob", top_k_renorm, raising=False)
+    monkeypatch.setattr(sglangs, "top_p_renorm_prob", top_p_renorm, raising=False)
+    sampled_by(monkeypatch, "flashinfer")
+    assert torch.equal(kept_weights(probs, info(ways, None)), expected)
+    assert expected[1].nonzero()[:, 0].tolist() == [7]

@@ -14,8 +14,9 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
 from sglang_dflash.serving.show.counts import DraftWatch
@@ -30,7 +31,7 @@ from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
-from tests.conftest import kv_groups, random_model, raw_config
+from tests.conftest import find, kv_groups, random_model, raw_config
 
 RAW = raw_config()
 VOCAB, HIDDEN = RAW["vocab_size"], RAW["hidden_size"]
@@ -94,6 +95,8 @@ def worker_of(
     dtype: torch.dtype = torch.float32,
     widths: StepWidths | None = None,
     labels: Mapping[str, Any] | None = None,
+    looks_up: bool = False,
+    notices: Sequence[Notice] = (),
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
     `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any."""
@@ -106,19 +109,20 @@ def worker_of(
     widths = widths or widths_of(FixedWidth(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
+    lookup = Lookup(table, model.ops, VOCAB, drafter.counters) if looks_up else None
     target: Any = Target(model.config.target_hidden_width, device, padding)
-    prefill = PrefillStep(target, drafter, table, ranks, 2)
+    prefill = PrefillStep(target, drafter, table, ranks, 2, lookup)
     figures = Figures(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
-        model=model, options=options, drafter=drafter, rollback=rollback, policy=widths.policy,
-        watch=DraftWatch(drafter.counters, entries),
-        width_steps=widths.steps, labels=labels,
+        model=model, options=options, drafter=drafter, lookup=lookup, rollback=rollback,
+        policy=widths.policy, watch=DraftWatch(drafter.counters, entries),
+        width_steps=widths.steps, labels=labels, notices=notices,
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
-        accept=accept, rollback=rollback, ranks=ranks, seeds=Seeds(ROWS, 0, table.device),
-        figures=figures, observer=StepObserver(),
+        accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
+        seeds=Seeds(ROWS, 0, table.device), figures=figures, observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.
     worker.target_worker = target
@@ -182,5 +186,5 @@ def filled(worker: Any, lengths: Sequence[int]) -> Any:
 def draft_kv(worker: Any, slots: Tensor) -> Tensor:
     """K/V of target slots, NaN for those that are not live."""
     (group,) = worker.drafter.groups
-    entries, live = group.cache.find(slots)
+    entries, live = find(group.cache, slots)
     return group.cache.kv[entries].masked_fill(~live[:, None, None, None, None], float("nan"))

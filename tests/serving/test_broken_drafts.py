@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import load
 from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields
@@ -74,8 +75,32 @@ def test_a_path_that_cannot_be_one_is_named_with_its_flag(
 ) -> None:
     messages = refusals(NOT_A_FOLDER[what], resolve, capsys)
     for flag, message in zip((DRAFT, "draft", "DRAFT"), messages, strict=True):
-        assert message.startswith(f"{flag}: '") and " is neither a folder here nor " in message
+        assert message.startswith(f"{flag}: '")
+        assert " is neither a folder here nor " in message or "no such folder here" in message
         assert "\n" not in message and len(message) < 2 * LONGEST
+
+
+def test_a_swapped_pair_and_one_of_strangers_are_told_alike(
+    resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a server, `generate` and `inspect`, each in its own flags."""
+    draft, other = str(PAIR.draft), str(demo_pair("code").draft)
+    wrong = "hidden_size in the draft's config.json: 256; the target's is 192 "
+    wrong += f"(draft '{other}', target '{TARGET}'): this draft is for another target"
+    assert refusals(other, resolve, capsys) == [wrong] * 3
+    swapped = "{}: {!r}; this is a draft: give it as {}, and the target here"
+    for names, refused in [
+        (
+            ("--model-path", DRAFT),
+            lambda: resolve(["--model-path", draft, *SERVER[2:], DRAFT, TARGET]),
+        ),
+        (("target", "draft"), lambda: load(draft, TARGET)),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            refused()
+        assert str(error.value) == swapped.format(names[0], draft, names[1])
+    assert cli.main(["inspect", draft, TARGET]) == 1
+    assert swapped.format("TARGET", draft, "DRAFT") in capsys.readouterr().err
 
 
 def test_a_file_is_no_draft(

@@ -95,6 +95,7 @@ def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> A
         allocator = SimpleNamespace(size=kv_tokens, size_full=kv_tokens, page_size=1)
     model = random_model(RAW).freeze()
     target: Any = Target(model.config.target_hidden_width, "cpu")
+    target.random_seed = 0
     target.model_runner = SimpleNamespace(
         device="cpu",
         dtype=torch.float32,

@@ -306,7 +306,9 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     assert plan.needed.after_graphs(plan.recorded) == 0
     assert plan.draft_kv == ((3 * 2 * 2 * 16 * 4, 2 * RUNNING * (300 + 4)),)
     (line,) = caplog.messages
-    assert line.startswith("DFLASH: reserved beside draft K/V, before the KV pools are sized: ")
+    assert line.startswith(
+        "sglang-dflash: reserved beside draft K/V, before the KV pools are sized: "
+    )
     # 300 tokens and the block of 5 requests, not a chunk of 64 MiB.
     assert "attention workspace 1.0, graph buffers 0.0, logits" in line
     # Eager steps allocate when they run.

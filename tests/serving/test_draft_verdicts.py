@@ -1,6 +1,6 @@
 """Damaged drafts, drawn at random: `inspect` and the launcher of a server give the same verdict.
 
-A scheduler reads no more of a draft than its launcher, which makes SGLang's `ModelConfig` of it.
+tests/engine/test_refused_starts.py starts servers with those that are accepted.
 """
 
 from __future__ import annotations
@@ -64,20 +64,24 @@ def damage(folder: Path, chance: random.Random) -> str:
     return str(changes)
 
 
+def damaged(number: int, parent: Path) -> tuple[Path, str]:
+    """A damaged copy of the demo draft, the same for equal numbers, and what was done to it."""
+    folder = parent / f"{number}"
+    folder.mkdir()
+    for file in PAIR.draft.iterdir():
+        # Weights are linked, config.json is not written through.
+        place = folder / file.name
+        shutil.copy(file, place) if file.suffix == ".json" else place.symlink_to(file)
+    return folder, damage(folder, random.Random(number))
+
+
 def test_inspect_and_the_launcher_agree(
     resolve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--model-path", str(PAIR.target), "--speculative-algorithm", "DFLASH"]
     verdicts, wrong = Counter[str](), []
     for number in range(DRAFTS * FUZZ):
-        chance = random.Random(number)
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        for file in PAIR.draft.iterdir():
-            # Weights are linked, config.json is not written through.
-            place = folder / file.name
-            shutil.copy(file, place) if file.suffix == ".json" else place.symlink_to(file)
-        what = damage(folder, chance)
+        folder, what = damaged(number, tmp_path)
         status = cli.main(["inspect", str(PAIR.target), str(folder), "--offline"])
         shown = capsys.readouterr()
         try:

@@ -55,12 +55,12 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
 
 # Flags -> the end of argparse's message.
 REFUSED_BY_THE_PARSER: dict[tuple[str, ...], str] = {
-    (STATES_ALIAS, "bogus"): "invalid choice: 'bogus' (choose from ",
+    (STATES_ALIAS, "bogus"): "'bogus'; choose one of ",
     (WINDOW_ALIAS, "many"): "invalid int value: 'many'",
     (ENTRIES, "1e3"): "invalid int value: '1e3'",
-    ("--speculative-dflash-worker", "mine"): "invalid choice: 'mine' (choose from ",
-    ("--speculative-dflash-recurrent-rollback", "undo"): "invalid choice: 'undo' (choose from ",
-    ("--speculative-dflash-request-guard", "maybe"): "invalid choice: 'maybe' (choose from ",
+    ("--speculative-dflash-worker", "mine"): "'mine'; choose one of ",
+    ("--speculative-dflash-recurrent-rollback", "undo"): "'undo'; choose one of ",
+    ("--speculative-dflash-request-guard", "maybe"): "'maybe'; choose one of ",
 }
 
 SERVED: list[list[str]] = [

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers import sampler as sglangs
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.width import AdaptiveWidth
+from sglang_dflash.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 from sglang_dflash.repairs.penalties import count
+from sglang_dflash.repairs.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import penalties as block_penalties
@@ -22,7 +26,7 @@ from sglang_dflash.serving.step import worker as our_worker
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.serving.fake_cuda import Crossing, FakeCuda
-from tests.serving.in_process import decode_of, prefill_of, prepared, widths_of, worker_of
+from tests.serving.in_process import VOCAB, decode_of, prefill_of, prepared, widths_of, worker_of
 from tests.serving.test_step_width import request
 
 LENGTHS = [9, 14]
@@ -40,10 +44,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         yield mode
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_decode_step_copies_nothing_and_reads_nothing(gpu: FakeCuda, window: int | None) -> None:
+WORKERS = pytest.mark.parametrize(
+    ("window", "looks_up"), [(None, False), (7, False), (7, True)], ids=["all", "window", "lookup"]
+)
+
+
+@WORKERS
+def test_a_decode_step_copies_nothing_and_reads_nothing(
+    gpu: FakeCuda, window: int | None, looks_up: bool
+) -> None:
     """Propose, verify, accept and commit."""
-    worker, batch = worker_of(window, "cuda"), decode_of(LENGTHS, "cuda")
+    worker, batch = worker_of(window, "cuda", looks_up=looks_up), decode_of(LENGTHS, "cuda")
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
     gpu.crossings.clear()
     result = worker.forward_batch_generation(batch)
@@ -67,6 +78,45 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
         worker.widths.observe(width, {"a": width - 1, "b": 0})
     assert all(policy.report()["width_steps"][width] for width in ("1", "3", "4"))
     assert not any(crossing.waits for crossing in gpu.crossings)
+
+
+class SeededSampler:
+    """As SGLang's, with the row of repairs."""
+
+    def __call__(
+        self, output: Any, info: Any, _logprobs: bool, _top: Any, _ids: Any, positions: Tensor
+    ) -> Tensor:
+        probs = (output.next_token_logits / info.temperatures).softmax(-1)
+        return sample_by_token_id(None, None, probs, info, positions, True)[0]
+
+    def _sync_token_ids_across_tp(self, *_: Any) -> None:
+        pass
+
+
+def test_a_sampled_step_waits_for_nothing(gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds, noise, both rules and their choice, and what is learned of them."""
+    monkeypatch.setattr(sglangs, "murmur_hash32", sglangs_hash)
+    worker = worker_of(None, "cuda", sampler=SeededSampler())
+    worker.drafter.counters = DraftCounters("cuda", pinned=True)
+    rows = len(LENGTHS)
+    ones, device = torch.ones(rows, device="cuda"), torch.device("cuda")
+    info = SamplingBatchInfo(
+        temperatures=ones[:, None], top_ps=ones, top_ks=torch.full((rows,), 9, device="cuda"),
+        min_ps=ones, is_all_greedy=False, is_any_greedy=True, need_top_p_sampling=False,
+        need_top_k_sampling=False, need_min_p_sampling=False, vocab_size=VOCAB,
+        device=str(device),
+    )  # fmt: skip
+    prompts, batch = prefill_of([0, 0], LENGTHS, "cuda"), decode_of(LENGTHS, "cuda")
+    params = SimpleNamespace(sampling_seed=None, n=1)
+    prompts.reqs = [SimpleNamespace(**vars(one), rid="a", sampling_params=params)
+                    for one in prompts.reqs]  # fmt: skip
+    prompts.sampling_info = batch.sampling_info = info
+    gpu.crossings.clear()
+    with torch.compiler.set_stance("force_eager"):
+        worker.forward_batch_generation(prompts)
+        worker.forward_batch_generation(batch)
+    assert not any(crossing.waits for crossing in gpu.crossings)
+    assert info.sampling_seed is None
 
 
 def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
@@ -122,16 +172,19 @@ def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> No
     assert [crossing.waits for crossing in gpu.crossings] == [False]
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_a_prefill_copies_before_its_forward(gpu: FakeCuda, window: int | None) -> None:
+@WORKERS
+def test_a_prefill_copies_before_its_forward(
+    gpu: FakeCuda, window: int | None, looks_up: bool
+) -> None:
     """From pinned memory; after the launch of the target's forward nothing crosses."""
-    worker, batch = worker_of(window, "cuda"), prefill_of([3, 0], LENGTHS, "cuda")
+    worker = worker_of(window, "cuda", looks_up=looks_up)
+    batch = prefill_of([3, 0], LENGTHS, "cuda")
     launched: list[int] = []
     worker.target_worker.on_launch = lambda: launched.append(len(gpu.crossings))
     gpu.crossings.clear()
     worker.forward_batch_generation(batch)
     assert launched == [len(gpu.crossings)]
-    assert len(gpu.crossings) == (1 if window is None else 2)
+    assert len(gpu.crossings) == (1 if window is None else 2) + looks_up
     assert not any(crossing.waits for crossing in gpu.crossings)
 
 
@@ -150,7 +203,6 @@ def test_the_draft_kv_cache_stays_on_the_device(gpu: FakeCuda, kind: str) -> Non
         cache.write(slots, kv, keep, quota)
         cache.write(slots, kv, None, quota)
     cache.forget(slots)
-    cache.find(slots.view(2, 3))
     cache.clear()
     assert gpu.crossings == []
 

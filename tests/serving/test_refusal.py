@@ -65,7 +65,7 @@ def test_a_scheduler_process_ends_its_parent_as_sglang_does(
         signal.signal(signal.SIGQUIT, before)
     assert received == [signal.SIGQUIT] and child.exitcode == 1
     shown = capfd.readouterr().err
-    assert "sglang-dflash: typed: 1; 2 is required" in shown and "Traceback" not in shown
+    assert "sglang-dflash: ERROR: typed: 1; 2 is required" in shown and "Traceback" not in shown
 
 
 def test_elsewhere_the_error_is_raised() -> None:

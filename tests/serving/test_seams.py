@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_dflash.seam.seam import Seam
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS, WORKER_SEAMS
@@ -109,12 +110,17 @@ def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_server_info_shows_no_worker_without_the_row() -> None:
-    state: dict[str, Any] = {}
+    runner = SimpleNamespace(dtype=torch.bfloat16)
     reporting = SimpleNamespace(report=lambda: {"worker": "ours"})
+    builtin = SimpleNamespace(builtin_reason="--pp-size")
     for draft_worker, shown in (
-        (SimpleNamespace(), {}),
+        (None, {}),
         (reporting, {"dflash": {"worker": "ours"}}),
+        (builtin, {"dflash_builtin_reason": "--pp-size"}),
     ):
-        controller = SimpleNamespace(scheduler=SimpleNamespace(draft_worker=draft_worker))
-        figures.add_report(None, controller, state)
-        assert state == shown
+        tp_worker = SimpleNamespace(model_runner=runner)
+        scheduler = SimpleNamespace(draft_worker=draft_worker, tp_worker=tp_worker)
+        state: dict[str, Any] = {}
+        figures.add_report(None, SimpleNamespace(scheduler=scheduler), state)
+        machine = state.pop("machine")
+        assert state == shown and machine["dtype"] == "bfloat16" and machine["cores"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_dflash.serving.step import batch as our_batch
+from sglang_dflash.serving.step.sampling import block_noise
 from sglang_dflash.serving.step.seeds import Seeds
 from tests.serving.in_process import MODES
 
@@ -76,3 +77,17 @@ def test_sampling_parameters_are_put_back_after_an_error(monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError), seeds.given(batch):
         raise RuntimeError
     assert batch.sampling_info is before and before.sampling_seed is None
+
+
+def test_a_greedy_request_has_no_noise() -> None:
+    """SGLang gives it temperature 1 and top-k 1."""
+    info: Any = SimpleNamespace(
+        is_all_greedy=False,
+        sampling_seed=torch.tensor([5, 6]),
+        temperatures=torch.tensor([[1.0], [0.5]]),
+        top_ks=torch.tensor([1, 20]),
+    )
+    noise = block_noise(info, torch.tensor([3, 4]))
+    assert noise is not None and noise.temperatures.tolist() == [0.0, 0.5]
+    info.is_all_greedy = True
+    assert block_noise(info, torch.tensor([3, 4])) is None

@@ -14,15 +14,18 @@ import prometheus_client
 import pytest
 import torch
 
+import sglang_dflash
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.options import Notice
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
     RequestStep,
 )
 from sglang_dflash.serving.show.figures import COUNTS, SET_UP
+from sglang_dflash.serving.start import choose_worker
 from sglang_dflash.serving.step.scheduler import count_kept_tokens
 from tests.recording import OpRecorder
 from tests.serving.in_process import worker_of
@@ -209,6 +212,8 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
 
     names = ("verify_steps", "committed_tokens", "undrafted_steps", "undrafted_tokens")
     assert [shown(f"{name}_total") for name in names] == [0, 0, 0, 0]
+    set_up = {"worker": "sglang-dflash", "block": "4", "window": "all"}
+    assert shown("info", **set_up, version=sglang_dflash.__version__) == 1
     assert shown("acceptance_alarm") == shown("nonfinite_outputs_total") == 0
     assert shown("accepted_drafts_total", position="3") == shown("steps_total", width="4") == 0
     worker.learn([RequestStep(3, 2, 3), RequestStep(3, 1, 1), RequestStep(0, 0, 1)], 4, {})
@@ -222,6 +227,34 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     assert shown("acceptance_alarm") == report["acceptance_alarm"] == 1
     worker.learn([RequestStep(3, 3, 4)] * JUDGED_STEPS, 4, {})
     assert shown("acceptance_alarm") == 0
+
+
+def test_the_series_tell_if_sglangs_worker_serves(
+    registry: prometheus_client.CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Theirs:
+        def __init__(self, server_args: int) -> None:
+            self.server_args = server_args
+
+    spec = SimpleNamespace(speculative_num_draft_tokens=8, speculative_draft_window_size=None)
+    monkeypatch.setattr(choose_worker, "get_spec", lambda: spec)
+    monkeypatch.setattr("sglang_dflash.serving.start.build.metric_labels", lambda: LABELS)
+    worker = choose_worker._showing("--pp-size", Theirs)(7)
+    assert (worker.server_args, worker.builtin_reason) == (7, "--pp-size")
+    told = {"worker": "builtin", "block": "8", "window": "all"}
+    labels = LABELS | told | {"version": sglang_dflash.__version__}
+    assert registry.get_sample_value("sglang_dflash_info", labels) == 1
+
+
+def test_a_low_acceptance_is_put_down_to_what_was_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notice = Notice("block-above-trained", "--block: 100 is more than 8", "give 8")
+    fed = Fed(caplog, notices=[notice])
+    fed.step(JUDGED_STEPS, 1.0)
+    assert "first of all, --block: 100 is more than 8. `sglang" in fed.logged[0]
+    report = worker_of(notices=[notice]).figures.report()
+    assert report["warnings"] == [notice._asdict()]
 
 
 def test_every_key_and_series_is_documented() -> None:
@@ -239,4 +272,7 @@ def test_every_key_and_series_is_documented() -> None:
     rows = {f"sglang_dflash_{row.series}" for row in COUNTS if row.series}
     counters = {f"{name}_total" for name in rows if not name.endswith("_alarm")}
     shown = re.findall(r"`(sglang_dflash_\w+)", series)
-    assert set(shown) == counters | {"sglang_dflash_acceptance_alarm"}
+    assert set(shown) == counters | {"sglang_dflash_acceptance_alarm", "sglang_dflash_info"}
+    queried = re.findall(r"sglang_dflash_\w+", PAGE.split("## Queries and alerts")[1])
+    contained = {"sglang_dflash_contained_steps_total", "sglang_dflash_ended_requests_total"}
+    assert set(queried) - contained <= set(shown) and "sglang_dflash_info" in queried

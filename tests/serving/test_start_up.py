@@ -32,7 +32,7 @@ HYBRID = demo_pair("hybrid")
 DRAFT, HYBRID_PAIR = TARGET[-1], ["--model-path", str(HYBRID.target), TARGET[-1], str(HYBRID.draft)]
 # What is added to the dense pair's flags; of a flag that is given twice the last one counts.
 REFUSED_BY_US = {
-    r"--speculative-draft-model-path: '/no/such/draft'; it is neither a folder here nor": [
+    r"--speculative-draft-model-path: '/no/such/draft'; there is no such folder here": [
         *(DRAFT, "/no/such/draft")
     ],
     r"--tp-size: 3; .*num_attention_heads": ["--tp-size", "3"],
@@ -68,7 +68,7 @@ def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> No
 
 
 def test_dflash_without_a_draft_is_refused(resolve: Any) -> None:
-    with pytest.raises(ValueError, match="requires setting --speculative-draft-model-path"):
+    with pytest.raises(ConfigError, match=r"^--speculative-draft-model-path: missing: --spec"):
         resolve(TARGET[:-1])
 
 

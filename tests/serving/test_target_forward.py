@@ -184,7 +184,7 @@ def test_sglang_takes_what_it_is_given() -> None:
 class Rollback:
     """Notes the backend that each step's recurrent states are moved on with."""
 
-    name = "replay"
+    name, scratch_bytes = "replay", 0
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner

@@ -109,6 +109,8 @@ def sampling_info(**changes: Any) -> Any:
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
         temperatures=torch.ones(rows, 1),
+        top_ks=torch.full((rows,), 20),
+        sampling_seed=None,
     )
     for name, value in changes.items():
         setattr(info, name, value)

@@ -60,7 +60,8 @@ def test_output_is_that_of_transformers_generate(
         assert cli.main(command(pair, "--prompt", prompt)) == 0
         shown = capsys.readouterr()
         assert shown.out == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
-        assert f"{NEW_TOKENS} tokens in " in shown.err.splitlines()[-1]
+        last = shown.err.splitlines()[-1]
+        assert f"{NEW_TOKENS} tokens in " in last and last.endswith("; ended at --max-new-tokens")
         assert cli.main(command(pair, "--prompt", prompt, "--json")) == 0
         done = json.loads(capsys.readouterr().out)
         assert done["tokens"] == expected and done["finish_reason"] == "length"
@@ -154,7 +155,7 @@ def test_a_chat_needs_a_template() -> None:
 
     with pytest.raises(ConfigError, match="'plain'") as raised:
         chat_tokens(Plain(), [{"role": "user", "content": "a"}])
-    assert raised.value.field == "chat template"
+    assert (raised.value.field, raised.value.value) == ("chat", "plain")
 
 
 @pytest.mark.engine

@@ -100,10 +100,6 @@ class DraftKVCache:
     def forget(self, target_slots: Tensor) -> None:
         """Mark target slots `[N]` dead: they hold tokens whose K/V is not written yet, or never."""
 
-    def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
-        return target_slots, torch.ones_like(target_slots, dtype=torch.bool)
-
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         """Which prompt tokens to project, in the order in which to write them.
 

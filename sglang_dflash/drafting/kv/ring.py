@@ -76,10 +76,6 @@ class RingKVCache(DraftKVCache):
     def forget(self, target_slots: Tensor) -> None:
         self.entry_of.index_fill_(0, target_slots, self.num_entries)
 
-    def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
-        entries = self.entry_of[target_slots].long()
-        return entries, self.owner[entries] == target_slots
-
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         chosen = visible.nonzero()[:, 0]
         # Newest last: of a write that does not fit, the last tokens stay.

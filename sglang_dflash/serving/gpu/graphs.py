@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,9 @@ from torch import Tensor
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder, batch_buckets
 from sglang_dflash.drafting.self_check import check_recording
+from sglang_dflash.facts.log import Log
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 # Below that much free memory, of the rank that has least, SGLang records no draft graphs either.
@@ -84,8 +84,7 @@ def cuda_recorder(device: torch.device, capturable: bool) -> type[CudaGraphRecor
         return None
     if not capturable:
         logger.warning(
-            "DFLASH: draft steps run without CUDA graphs: the draft attention backend cannot be "
-            "captured"
+            "draft steps run without CUDA graphs: the draft attention backend cannot be captured"
         )
         return None
     return CudaGraphRecorder
@@ -110,13 +109,13 @@ def graphed(
     """
     if type(drafter) is not Drafter:
         logger.warning(
-            "DFLASH: draft steps run without CUDA graphs: those of a %s cannot be recorded",
+            "draft steps run without CUDA graphs: those of a %s cannot be recorded",
             type(drafter).__name__,
         )
         return drafter
     if isinstance(recorder, CudaGraphRecorder) and (free := recorder.free_gib()) < LEAST_FREE_GIB:
         logger.warning(
-            "DFLASH: draft steps run without CUDA graphs: %.2f GiB of memory are free, and %.0f "
+            "draft steps run without CUDA graphs: %.2f GiB of memory are free, and %.0f "
             "are wanted; lower --mem-fraction-static or --cuda-graph-max-bs-decode",
             free,
             LEAST_FREE_GIB,
@@ -132,7 +131,7 @@ def graphed(
             check_recording(drafter, made, req_to_token, buckets)
             made.replays = dict.fromkeys(made.replays, 0)
     logger.info(
-        "DFLASH: draft steps recorded in %.1f s by %s: %s",
+        "draft steps recorded in %.1f s by %s: %s",
         time.perf_counter() - began,
         type(recorder).__name__,
         made.describe(),

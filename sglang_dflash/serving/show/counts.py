@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,10 @@ from sglang_dflash.drafting.acceptance_length import (
     VerifySteps,
 )
 from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
+from sglang_dflash.drafting.options import Notice
+from sglang_dflash.facts.log import Log
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class RequestStep(NamedTuple):
@@ -101,11 +102,18 @@ class DraftWatch:
         alarm: whether drafts are of no use.
     """
 
-    def __init__(self, counters: DraftCounters, draft_kv_entries: int, speaks: bool = True) -> None:
+    def __init__(
+        self,
+        counters: DraftCounters,
+        draft_kv_entries: int,
+        notices: Sequence[Notice] = (),
+        speaks: bool = True,
+    ) -> None:
         """
         Args:
             counters: the drafter's.
             draft_kv_entries: for the message.
+            notices: what was warned of at start-up, the likeliest causes of a low acceptance.
             speaks: whether to log; of the ranks of one server, one should.
         """
         self.alarm = AcceptanceAlarm()
@@ -113,13 +121,14 @@ class DraftWatch:
         self._counters, self._speaks, self._entries = counters, speaks, draft_kv_entries
         self._steps = 0
         self._warned_of_context = False
+        self._known = "".join(f"; first of all, {found.problem}" for found in notices)
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""
         drafted = [step.tokens for step in steps if step.drafts]
         warning = self.alarm.add(VerifySteps(len(drafted), sum(drafted)))
         if warning is not None:
-            self._warn(f"{warning}. `sglang-dflash doctor URL` examines the server.")
+            self._warn(f"{warning}{self._known}. `sglang-dflash doctor URL` examines the server.")
         counts = self.health
         if counts.nonfinite and not self._seen.nonfinite:
             self._warn(
@@ -146,7 +155,7 @@ class DraftWatch:
 
     def _warn(self, message: str) -> None:
         if self._speaks:
-            logger.warning("DFLASH: %s", message)
+            logger.warning("%s", message)
 
     @property
     def health(self) -> DraftHealth:

@@ -9,14 +9,22 @@ from typing import Any, NamedTuple
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.lookup import Lookup
+from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.facts import server
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
     PhaseTimes,
     RequestStep,
+)
+
+INFO_HELP = (
+    "Always 1. Which DFLASH worker serves (sglang-dflash or builtin, SGLang's own), its block size "
+    "and draft window, and the version of sglang-dflash."
 )
 
 
@@ -43,8 +51,10 @@ class Figure(NamedTuple):
 # Known when the server starts.
 SET_UP = (
     Figure("worker", lambda s: s.worker),
+    Figure("version", lambda s: version("sglang-dflash")),
     Figure("tensor_parallel", lambda s: s.ranks),
     Figure("block_size", lambda s: s.options.block_size),
+    Figure("trained_block_size", lambda s: s.model.config.block_size),
     Figure("window", lambda s: s.options.reach.tokens),
     Figure("sinks", lambda s: s.options.reach.sinks),
     Figure("draft_kv_entries", lambda s: min(cache.num_entries for cache in s.caches)),
@@ -54,19 +64,24 @@ SET_UP = (
     Figure("draft_kv_bytes", lambda s: sum(cache.kv.nbytes for cache in s.caches)),
     Figure("draft_memory_bytes", lambda s: s.memory),
     Figure("draft_kv_dtype", lambda s: str(s.caches[0].kv.dtype).removeprefix("torch.")),
+    Figure("lookup_bytes", lambda s: s.lookup and s.lookup.texts.nbytes),
     Figure("draft_attention", lambda s: s.attention),
+    Figure("draft_kind", lambda s: s.model.config.kind),
     Figure("draft_ops", lambda s: type(s.model.ops).__name__),
     Figure("simulated_acceptance", lambda s: s.simulated),
     Figure("context_length", lambda s: s.context_length),
     Figure("draft_max_position_embeddings", lambda s: s.model.config.max_position_embeddings),
 )
-# What steps change.
+# What steps change, and what the log has on lines of its own.
 COUNTS = (
+    Figure("warnings", lambda s: [found._asdict() for found in s.notices]),
     Figure("draft_kv_live_share", lambda s: round(min(c.live_share() for c in s.caches), 4)),
     Figure("verify_steps", lambda s: s.counts.drafted.steps,
            "verify_steps", "Verify steps, one per live request and forward."),
     Figure("committed_tokens", lambda s: s.counts.drafted.tokens,
-           "committed_tokens", "Tokens kept from verify steps, bonus tokens included."),
+           "committed_tokens", "Tokens kept from verify steps, bonus tokens included. Divided by "
+           "verify_steps, the acceptance length. sglang:spec_accept_length is larger: it is of the "
+           "time since SGLang's last log line, and counts tokens that no request keeps."),
     Figure("acceptance_length", lambda s: s.counts.acceptance_length),
     Figure("accepted_drafts", lambda s: s.counts.accepted, "accepted_drafts",
            "Verify steps in which the drafted token at this position was accepted and kept.",
@@ -76,6 +91,8 @@ COUNTS = (
            "undrafted_steps", "Decode steps of live requests without drafts."),
     Figure("undrafted_tokens", lambda s: s.counts.undrafted.tokens,
            "undrafted_tokens", "Tokens kept from undrafted steps."),
+    Figure("steps_by_source", lambda s: s.lookup and s.watch.health.steps_by_source),
+    Figure("accepted_drafts_by_source", lambda s: s.lookup and s.watch.health.accepted_by_source),
     Figure("acceptance_alarm", lambda s: s.watch.alarm.raised, "acceptance_alarm",
            "1 while the acceptance length stays near 1, else 0.", goes_down=True),
     Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
@@ -155,9 +172,11 @@ class Figures:
         memory: bytes reserved for the drafter, by use.
         context_length: tokens of a request, at most.
         simulated: the acceptance length that SGLang's variables ask for; None for none.
+        lookup: of drafts in the requests' texts; None without.
         rollback: of recurrent layers; None without them.
         times: host time of the step's phases.
         labels: of this process's series in /metrics; None for none.
+        notices: what was warned of at start-up.
     """
 
     worker: str
@@ -169,17 +188,20 @@ class Figures:
     model: DraftModel
     options: ResolvedOptions
     drafter: Proposer
+    lookup: Lookup | None
     rollback: Any
     policy: WidthPolicy
     watch: DraftWatch
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None
+    notices: Sequence[Notice] = ()
     counts: AcceptanceCounts = field(init=False)
     times: PhaseTimes = field(init=False)
 
     def __post_init__(self) -> None:
         self.counts, self.times = AcceptanceCounts(self.options.block_size), PhaseTimes()
         self._series = None if self.labels is None else Series(self, self.labels)
+        show_info(self.labels, server.labels(self.describe()))
 
     @property
     def caches(self) -> list[DraftKVCache]:
@@ -204,9 +226,28 @@ class Figures:
         return {**self.describe(), **counts, **policy, **drafter}
 
 
+def show_info(of_process: Mapping[str, Any] | None, of_server: Mapping[str, str]) -> None:
+    """A series that tells by its labels what serves.
+
+    Args:
+        of_process: labels of all series of this process; None for no series.
+        of_server: see `facts.server.labels`.
+    """
+    if of_process is None:
+        return
+    from prometheus_client import Gauge  # Late, as in `Series`.
+
+    shown = {**of_process, **of_server}
+    info = Gauge("sglang_dflash_info", INFO_HELP, list(shown), multiprocess_mode="mostrecent")
+    info.labels(**shown).set(1)
+
+
 def add_report(_result: None, controller: Any, state: dict[str, Any]) -> None:
-    """After SGLang has added its speculative figures to the state that /server_info shows: ours."""
-    worker = controller.scheduler.draft_worker
+    """After SGLang has added its speculative figures to the state that /server_info shows: ours,
+    and in what every server computes."""
+    scheduler = controller.scheduler
+    worker, dtype = scheduler.draft_worker, scheduler.tp_worker.model_runner.dtype
+    state["machine"] = {**hardware(), "dtype": str(dtype).removeprefix("torch.")}
     report = getattr(worker, "report", None)
     if report is not None:
         state["dflash"] = report()

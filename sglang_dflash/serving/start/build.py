@@ -7,7 +7,6 @@ steps: `_reserve` before the sizing, `_allocate` what lies beside the pools, `_b
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,8 +32,11 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.facts import server
+from sglang_dflash.facts.log import Log
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
@@ -56,7 +58,7 @@ from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class DFlashSpecWorker(BaseSpecWorker):
@@ -128,7 +130,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
         if asked_for is None and "flashinfer" in attention_backends():
             logger.info(
-                "DFLASH: the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
+                "the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
                 "step on the host, which has no part in a recorded draft step",
                 self._attention,
             )
@@ -140,14 +142,16 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
             server_args.max_running_requests or 48,
+            looks_up=self._flags.lookup == "on",
         )  # fmt: skip
         replay = self._rollback is not None and self._rollback.name == "replay"
         recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         self._memory = plan.needed
-        for warning in options.warnings(model.config, context, self._names):
-            logger.warning("DFLASH: %s", warning)
+        self._notices = options.warnings(model.config, self._names)
+        for notice in self._notices:
+            logger.warning("%s", notice)
         sampling.warn_of_simulation()
 
     def _allocate(self, requests: Any, allocator: Any) -> Proposer:
@@ -183,11 +187,14 @@ class DFlashSpecWorker(BaseSpecWorker):
             eager, drafter = drafter, graphed(drafter, self._recorder(), req_to_token, is_checked)
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
+        lookup, vocab_size = None, setup.model.config.vocab_size
+        if setup.looks_up:
+            lookup = Lookup(req_to_token, setup.model.ops, vocab_size, drafter.counters)
         if self._rollback is not None:
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running)
+        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, lookup)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         entries = min(group.cache.num_entries for group in drafter.groups)
         figures = Figures(
@@ -200,13 +207,16 @@ class DFlashSpecWorker(BaseSpecWorker):
             model=setup.model,
             options=setup.options,
             drafter=drafter,
+            lookup=lookup,
             rollback=self._rollback,
             policy=policy,
-            watch=DraftWatch(drafter.counters, entries, setup.tp.rank == 0),
+            watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
+            notices=self._notices,
             width_steps=widths.steps,
             labels=metric_labels(),
         )
-        logger.info("DFLASH: sglang-dflash serves: %s", figures.describe())
+        logger.info("serves: %s", server.set_up(figures.report()))
+        logger.info("set-up: %s", figures.describe())
         return DFlashWorker(
             block_size=block,
             req_to_token=req_to_token,
@@ -218,6 +228,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             accept=sampling.accept_rule(block, setup.model.ops.accept),
             rollback=self._rollback,
             ranks=ranks,
+            lookup=lookup,
             seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
             figures=figures,
             observer=self._extension.observer,

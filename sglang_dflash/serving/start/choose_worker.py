@@ -4,7 +4,6 @@ is refused at start-up."""
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +11,18 @@ import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.runtime_context import get_spec
 
+from sglang_dflash.drafting.machine import version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.weights import dummy_model, load_model
+from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.facts.hub import draft_folder
+from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.published import check_target_folder
+from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.seam.seam import verify
 from sglang_dflash.serving.gpu.backends import (
@@ -29,6 +33,7 @@ from sglang_dflash.serving.gpu.backends import (
     unserved_attention,
 )
 from sglang_dflash.serving.seams import SEAMS
+from sglang_dflash.serving.show.figures import show_info
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.draft_files import (
     check_as_sglang_reads_it,
@@ -36,7 +41,7 @@ from sglang_dflash.serving.start.draft_files import (
     refuse_code,
 )
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 # Values of --kv-cache-dtype that pack two numbers into a byte and keep scales beside them.
 FOUR_BIT_KV = ("nvfp4", "fp4_mx_block16")
@@ -69,6 +74,11 @@ def check_pair(server_args: Any) -> None:
         flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
     try:
+        if settings.speculative_draft_model_path is None:
+            required = (
+                "missing: --speculative-algorithm DFLASH needs a draft, a folder or a hub name"
+            )
+            raise ConfigError("draft", required=required)
         _check(server_args, settings)
     except ConfigError as error:
         raise error.named(flags.names(server_args)) from None
@@ -79,6 +89,7 @@ def _check(server_args: Any, settings: Any) -> None:
     builtin = flags.ServerFlags.of(server_args).worker == "builtin"
     if builtin:
         flags.warn_without_effect(server_args, "with --speculative-dflash-worker builtin")
+    check_target_folder(settings.model_path)
     folder = _folder(settings, weights=not builtin)
     refuse_code(folder, settings)
     try:
@@ -101,6 +112,7 @@ def _check(server_args: Any, settings: Any) -> None:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         num_layers=target.num_hidden_layers,
+        pair=shown_pair(settings.speculative_draft_model_path, settings.model_path),
     )
     if not dummy_weights(settings):
         check_weights(config, folder)
@@ -130,8 +142,7 @@ def _check_device(
 
 
 def _dflash_requested(settings: Any) -> bool:
-    algorithm = (settings.speculative_algorithm or "").upper()
-    return algorithm == "DFLASH" and settings.speculative_draft_model_path is not None
+    return (settings.speculative_algorithm or "").upper() == "DFLASH"
 
 
 def _check_recurrent_target(settings: Any) -> None:
@@ -153,7 +164,7 @@ def dummy_weights(settings: Any) -> bool:
 def _folder(settings: Any, weights: bool = True) -> str:
     """The local folder of the draft checkpoint. Raises ConfigError."""
     return draft_folder(
-        "--speculative-draft-model-path",
+        "draft",
         settings.speculative_draft_model_path,
         revision=settings.speculative_draft_model_revision,
         weights=weights and not dummy_weights(settings),
@@ -166,7 +177,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
         return original(algorithm, server_args)
     if flags.ServerFlags.of(server_args).worker == "builtin":
         flag = "--speculative-dflash-worker builtin"
-        logger.info("DFLASH: SGLang's built-in worker, as requested by %s", flag)
+        logger.info("SGLang's built-in worker, as requested by %s", flag)
         return _showing(flag, original(algorithm, server_args))
     settings = resolving_view(server_args)
     folder = _folder(settings)
@@ -174,8 +185,8 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     reason = unserved_setting(settings, folder) or unserved_attention(server_args)
     if reason is not None:
         return _fall_back(reason, builtin)
-    load = dummy_model if dummy_weights(settings) else load_model
-    return functools.partial(_build_worker, builtin, load_draft=functools.partial(load, folder))
+    load = functools.partial(load_model, folder, dummy=dummy_weights(settings))
+    return functools.partial(_build_worker, builtin, load_draft=load)
 
 
 def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
@@ -196,14 +207,27 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
 
 def _fall_back(reason: str, builtin: Callable[[], Any]) -> Any:
     logger.warning(
-        "DFLASH: SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
+        "SGLang's built-in worker serves instead of sglang-dflash's, because of %s", reason
     )
     return _showing(reason, builtin())
 
 
 def _showing(reason: str, worker: type) -> type:
-    """That class of SGLang's, which tells `figures.add_report` why it serves."""
-    return type(worker.__name__, (worker,), {"builtin_reason": reason})
+    """That class of SGLang's, which tells `figures.add_report` and /metrics why it serves."""
+
+    def started(self: Any, *args: Any, **named: Any) -> None:
+        from sglang_dflash.serving.start.build import metric_labels
+
+        worker.__init__(self, *args, **named)  # type: ignore[misc]
+        spec = get_spec()
+        of = {
+            "block_size": spec.speculative_num_draft_tokens,
+            "window": spec.speculative_draft_window_size,
+            "version": version("sglang-dflash"),
+        }
+        show_info(metric_labels(), {**labels(of), "worker": BUILTIN})
+
+    return type(worker.__name__, (worker,), {"builtin_reason": reason, "__init__": started})
 
 
 def _has_4bit_draft_kv(settings: Any) -> bool:

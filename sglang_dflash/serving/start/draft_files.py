@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
@@ -18,6 +17,7 @@ from transformers import AutoConfig
 
 from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.fields import read_json_object
+from sglang_dflash.facts.hub import cached_config
 from sglang_dflash.facts.speculators import flat
 
 # The draft of this server, as it was given. An environment variable, as the scheduler's processes
@@ -44,12 +44,8 @@ def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
         return original(model, *args, **named)
     names = ("trust_remote_code", "revision", "model_override_args", "model_config_parser")
     named = {**dict(zip(names, args, strict=False)), **named}
-    file = Path(str(model)) / "config.json"
-    if not file.parent.exists():
-        file = Path(
-            try_to_load_from_cache(model, file.name, revision=named.get("revision")) or file
-        )
-    raw = read_json_object(file, "draft checkpoint") if file.is_file() else {}
+    file = cached_config(str(model), named.get("revision"))
+    raw = {} if file is None else read_json_object(file, "draft checkpoint")
     if (known := flat(raw)) is not raw:
         # SGLang has its class for these layers under that name.
         return AutoConfig.for_model(**{**known, "architectures": ["DFlashDraftModel"]})

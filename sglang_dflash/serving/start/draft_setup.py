@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
@@ -20,9 +19,10 @@ from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
 from sglang_dflash.facts.draft_config import LayerGroup
+from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import GroupKV
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class DraftSetup:
         backend: of draft attention.
         kv_dtype: of draft K/V.
         running: --max-running-requests.
+        looks_up: whether drafts are also looked up in the request's text.
     """
 
     model: DraftModel
@@ -42,6 +43,7 @@ class DraftSetup:
     device: torch.device
     kv_dtype: torch.dtype
     running: int
+    looks_up: bool = False
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -123,4 +125,4 @@ class DraftSetup:
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)
             names = ", ".join(checked)
-            logger.info("DFLASH: self-check: as torch in %.0f ms: %s", milliseconds, names)
+            logger.info("self-check: as torch in %.0f ms: %s", milliseconds, names)

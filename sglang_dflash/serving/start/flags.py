@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import logging
-from collections.abc import Sequence
+import errno
+import functools
+import socket
+import sys
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options
 from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
+from sglang_dflash.facts.command_line import end_in_one_line
 from sglang_dflash.facts.errors import ConfigError, shown
+from sglang_dflash.facts.hub import check_path
+from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs import flag as guard
 from sglang_dflash.serving.start.refusal import use_one_line
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 PREFIX = "speculative_dflash_"
 BLOCK_FLAG = "--speculative-num-draft-tokens"
@@ -25,9 +31,11 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
-WIDTH_FLAG, WIDTHS_FLAG = "--speculative-dflash-width", "--speculative-dflash-widths"
-# Widths below the block size that are tried by default.
-DEFAULT_WIDTHS = (1, 4, 8)
+# Programs that listen on --port: `python -m sglang.launch_server` and `sglang serve`.
+LISTENING = ("launch_server.py", "sglang")
+WIDTH_FLAG = "--speculative-dflash-width"
+# Widths below the block size that an adaptive server chooses from.
+NARROW_WIDTHS = (1, 4, 8)
 
 
 def _flag(default: Any, help: str, **others: Any) -> Any:
@@ -77,10 +85,11 @@ class ServerFlags:
         "and fixed elsewhere. Default: auto.",
         choices=("auto", "adaptive", "fixed"),
     )
-    widths: str | None = _flag(
-        None,
-        "Widths that an adaptive server may choose. Default: 1,4,8 and the block size.",
-        metavar="1,...,BLOCK_SIZE",
+    lookup: str = _flag(
+        "off",
+        "Whether drafts are also looked up in the request's own text: for answers that repeat "
+        "parts of it, such as edits and quotes. Default: off.",
+        choices=("on", "off"),
     )
     request_guard: str = _flag(
         "on",
@@ -112,8 +121,22 @@ def _typed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+# Setting -> its flag.
+TYPED = {
+    **{each.name: _typed(PREFIX + each.name) for each in fields(ServerFlags)},
+    "target": "--model-path",
+    "draft": "--speculative-draft-model-path",
+    "port": "--port",
+    "window": "--speculative-draft-window-size",
+    "sinks": "--speculative-draft-sink-size",
+    "attention": "--speculative-draft-attention-backend",
+    "tp_size": "--tp-size",
+}
+
+
 def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
-    """After `ServerArgs.add_cli_args`: our flags, and another spelling of two of SGLang's."""
+    """After `ServerArgs.add_cli_args`: our flags, another spelling of two of SGLang's, and a line
+    about a mistake in place of the usage, which has 500."""
     group = parser.add_argument_group("sglang-dflash")
     for row in fields(ServerFlags):
         group.add_argument(_typed(PREFIX + row.name), default=argparse.SUPPRESS, **row.metadata)
@@ -121,13 +144,35 @@ def add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     for alias, name in ALIASES.items():
         action = known[_typed(alias)] = known[_typed(name)]
         action.option_strings = [*action.option_strings, _typed(alias)]
+    parser.error = functools.partial(end_in_one_line, parser)  # type: ignore[method-assign]
 
 
 def keep_flags(server_args: Any, _cls: type, namespace: argparse.Namespace) -> Any:
     """After `ServerArgs.from_cli_args`: keep the values of our flags with SGLang's."""
     use_one_line()
+    try:
+        _check_command_line(namespace)
+    except ConfigError as error:
+        raise error.named(TYPED) from None
     given = {name: getattr(namespace, name) for name in NAMES if hasattr(namespace, name)}
     return _attach(server_args, given)
+
+
+def _check_command_line(given: argparse.Namespace) -> None:
+    """Raise ConfigError for what SGLang would find minutes later, or tell in a traceback."""
+    if getattr(given, "model_path", None) is not None:
+        check_path("target", given.model_path)
+    if Path(sys.argv[0]).name not in LISTENING or given.node_rank:
+        return
+    host, port = given.host, given.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                required = f"another program listens there, at {host}; end it, or give another port"
+                raise ConfigError("port", port, required) from None
 
 
 def server_args_from_kwargs(**kwargs: Any) -> Any:
@@ -192,14 +237,7 @@ def names(server_args: Any) -> dict[str, str]:
     """What the user typed, or would type, for each setting that an error may name."""
     block = server_args.speculative_num_draft_tokens
     is_alias = block is None and server_args.speculative_dflash_block_size is not None
-    return {
-        **{each.name: _typed(PREFIX + each.name) for each in fields(ServerFlags)},
-        "block_size": BLOCK_ALIAS if is_alias else BLOCK_FLAG,
-        "window": "--speculative-draft-window-size",
-        "sinks": "--speculative-draft-sink-size",
-        "attention": "--speculative-draft-attention-backend",
-        "tp_size": "--tp-size",
-    }
+    return {**TYPED, "block_size": BLOCK_ALIAS if is_alias else BLOCK_FLAG}
 
 
 def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolicy:
@@ -212,35 +250,16 @@ def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolic
         block_size: B.
 
     Raises:
-        ConfigError: the widths do not fit the block size, or are given with a fixed width; or
-            `adaptive` is given with a setting that excludes it.
+        ConfigError: `adaptive` is given with a setting that excludes it.
     """
-    ours = ServerFlags.of(server_args)
-    kind, excluded = ours.width, _excluded(settings)
+    kind, excluded = ServerFlags.of(server_args).width, _excluded(settings)
     if kind == "adaptive" and excluded is not None:
         raise ConfigError(WIDTH_FLAG, kind, excluded)
     if kind == "auto":
         kind = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
     if kind == "adaptive":
-        return AdaptiveWidth(_listed(ours.widths, block_size))
-    if ours.widths is not None:
-        required = f"no effect with a fixed width; give {WIDTH_FLAG} adaptive"
-        raise ConfigError(WIDTHS_FLAG, ours.widths, required)
+        return AdaptiveWidth((*(w for w in NARROW_WIDTHS if w < block_size), block_size))
     return FixedWidth(block_size)
-
-
-def _listed(given: str | None, block_size: int) -> Sequence[int]:
-    if given is None:
-        return (*(width for width in DEFAULT_WIDTHS if width < block_size), block_size)
-    try:
-        widths = [int(number) for number in given.split(",")]
-    except (AttributeError, ValueError):
-        required = "numbers separated by commas are required, such as 1,4,8,16"
-        raise ConfigError(WIDTHS_FLAG, given, required) from None
-    if widths[0] != 1 or widths[-1] != block_size or widths != sorted(set(widths)):
-        required = f"give ascending numbers from 1 (plain decoding) to the block size, {block_size}"
-        raise ConfigError(WIDTHS_FLAG, given, required)
-    return widths
 
 
 def _device(settings: Any) -> str:

@@ -9,7 +9,6 @@ The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +29,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.facts import sizes
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import Charge, DraftMemory, GroupKV, draft_kv_charge
 from sglang_dflash.facts.target_config import RecurrentShape
 from sglang_dflash.serving.gpu.graphs import captured_sizes, largest_recorded, target_has_graphs
@@ -37,7 +37,10 @@ from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
+
+# Of a token in the texts that lookup reads.
+_TEXT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def plan_memory(
     positions = table_positions(model_config.context_len)
     needed = draft_memory(setup, positions, largest, narrow=bool(widths))
     needed = needed._replace(narrow_widths=_narrow_widths(setup, model_config, widths, positions))
-    logger.info("DFLASH: reserved beside draft K/V, before the KV pools are sized: %s", needed)
+    logger.info("reserved beside draft K/V, before the KV pools are sized: %s", needed)
     return MemoryPlan(
         draft_kv=tuple(map(setup.group_kv, setup.layer_groups)),
         replay=replay,
@@ -120,6 +123,7 @@ def draft_memory(
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
+        texts=_TEXT_BYTES * (requests + 1) * positions if setup.looks_up else 0,
         scratch_kv=(1 + requests * block * paged) * token_bytes,
         attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )

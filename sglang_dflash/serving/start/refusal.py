@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import multiprocessing
 import os
 import signal
@@ -13,10 +12,11 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.log import Log
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 def use_one_line() -> None:
@@ -53,6 +53,6 @@ def ends_the_server(names: Mapping[str, str]) -> Iterator[None]:
     except ConfigError as error:
         if multiprocessing.parent_process() is None:
             raise
-        logger.error("sglang-dflash: %s", error.in_words(names))
+        logger.error("%s", error.in_words(names))
         os.kill(os.getppid(), signal.SIGQUIT)
         raise SystemExit(1) from error

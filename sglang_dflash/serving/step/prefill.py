@@ -12,6 +12,7 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.visibility import ever_visible
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup, Written
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,
@@ -36,10 +37,13 @@ class PrefillStep:
         req_to_token: Tensor,
         ranks: Ranks,
         max_running_requests: int,
+        lookup: Lookup | None = None,
     ) -> None:
+        """`lookup`: of drafts in the prompts' tokens, among others."""
         self._target_worker, self._drafter = target_worker, drafter
         self._table = req_to_token
         self._ranks, self._max_running_requests = ranks, max_running_requests
+        self._lookup = lookup
 
     def __call__(
         self,
@@ -54,6 +58,8 @@ class PrefillStep:
             # must have seen their last ones.
             barrier()
         writes = place_prompt(batch, self._table, self._drafter.groups)
+        if self._lookup is not None:
+            write_texts(batch, self._lookup)
         result = self._target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
         )
@@ -183,3 +189,26 @@ def place_prompt(
     return PromptWrites(
         len(slots), kept, positions[kept], slots[kept], [there(some) for some in written]
     )
+
+
+def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:
+    """Enter the tokens of requests whose prompt is complete with this prefill, those that the
+    prefix cache holds included. To be called before the target's forward, as `place_prompt`."""
+    rows = batch.req_pool_indices.long()
+    decoding = batch.decoding_reqs if batch.forward_mode.is_mixed() else None
+    if decoding:
+        # They have their text but for the newest token, which the host may not know.
+        last = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, rows.device)
+        lookup.write(rows, batch.seq_lens.long() - 1, batch.input_ids[last].long())
+    known = {id(request) for request in decoding or ()}
+    prompts = []
+    for row, request in enumerate(batch.reqs):
+        tokens = [*request.origin_input_ids, *request.output_ids]
+        end = batch.prefix_lens[row] + batch.extend_lens[row]
+        if id(request) not in known and end == len(tokens):
+            positions = torch.arange(end)
+            of_row = torch.full_like(positions, row)
+            prompts.append(torch.stack((of_row, positions, torch.tensor(tokens))))
+    if prompts:
+        of_rows, positions, tokens = to_device(torch.cat(prompts, 1), rows.device)
+        lookup.write(rows[of_rows], positions, tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,8 +24,9 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, simulate_acceptance
 from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.facts.log import Log
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 # The token id that SGLang commits in its simulation mode "fixed".
 _FILLER = 100
@@ -179,7 +179,7 @@ def warn_of_simulation() -> None:
     """Log that SGLang's variables ask for a simulation, if they do."""
     if simulated_acceptance_length() is not None:
         logger.warning(
-            "DFLASH: SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
+            "SGLANG_SIMULATE_ACC_LEN is set: every step commits that many tokens, "
             "right or wrong; the output has no meaning"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang_dflash.facts.log import Log
 from sglang_dflash.serving.step.batch import (
     GenerationBatchResult,
     ScheduleBatch,
@@ -20,7 +20,7 @@ from sglang_dflash.serving.step.batch import (
     verify_batch,
 )
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class TargetForward:
@@ -144,7 +144,7 @@ def _make_at(width: int, runner: Any, block_size: int) -> _AtWidth:
                 runner, attn_backend=attention, speculative_num_draft_tokens=width
             )
     logger.info(
-        "DFLASH: target at width %d: %s, %s, in %.1f s",
+        "target at width %d: %s, %s, in %.1f s",
         width,
         type(attention).__name__,
         "no CUDA graphs" if graphs is None else f"{len(graphs.capture_bs)} CUDA graphs",

@@ -7,18 +7,18 @@ before: such a request commits one token per step.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sglang_dflash.facts.log import Log
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 from sglang_dflash.serving.step.penalties import BlockPenalties
 
-logger = logging.getLogger(__name__)
+logger = Log(__name__)
 
 
 class TargetTokens:
@@ -98,7 +98,7 @@ class TargetTokens:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "DFLASH: requests with a custom logit processor commit one token per step: their "
+                "requests with a custom logit processor commit one token per step: their "
                 "logits may depend on each token before."
             )
         mask = [takes_one_token(request) for request in batch.reqs]

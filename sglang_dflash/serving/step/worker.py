@@ -18,6 +18,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
+from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.drafting.rules import Guesses, RuleChoice
 from sglang_dflash.serving.hybrid.rollback import Rollback
@@ -52,6 +53,7 @@ class DFlashWorker:
         accept: what a step commits, of drafted and of the target's tokens.
         rollback: of recurrent layers; None without them.
         ranks: their common choices.
+        lookup: of drafts in the requests' texts; None without.
         seeds: of the running requests.
         figures: what /server_info and /metrics show.
     """
@@ -66,6 +68,7 @@ class DFlashWorker:
     accept: sampling.AcceptRule
     rollback: Rollback | None
     ranks: sampling.Ranks
+    lookup: Lookup | None
     seeds: Seeds
     figures: Figures
     observer: StepObserver
@@ -105,11 +108,15 @@ class DFlashWorker:
         self.observer.before_step(batch, step)
         with self.figures.times.of("propose"):
             block, guesses = self._propose(batch, step)
+            if self.lookup is not None:
+                self.lookup.write(step.rows[:, None], step.positions, block)
         with self.figures.times.of("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
             self._rules.learn(guesses, accepted)
+            if self.lookup is not None and step.width > 1:
+                self.lookup.learn(accepted.lengths)
         with self.figures.times.of("commit"):
             self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()
@@ -143,6 +150,8 @@ class DFlashWorker:
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
         block, guesses = self._rules.choose(self.drafter.propose(bonus, requests, noise), noise)
+        if self.lookup is not None:
+            self.lookup.replace(block, requests)
         return self.ranks.drafts(block[:, : step.width].contiguous()), guesses
 
     def _verify(

@@ -1,12 +1,11 @@
-"""The machine of a run, and how far the run is. Loads without `requests` and SGLang: experiments
-run on bare machines too."""
+"""The machine of a process. Loads without torch, `requests` and SGLang: experiments run on bare
+machines too."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import sys
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,23 +30,14 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerator": accelerator,
         "python": platform.python_version(),
-        "sglang": _version("sglang"),
-        "torch": _version("torch"),
+        "sglang": version("sglang"),
+        "torch": version("torch"),
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def progress_bar(total: int) -> Any:
-    """A bar of tqdm on stderr over `total` steps; if that is no terminal, a line now and then."""
-    from tqdm import tqdm
-
-    terminal = sys.stderr.isatty()
-    return tqdm(
-        total=total, dynamic_ncols=True, leave=not terminal, mininterval=0.1 if terminal else 15.0
-    )

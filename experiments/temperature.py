@@ -1,0 +1,87 @@
+"""What coupled drafts are worth: acceptance length by temperature, in the loop over Transformers.
+
+Sampled with seeds, so the text of a prompt is the same in both arms; they differ in how it is
+drafted. `argmax` drafts the likeliest tokens, as for greedy requests, `coupled` follows the
+target's random numbers where that guesses more. If an answer differs, nothing is reported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.runner import progress_bar
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.command_line import setting
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.transformers_loop import load, prefill, spec_generate
+from sglang_dflash.transformers_loop.generation import Sampler
+
+# Temperature, top-p.
+SETTINGS = ((1.0, 1.0), (0.7, 1.0), (0.6, 0.95))
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str = setting("code", "which embedded pair (default: {default})")
+    prompts: int = setting(60, "prompts of the pair (default: {default})")
+    new_tokens: int = setting(128, "per prompt (default: {default})")
+
+
+class ArgmaxDrafts(Sampler):
+    """The same tokens of the target, without telling the drafter of their noise."""
+
+    def noise(self, length: Tensor) -> None:
+        del length
+
+
+ARMS: dict[str, type[Sampler]] = {"argmax": ArgmaxDrafts, "coupled": Sampler}
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Raises RuntimeError if an answer depends on how it is drafted."""
+    torch.set_num_threads(1)
+    pair, texts = _loaded(options), demo_pair(options.model).prompts[: options.prompts]
+    counts = {(how, arm): VerifySteps() for how in SETTINGS for arm in ARMS}
+    with progress_bar(len(texts)) as bar:
+        for seed, text in enumerate(texts):
+            ids = pair.tokenizer(text, return_tensors="pt")
+            start = prefill(pair.draft, pair.target, ids)
+            for temperature, top_p in SETTINGS:
+                answers = set()
+                for arm, kind in ARMS.items():
+                    choose = kind(temperature, 0, top_p, seed)
+                    out = spec_generate(
+                        pair.draft, pair.target, start, options.new_tokens, choose=choose
+                    )
+                    answers.add(tuple(out.tokens))
+                    steps = VerifySteps(len(out.committed), sum(out.committed))
+                    counts[(temperature, top_p), arm] += steps
+                if len(answers) > 1:
+                    raise RuntimeError(f"prompt {seed}: its answer depends on how it is drafted")
+            bar.update()
+    rows = []
+    for temperature, top_p in SETTINGS:
+        lengths = {arm: counts[(temperature, top_p), arm].acceptance_length or 0 for arm in ARMS}
+        gain = lengths["coupled"] / lengths["argmax"]
+        row = {"temperature": temperature, "top_p": top_p, **lengths, "gain": gain}
+        rows.append({name: round(value, 3) for name, value in row.items()})
+    return {"rows": rows}
+
+
+def _loaded(options: Options) -> Any:
+    from sglang_dflash.drafting.options import Options as DraftOptions
+
+    pair = demo_pair(options.model)
+    return load(str(pair.target), str(pair.draft), DraftOptions(), "float32", "cpu")
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    return [
+        f"temperature {row['temperature']}, top-p {row['top_p']}: {row['argmax']:.3f} tokens per "
+        f"step with argmax drafts, {row['coupled']:.3f} with coupled ones ({row['gain']:.3f} times)"
+        for row in result["rows"]
+    ]

@@ -1,0 +1,128 @@
+"""Blocks that continue what a request has already seen.
+
+The tokens of every running request stand in a table on the device. In each step its newest ones are
+looked up among its earlier ones; what followed there is a draft that costs no forward.
+
+Letters in shapes: R requests, B block positions, C positions of the longest request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.attention.table import RequestSlots
+
+if TYPE_CHECKING:
+    from sglang_dflash.drafting.draft_counters import DraftCounters
+    from sglang_dflash.drafting.ops import TorchOps
+
+# Newest tokens that are compared, at most.
+LONGEST_MATCH = 16
+# A match of so many tokens replaces the draft.
+LONG_MATCH = 3
+# So does one of at least two tokens if the draft begins as it goes on.
+SHORT_MATCH = 2
+# What stands for ids that the table does not hold, such as hashes of images.
+_NO_TOKEN = 2**31 - 1
+
+
+class Seen(NamedTuple):
+    """What the newest tokens of R requests stood before, the last time.
+
+    Attributes:
+        lengths: int64 `[R, 1]`, how many of them stood there, up to `LONGEST_MATCH`.
+        tokens: int64 `[R, N]`, what followed; anything if none stood there.
+    """
+
+    lengths: Tensor
+    tokens: Tensor
+
+
+def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int) -> Tensor:
+    """Replace drafts by what followed the newest tokens of a request where they stood before.
+
+    Of the earlier places in a request's text, the one that agrees with the end of the text in the
+    most tokens is taken, the latest of several. Reads nothing on the host.
+
+    Args:
+        block: int64 `[R, B]`, bonus tokens and drafts; the drafts are overwritten.
+        texts: int32 `[rows, positions]`, the tokens of each row's request. What it holds from
+            `seq_lens` on is not read.
+        requests: the bonus tokens' positions are their `seq_lens`.
+        vocab_size: tokens from there on, of images, are not proposed.
+
+    Returns:
+        bool `[R]`: whose drafts are replaced.
+    """
+    lengths, seen = seen_before(block[:, :1], texts, requests, block.shape[1] - 1)
+    agrees = seen[:, :1] == block[:, 1:2]
+    taken = (lengths >= LONG_MATCH) | ((lengths >= SHORT_MATCH) & agrees)
+    is_token = (seen >= 0) & (seen < vocab_size)
+    block[:, 1:] = seen.where(taken & is_token, block[:, 1:])
+    return taken[:, 0]
+
+
+def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int) -> Seen:
+    """The `count` tokens after the longest match. A text that repeats its end goes on so.
+
+    Args:
+        bonus: int64 `[R, 1]`, newest tokens.
+        texts, requests: see `continue_seen`.
+    """
+    seq_lens, device = requests.seq_lens[:, None], bonus.device
+    columns = min(requests.longest, texts.shape[1] - 1) + 1
+    text = texts[requests.rows, :columns].scatter_(1, seq_lens, bonus.int())  # [R, C]
+    positions = torch.arange(columns, device=device)
+    back = seq_lens - torch.arange(LONGEST_MATCH, device=device)
+    newest = text.gather(1, back.clamp(min=0)).where(back >= 0, -1)  # [R, LONGEST_MATCH]
+    agrees = (text == newest[:, :1]) & (positions < seq_lens)
+    lengths = agrees.to(torch.uint8)
+    for k in range(1, min(LONGEST_MATCH, columns)):
+        agrees[:, k:] &= text[:, :-k] == newest[:, k : k + 1]
+        agrees[:, k - 1].fill_(False)
+        lengths += agrees
+    key = (lengths.int() * columns + positions.int()).amax(1, keepdim=True).long()
+    length = key // columns
+    end = (key % columns).where(length > 0, 0)
+    period = (seq_lens - end).clamp(min=1)
+    return Seen(
+        length, text.gather(1, end + 1 + torch.arange(count, device=device) % period).long()
+    )
+
+
+class Lookup:
+    """The texts of running requests, and drafts from them.
+
+    Attributes:
+        texts: int32 `[rows, positions]`, beside SGLang's request-to-token table: at a row and a
+            position the token whose slot that table has there.
+    """
+
+    def __init__(
+        self, req_to_token: Tensor, ops: TorchOps, vocab_size: int, counters: DraftCounters
+    ) -> None:
+        """`counters`: the drafter's."""
+        self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
+        self._ops, self._vocab_size, self._counters = ops, vocab_size, counters
+        self._seen: Tensor | None = None
+
+    def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Enter tokens. Of a block it may be drafts, too: those that are not accepted are
+        overwritten by the next block before anything reads them.
+
+        Args:
+            rows, positions, tokens: int64, of shapes that broadcast.
+        """
+        self.texts[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
+
+    def replace(self, block: Tensor, requests: RequestSlots) -> None:
+        """`continue_seen`, of the ops."""
+        self._seen = self._ops.continue_seen(block, self.texts, requests, self._vocab_size)
+
+    def learn(self, lengths: Tensor) -> None:
+        """Count what was accepted of the block: int64 `[R]` tokens, bonus tokens included."""
+        if self._seen is not None:
+            self._counters.add_sources(self._seen, lengths - 1)

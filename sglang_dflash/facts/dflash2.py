@@ -1,0 +1,48 @@
+"""What a DFlash2 draft has beyond v1, from its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_dflash.facts.fields import Fields
+
+# Bounds far above any published draft.
+_MOST_TAPS, _MOST_CANDIDATES = 64, 1024
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The grouped dynamic convolution of a DFlash2 draft: its taps, and channels per group."""
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The candidate selector of a DFlash2 draft: the rank of its tables, and candidates per
+    position."""
+
+    rank: int
+    top_k: int
+
+
+def read_convolution(fields: Fields, most_width: int) -> Convolution | None:
+    """None in a draft of v1. Raises ConfigError."""
+    given = _together(fields, conv_kernel_size=_MOST_TAPS, conv_group_size=most_width)
+    return Convolution(*given) if given else None
+
+
+def read_selector(fields: Fields, most_width: int) -> Selector | None:
+    """None in a draft of v1. Raises ConfigError."""
+    given = _together(fields, selector_rank=most_width, selector_top_k=_MOST_CANDIDATES)
+    return Selector(*given) if given else None
+
+
+def _together(fields: Fields, **most: int) -> list[int] | None:
+    """Numbers that are given together or not at all: null and 0 are as good as missing."""
+    given = [name for name in most if fields.get(name)]
+    for name in most if given else ():
+        if name not in given:
+            raise fields.error(name, f"with {given[0]} a positive integer")
+    return [fields.positive_int(name, most=most[name]) for name in given] or None

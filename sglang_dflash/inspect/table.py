@@ -1,0 +1,114 @@
+"""The report of a pair, for reading."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dflash.inspect.kv import GIB
+from sglang_dflash.inspect.pair import BUILTIN
+
+_WIDTH = 120
+# Heading -> facts of it. Without those that are unknown or 0.
+_GROUPS = {
+    "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
+    "draft": (
+        "draft", "kind", "architecture", "layers", "dtype", "context", "rope", "target_layer_ids",
+        "mask_token_id", "tensors", "values",
+    ),
+    "served with": (
+        "worker", "worker_reason", "block_size", "window", "sinks", "max_running_requests",
+        "tp_size", "recurrent_rollback",
+    ),
+    "memory of each GPU": (
+        "target_weight_bytes", "draft_weight_bytes", "draft_step_bytes", "kv_memory_bytes",
+        "draft_kv_bytes",
+    ),
+    "each token": ("target_kv_bytes_per_token", "draft_kv_bytes_per_token"),
+    "each request": (
+        "recurrent_state_bytes", "recurrent_replay_bytes", "recurrent_snapshot_bytes",
+    ),
+    "tokens of target KV": (
+        "target_tokens", "target_tokens_unbounded", "target_tokens_without_draft_kv",
+    ),
+    "draft KV": ("draft_kv_groups",),
+}  # fmt: skip
+_WORDS = {
+    "target": "name",
+    "draft": "name",
+    "target_tokens": "as served",
+    "target_tokens_unbounded": "with all draft KV kept",
+    "target_tokens_without_draft_kv": "without a draft",
+    "draft_kv_groups": "groups",
+}
+
+
+def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
+    """The answer in words, then the facts in groups, byte counts in GiB or MiB. Facts that are
+    unknown, empty or 0 have no line. Lines have up to 120 columns.
+
+    Args:
+        sources: also give the source of the facts.
+    """
+    head = [
+        report["verdict"],
+        _weights_verdict(report),
+        report["assumptions"],
+        *(f"warning: {text}" for text in report["warnings"]),
+    ]
+    lines = [_filled(text) for text in head]
+    for heading, names in _GROUPS.items():
+        keys = {
+            name: f"{heading}_{name}" if f"{heading}_{name}" in report else name for name in names
+        }
+        rows = [
+            (_WORDS.get(name, name.replace("_bytes", "").replace("_", " ")), key)
+            for name, key in keys.items()
+            if report[key] not in (None, 0, "", [])
+        ]
+        lines += ["", heading] if rows else []
+        for words, key in rows:
+            start = f"  {words:<24}"
+            text = _readable(key, report[key])
+            lines += [_filled(f"{start} {text}", " " * 27)]
+    return "\n".join([*lines, *(["", *report["sources"]] if sources else [])])
+
+
+def _filled(text: str, indent: str = "") -> str:
+    # A flag is not cut.
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _weights_verdict(facts: Mapping[str, Any]) -> str:
+    """What was checked of the draft's weights."""
+    if facts["worker"] == BUILTIN:
+        return "draft weights: not checked, SGLang's worker reads them"
+    if facts["draft_tensors"] is None:
+        return "draft weights: not checked, only the config is known here"
+    finite, later = "their values are finite", "values are checked when they are loaded"
+    return (
+        f"draft weights: {facts['draft_tensors']} tensors, with the names and shapes that the "
+        f"config asks for; {finite if facts['draft_values'] else later}"
+    )
+
+
+def _readable(name: str, value: Any) -> str:
+    if name == "draft_kv_groups":
+        return "; ".join(map(_readable_group, value))
+    if "bytes" in name:
+        unit, size = ("GiB", GIB) if value >= GIB else ("MiB", GIB >> 10)
+        return f"{value / size:,.3f} {unit}" if value >= GIB >> 10 else f"{value:,} bytes"
+    return f"{value:,}" if isinstance(value, int) and not name.endswith("_id") else str(value)
+
+
+def _readable_group(group: Mapping[str, Any]) -> str:
+    count = len(group["layers"])
+    who = (
+        "all layers read" if not count else f"{count} layers read" if count > 1 else "1 layer reads"
+    )
+    reads = f"the last {group['window']:,} tokens" if group["window"] else "all tokens"
+    kind = (
+        f"a ring of {group['entries']:,} entries" if group["ring"] else "an entry per target slot"
+    )
+    return f"{who} {reads}: {kind}, {group['bytes'] / GIB:.3f} GiB"

@@ -1,0 +1,48 @@
+"""Bodies of requests on which SGLang's code raises anything but ValueError: an HTTP 400 that says
+so, in place of an HTTP 500."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import HTTPException
+
+# What code raises that takes a value for one of another type.
+_OF_OTHER_TYPES = (AttributeError, IndexError, KeyError, TypeError)
+
+
+async def read(original: Any, *args: Any, **named: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Around FastAPI's `request_body_to_args`, which runs the validators of SGLang's requests.
+
+    Returns:
+        Its arguments and errors; the errors are answered with HTTP 400.
+    """
+    try:
+        values, errors = await original(*args, **named)
+    except _OF_OTHER_TYPES as error:
+        return {}, [{"type": "value_error", "loc": ("body",), "msg": _unreadable(error)}]
+    return values, errors
+
+
+def convert(original: Any, *args: Any, **named: Any) -> Any:
+    """Around the conversion of OpenAI's requests to SGLang's. Raises ValueError: HTTP 400."""
+    try:
+        return original(*args, **named)
+    except _OF_OTHER_TYPES as error:
+        raise ValueError(_unreadable(error)) from error
+
+
+def make_tool_parser(original: Any, *args: Any, **named: Any) -> Any:
+    """Around the constructor of `FunctionCallParser`, which refuses names that it does not know.
+
+    Raises:
+        HTTPException: status 400.
+    """
+    try:
+        return original(*args, **named)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+def _unreadable(error: Exception) -> str:
+    return f"a field has a value that SGLang cannot read ({type(error).__name__}: {error})"

@@ -1,0 +1,49 @@
+"""A stop pattern that takes exponential time costs its own request only."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+
+from sglang_dflash.repairs import stop_patterns
+from tests.seam.originals import original
+
+
+def request(pattern: str, text: str) -> Any:
+    params = SimpleNamespace(stop_strs=[], stop_regex_strs=[pattern])
+    made = Req.__new__(Req)
+    made.sampling_params, made.finished_reason, made.rid = params, None, "r"
+    made.tail_str = lambda _accepted: text
+    made._locate_str_stop_finished_len = lambda *_, **__: 1
+    return made
+
+
+ORIGINAL = original("sglang.srt.managers.schedule_batch.Req._check_str_based_finish")
+EXPONENTIAL = "(x+x+)+y", 60 * "x"
+
+
+def test_a_pattern_takes_for_ever_without_the_row() -> None:
+    with pytest.raises(stop_patterns.TooLong), stop_patterns.limit(1):
+        ORIGINAL(request(*EXPONENTIAL))
+
+
+def test_a_pattern_that_takes_too_long_ends_its_request() -> None:
+    slow, began = request(*EXPONENTIAL), time.monotonic()
+    assert stop_patterns.find_in_time(ORIGINAL, slow)
+    assert time.monotonic() - began < 5 * stop_patterns.SECONDS
+    assert isinstance(slow.finished_reason, FINISH_ABORT)
+    assert slow.finished_reason.to_json()["status_code"] == 400
+    assert slow.finished_reason.message.startswith("stop_regex: ['(x+x+)+y']; ")
+
+
+@pytest.mark.parametrize(("text", "found"), [("a;", True), ("a", False)])
+def test_others_are_looked_for_as_before(text: str, found: bool) -> None:
+    usual = request("[a-z];", text)
+    assert stop_patterns.find_in_time(ORIGINAL, usual) is found
+    assert (usual.finished_reason is not None) is found
+    # The limit is over.
+    time.sleep(2 * stop_patterns.SECONDS)
