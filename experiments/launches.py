@@ -19,6 +19,8 @@ from dflash_kernels import (
     accept,
     add_rms_norm,
     block_attention,
+    candidates,
+    convolve,
     gated_delta_fold,
     largest,
     lookup,
@@ -26,6 +28,7 @@ from dflash_kernels import (
     qk_norm_rope,
     silu_mul,
     slot_table,
+    walk,
 )
 from dflash_kernels.traffic import Traffic
 from torch import Tensor
@@ -166,6 +169,29 @@ def _silu_mul(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     return silu_mul.traffic(count, width, args[0].element_size())
 
 
+def _convolve(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    x, bias = args[1:3]
+    requests, block, width = x.shape
+    size, has_bias = x.element_size(), bias is not None
+    return convolve.traffic(requests, block, width, kwargs["K"], size, has_bias)
+
+
+def _candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    logits = args[1]
+    return candidates.traffic(*logits.shape, kwargs["TOP"], logits.element_size())
+
+
+def _merge_candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    values, _, _, logits, _, total = args[:6]
+    return candidates.merge_traffic(len(values), total, kwargs["K"], logits.element_size())
+
+
+def _walk(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    ids, hidden, seeds = args[2], args[3], args[7]
+    size, noise = hidden.element_size(), seeds is not None
+    return walk.traffic(*ids.shape, hidden.shape[-1], size, noise=noise)
+
+
 def _take_match(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     """All drafts are replaced."""
     requests, block = args[1].shape
@@ -181,6 +207,10 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "qk_norm_rope_kernel": _qk_norm_rope,
     "write_context_kernel": _write_context,
     "silu_mul_kernel": _silu_mul,
+    "convolve_kernel": _convolve,
+    "candidates_kernel": _candidates,
+    "merge_candidates_kernel": _merge_candidates,
+    "walk_kernel": _walk,
     # Both launches.
     "largest_kernel": lambda _, args, __: largest.traffic(
         args[2].shape[0], args[2].shape[1], args[2].element_size()

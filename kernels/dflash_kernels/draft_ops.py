@@ -9,16 +9,19 @@ from torch import Tensor
 
 from dflash_kernels.accept import accept
 from dflash_kernels.add_rms_norm import add_rms_norm
+from dflash_kernels.candidates import MOST, candidates
+from dflash_kernels.convolve import convolve
 from dflash_kernels.largest import largest
 from dflash_kernels.lookup import continue_seen
 from dflash_kernels.prepare_block import prepare_block
 from dflash_kernels.qk_norm_rope import qk_norm_rope, write_context
 from dflash_kernels.silu_mul import silu_mul
 from dflash_kernels.slot_table import slot_table
+from dflash_kernels.walk import walk
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv import RingTags
-from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
+from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import Reach
@@ -32,7 +35,7 @@ class Rotation(NamedTuple):
 
 
 class TritonOps(TorchOps):
-    """`TorchOps` in one launch each, for inference. Inputs are overwritten."""
+    """`TorchOps` in a launch or two each, for inference. Inputs are overwritten."""
 
     def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
         req_to_token, rows, seq_lens, _ = requests
@@ -102,6 +105,37 @@ class TritonOps(TorchOps):
         eps: float,
     ) -> None:
         write_context(cache, kv, entries, positions, k_weights, rotary, eps)
+
+    def convolve(
+        self, x: Tensor, base: Tensor, dynamic: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        out = torch.empty_like(x)
+        convolve(out, x, bias, base, dynamic)
+        return out
+
+    def candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As torch, and by torch if k is larger than 64."""
+        if k > MOST:
+            return super().candidates(logits, k)
+        values = logits.new_empty(len(logits), k)
+        columns = torch.empty(values.shape, dtype=torch.int64, device=logits.device)
+        candidates(values, columns, logits)
+        return values, columns
+
+    def walk(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        hidden: Tensor,
+        bonus: Tensor,
+        predecessors: Tensor,
+        successors: Tensor,
+        noise: BlockNoise | None = None,
+    ) -> Tensor:
+        shape = ids.shape[:2] if noise is None else (len(RULES), *ids.shape[:2])
+        out = torch.empty(shape, dtype=torch.int64, device=ids.device)
+        walk(out, logits, ids, hidden, bonus, predecessors, successors, noise)
+        return out
 
     def largest(
         self,

@@ -14,7 +14,8 @@ from dflash_kernels.traffic import Traffic
 BLOCK = 256
 
 
-@triton.jit
+# As for `accept_kernel`, whose results they are.
+@triton.jit(do_not_specialize=["p_bonus", "p_seq_lens"])
 def prepare_block_kernel(
     p_ids, p_positions, p_bonus, p_seq_lens, TOTAL, MASK, B: tl.constexpr, BLOCK: tl.constexpr
 ):

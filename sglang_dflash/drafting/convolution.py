@@ -56,7 +56,7 @@ class GroupedConvolution(nn.Module):
         dynamic = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
 
         def finish(out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
-            out = out if bias is None else out + bias
-            return self.ops.convolve(out, self.base_kernel[1], dynamic[..., 1, :, :]), None
+            of_output = dynamic[..., 1, :, :]
+            return self.ops.convolve(out, self.base_kernel[1], of_output, bias), None
 
         return self.ops.convolve(x, self.base_kernel[0], dynamic[..., 0, :, :]), finish

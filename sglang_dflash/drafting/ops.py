@@ -24,6 +24,9 @@ from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
 from sglang_dflash.facts.draft_config import Reach
 
+# Columns that `TorchOps.candidates` sorts together.
+CHUNK = 64
+
 
 class TorchOps:
     """What a step of the drafter computes between its matrix products and its attention. On any
@@ -119,17 +122,21 @@ class TorchOps:
         # -1 is the spare entry.
         store_(cache, entries, norm_rope_context(kv, positions, k_weights, rotary, eps))
 
-    def convolve(self, x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+    def convolve(
+        self, x: Tensor, base: Tensor, dynamic: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """The sum over taps t of x, t positions before, times `base[t] + dynamic[..., t, group]`.
 
         Args:
-            x: `[..., B, E]`. What is before position 0 counts as zeros.
+            x: `[..., B, E]`. What is before position 0 counts as zeros. Not overwritten.
             base: `[K, E]`, of each channel.
             dynamic: `[..., B, K, C]`, of each group of E / C channels.
+            bias: `[E]`, to add to x first; None for none.
 
         Returns:
             `[..., B, E]`.
         """
+        x = x if bias is None else x + bias
         out = torch.zeros_like(x)
         for tap, kernel in enumerate(base.unflatten(-1, (dynamic.shape[-1], -1))):
             kernel = kernel + dynamic[..., tap, :, None]
@@ -139,9 +146,16 @@ class TorchOps:
 
     def candidates(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k largest of each row `[N, V]`, in descending order, and their columns int64
-        `[N, k]`. NaN counts as the largest of all."""
-        values, columns = logits.topk(k)
-        return values, columns
+        `[N, k]`. Of equal ones the lower column comes first. NaN counts as the largest of all."""
+        # They are in the k chunks of the largest maxima: each of those has one that is as large.
+        # `topk` takes any of equal ones; the sorts are of few.
+        padded = F.pad(logits, (0, -logits.shape[1] % CHUNK), value=-torch.inf)
+        chunks = padded.unflatten(1, (-1, CHUNK))
+        _, best = chunks.amax(-1).sort(dim=-1, descending=True, stable=True)
+        best = best[:, :k].sort(-1).values
+        columns = (CHUNK * best[..., None] + torch.arange(CHUNK, device=best.device)).flatten(1)
+        values, places = padded.gather(1, columns).sort(dim=-1, descending=True, stable=True)
+        return values[:, :k], columns.gather(1, places[:, :k])
 
     def walk(
         self,
@@ -165,20 +179,24 @@ class TorchOps:
             noise: makes of these scores those of `BlockNoise.scores`.
 
         Returns:
-            Tokens int64 `[R, P]`, -1 where the score is not finite.
+            Tokens int64, -1 where the score is not finite: `[R, P]` without noise, and with it
+            `[2, R, P]`, of a walk by each of `noise.RULES`.
         """
-        taken, before = [], bonus
-        for place in range(ids.shape[1]):
-            query = predecessors[before] * hidden[:, place]
-            edges = (query[:, None] * successors[ids[:, place]]).sum(-1, dtype=torch.float32)
-            scores = logits[:, place] + edges
-            if noise is not None:
-                at = ids[:, place, None]
-                scores = noise.scores(scores[:, None], at, first=place + 1)[:, 0]
-            best, which = scores.max(-1)
-            before = ids[:, place].gather(1, which[:, None])[:, 0]
-            taken.append(before.where(best.isfinite(), -1))
-        return torch.stack(taken, 1)
+        walks = []
+        for of in (None,) if noise is None else (None, noise):
+            taken, before = [], bonus
+            for place in range(ids.shape[1]):
+                query = predecessors[before] * hidden[:, place]
+                edges = (query[:, None] * successors[ids[:, place]]).sum(-1, dtype=torch.float32)
+                scores = logits[:, place] + edges
+                if of is not None:
+                    at = ids[:, place, None]
+                    scores = of.scores(scores[:, None], at, first=place + 1)[:, 0]
+                best, which = scores.max(-1)
+                before = ids[:, place].gather(1, which[:, None])[:, 0]
+                taken.append(before.where(best.isfinite(), -1))
+            walks.append(torch.stack(taken, 1))
+        return walks[0] if noise is None else torch.stack(walks)
 
     def largest(
         self,

@@ -88,7 +88,8 @@ def largest_of_ranks(value: Tensor, ids: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tuple[Tensor, Tensor]:
-    """The largest of what each rank has, and their ids, in descending order.
+    """The largest of what each rank has, and their ids, in descending order. Of equal ones those
+    on lower ranks come first.
 
     Args:
         values: `[N, K]`, in descending order.
@@ -101,8 +102,9 @@ def candidates_of_ranks(values: Tensor, ids: Tensor, tp: TensorParallel) -> tupl
         return values, ids
     # As for `largest_of_ranks`, in one gather.
     values, found = tp.all_gather(torch.stack((values.float(), ids.float()))).transpose(0, 1)
-    values, best = values.transpose(0, 1).flatten(1).topk(ids.shape[1])
-    return values, found.transpose(0, 1).flatten(1).gather(1, best).long()
+    values, best = values.transpose(0, 1).flatten(1).sort(dim=-1, descending=True, stable=True)
+    best = best[:, : ids.shape[1]]
+    return values[:, : ids.shape[1]], found.transpose(0, 1).flatten(1).gather(1, best).long()
 
 
 def taken_of_shards(logits: Tensor, columns: Tensor, tp: TensorParallel) -> Tensor:

@@ -58,16 +58,15 @@ class SelectorHead:
         drafts, of = hidden[:, 1:], self.selector
         logits, ids = self._candidates(self.target.logits(drafts.flatten(0, 1)))
         shape = (*drafts.shape[:2], of.top_k)
-        walk = (
+        return self.ops.walk(
             self.scale(logits).view(shape),
             ids.view(shape),
             of.hidden_projection(drafts),
             bonus,
             of.predecessor_codebook,
             of.successor_codebook,
+            noise,
         )
-        likeliest = self.ops.walk(*walk)
-        return likeliest if noise is None else torch.stack((likeliest, self.ops.walk(*walk, noise)))
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The largest logits `[N, K]` of all ranks, in descending order, and their tokens."""

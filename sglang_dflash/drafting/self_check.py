@@ -16,7 +16,7 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
@@ -186,7 +186,7 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
         ids = drafts.clone()
         return ops.continue_seen(ids, texts, requests, 2), ids
 
-    return {
+    cases: dict[str, Callable[[TorchOps], Sequence[Tensor]]] = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
             x.clone(), residual.clone(), layer.input_layernorm.weight, eps
         ),
@@ -202,6 +202,58 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
         "accept": lambda ops: ops.accept(drafts, target),
         "continue_seen": continue_seen,
     }
+    return cases | _dflash2_cases(model, block)
+
+
+def _dflash2_cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Any]]:
+    """As `_cases`, of a convolution and a selector; empty for a draft without."""
+    config, draw = model.config, _Random(model)
+    cases: dict[str, Callable[[TorchOps], Any]] = {}
+    convolution, selector = config.convolution, config.selector
+    if convolution is not None:
+        x, bias = draw.floats(REQUESTS, block, config.hidden_size), draw.floats(config.hidden_size)
+        base = draw.floats(convolution.kernel_size, config.hidden_size)
+        groups = config.hidden_size // convolution.group_size
+        dynamic = draw.floats(REQUESTS, block, convolution.kernel_size, groups)
+        cases["convolve"] = lambda ops: (ops.convolve(x, base, dynamic, bias),)
+    weights = model.candidate_selector
+    if selector is not None and weights is not None:
+        vocabulary = (config.draft_vocab_size or config.vocab_size) // model.tp.size
+        logits = draw.floats(REQUESTS, max(vocabulary, selector.top_k))
+        shape = REQUESTS, block - 1, selector.top_k
+        walk = (
+            draw.floats(*shape).float(),
+            draw.ints(0, config.vocab_size, *shape),
+            draw.floats(*shape[:2], selector.rank),
+            draw.ints(0, config.vocab_size, REQUESTS),
+            weights.predecessor_codebook,
+            weights.successor_codebook,
+        )
+        temperatures = torch.tensor([0.0, 0.7, 1.5], device=draw.device)
+        noise = BlockNoise(draw.ints(0, 2**62, REQUESTS), temperatures, draw.ints(0, 4096, 3))
+        cases["candidates"] = lambda ops: ops.candidates(logits, selector.top_k)
+        cases["walk"] = lambda ops: (
+            _likeness(walk, ops.walk(*walk)[None], noise).to(draw.dtype),
+            _likeness(walk, ops.walk(*walk, noise), noise).to(draw.dtype),
+        )
+    return cases
+
+
+def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tensor:
+    """1 where a walk's tokens `[rules, R, P]` have the largest score after the tokens before them,
+    and less by a share of the largest score where they have not: rounding may decide between two.
+    """
+    logits, ids, hidden, bonus, predecessors, successors = walk
+    found = []
+    for rule, taken in enumerate(tokens):
+        # What is no token has no likeness.
+        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(predecessors) - 1)
+        query = predecessors[before] * hidden
+        edges = (query[..., None, :] * successors[ids]).sum(-1, dtype=torch.float32)
+        scores = logits + edges if rule == LIKELIEST else noise.scores(logits + edges, ids)
+        own = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
+        found.append(1 - (scores.amax(-1) - own) / scores.abs().amax())
+    return torch.stack(found)
 
 
 def _compare(name: str, got: Any, expected: Tensor) -> None:

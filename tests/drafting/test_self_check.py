@@ -24,13 +24,14 @@ from sglang_dflash.drafting.self_check import (
     check_ops,
     check_recording,
 )
-from tests.conftest import kv_groups, random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.drafting.test_paged_attention import plain_kernel
 from tests.drafting.test_recording import drafter_of, table
 from tests.recording import OpRecorder
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
-       "prepare_block", "largest", "accept", "continue_seen"]  # fmt: skip
+       "prepare_block", "largest", "accept", "continue_seen", "convolve", "candidates",
+       "walk"]  # fmt: skip
 BLOCK = 4
 
 
@@ -64,7 +65,8 @@ def sliding_model() -> tuple[DraftModel, ResolvedOptions]:
 
 
 def model_of(ops: Any) -> DraftModel:
-    model = random_model(raw_config())
+    own = with_own(selector_rank=8, selector_top_k=5, conv_kernel_size=2, conv_group_size=8)
+    model = random_model(raw_config(**own))
     model.ops = ops
     return model
 

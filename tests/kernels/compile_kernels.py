@@ -26,6 +26,8 @@ from dflash_kernels import (
     accept,
     add_rms_norm,
     block_attention,
+    candidates,
+    convolve,
     gated_delta_fold,
     largest,
     lookup,
@@ -33,6 +35,7 @@ from dflash_kernels import (
     qk_norm_rope,
     silu_mul,
     slot_table,
+    walk,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -47,8 +50,8 @@ TABLE = Path(__file__).with_name("registers.json")
 INT32 = {"p_entries", "p_req_to_token", "p_entry_of", "p_owner", "p_texts"}
 BOOL = {"p_in_use", "p_taken"}
 INT64 = {"p_rows", "p_seq_lens", "p_positions", "p_ids", "p_bonus", "p_block", "p_source",
-         "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds",
-         "p_found", "p_tokens"}  # fmt: skip
+         "p_target", "p_lengths", "p_checkpoints", "p_steps", "p_seeds", "p_tokens", "p_keys",
+         "p_columns", "p_found"}  # fmt: skip
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8e4nv": 1}
 FLOAT32 = {"p_best", "p_temperatures", "p_partial", "p_lse", "p_frequencies", "p_states", "p_a_log"}
 # Qwen3.5-27B's heads, without a convolution bias.
@@ -190,6 +193,43 @@ def step_cases(config: DraftConfig) -> list[Case]:
     ]
 
 
+def dflash2_cases() -> list[Case]:
+    """At the shapes of z-lab's drafts: blocks of 8 and 16, 2 taps over groups of 16 channels, 16
+    candidates, tables of rank 256. Logits are of the largest vocabulary that SGLang serves."""
+    k, rank, width = 16, 256, 2**18
+    total, top = candidates.splits(width) * candidates.top(k), candidates.top(k)
+    found = [
+        Case(
+            f"candidates {width} k{k}",
+            candidates.candidates_kernel,
+            {"TOP": top, "BLOCK": candidates.block(width)},
+            options={"num_warps": 8},
+        ),
+        Case(
+            f"merge_candidates {width} k{k}",
+            candidates.merge_candidates_kernel,
+            {"K": k, "TOP": top, "BLOCK": total},
+        ),
+    ]
+    for block in (8, 16):
+        for extra in (False, True):
+            shape = {"GROUP": 16, "B": block, "K": 2, "BLOCK": convolve.BLOCK, "HAS_BIAS": extra}
+            none = {} if extra else {"p_bias": None}
+            name = f"convolve b{block}{' bias' * extra}"
+            found.append(Case(name, convolve.convolve_kernel, {**shape, **none}))
+            none = {} if extra else dict.fromkeys(("p_seeds", "p_temperatures", "p_seq_lens"))
+            shape = {"P": block - 1, "K": k, "RANK": rank, "BLOCK_K": k, "BLOCK_R": rank}
+            found.append(
+                Case(
+                    f"walk b{block} k{k} r{rank}{' noise' * extra}",
+                    walk.walk_kernel,
+                    {**shape, "HAS_NOISE": extra, **none},
+                    types={"p_out": "*i64", "p_logits": "*fp32"},
+                )
+            )
+    return found
+
+
 def cases() -> dict[str, Case]:
     """All kernels at all published shapes, by name."""
     found = [
@@ -228,6 +268,7 @@ def cases() -> dict[str, Case]:
         Case("merge_largest", largest.merge_largest_kernel, merge, types=parts, options=options),
     ]
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
+    found += dflash2_cases()
     drafts = published()
     # No published draft has head dim 256. It is served all the same.
     sizes = (128, 16, None)

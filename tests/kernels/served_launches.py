@@ -38,6 +38,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.self_check import _cases
 from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
@@ -61,7 +62,14 @@ CONFIG = DraftConfig.from_dict(
         "vocab_size": 64,
         "block_size": 4,
         "num_target_layers": 6,
-        "dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 3]},
+        "dflash_config": {
+            "mask_token_id": 63,
+            "target_layer_ids": [1, 3],
+            "selector_rank": 8,
+            "selector_top_k": 4,
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+        },
     }
 )
 ROWS, COLUMNS, SLOTS = 33, 2048, 4096
@@ -182,6 +190,10 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
         accepted = ops.accept(ids, ids.clone())
         requests = RequestSlots(table, rows, torch.zeros_like(rows), COLUMNS)
         drafter.propose(accepted.bonus, requests)
+        # A batch that no recording is for, with sampled requests.
+        noise = BlockNoise(accepted.lengths, torch.zeros(count), accepted.bonus)
+        drafter._drafter.propose(accepted.bonus, requests, noise)
+        drafter._drafter.propose(accepted.bonus, requests)
         ops.continue_seen(ids, table[:, : COLUMNS - 7], requests, CONFIG.vocab_size)
         replay.commit(accepted.lengths, None)
         replay.commit(accepted.lengths, Checkpoints(rows, rows))

@@ -19,7 +19,7 @@ from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
-from tests.conftest import kv_groups, random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.kernels.support import DEVICE
 
 # float32, through three layers: another order of sums.
@@ -28,6 +28,7 @@ SLIDING = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 6,
 }
+DFLASH2 = with_own(selector_rank=8, selector_top_k=4, conv_kernel_size=3, conv_group_size=8)
 CASES: dict[str, tuple[dict[str, Any], int | None, int]] = {
     "full": ({}, None, 0),
     "causal": ({"is_causal": True}, None, 0),
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], int | None, int]] = {
     "one-kv-head-and-bias": (
         {"num_key_value_heads": 1, "attention_bias": True, "is_causal": True}, 7, 0,
     ),
+    "dflash2": ({"attention_bias": True, "num_hidden_layers": 1, **DFLASH2}, 7, 0),
 }  # fmt: skip
 WIDTH, ROWS = 48, 5
 

@@ -1,0 +1,118 @@
+"""The walk over the candidates of a DFlash2 draft, by both rules, in one launch. Names as in
+`gated_delta_fold`.
+
+Letters in shapes: R requests, P drafts of a block, K candidates, r rank, V tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dflash_kernels.largest import mix
+from dflash_kernels.traffic import Traffic
+from sglang_dflash.drafting.noise import COUPLED, RULES, BlockNoise
+
+_COUPLED = tl.constexpr(COUPLED)
+
+
+@triton.jit
+def _gumbel(i_seed, i_position, b_ids):
+    """`drafting.noise.gumbel`, float32."""
+    b_h = mix(tl.zeros_like(b_ids).to(tl.uint32), i_seed.to(tl.uint32))
+    b_h = mix(b_h, (i_seed >> 32).to(tl.uint32))
+    b_h = mix(b_h, i_position.to(tl.uint32))
+    b_h = mix(b_h, b_ids.to(tl.uint32)) ^ 16
+    b_h = (b_h ^ (b_h >> 16)) * 0x85EBCA6B
+    b_h = (b_h ^ (b_h >> 13)) * 0xC2B2AE35
+    b_h = b_h ^ (b_h >> 16)
+    b_log = tl.log(b_h.to(tl.float64) / 4294967295.0)
+    # -(2 ** -32), and the smallest number that is finite.
+    b_log = tl.minimum(tl.maximum(b_log, -1.7976931348623157e308), -2.3283064365386963e-10)
+    return (-tl.log(-b_log)).to(tl.float32)
+
+
+# As for `accept_kernel`, whose result a bonus token is.
+@triton.heuristics({"HAS_NOISE": lambda args: args["p_seeds"] is not None})
+@triton.jit(do_not_specialize=["p_bonus", "p_seeds", "p_temperatures", "p_seq_lens"])
+def walk_kernel(
+    p_out, p_logits, p_ids, p_hidden, p_bonus, p_predecessors, p_successors, p_seeds,
+    p_temperatures, p_seq_lens, P: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, HAS_NOISE: tl.constexpr,
+):  # fmt: skip
+    """One program per request and rule."""
+    i_r, i_rule = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_k, o_r = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
+    m_k, m_r = o_k < K, o_r < RANK
+    i_before = tl.load(p_bonus + i_r).to(tl.int64)
+    if HAS_NOISE:
+        i_seed, i_start = tl.load(p_seeds + i_r), tl.load(p_seq_lens + i_r)
+        temperature = tl.load(p_temperatures + i_r)
+        is_noisy = (i_rule == _COUPLED) & (temperature > 0)
+    for i_p in range(P):
+        i_row = i_r * P + i_p
+        b_ids = tl.load(p_ids + i_row * K + o_k, mask=m_k, other=0)
+        b_logits = tl.load(p_logits + i_row * K + o_k, mask=m_k, other=float("-inf"))
+        p_next = p_successors + b_ids[:, None] * RANK + o_r[None, :]
+        b_next = tl.load(p_next, mask=m_k[:, None] & m_r[None, :], other=0.0)
+        b_hidden = tl.load(p_hidden + i_row * RANK + o_r, mask=m_r, other=0.0)
+        b_before = tl.load(p_predecessors + i_before * RANK + o_r, mask=m_r, other=0.0)
+        # Products are rounded where torch rounds them.
+        b_query = (b_before.to(tl.float32) * b_hidden.to(tl.float32)).to(b_next.dtype)
+        b_edges = b_query[None, :].to(tl.float32) * b_next.to(tl.float32)
+        b_scores = b_logits + tl.sum(b_edges.to(b_next.dtype).to(tl.float32), 1)
+        if HAS_NOISE:
+            i_position = i_start + i_p
+            if is_noisy:
+                b_scores = tl.div_rn(b_scores, temperature)
+                b_scores += _gumbel(i_seed, i_position, b_ids)
+        # NaN counts as the largest, as in torch.
+        b_scores = tl.where(b_scores != b_scores, float("inf"), b_scores)
+        b_scores = tl.where(m_k, b_scores, float("-inf"))
+        best, which = tl.max(b_scores, 0, return_indices=True, return_indices_tie_break_left=True)
+        i_before = tl.sum(tl.where(o_k == which, b_ids, 0), 0)
+        i_taken = tl.where(tl.abs(best) < float("inf"), i_before, -1)
+        tl.store(p_out + i_rule * tl.num_programs(0) * P + i_row, i_taken)
+
+
+def walk(
+    out: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    hidden: Tensor,
+    bonus: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+    noise: BlockNoise | None,
+) -> None:
+    """As `TorchOps.walk`. All tensors are contiguous.
+
+    Args:
+        out: int64, written: `[R, P]` without noise, `[2, R, P]` with.
+        logits: float32 `[R, P, K]`.
+        ids: int64 `[R, P, K]`.
+        hidden: `[R, P, r]`, of the dtype of the tables.
+        bonus: int64 `[R]`.
+        predecessors, successors: `[V, r]`.
+    """
+    requests, drafts, k = ids.shape
+    rank = hidden.shape[-1]
+    if not requests:
+        return
+    rules = 1 if noise is None else len(RULES)
+    walk_kernel[(requests, rules)](
+        out, logits, ids, hidden, bonus, predecessors, successors,
+        *((None, None, None) if noise is None else noise), P=drafts, K=k, RANK=rank,
+        BLOCK_K=triton.next_power_of_2(k), BLOCK_R=triton.next_power_of_2(rank), num_warps=4,
+    )  # fmt: skip
+
+
+def traffic(
+    requests: int, drafts: int, k: int, rank: int, itemsize: int, *, noise: bool
+) -> Traffic:
+    """Bytes of one launch; tables have elements of `itemsize` bytes."""
+    of_draft = k * (8 + 4 + rank * itemsize) + 2 * rank * itemsize
+    rules = 1 + noise
+    read = rules * requests * (drafts * of_draft + 8 + noise * 20)
+    return Traffic(read, rules * requests * drafts * 8)

@@ -1,0 +1,140 @@
+"""Convolution, candidates and walk of DFlash2 against their twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dflash_kernels import candidates, convolve, walk
+from dflash_kernels.draft_ops import TritonOps
+from torch import Tensor
+
+from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.ops import TorchOps
+from tests.kernels.support import DEVICE, Canaries, counted_bytes
+from tests.kernels.test_fused_ops import check_close, some
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    ("requests", "block", "width", "group", "taps"),
+    [(3, 4, 32, 8, 2), (2, 7, 45, 15, 3), (1, 2, 1100, 4, 4), (2, 1, 8, 8, 2), (0, 4, 32, 8, 2)],
+)
+@DTYPES
+def test_convolve(
+    dtype: torch.dtype, requests: int, block: int, width: int, group: int, taps: int, bias: bool
+) -> None:
+    x, base = some(requests, block, width, dtype=dtype), some(taps, width, dtype=dtype)
+    # Half of a projection, as the layers have it.
+    dynamic = some(requests, block, 2, taps, width // group, dtype=dtype)[:, :, 1]
+    added = some(width, dtype=dtype) if bias else None
+    canaries = Canaries()
+    out = canaries.around(torch.full_like(x, 9.0))
+    with counted_bytes() as bytes_:
+        convolve.convolve(out, x, added, base, dynamic)
+    bytes_.check(convolve.traffic(requests, block, width, taps, x.element_size(), bias))
+    exact = (t if t is None else t.float() for t in (x, base, dynamic, added))
+    check_close(out, TorchOps().convolve(*exact), dtype)
+    assert canaries.are_alive()
+
+
+def tied(count: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Few values, so that many are equal; rows of a wider matrix. The last row is not finite."""
+    logits = some(count, width + 3, dtype=dtype)[:, :width]
+    logits.copy_(torch.randint(-2, 3, logits.shape))
+    # Both zeros are equal.
+    logits[:, ::3] *= -1.0
+    if count > 1:
+        logits[-1] = -torch.inf
+        logits[-1, width // 2] = torch.inf
+        logits[-1, [1, width - 1]] = torch.nan
+        logits[-1, 2] = -logits[-1, 1]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "k"), [(3, 64, 16), (2, 301, 5), (1, 128, 1), (2, 70, 64), (0, 64, 2)]
+)
+@DTYPES
+def test_candidates(
+    dtype: torch.dtype, count: int, width: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, and as a stable sort of everything."""
+    # The interpreter sorts slowly.
+    monkeypatch.setattr(candidates, "BLOCK", 64)
+    logits, canaries = tied(count, width, dtype), Canaries()
+    values = canaries.around(torch.zeros(count, k, device=DEVICE).to(dtype))
+    columns = canaries.around(torch.zeros(count, k, dtype=torch.int64, device=DEVICE))
+    with counted_bytes() as bytes_:
+        candidates.candidates(values, columns, logits)
+    total, size = candidates.splits(width) * candidates.top(k), logits.element_size()
+    moved = candidates.traffic(count, width, k, size)
+    bytes_.check(moved + candidates.merge_traffic(count, total, k, size))
+    expected = logits.sort(dim=-1, descending=True, stable=True)
+    for got in ((values, columns), TorchOps().candidates(logits, k)):
+        assert torch.equal(got[1], expected.indices[:, :k])
+        assert torch.equal(got[0].nan_to_num(3e4), expected.values[:, :k].nan_to_num(3e4))
+    assert canaries.are_alive()
+
+
+def test_many_candidates_are_torchs() -> None:
+    logits = some(2, 300)
+    for got, expected in zip(
+        TritonOps().candidates(logits, 100),
+        logits.sort(dim=-1, descending=True, stable=True),
+        strict=True,
+    ):
+        assert torch.equal(got, expected[:, :100])
+
+
+@pytest.mark.parametrize("noisy", [False, True], ids=["plain", "noise"])
+@pytest.mark.parametrize(
+    ("requests", "drafts", "k", "rank"), [(5, 3, 4, 8), (2, 7, 5, 33), (1, 1, 1, 16), (0, 3, 4, 8)]
+)
+@DTYPES
+def test_walk(
+    dtype: torch.dtype, requests: int, drafts: int, k: int, rank: int, noisy: bool
+) -> None:
+    """The same tokens: scores are far apart, beside roundings."""
+    vocabulary, canaries = 90, Canaries()
+    tables = [some(vocabulary, rank, dtype=dtype) for _ in range(2)]
+    logits, hidden = some(requests, drafts, k), some(requests, drafts, rank, dtype=dtype)
+    ids = torch.rand(requests, drafts, vocabulary, device=DEVICE).topk(k).indices
+    if requests > 2:
+        logits[1, 1, 2] = torch.nan
+        logits[2, 0] = -torch.inf
+    bonus = torch.randint(0, vocabulary, (requests,), device=DEVICE)
+    # Seeds of 64 bits, one of them negative; a greedy request among them.
+    seeds = torch.tensor([2**40 + 5, -3, 7, 0, 2**63 - 1], device=DEVICE)[:requests]
+    temperatures = torch.tensor([0.7, 3.0, 0.0, 1.0, 1.3], device=DEVICE)[:requests]
+    seq_lens = torch.randint(0, 2**20, (requests,), device=DEVICE)
+    noise = BlockNoise(seeds, temperatures, seq_lens) if noisy else None
+    given = logits, ids, hidden, bonus, *tables
+    expected = TorchOps().walk(*given, noise)
+    out = canaries.around(torch.full_like(expected, 7))
+    with counted_bytes() as bytes_:
+        walk.walk(out, *given, noise)
+    bytes_.check(walk.traffic(requests, drafts, k, rank, hidden.element_size(), noise=noisy))
+    assert torch.equal(out, expected)
+    assert canaries.are_alive()
+    if requests > 2:
+        likeliest = expected[0] if noisy else expected
+        assert likeliest[1, 1] == -1 and likeliest[2, 0] == -1 and likeliest[0, 0] >= 0
+        assert not noisy or not torch.equal(expected[0], expected[1])
+
+
+def test_noise_of_the_walk_is_that_of_the_drafts() -> None:
+    """Of equal scores, the token with the most noise: over many seeds and tokens, a wrong bit would
+    show."""
+    count, k = 40, 64
+    zeros = torch.zeros(count, 2, 8, device=DEVICE)
+    ids = torch.randint(0, 200000, (count, 2, k), device=DEVICE)
+    table = torch.zeros(200000, 8, device=DEVICE)
+    seeds = torch.randint(-(2**62), 2**62, (count,), device=DEVICE)
+    ones, positions = torch.ones(count, device=DEVICE), torch.arange(count, device=DEVICE) * 7919
+    noise = BlockNoise(seeds, ones, positions)
+    logits, bonus = torch.zeros(count, 2, k, device=DEVICE), torch.zeros_like(seeds)
+    found = TritonOps().walk(logits, ids, zeros, bonus, table, table, noise)[1]
+    best = noise.scores(logits, ids).argmax(-1, keepdim=True)
+    assert torch.equal(found, ids.gather(-1, best)[..., 0])
