@@ -7,6 +7,10 @@ from typing import Any
 
 from fastapi import HTTPException
 
+from sglang_dflash.facts.log import Log
+
+logger = Log(__name__)
+
 # What code raises that takes a value for one of another type.
 _OF_OTHER_TYPES = (AttributeError, IndexError, KeyError, TypeError)
 
@@ -20,6 +24,7 @@ async def read(original: Any, *args: Any, **named: Any) -> tuple[dict[str, Any],
     try:
         values, errors = await original(*args, **named)
     except _OF_OTHER_TYPES as error:
+        logger.warning("a request cannot be read", exc_info=True)
         return {}, [{"type": "value_error", "loc": ("body",), "msg": _unreadable(error)}]
     return values, errors
 
@@ -29,6 +34,8 @@ def convert(original: Any, *args: Any, **named: Any) -> Any:
     try:
         return original(*args, **named)
     except _OF_OTHER_TYPES as error:
+        # A chat template or a tokenizer may be at fault, too.
+        logger.warning("a request cannot be converted", exc_info=True)
         raise ValueError(_unreadable(error)) from error
 
 

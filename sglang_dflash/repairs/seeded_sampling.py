@@ -10,6 +10,7 @@ Letters in shapes: N rows, V tokens of the vocabulary.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from sglang.srt.layers.sampler import (
 )
 from sglang.srt.runtime_context import get_exec
 from torch import Tensor
+
+# Rows that are sampled at a time.
+ROWS = 64
 
 
 def sample_by_token_id(
@@ -40,14 +44,41 @@ def sample_by_token_id(
     """
     if info.sampling_seed is None:
         return original(sampler, probs, info, positions, simple)
-    kept = probs if simple else kept_weights(probs, info)
-    tokens = multinomial_with_seed(torch.log(kept), info.sampling_seed, positions).view(-1)
     rows = info.sampling_mask_batch_indices
     if rows is None:
-        return tokens.int(), None
+        # Each takes several times the memory of its probabilities, in float64.
+        some = (slice(first, first + ROWS) for first in range(0, len(probs), ROWS))
+        parts = [_drawn(probs[of], _of(info, of), positions[of], simple)[0] for of in some]
+        return torch.cat(parts), None
+    tokens, kept = _drawn(probs, info, positions, simple)
     weights = kept[rows]
     chosen = weights.gather(1, tokens[rows][:, None])[:, 0]
-    return tokens.int(), MaskCapture(weights, None, chosen, rows)
+    return tokens, MaskCapture(weights, None, chosen, rows)
+
+
+def _drawn(probs: Tensor, info: Any, positions: Tensor, simple: bool) -> tuple[Tensor, Tensor]:
+    """Tokens int32 `[N]`, and the weights `[N, V]` that they were drawn by."""
+    kept = probs if simple else kept_weights(probs, info)
+    tokens = multinomial_with_seed(torch.log(kept), info.sampling_seed, positions)
+    return tokens.view(-1).int(), kept
+
+
+def _of(info: Any, rows: slice) -> Any:
+    """The sampling parameters of some rows, as far as they are read here."""
+    names = ("sampling_seed", "top_ks", "top_ps", "min_ps")
+    return SimpleNamespace(
+        need_top_k_sampling=info.need_top_k_sampling,
+        need_top_p_sampling=info.need_top_p_sampling,
+        **{name: getattr(info, name)[rows] for name in names},
+    )
+
+
+def warm_up(device: torch.device, vocab_size: int) -> None:
+    """Let SGLang compile its sampler, for one row and for several, before a request needs it. On a
+    CPU it is not compiled."""
+    for rows in (1, 2) if device.type != "cpu" else ():
+        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
+        multinomial_with_seed(torch.zeros(rows, vocab_size, device=device), zeros, zeros)
 
 
 def kept_weights(probs: Tensor, info: Any) -> Tensor:
@@ -75,6 +106,8 @@ def _kept_by_kernels(probs: Tensor, info: Any) -> Tensor:
     As in its FlashInfer sampler, top-p is of the whole distribution. Tokens as likely as the last
     one that is kept are kept too, except by greedy requests, which take the first.
     """
+    # The kernels read whole rows: a vocabulary that was padded leaves gaps between them.
+    probs = probs.contiguous()
     keep = torch.ones_like(probs, dtype=torch.bool)
     if info.need_top_k_sampling:
         keep &= sglangs.top_k_renorm_prob(probs, info.top_ks) > 0

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-# Of one look. Usual patterns take microseconds.
-SECONDS = 0.1
+# CPU seconds that all looks for a request may take: usual patterns need microseconds for a token.
+FIRST, OF_A_TOKEN = 0.02, 0.001
 
 
 class TooLong(Exception):
@@ -21,7 +22,8 @@ class TooLong(Exception):
 
 
 def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
-    """Around `Req._check_str_based_finish`: the request ends with an error if it takes too long.
+    """Around `Req._check_str_based_finish`: the request ends with an error if its patterns have
+    taken too long.
 
     Returns:
         Whether the request has ended.
@@ -29,11 +31,15 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
     patterns = request.sampling_params.stop_regex_strs
     if not patterns or threading.current_thread() is not threading.main_thread():
         return bool(original(request, *args, **named))
+    spent = getattr(request, "dflash_stop_seconds", 0.0)
+    left, began = FIRST + OF_A_TOKEN * len(request.output_ids) - spent, time.thread_time()
     try:
-        with limit(SECONDS):
-            return bool(original(request, *args, **named))
+        with limit(max(left, OF_A_TOKEN)):
+            found = bool(original(request, *args, **named))
+        request.dflash_stop_seconds = spent + time.thread_time() - began
+        return found
     except TooLong:
-        problem = f"to look for it took more than {SECONDS} s; give a simpler pattern"
+        problem = "to look for it takes too long; give a simpler pattern"
         request.finished_reason = FINISH_ABORT(
             f"stop_regex: {patterns}; {problem}", 400, "BadRequestError"
         )
@@ -42,16 +48,16 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise TooLong in the block after so many seconds. Main thread only: the engine of `re` asks
-    for signals while it searches, and for nothing else."""
+    """Raise TooLong in the block after so many CPU seconds of this process. Main thread only: the
+    engine of `re` asks for signals while it searches, and for nothing else."""
 
     def stop(_number: int, _frame: Any) -> None:
         raise TooLong
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

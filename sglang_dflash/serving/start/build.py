@@ -37,6 +37,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
+from sglang_dflash.repairs.seeded_sampling import warm_up
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
@@ -105,6 +106,7 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         with ends_the_server(self._names):
+            warm_up(self._setup.device, self._setup.model.config.vocab_size)
             self.dflash = self._build(self._drafter, self.req_to_token_pool.req_to_token)
 
     def _reserve(
