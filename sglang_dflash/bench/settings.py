@@ -172,7 +172,7 @@ class BenchSettings:
         """Names of data sets; none if there is a file."""
         if self.dataset or self.dataset_file is not None:
             return self.dataset
-        if self.embedded == "code":
+        if (self.embedded or "").startswith("code"):
             return ("unseen",)
         return ("demo", "stdlib") if self.embedded else ("stdlib",)
 

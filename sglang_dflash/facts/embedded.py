@@ -10,7 +10,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.target_config import TargetGeometry
 
 # Pairs whose prompts are from files that were held out of the training of both models.
-_UNSEEN = frozenset({"code"})
+_UNSEEN = frozenset({"code", "code-dflash2"})
 
 
 @dataclass(frozen=True)
