@@ -178,7 +178,8 @@ def _convolve(scene: Scene, args: Any, kwargs: Any) -> Traffic:
 
 def _candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     logits = args[1]
-    return candidates.traffic(*logits.shape, kwargs["TOP"], logits.element_size())
+    count, width = logits.shape
+    return candidates.traffic(count, width, kwargs["TOP"], logits.element_size())
 
 
 def _merge_candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
@@ -189,7 +190,8 @@ def _merge_candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
 def _walk(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     ids, hidden, seeds = args[2], args[3], args[7]
     size, noise = hidden.element_size(), seeds is not None
-    return walk.traffic(*ids.shape, hidden.shape[-1], size, noise=noise)
+    requests, drafts, k = ids.shape
+    return walk.traffic(requests, drafts, k, hidden.shape[-1], size, noise=noise)
 
 
 def _take_match(scene: Scene, args: Any, kwargs: Any) -> Traffic:

@@ -96,4 +96,5 @@ def test_the_command_prints_one_object(
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     parts = [f"{part}_{of}" for part in ("propose", "absorb", "commit")
              for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip
+    parts += ["lookup_bytes", "lookup_launches"]
     assert set(row) == {"shape", "requests", "context", "window", *parts}

@@ -110,7 +110,7 @@ def test_walk(
     temperatures = torch.tensor([0.7, 3.0, 0.0, 1.0, 1.3], device=DEVICE)[:requests]
     seq_lens = torch.randint(0, 2**20, (requests,), device=DEVICE)
     noise = BlockNoise(seeds, temperatures, seq_lens) if noisy else None
-    given = logits, ids, hidden, bonus, *tables
+    given = (logits, ids, hidden, bonus, tables[0], tables[1])
     expected = TorchOps().walk(*given, noise)
     out = canaries.around(torch.full_like(expected, 7))
     with counted_bytes() as bytes_:
