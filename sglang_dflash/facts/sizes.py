@@ -191,11 +191,18 @@ def draft_memory(
     return DraftMemory(
         slot_tables=table,
         graph_buffers=recorded * (4 * 8 + 4 + block_size * (4 * 8 + 1 + hidden)),
-        logits=requests * (block_size - 1) * vocabulary * itemsize,
+        logits=requests * (block_size - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
         activations=tokens * _activations(config, ranks) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * waiting_steps * requests * (2 * 8 + hidden),
     )
+
+
+def _candidate_bytes(config: DraftConfig) -> int:
+    """Of a drafted position: keys, values and ids of its candidates, and the projected hidden
+    state, in float32."""
+    of = config.selector
+    return 0 if of is None else of.top_k * (8 + 4 + 8) + 4 * of.rank
 
 
 def _activations(config: DraftConfig, ranks: int) -> int:
@@ -207,6 +214,10 @@ def _activations(config: DraftConfig, ranks: int) -> int:
     attention = 2 * (heads + kv_heads) * config.head_dim
     inner = 3 * (config.intermediate_size // ranks)
     of_layer = 3 * config.hidden_size + attention + inner
+    if config.convolution is not None:
+        # Its input and output, and the kernels of both, which are projected at once.
+        taps, groups = config.convolution.kernel_size, config.convolution.group_size
+        of_layer += 2 * config.hidden_size + 2 * taps * config.hidden_size // groups
     kv = len(config.layers) * 2 * kv_heads * config.head_dim
     return max(of_layer, 3 * config.hidden_size + 2 * kv)
 
