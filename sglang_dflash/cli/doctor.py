@@ -54,8 +54,8 @@ def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
     lines += [f"{f.name}: {f.problem}\n    {f.advice}" for f in findings]
     if server is not None and server.reports and server.verify_steps < ENOUGH_STEPS:
         lines.append(
-            f"acceptance not judged: {server.verify_steps} verify steps are too few, and "
-            f"{ENOUGH_STEPS} enough; send more requests"
+            f"too early to judge acceptance: {server.verify_steps} of {ENOUGH_STEPS} steps with "
+            "drafts; send more requests"
         )
     return "\n".join(lines if findings else [*lines, "nothing wrong found"])
 
@@ -200,7 +200,8 @@ def _acceptance(server: ServerInfo) -> Iterator[Notice]:
     elif length is not None and length < USEFUL and not _is_adaptive(server):
         yield Notice(
             "acceptance-below-2",
-            f"acceptance length {length:.2f}: plain decoding may be faster",
+            f"acceptance length {length:.2f}: plain decoding may be faster, and "
+            "`--speculative-dflash-width adaptive` returns to it where it is",
             look_for + "compare with `sglang-dflash bench`",
         )
 

@@ -59,7 +59,7 @@ def _worker(problem: str | None) -> tuple[str, str]:
             "our plugin dflash is not loaded: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out, or "
             "it is not registered; then install the package again"
         )  # fmt: skip
-    return OURS, "for every draft that it serves: `sglang-dflash inspect` tells of a pair"
+    return OURS, "installed and loaded; `sglang-dflash inspect TARGET DRAFT` tells of a pair"
 
 
 def as_text(report: Mapping[str, Any]) -> str:

@@ -130,12 +130,23 @@ class ServerInfo:
             words.append(f"target KV {self.target_kv_tokens:,} tokens")
         length, steps = self.acceptance_length, self.verify_steps
         if length is not None:
-            over = f" over {steps:,} verify steps" if self.reports else " (SGLang's own figure)"
+            over = (
+                f" over {steps:,} steps with drafts" if self.reports else " (SGLang's own figure)"
+            )
             words.append(f"acceptance length {length:.2f}{over}")
+            words += self._without_drafts()
         elif self.algorithm:
             why = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
             words.append(f"acceptance length not known yet{why}")
         return ", ".join(words)
+
+    def _without_drafts(self) -> list[str]:
+        """In words, the steps that SGLang's own figure counts, too."""
+        steps, tokens = (sum(self.values(f"undrafted_{what}")) for what in ("steps", "tokens"))
+        if not steps:
+            return []
+        every = (tokens + sum(self.values("committed_tokens"))) / (steps + self.verify_steps)
+        return [f"{steps:,} steps without drafts, {every:.2f} tokens per step in all"]
 
     def machine(self) -> dict[str, str]:
         """What the server says of where and in what it computes."""
