@@ -68,7 +68,8 @@ def test_no_machine_path_and_no_registry_host_is_committed() -> None:
     ).stdout.split()
     binary = (".safetensors", ".png", "tokenizer.json", "prompts.json")
     for name in tracked:
-        if name.endswith(binary) or name == "tests/test_readme.py":
+        # The target of a pair may be a link to another pair's folder.
+        if name.endswith((*binary, "target")) or name == "tests/test_readme.py":
             continue
         text = (ROOT / name).read_text()
         assert not re.search(

@@ -136,7 +136,7 @@ OURS = (
     "3 MiB, target KV 16,384 tokens, acceptance length "
 )
 LINES = [
-    ({}, f"{OURS}4.00 over 5,000 steps with drafts\nnothing wrong found"),
+    ({"undrafted_steps": 0}, f"{OURS}4.00 over 5,000 steps with drafts\nnothing wrong found"),
     # Of an adaptive server, drafts that do not pay are no finding.
     (
         {"undrafted_steps": 15_000, "undrafted_tokens": 15_000, "width": "adaptive"},
@@ -146,9 +146,9 @@ LINES = [
     ({"trained_block_size": 4}, "block 8 (trained for 4), window all"),
     ({"window": 128}, "block 8, window 128"),
     (
-        STARTED,
-        f"{OURS}1.02 over 60 steps with drafts\ntoo early to judge acceptance: 60 of 100 steps with "
-        "drafts; send more requests\nnothing wrong found",
+        {**STARTED, "undrafted_steps": 0},
+        f"{OURS}1.02 over 60 steps with drafts\ntoo early to judge acceptance: 60 of 100 steps "
+        "with drafts; send more requests\nnothing wrong found",
     ),
     ({**STARTED, "verify_steps": 0}, f"{OURS}not known yet: no verify step\ntoo early"),
 ]
