@@ -2,8 +2,9 @@
 
 A text is replayed on the `code` pair: at every position the draft proposes a block, and the newest
 tokens are looked up in the text before. A rule decides which of the two a step verifies; a step
-commits what of it the text goes on with, and one token more. So all rules see the same text, and
-nothing has to be served. At the end, what lookup takes of a step at a context of 32,000 tokens.
+commits its drafts up to the first that differs from the text, and the text's next token. So all
+rules see the same text, and nothing has to be served. At the end, what lookup takes of a step at
+32,000 tokens.
 
 Texts: `plain` and `agents` are the target's greedy answers, `sampled` its answers at temperature 1
 (a small target's greedy answers run into loops, which lookup likes). `quote`, `edit`, `tools` and
@@ -50,7 +51,7 @@ class Position(NamedTuple):
     """A step that begins there.
 
     Attributes:
-        rest: what the text goes on with.
+        rest: the tokens that follow in the text.
         drafts: the draft's.
         match: newest tokens that stood in the text before.
         seen: what followed them.

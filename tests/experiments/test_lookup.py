@@ -14,7 +14,7 @@ from sglang_dflash.bench import load
 from sglang_dflash.bench.load import Answer, Pass, SGLang
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 
-# Blocks of four. The text goes on with 1 2 3 4 5 6; after a rejection it was not seen before.
+# Blocks of four. The text continues as 1 2 3 4 5 6; what follows a rejection was not seen before.
 SEEN_LATE = [
     Position([1, 2, 3, 4, 5, 6], drafts=[1, 2, 9], match=2, seen=[1, 2, 3, 4, 5, 6]),
     Position([2, 3, 4, 5, 6], drafts=[2, 3, 4], match=3, seen=[8, 8, 8, 8, 8, 8]),
