@@ -20,7 +20,7 @@ def test_this_installation_serves_with_our_worker(servers: ServerSession, tmp_pa
     assert report["versions"]["sglang"] == "0.5.23"
     if not torch.accelerator.is_available():
         assert report["platform"] == "PlainCpuPlatform"
-    assert env.as_text(report).startswith("worker: sglang-dflash\nwhy: for every draft")
+    assert env.as_text(report).startswith("worker: sglang-dflash\nwhy: installed and loaded")
     _, lines = servers.nursery.run(*command, log=tmp_path / "log", SGLANG_PLUGINS="dflash_cpu")
     told = json.loads(lines[-1])
     assert told["worker"] == env.BUILTIN and "SGLANG_PLUGINS" in told["reason"]
