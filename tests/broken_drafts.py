@@ -25,7 +25,7 @@ PAIR = demo_pair("dense")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 Q, K = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
-UP = "layers.0.mlp.up_proj.weight"
+UP, NORM = "layers.0.mlp.up_proj.weight", "norm.weight"
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ def instead(file: str, put: Callable[[Path], object]) -> Callable[[Path], None]:
     return replace
 
 
-def swap(first: str, second: str) -> Callable[[Path], None]:
-    return tensors(lambda t: t.update({first: t[second], second: t[first]}))
+def put(name: str, of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """Another tensor by that name, of the one that is there."""
+    return tensors(lambda t: t.update({name: of(t[name])}))
 
 
 def index(raw: Any) -> Callable[[Path], object]:
@@ -229,33 +230,32 @@ FIELDS: dict[str, tuple[Callable[[Path], object], str]] = {
         fields(own={"mask_token_id": 5000}),
         "mask_token_id in the draft's config.json: 5000; a token of the vocabulary of 1024",
     ),
-    "layer ids fewer": (
-        fields(own={"target_layer_ids": [1, 3]}),
-        "fc.weight of the draft: [192, 576]; the config asks for",
-    ),
+    "layer ids fewer": (fields(own={"target_layer_ids": [1, 3]}), "fc.weight of the draft: [192,"),
     "block of half the context": (
         fields(block_size=20_000),
         "block_size of the draft: 20000; more than half of the target's context of 32768 tokens",
     ),
 }
 
-TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
+# Of the weights file and its index.
+SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pipe": (instead(WEIGHTS, os.mkfifo), "model.safetensors'; a pipe, a socket or a device"),
-    "twice": (
-        tensors(lambda t: t.update({"model.fc.weight": t["fc.weight"].clone()})),
-        "'fc.weight'; twice in model.safetensors, with and without 'model.' before it",
-    ),
     "a folder": (instead(WEIGHTS, Path.mkdir), "model.safetensors'; a folder; a safetensors"),
     "a dangling link": (
         instead(WEIGHTS, lambda path: path.symlink_to("nowhere")),
         "model.safetensors'; a link to a file that is not there",
     ),
-    "empty": (cut(0), "model.safetensors'; truncated or damaged ("),
-    "cut header": (cut(4), "model.safetensors'; truncated or damaged ("),
-    "cut data": (cut(-100), "model.safetensors'; truncated or damaged ("),
-    "header of text": (content(b"{" * 4000, WEIGHTS), "truncated or damaged ("),
-    "header of a length": (content(b"\xff" * 8 + b"{}", WEIGHTS), "truncated or damaged ("),
-    "no JSON": (content((2).to_bytes(8, "little") + b"[]", WEIGHTS), "truncated or damaged ("),
+    **{
+        what: (breaks, "model.safetensors'; truncated or damaged (")
+        for what, breaks in {
+            "empty": cut(0),
+            "cut header": cut(4),
+            "cut data": cut(-100),
+            "header of text": content(b"{" * 4000, WEIGHTS),
+            "header of a length": content(b"\xff" * 8 + b"{}", WEIGHTS),
+            "no JSON": content((2).to_bytes(8, "little") + b"[]", WEIGHTS),
+        }.items()
+    },
     "pickles": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
         "only pytorch_model.bin; weights are read from safetensors files",
@@ -272,70 +272,42 @@ TENSORS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: shutil.copy(folder / WEIGHTS, folder / "second.safetensors"),
         "in two files, the second is second.safetensors",
     ),
-    "missing": (tensors(lambda t: t.pop(Q)), f"tensor {Q} of the draft: missing"),
+    "twice": (
+        tensors(lambda t: t.update({"model.fc.weight": t["fc.weight"].clone()})),
+        "'fc.weight'; twice in model.safetensors, with and without 'model.' before it",
+    ),
     "extra": (
         tensors(lambda t: t.update(extra=torch.zeros(1))),
         "'extra'; no draft of this config has this tensor",
     ),
-    "misshapen": (
-        tensors(lambda t: t.update({Q: t[Q][:-1]})),
-        f"{Q} of the draft: [255, 192]; the config asks for [256, 192]",
-    ),
-    "scalar": (
-        tensors(lambda t: t.update({"norm.weight": torch.tensor(1.0)})),
-        "norm.weight of the draft: []; the config asks for [192]",
-    ),
-    "no element": (
-        tensors(lambda t: t.update({"norm.weight": torch.ones(0)})),
-        "norm.weight of the draft: [0]; the config asks for [192]",
-    ),
-    "q and k swapped": (
-        swap(Q, K),
-        f"{Q} of the draft: [128, 192]; the config asks for [256, 192]",
-    ),
-    "transposed": (
-        tensors(lambda t: t.update({UP: t[UP].T})),
-        f"{UP} of the draft: [192, 768]; the config asks for [768, 192]",
-    ),
-    "int8": (
-        tensors(lambda t: t.update({Q: t[Q].to(torch.int8)})),
-        f"{Q} of the draft: 'I8'; one of BF16, F16, F32, F64 is required",
-    ),
-    "bool": (tensors(lambda t: t.update({Q: t[Q] > 0})), f"{Q} of the draft: 'BOOL'; one of BF16"),
-    "int64 norm": (
-        tensors(lambda t: t.update({"norm.weight": torch.ones(192, dtype=torch.int64)})),
-        "norm.weight of the draft: 'I64'; one of BF16",
-    ),
-    "float8": (
-        tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})),
-        f"{Q} of the draft: 'F8_E4M3'; one of BF16",
-    ),
-    "all NaN": (
-        tensors(lambda t: t.update({Q: t[Q] * float("nan")})),
-        f"{Q} of the draft: 49152 of 49152 values are NaN or infinite",
-    ),
-    "one NaN": (
-        one_value(UP, float("nan")),
-        f"{UP} of the draft: 1 of 147456 values are NaN or infinite; finite ones are required",
-    ),
-    "NaN norm": (
-        one_value("norm.weight", float("nan")),
-        "norm.weight of the draft: 1 of 192 values are",
-    ),
-    "Inf": (one_value("fc.weight", float("inf")), "fc.weight of the draft: 1 of 110592 values are"),
-    "-Inf": (one_value(K, float("-inf")), f"{K} of the draft: 1 of 24576 values are"),
-    "Inf float16": (one_value(Q, float("inf"), torch.float16), f"{Q} of the draft: 1 of 49152"),
-    "NaN float32": (one_value(Q, float("nan"), torch.float32), f"{Q} of the draft: 1 of 49152"),
-    "NaN float64": (one_value(Q, float("nan"), torch.float64), f"{Q} of the draft: 1 of 49152"),
-    "zero matrix": (
-        tensors(lambda t: t[UP].zero_()),
-        f"{UP} of the draft: all zeros; trained weights are required",
-    ),
-    "zero norm": (
-        tensors(lambda t: t["hidden_norm.weight"].zero_()),
-        "hidden_norm.weight of the draft: all zeros; trained weights are required",
-    ),
-    "negative zeros": (tensors(lambda t: t[K].zero_().neg_()), f"{K} of the draft: all zeros"),
+    "missing": (tensors(lambda t: t.pop(Q)), f"tensor {Q} of the draft: missing"),
+}
+
+_ZEROS = "all zeros; trained weights are required"
+# What is wrong with one tensor, its name, how it becomes so, and what is said of it.
+VALUES: list[tuple[str, str, Callable[[Path], object], str]] = [
+    ("misshapen", Q, put(Q, lambda t: t[:-1]), "[255, 192]; the config asks for [256, 192]"),
+    ("scalar", NORM, put(NORM, lambda t: torch.tensor(1.0)), "[]; the config asks for [192]"),
+    ("no element", NORM, put(NORM, lambda t: t[:0]), "[0]; the config asks for [192]"),
+    ("transposed", UP, put(UP, lambda t: t.T), "[192, 768]; the config asks for [768, 192]"),
+    ("int8", Q, put(Q, lambda t: t.to(torch.int8)), "'I8'; one of BF16, F16, F32, F64 is required"),
+    ("bool", Q, put(Q, lambda t: t > 0), "'BOOL'; one of BF16"),
+    ("int64 norm", NORM, put(NORM, torch.Tensor.long), "'I64'; one of BF16"),
+    ("float8", Q, put(Q, lambda t: t.to(torch.float8_e4m3fn)), "'F8_E4M3'; one of BF16"),
+    ("all NaN", Q, put(Q, lambda t: t * _NAN), "49152 of 49152 values are NaN or infinite"),
+    ("one NaN", UP, one_value(UP, _NAN), "1 of 147456 values are NaN or infinite; finite ones"),
+    ("NaN norm", NORM, one_value(NORM, _NAN), "1 of 192 values are"),
+    ("Inf", "fc.weight", one_value("fc.weight", _INF), "1 of 110592 values are"),
+    ("-Inf", K, one_value(K, -_INF), "1 of 24576 values are"),
+    ("Inf float16", Q, one_value(Q, _INF, torch.float16), "1 of 49152"),
+    ("NaN float32", Q, one_value(Q, _NAN, torch.float32), "1 of 49152"),
+    ("NaN float64", Q, one_value(Q, _NAN, torch.float64), "1 of 49152"),
+    ("zero matrix", UP, put(UP, torch.zeros_like), _ZEROS),
+    ("zero norm", NORM, put(NORM, torch.zeros_like), _ZEROS),
+    ("negative zeros", K, put(K, lambda t: -torch.zeros_like(t)), _ZEROS),
+]
+TENSORS = SHARDS | {
+    what: (breaks, f"{name} of the draft: {told}") for what, name, breaks, told in VALUES
 }
 
 BROKEN: dict[str, BrokenDraft] = {
