@@ -17,7 +17,6 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +25,6 @@ import torch
 from dflash_kernels.draft_attention import TritonAttention
 from dflash_kernels.draft_ops import TritonOps
 from dflash_kernels.gated_delta_fold import fold_, move_windows_
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.autotuner import Heuristics
@@ -43,35 +41,13 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.self_check import _cases
 from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
 from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
-from tests.conftest import kv_groups
+from tests.conftest import kv_groups, raw_config, with_own
+from tests.serving.recurrent_target import gdn_layer, recorded_runner
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
-CONFIG = DraftConfig.from_dict(
-    {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        "vocab_size": 64,
-        "block_size": 4,
-        "num_target_layers": 6,
-        "dflash_config": {
-            "mask_token_id": 63,
-            "target_layer_ids": [1, 3],
-            "selector_rank": 8,
-            "selector_top_k": 4,
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-        },
-    }
-)
+OWN = with_own(selector_rank=8, selector_top_k=4, conv_kernel_size=2, conv_group_size=16)
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+CONFIG = DraftConfig.from_dict(raw_config(**SIZES, **OWN))
 ROWS, COLUMNS, SLOTS = 33, 2048, 4096
 # One, odd and even ones, and ones from which on a program takes several.
 REQUESTS = (1, 2, 3, 8, 13, 16, 29, 32)
@@ -147,37 +123,8 @@ def drafter_of(window: int | None) -> Drafter:
 
 def replay_of() -> Replay:
     """Of two recurrent layers whose verify forward has been recorded."""
-    depth, block, heads, dim, width = 2, CONFIG.block_size, 2, 16, 4
-    channels = 2 * heads * dim + 2 * heads * dim
-
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16)
-
-    layer = SimpleNamespace(
-        conv_weights=zeros(channels, width), bias=None, activation="silu",
-        A_log=torch.zeros(2 * heads), dt_bias=zeros(2 * heads), num_k_heads=heads,
-        num_v_heads=2 * heads, head_k_dim=dim, head_v_dim=dim,
-    )  # fmt: skip
-    pool = SimpleNamespace(
-        recording=SimpleNamespace(
-            layers=dict.fromkeys(range(depth), layer),
-            gates=zeros(2, depth, ROWS, block, 2 * heads),
-            windows=zeros(depth, ROWS, channels, width - 1),
-        ),
-        mamba_cache=SimpleNamespace(
-            conv=[zeros(depth, ROWS, channels, width - 1)],
-            temporal=torch.zeros(depth, ROWS, 2 * heads, dim, dim),
-            intermediate_conv_window=[zeros(depth, ROWS, block, channels, width - 1)],
-        ),
-    )
-    linear = SimpleNamespace(
-        forward_metadata=SimpleNamespace(mamba_cache_indices=torch.zeros(ROWS, dtype=torch.int32)),
-        _translate_mamba_indices=lambda indices: indices,
-    )
-    runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(mamba_pool=pool),
-        attn_backend=SimpleNamespace(linear_attn_backend=linear),
-    )
+    dtype = torch.bfloat16
+    runner = recorded_runner(gdn_layer(2, 16, dtype), 2, ROWS, CONFIG.block_size, dtype)
     return Replay(runner, ReplayOps(fold_, move_windows_))
 
 

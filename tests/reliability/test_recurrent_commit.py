@@ -25,6 +25,7 @@ from tests.drafting.test_recurrent_fold import (
     one_token,
     random_layers,
 )
+from tests.serving.recurrent_target import runner_of
 
 GRID, POOL = 8, 12
 # Committed tokens before the step, and tokens that it commits: boundaries are crossed at the end,
@@ -49,20 +50,8 @@ class Target:
         self.gates = torch.randn(2, DEPTH, count, BLOCK, VALUE_HEADS)
         history = torch.cat((self.before, self.inputs.transpose(2, 3)), 3)
         windows = history.unfold(3, WIDTH - 1, 1)[:, :, :, 1:].permute(0, 1, 3, 2, 4)
-        pool = SimpleNamespace(
-            recording=SimpleNamespace(windows=self.before, gates=self.gates),
-            mamba_cache=SimpleNamespace(
-                conv=[self.conv], temporal=self.states, intermediate_conv_window=[windows]
-            ),
-        )
-        linear = SimpleNamespace(
-            forward_metadata=SimpleNamespace(mamba_cache_indices=self.slots),
-            _translate_mamba_indices=lambda indices: indices,
-        )
-        self.runner = SimpleNamespace(
-            req_to_token_pool=SimpleNamespace(mamba_pool=pool),
-            attn_backend=SimpleNamespace(linear_attn_backend=linear),
-        )
+        recording = {"windows": self.before, "gates": self.gates}
+        self.runner = runner_of(recording, self.conv, self.states, windows, self.slots)
 
     def after(self, states: Tensor, row: int, tokens: int) -> tuple[Tensor, Tensor]:
         """State and window of a request after that many tokens of its block, layer by layer."""

@@ -27,6 +27,7 @@ from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.serving.fake_cuda import Crossing, FakeCuda
 from tests.serving.in_process import VOCAB, decode_of, prefill_of, prepared, widths_of, worker_of
+from tests.serving.recurrent_target import gdn_layer, recorded_runner
 from tests.serving.test_step_width import request
 
 LENGTHS = [9, 14]
@@ -207,46 +208,12 @@ def test_the_draft_kv_cache_stays_on_the_device(gpu: FakeCuda, kind: str) -> Non
     assert gpu.crossings == []
 
 
-class Layer(SimpleNamespace):
-    """The weights of one of SGLang's GDN layers."""
-
-    @classmethod
-    def on(cls, device: str) -> Layer:
-        return cls(
-            conv_weights=torch.zeros(24, 4, device=device), bias=None, activation="silu",
-            A_log=torch.zeros(2, device=device), dt_bias=torch.zeros(2, device=device),
-            num_k_heads=1, num_v_heads=2, head_k_dim=4, head_v_dim=8,
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize("with_checkpoints", [False, True])
 def test_replays_commit_stays_on_the_device(
     gpu: FakeCuda, with_checkpoints: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but two kernels (tests/kernels/test_gated_delta_fold.py), which are launched once."""
-    layers, rows, block = 2, 3, 4
-    windows = torch.zeros(layers, rows, block, 24, 3, device="cuda")
-    pool = SimpleNamespace(
-        recording=SimpleNamespace(
-            layers={i: Layer.on("cuda") for i in range(layers)},
-            windows=torch.zeros(layers, rows, 24, 3, device="cuda"),
-            gates=torch.zeros(2, layers, rows, block, 2, device="cuda"),
-        ),
-        mamba_cache=SimpleNamespace(
-            conv=[torch.zeros(layers, 9, 24, 3, device="cuda")],
-            temporal=torch.zeros(layers, 9, 2, 8, 4, device="cuda"),
-            intermediate_conv_window=[windows],
-        ),
-    )
-    slots = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    linear = SimpleNamespace(
-        forward_metadata=SimpleNamespace(mamba_cache_indices=slots),
-        _translate_mamba_indices=lambda indices: indices,
-    )
-    runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(mamba_pool=pool),
-        attn_backend=SimpleNamespace(linear_attn_backend=linear),
-    )
+    runner = recorded_runner(gdn_layer(1, 4, device="cuda"), depth=2, rows=3, block=4)
     folded: list[Any] = []
     ops = ReplayOps(lambda *args: folded.append(args), lambda *args: folded.append(args))
     replay = Replay(runner, ops)

@@ -22,6 +22,7 @@ from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import MemoryPlan
 from tests.seam.originals import original
 from tests.serving.fake_cuda import FakeCuda
+from tests.serving.recurrent_target import gdn_layer
 
 REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
 
@@ -214,18 +215,18 @@ def test_a_buffer_without_memory_is_not_passed_on() -> None:
     assert passed[0] is real and passed[1:] == [None, None]
 
 
-def gdn_layer(value: float) -> Any:
+def layer_of(value: float) -> Any:
     """The weights of one of SGLang's GDN layers."""
-    weights = {name: torch.full((2,), value) for name in ("bias", "A_log", "dt_bias")}
-    sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 4, "head_v_dim": 4}
-    return SimpleNamespace(
-        conv_weights=torch.full((2, 4), value), activation="silu", **weights, **sizes
-    )
+    layer = gdn_layer(1, 4)
+    for name in ("conv_weights", "A_log", "dt_bias"):
+        getattr(layer, name).fill_(value)
+    layer.bias = torch.full((2,), value)
+    return layer
 
 
 def test_new_weights_are_stacked_again() -> None:
     """In the same memory, which a captured graph would read; and only then."""
-    recorded = {i: gdn_layer(float(i)) for i in range(3)}
+    recorded = {i: layer_of(float(i)) for i in range(3)}
     pool = SimpleNamespace(recording=SimpleNamespace(layers=recorded))
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(mamba_pool=pool))
     replay = Replay(runner, TORCH_OPS)
