@@ -1,15 +1,19 @@
-"""The examples of examples/ that need SGLang, run as their first lines say."""
+"""The examples of examples/, run as their first lines say."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.bench.server import Server
+from sglang_dflash.transformers_loop import chat_tokens
 from tests.engine import client
 from tests.engine.servers import DFLASH, PAIR
 from tests.engine.session import ServerSession
@@ -53,3 +57,15 @@ def test_offline_engine(servers: ServerSession, tmp_path: Path) -> None:
     assert len(lines) == 2
     for _, tokens, _, _, steps, *_ in lines:
         assert int(tokens) == TOKENS and 0 < int(steps) < TOKENS / 2
+
+
+def test_transformers_generate() -> None:
+    few = ("--device", "cpu", "--dtype", "float32", "--max-new-tokens", "32")
+    shown = run("transformers_generate.py", *few)
+    tokenizer = AutoTokenizer.from_pretrained(PAIR.target)
+    target = AutoModelForCausalLM.from_pretrained(PAIR.target, dtype=torch.float32).eval()
+    ids = chat_tokens(tokenizer, [{"role": "user", "content": PAIR.prompts[0]}])
+    out = target.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False)
+    answer, rate = shown.removesuffix("\n").rsplit("\n", 1)
+    assert answer == tokenizer.decode(out[0, len(ids) :])
+    assert re.fullmatch(r"32 tokens, [\d.]+ tokens/s, prefill included", rate)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BatchEncoding, Qwen3ForCausalLM, Qwen3Model
+from transformers import BatchEncoding, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
 from sglang_dflash import DFlashDraftModel
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import spec_generate
-from tests.transformers_loop.conftest import NEW_TOKENS, greedy
+from tests.transformers_loop.conftest import NEW_TOKENS, SHAPE, greedy
 
 IDS = torch.tensor([[3, 9, 27]])
 
@@ -23,7 +23,8 @@ def test_what_a_tokenizer_returns_is_a_prompt(draft: DFlashDraftModel, target: A
     expected = greedy(target, IDS)
     assert spec_generate(draft, target, encoded, NEW_TOKENS).tokens == expected
     assert draft.spec_generate(target, encoded, NEW_TOKENS).tolist() == [[3, 9, 27, *expected]]
-    assert draft.spec_generate(target, IDS.int(), NEW_TOKENS).tolist() == [[3, 9, 27, *expected]]
+    out = draft.spec_generate(target, IDS.int(), NEW_TOKENS)
+    assert out.dtype == torch.int64 and out.tolist() == [[3, 9, 27, *expected]]
 
 
 PROMPTS: dict[str, tuple[Any, Any]] = {
@@ -59,11 +60,13 @@ def test_a_padded_prompt(draft: DFlashDraftModel, target: Any) -> None:
     refused(lambda: draft.spec_generate(target, padded, 4), "attention_mask")
 
 
-def test_what_is_no_loaded_model(draft: DFlashDraftModel, target: Any) -> None:
+def test_what_is_no_loaded_model_or_of_another_pair(draft: DFlashDraftModel, target: Any) -> None:
     refused(lambda: spec_generate("z-lab/Qwen3-8B-DFlash-b16", target, IDS, 4), "draft")
     refused(lambda: draft.spec_generate("Qwen/Qwen3-8B", IDS, 4), "target")
     headless = Qwen3Model(target.config)
     assert refused(lambda: draft.spec_generate(headless, IDS, 4), "target").value == "Qwen3Model"
+    narrow = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "hidden_size": 16}))
+    refused(lambda: draft.spec_generate(narrow, IDS, 4), "hidden_size in the draft's config.json")
 
 
 def test_mixed_dtypes_and_devices(draft: DFlashDraftModel, target: Any) -> None:

@@ -19,7 +19,6 @@ import torch
 from sglang_dflash import cli, transformers_loop
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.embedded import DemoPair, demo_pair
-from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import chat_tokens
 
 NEW_TOKENS = 40
@@ -147,15 +146,6 @@ def test_half_a_pair_and_an_unfit_pair_are_refused(
     mixed = replace(PAIR, draft=demo_pair("hybrid").draft)
     assert cli.main(command(mixed, "--prompt", "a")) == 1
     assert "num_target_layers" in capsys.readouterr().err
-
-
-def test_a_chat_needs_a_template() -> None:
-    class Plain:
-        chat_template, name_or_path = None, "plain"
-
-    with pytest.raises(ConfigError, match="'plain'") as raised:
-        chat_tokens(Plain(), [{"role": "user", "content": "a"}])
-    assert (raised.value.field, raised.value.value) == ("chat", "plain")
 
 
 @pytest.mark.engine
