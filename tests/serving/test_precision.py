@@ -3,6 +3,7 @@ docs/limits.md, each through SGLang's own resolution of its arguments."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -59,16 +60,12 @@ def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     return build.draft_kv_dtype(torch.bfloat16)
 
 
+DRAFT_KV = "--speculative-draft-kv-cache-dtype"
 KV = {
     (): torch.bfloat16,
     ("--kv-cache-dtype", "fp8_e4m3"): torch.float8_e4m3fn,
-    (
-        "--kv-cache-dtype",
-        "fp8_e4m3",
-        "--speculative-draft-kv-cache-dtype",
-        "bf16",
-    ): torch.bfloat16,
-    ("--speculative-draft-kv-cache-dtype", "fp8_e4m3"): torch.float8_e4m3fn,
+    ("--kv-cache-dtype", "fp8_e4m3", DRAFT_KV, "bf16"): torch.bfloat16,
+    (DRAFT_KV, "fp8_e4m3"): torch.float8_e4m3fn,
 }
 
 
@@ -76,42 +73,26 @@ KV = {
 def test_8_bit_kv_is_served(
     flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU from capability 8.9 on, as the launching process checks it."""
+    """On a GPU that can (test_draft_backends.py), as the launching process checks it."""
     given, config = resolve(argv(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
     settings = resolving_view(given)
     assert worker_of(given) == "ours" and draft_dtype(settings, monkeypatch) == KV[flags]
-    cuda = given, settings, config, torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    if KV[flags] != torch.bfloat16:
-        with pytest.raises(ConfigError) as refused:
-            choose_worker._check_device(*cuda)
-        assert refused.value.field == "--speculative-draft-kv-cache-dtype"
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    choose_worker._check_device(*cuda)
+    with contextlib.nullcontext() if KV[flags] == torch.bfloat16 else pytest.raises(ConfigError):
+        choose_worker._check_device(given, settings, config, torch.device("cuda"))
 
 
 NO_4_BIT = "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype"
 # SGLang takes these on a Blackwell GPU only: the settings as they would arrive there, why our
 # worker does not serve, and the dtype of its draft K/V if it does.
+NVFP4_KV, DRAFTS = {"kv_cache_dtype": "nvfp4"}, "speculative_draft_kv_cache_dtype"
 BLACKWELL: list[tuple[dict[str, str], str | None, torch.dtype | None]] = [
     ({"kv_cache_dtype": "mxfp8"}, None, torch.float8_e4m3fn),
-    ({"kv_cache_dtype": "nvfp4"}, NO_4_BIT, None),
+    (NVFP4_KV, NO_4_BIT, None),
     ({"kv_cache_dtype": "fp4_mx_block16"}, NO_4_BIT, None),
-    (
-        {"kv_cache_dtype": "nvfp4", "speculative_draft_kv_cache_dtype": "bf16"},
-        None,
-        torch.bfloat16,
-    ),
-    (
-        {"kv_cache_dtype": "nvfp4", "speculative_draft_kv_cache_dtype": "fp8_e4m3"},
-        None,
-        torch.float8_e4m3fn,
-    ),
-    (
-        {"kv_cache_dtype": "nvfp4", "speculative_draft_attention_backend": "fa4"},
-        None,
-        torch.bfloat16,
-    ),
+    ({**NVFP4_KV, DRAFTS: "bf16"}, None, torch.bfloat16),
+    ({**NVFP4_KV, DRAFTS: "fp8_e4m3"}, None, torch.float8_e4m3fn),
+    ({**NVFP4_KV, "speculative_draft_attention_backend": "fa4"}, None, torch.bfloat16),
 ]
 
 
