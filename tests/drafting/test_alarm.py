@@ -19,22 +19,6 @@ def feed(alarm: AcceptanceAlarm, steps: int, length: float, batch: int = 16) -> 
     return [warning for warning in warnings if warning is not None]
 
 
-def test_it_warns_once_with_likely_causes() -> None:
-    alarm = AcceptanceAlarm()
-    assert feed(alarm, JUDGED_STEPS - 16, 1.0) == [] and not alarm.raised and alarm.recent is None
-    (warning,) = feed(alarm, 20 * JUDGED_STEPS, 1.0)
-    assert "acceptance length 1.00 over the last 512 verify steps" in warning
-    assert all(cause in warning for cause in CAUSES)
-    assert alarm.raised and alarm.recent == 1.0
-
-
-def test_it_judges_recent_steps_only() -> None:
-    """A draft that was good for long, and no longer is."""
-    alarm = AcceptanceAlarm()
-    assert feed(alarm, 100 * JUDGED_STEPS, 5.0) == []
-    assert len(feed(alarm, JUDGED_STEPS, 1.0)) == 1
-
-
 def test_between_the_bounds_it_stays_as_it_is() -> None:
     alarm = AcceptanceAlarm()
     feed(alarm, JUDGED_STEPS, 1.0)
@@ -51,7 +35,7 @@ def test_it_may_warn_again_after_a_recovery_but_not_in_a_loop() -> None:
     for _ in range(steps // (2 * JUDGED_STEPS)):
         warnings += feed(alarm, JUDGED_STEPS, 1.0)
         warnings += feed(alarm, JUDGED_STEPS, 3.0)
-    assert len(warnings) == 3
+    assert len(warnings) == 3 and all(cause in warnings[0] for cause in CAUSES)
 
 
 def test_a_large_batch_may_fill_several_windows() -> None:

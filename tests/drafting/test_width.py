@@ -296,11 +296,6 @@ def test_a_batch_without_drafts_is_decoded_plainly() -> None:
     assert AdaptiveWidth(WIDTHS).choose([], 500, 100) == 1
 
 
-def test_a_fixed_width_stays() -> None:
-    policy = FixedWidth(8)
-    assert {policy.choose([], 0, 0), policy.choose(["a"], 10**5, 1)} == {8}
-
-
 @pytest.mark.parametrize("widths", [(4, 8), (1,), (1, 8, 4), (1, 4, 4, 8), ()])
 def test_widths_begin_at_one_and_ascend(widths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ascending numbers from 1"):
@@ -323,16 +318,6 @@ def test_what_is_reported() -> None:
 
 
 # -- its parts
-
-
-def test_expected_tokens_are_calibrated() -> None:
-    rng, survival, p = np.random.default_rng(1), Survival(7), np.linspace(0.9, 0.5, 7)
-    for _ in range(600):
-        rejected = rng.random((4, 7)) >= p
-        accepted = np.where(rejected.any(1), rejected.argmax(1), 7)
-        survival.observe(7, accepted.tolist())
-    assert np.abs(np.array(survival.of) - p.cumprod()).max() < 0.15
-    assert abs(sum(survival.of) - p.cumprod().sum()) < 0.6
 
 
 def test_drafts_that_were_not_verified_change_as_the_last_one_that_was() -> None:
@@ -371,10 +356,3 @@ def test_unknown_costs_are_in_proportion_to_the_nearest_place() -> None:
     seconds.record(Place.of(16, 500), 1, 5.0)
     assert seconds.at(Place.of(16, 500)) == {1: 5.0, 4: 20.0, 8: 40.0}
     assert seconds.at(Place.of(2, 500)) == {1: 1.0, 4: 4.0, 8: 8.0}
-
-
-def test_places_are_buckets() -> None:
-    assert [Place.of(n, 1).requests for n in (1, 2, 3, 4, 5, 8, 9, 16, 17)] == [
-        0, 1, 2, 2, 3, 3, 4, 4, 5,
-    ]  # fmt: skip
-    assert [Place.of(1, n).context for n in (0, 2047, 2048, 8191, 8192)] == [0, 0, 1, 1, 2]
