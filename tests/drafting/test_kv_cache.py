@@ -140,20 +140,6 @@ def test_a_prompt_yields_to_what_is_read() -> None:
         assert int(find(cache, mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
 
 
-def test_a_recycled_target_slot_is_never_read() -> None:
-    """A target slot freed by one request and reused for a token without draft K/V is dead."""
-    cache = cache_of(8)
-    cache.write(torch.tensor([3]), stamped([7]))
-    cache.forget(torch.tensor([3]))
-    assert not find(cache, torch.tensor([3]))[1].item()
-
-
-def test_of_one_write_larger_than_the_ring_the_last_tokens_stay() -> None:
-    cache = cache_of(4)
-    cache.write(torch.arange(10), stamped(list(range(10))))
-    assert find(cache, torch.arange(10))[1].tolist() == [False] * 6 + [True] * 4
-
-
 def test_fresh_entries_are_marked_in_use() -> None:
     """What was written since the last read is not overwritten while unused entries are left."""
     cache = cache_of(4)
@@ -177,11 +163,6 @@ def test_only_a_bounded_cache_leaves_prompt_tokens_out() -> None:
     direct = DraftKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
     assert cache_of(4).prompt_tokens_to_write(visible, age).tolist() == [3, 0, 2]
     assert torch.arange(4)[direct.prompt_tokens_to_write(visible, age)].tolist() == [0, 1, 2, 3]
-
-
-def test_bytes_are_those_of_the_entries() -> None:
-    cache = RingKVCache(100, TARGET_SLOTS, (3, 2, 4, 16), torch.bfloat16, "cpu")
-    assert cache.kv.nbytes == 101 * 3 * 2 * 4 * 16 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

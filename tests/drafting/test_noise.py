@@ -89,30 +89,26 @@ def head_of(tp: TensorParallel, weight: Tensor, first_id: int = 0) -> ArgmaxHead
     return ArgmaxHead(target, tp, TorchOps())
 
 
-def test_a_head_drafts_by_both_rules() -> None:
+def test_a_head_drafts_by_both_rules_on_any_number_of_ranks() -> None:
+    """A shard's noise is that of its tokens' ids in the whole vocabulary."""
     weight, hidden = torch.randn(VOCAB, 8), torch.randn(3, BLOCK, 8)
     noise, bonus = noise_of([1.0, 0.0, 5.0]), torch.zeros(3, dtype=torch.int64)
     head = head_of(TensorParallel(), weight)
-    likeliest, coupled = head(hidden, bonus, noise)
+    likeliest, coupled = whole = head(hidden, bonus, noise)
     assert torch.equal(likeliest, head(hidden, bonus, None))
     scores = noise.scores(hidden[:, 1:] @ weight.T, torch.arange(VOCAB))
     assert torch.equal(coupled, scores.argmax(-1))
     # A greedy request has no noise.
     assert torch.equal(coupled[1], likeliest[1]) and (coupled != likeliest).any()
-
-
-def test_ranks_draft_what_one_rank_does() -> None:
-    """A shard's noise is that of its tokens' ids in the whole vocabulary."""
-    weight, hidden = torch.randn(VOCAB, 8), torch.randn(3, BLOCK, 8)
-    noise, bonus = noise_of([1.0, 0.0, 5.0]), torch.zeros(3, dtype=torch.int64)
-    whole = head_of(TensorParallel(), weight)(hidden, bonus, noise)
     sent: list[Tensor] = []
     tp = TensorParallel(0, 2, all_gather=lambda x: sent.append(x) or torch.stack((x, x)))
     for shard, first_id in zip(weight.chunk(2), (0, VOCAB // 2), strict=True):
         head_of(tp, shard, first_id)(hidden, bonus, noise)
     both = torch.stack(sent)
     tp = TensorParallel(0, 2, all_gather=lambda _: both)
-    assert torch.equal(head_of(tp, weight[: VOCAB // 2])(hidden, bonus, noise), whole)
+    assert torch.equal(
+        head_of(tp, weight[: VOCAB // 2])(hidden, bonus, noise), torch.stack(tuple(whole))
+    )
 
 
 def test_the_better_rule_is_found_by_position() -> None:
