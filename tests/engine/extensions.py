@@ -1,6 +1,5 @@
-"""Extensions of our worker that make a step harder: ranks that disagree,
-lengths that only the device knows, an exception, widths drawn at random, and steps replayed from
-recordings. (Known drafts: oracle.py.)"""
+"""Extensions of our worker that make a step harder: ranks that disagree, lengths that only the
+device knows, widths drawn at random, and recorded steps. (Known drafts: oracle.py.)"""
 
 from __future__ import annotations
 
@@ -9,14 +8,12 @@ import random
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.groups import Written
 from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
@@ -67,49 +64,6 @@ def no_host_lengths(target_worker: Any) -> Extension:
     del target_worker
     CpuAttentionBackend.needs_cpu_seq_lens = False
     return Extension(observer=NoHostLengths())
-
-
-PHASES = ("propose", "verify", "commit")
-
-
-class Fault(RuntimeError):
-    """What is raised."""
-
-
-def fail_in(phase: str) -> None:
-    if os.environ["FAULT_IN"] == phase and Path(os.environ["FAULT_AT"]).exists():
-        raise Fault(f"in {phase}")
-
-
-class FaultyDrafter(Drafter):
-    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
-        fail_in("propose")
-        return super().propose(bonus, requests, noise)
-
-    def absorb(
-        self,
-        target_hidden: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        keep: Tensor | None = None,
-        written: Sequence[Written] | None = None,
-    ) -> None:
-        if keep is not None:  # Not of a prompt.
-            fail_in("commit")
-        super().absorb(target_hidden, positions, slots, keep, written)
-
-
-def faulty(target_worker: Any) -> Extension:
-    """Once the file FAULT_AT exists, the next decode step raises in the phase FAULT_IN."""
-    forward = target_worker.forward_batch_generation
-
-    def verify(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("is_verify"):
-            fail_in("verify")
-        return forward(*args, **kwargs)
-
-    target_worker.forward_batch_generation = verify
-    return Extension(make_drafter=FaultyDrafter)
 
 
 def recorded_steps(_target_worker: Any) -> Extension:

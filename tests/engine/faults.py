@@ -2,7 +2,7 @@
 
 A request whose id is `guilty.PLACE.N...` makes every step raise that has it at that place, once it
 has N output tokens. A file PLACE in the folder FAULTS makes the next step there raise, whoever is
-in it, and disappears.
+in it, and disappears; a file PLACE.always makes every step there raise.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def _fail(place: str, requests: Iterable[Any]) -> None:
         parts = request.rid.split(".")
         if parts[:2] == ["guilty", place] and len(request.output_ids) >= int(parts[2]):
             raise Fault(f"in {place}")
+    if requests and once.with_suffix(".always").exists():
+        raise Fault(f"in {place}")
     if requests and once.exists():
         once.unlink(missing_ok=True)
         raise Fault(f"once in {place}")

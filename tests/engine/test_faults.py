@@ -23,7 +23,6 @@ import requests
 
 from sglang_dflash.bench.server import Server, free_port
 from tests.engine import workload
-from tests.engine.extensions import PHASES
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH, PLAIN, TP2, ServerConfig
 from tests.engine.session import ServerSession
@@ -89,24 +88,23 @@ def started(
     """A server of the test's own that has answered once."""
     servers.stop()
     env = {**config.env, **env}
-    server = ForkedServer(servers.nursery, servers.arguments(config), env=env)
+    arguments = servers.arguments(config)
+    server = ForkedServer(servers.nursery, arguments, env=env, module=config.module)
     with server, ThreadPoolExecutor(4) as pool:
         assert send(server, 8).how == "200"
         yield server, pool
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", ["propose", "verify", "commit"])
 def test_an_exception_in_every_step_ends_the_server(
     phase: str, servers: ServerSession, tmp_path: Path
 ) -> None:
     """Requests get HTTP 500, until a plain request fails, too. What watches the process has to
     start another. (Of one request or step: test_containment.py.)"""
-    trigger = tmp_path / "now"
-    config = DFLASH.having(speculative_dflash_extension="tests.engine.extensions:faulty")
-    with started(servers, config, FAULT_IN=phase, FAULT_AT=str(trigger)) as (server, pool):
+    with started(servers, DFLASH.changed("faults"), FAULTS=str(tmp_path)) as (server, pool):
         waiting = load(pool, server, 20_000)
         time.sleep(1)
-        trigger.touch()
+        (tmp_path / f"{phase}.always").touch()
         began = time.monotonic()
         first = {name: one.result() for name, one in waiting.items()}
         assert {outcome.how for outcome in first.values()} == {"500"}
