@@ -28,6 +28,12 @@ Q, K = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
 UP, NORM = "layers.0.mlp.up_proj.weight", "norm.weight"
 
 
+def server_flags(*more: str, target: object = PAIR.target, draft: object = PAIR.draft) -> list[str]:
+    """Of a DFLASH server for the demo pair; of a flag that is given twice the last one counts."""
+    algorithm = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft))
+    return ["--model-path", str(target), *algorithm, *more]
+
+
 @dataclass(frozen=True)
 class BrokenDraft:
     """A way to break a copy of the demo draft, and a part of the message, the same everywhere."""

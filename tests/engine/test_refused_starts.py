@@ -9,23 +9,19 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from sglang_dflash.bench.server import ServerFailed
-from tests.broken_drafts import BROKEN, PAIR, fields
+from tests.broken_drafts import BROKEN, PAIR, fields, server_flags
 from tests.conftest import FUZZ
 from tests.engine import client
 from tests.engine.nursery import ForkedServer
 from tests.engine.session import ServerSession
 from tests.serving.test_draft_verdicts import damaged
 
-DFLASH = [
-    *("--model-path", str(PAIR.target)),
-    *("--speculative-algorithm", "DFLASH"),
-    "--speculative-draft-model-path",
-]
 # From the line to the end. Not by the clock, since the machine may be busy with other tests.
 CPU_SECONDS = 20
 MOST_SECONDS = 400
@@ -70,45 +66,39 @@ def launched(*flags: str, until: str) -> Ended:
     return Ended(process.returncode, lines, used.ru_utime + used.ru_stime - seen)
 
 
+BROKEN_DRAFTS = ("field: hidden_size=256", "file: nested", "tensors: one NaN")
+# A broken draft or flags -> the status, and a part of the last line.
+ENDS: dict[str | tuple[str, str], tuple[int, str]] = {
+    **{what: (1, BROKEN[what].message) for what in BROKEN_DRAFTS},
+    ("--speculative-num-draft-tokens", "99999999999"): (
+        1, "sglang-dflash: --speculative-num-draft-tokens: 99999999999; a number of tokens from 2",
+    ),
+    ("--mamba-scheduler-strategy", "bogus"): (
+        2, "--mamba-scheduler-strategy: 'bogus'; choose one of",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("what", ["field: hidden_size=256", "file: nested", "tensors: one NaN"])
-def test_a_broken_draft_ends_the_launcher(what: str, tmp_path: Path) -> None:
-    draft = BROKEN[what].make(tmp_path / "draft")
-    ended = launched(*DFLASH, str(draft), until=BROKEN[what].message)
-    assert ended.status == 1 and ended.seconds_since < CPU_SECONDS
+@pytest.mark.parametrize("what", ENDS, ids=str)
+def test_the_launcher_ends_soon_after_one_line(what: Any, tmp_path: Path) -> None:
+    status, message = ENDS[what]
+    is_draft = isinstance(what, str)
+    draft = BROKEN[what].make(tmp_path / "draft") if is_draft else PAIR.draft
+    ended = launched(*server_flags(*(() if is_draft else what), draft=draft), until=message)
+    assert ended.status == status and ended.seconds_since < CPU_SECONDS
     assert not ended.lines_with("Traceback")
-    (line,) = ended.lines_with(BROKEN[what].message)
-    assert line.startswith("sglang-dflash: ") and line == ended.lines[-1]
+    (line,) = ended.lines_with(message)
+    assert line == ended.lines[-1] and (status == 2 or line.startswith("sglang-dflash: "))
 
 
 def test_a_broken_draft_is_refused_in_one_line(tmp_path: Path, servers: ServerSession) -> None:
     draft = BROKEN["field: hidden_size=256"]
-    command = ["sglang.launch_server", *DFLASH, str(draft.make(tmp_path / "draft"))]
+    command = ["sglang.launch_server", *server_flags(draft=draft.make(tmp_path / "draft"))]
     status, lines = servers.nursery.run(*command, log=tmp_path / "log")
     assert status == 1 and not [line for line in lines if "Traceback" in line]
     (line,) = [line for line in lines if draft.message in line]
     assert line.startswith("sglang-dflash: ") and line == lines[-1]
-
-
-@pytest.mark.long
-def test_a_flag_of_an_absurd_size_ends_the_launcher() -> None:
-    flag = ["--speculative-num-draft-tokens", "99999999999"]
-    ended = launched(*DFLASH, str(PAIR.draft), *flag, until="99999999999;")
-    assert ended.status == 1 and ended.seconds_since < CPU_SECONDS
-    assert not ended.lines_with("Traceback")
-    assert ended.lines[-1] == (
-        "sglang-dflash: --speculative-num-draft-tokens: 99999999999; a number of tokens from 2 to "
-        "2147483647 is required"
-    )
-
-
-@pytest.mark.long
-def test_a_value_that_is_no_choice_ends_the_parser() -> None:
-    flag = ["--mamba-scheduler-strategy", "bogus"]
-    ended = launched(*DFLASH, str(PAIR.draft), *flag, until="'bogus'; choose one of")
-    assert ended.status == 2 and ended.seconds_since < CPU_SECONDS
-    assert "--mamba-scheduler-strategy: 'bogus'; choose one of" in ended.lines[-1]
-    assert not ended.lines_with("Traceback")
 
 
 def test_what_only_the_scheduler_knows_ends_the_server(
@@ -119,7 +109,7 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     fields(hidden_size=192, block_size=8_500)(draft)
     servers.stop()
     # More requests or longer blocks need more memory than there is, which is found before.
-    args = [*DFLASH, str(draft), "--max-running-requests", "2"]
+    args = server_flags("--max-running-requests", "2", draft=draft)
     server = ForkedServer(servers.nursery, args, log=log)
     with pytest.raises(ServerFailed):
         server.__enter__()
@@ -141,7 +131,7 @@ def test_no_draft_is_refused_later_than_by_the_launcher(
     served, wrong = 0, []
     for number in range(DAMAGED * FUZZ):
         (folder, what), log = damaged(number, tmp_path), tmp_path / f"log{number}"
-        server = ForkedServer(servers.nursery, [*DFLASH, str(folder)], log=log)
+        server = ForkedServer(servers.nursery, server_flags(draft=folder), log=log)
         try:
             with server:
                 client.ask(server, "x = ")

@@ -13,10 +13,9 @@ from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import load
-from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields
+from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields, server_flags
 
 TARGET = str(PAIR.target)
-SERVER = ["--model-path", TARGET, "--speculative-algorithm", "DFLASH"]
 DRAFT = "--speculative-draft-model-path"
 # Of a message. A path of pytest may take half of it.
 LONGEST = 600
@@ -25,7 +24,7 @@ LONGEST = 600
 def refusals(draft: str, resolve: Any, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """The messages of a server, `generate` and `inspect`."""
     with pytest.raises(ConfigError) as by_server:
-        resolve([*SERVER, DRAFT, draft])
+        resolve(server_flags(draft=draft))
     with pytest.raises(ConfigError) as by_generate:
         load(TARGET, draft)
     capsys.readouterr()
@@ -55,7 +54,7 @@ def test_all_refuse_a_broken_draft_with_the_same_line(
 def test_the_table_breaks_drafts_that_are_served_otherwise(
     resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resolve([*SERVER, DRAFT, str(PAIR.draft)])
+    resolve(server_flags())
     load(TARGET, str(PAIR.draft))
     assert cli.main(["inspect", TARGET, str(PAIR.draft), "--offline"]) == 0
 
@@ -92,7 +91,7 @@ def test_a_swapped_pair_and_one_of_strangers_are_told_alike(
     for names, refused in [
         (
             ("--model-path", DRAFT),
-            lambda: resolve(["--model-path", draft, *SERVER[2:], DRAFT, TARGET]),
+            lambda: resolve(server_flags(target=draft, draft=TARGET)),
         ),
         (("target", "draft"), lambda: load(draft, TARGET)),
     ]:
@@ -117,7 +116,7 @@ def test_a_model_that_sglang_does_not_know_is_one_line(
     """SGLang's own worker would serve it, if SGLang could read it. `generate` has ours only."""
     draft = BrokenDraft(fields(model_type="nonesuch"), "").make(tmp_path / "draft")
     with pytest.raises(ConfigError) as refused:
-        resolve([*SERVER, DRAFT, str(draft)])
+        resolve(server_flags(draft=draft))
     error = refused.value
     assert (error.field, error.value) == ("model_type in the draft's config.json", "nonesuch")
     assert "nonesuch" in error.required and "\n" not in str(error)

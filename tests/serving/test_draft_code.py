@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from tests.broken_drafts import server_flags
 from tests.seam.originals import original
 
 PAIR = demo_pair("dense")
@@ -47,12 +48,7 @@ class TracedDraft:
         file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
     def command(self, *more: str) -> list[str]:
-        return [
-            *("--model-path", str(PAIR.target)),
-            *("--speculative-algorithm", "DFLASH"),
-            *("--speculative-draft-model-path", str(self.folder)),
-            *more,
-        ]
+        return server_flags(*more, draft=self.folder)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 from sglang_dflash import cli
 from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG
 from sglang_dflash.facts.errors import ConfigError
-from tests.broken_drafts import PAIR, WEIGHTS
+from tests.broken_drafts import PAIR, WEIGHTS, server_flags
 from tests.conftest import FUZZ
 
 DRAFTS = 60
@@ -78,14 +78,13 @@ def damaged(number: int, parent: Path) -> tuple[Path, str]:
 def test_inspect_and_the_launcher_agree(
     resolve: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--model-path", str(PAIR.target), "--speculative-algorithm", "DFLASH"]
     verdicts, wrong = Counter[str](), []
     for number in range(DRAFTS * FUZZ):
         folder, what = damaged(number, tmp_path)
         status = cli.main(["inspect", str(PAIR.target), str(folder), "--offline"])
         shown = capsys.readouterr()
         try:
-            resolve([*flags, "--speculative-draft-model-path", str(folder)])
+            resolve(server_flags(draft=folder))
             by_launcher = "served"
         except ConfigError as error:
             by_launcher = "refused"

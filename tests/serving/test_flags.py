@@ -13,14 +13,9 @@ from hypothesis import strategies as st
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.start import flags
-from tests.broken_drafts import PAIR, BrokenDraft, fields
+from tests.broken_drafts import PAIR, BrokenDraft, fields, server_flags
 from tests.conftest import FUZZ
 
-PAIR_FLAGS = [
-    *("--model-path", str(PAIR.target)),
-    *("--speculative-algorithm", "DFLASH"),
-    *("--speculative-draft-model-path", str(PAIR.draft)),
-]
 BLOCK, BLOCK_ALIAS = "--speculative-num-draft-tokens", "--speculative-dflash-block-size"
 WINDOW, WINDOW_ALIAS = (
     "--speculative-draft-window-size", "--speculative-dflash-draft-window-size",
@@ -79,7 +74,7 @@ def test_flags_that_cannot_work_are_refused(
     flags: tuple[str, ...], resolve: Callable[..., Any]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        resolve([*PAIR_FLAGS, *flags])
+        resolve(server_flags(*flags))
     assert (refused.value.field, refused.value.value) == REFUSED[flags]
 
 
@@ -88,7 +83,7 @@ def test_a_block_of_the_draft_that_two_requests_have_no_room_for(
 ) -> None:
     draft = BrokenDraft(fields(block_size=10_000), "").make(tmp_path / "draft")
     with pytest.raises(ConfigError, match="too large for a KV pool of 32768 tokens") as refused:
-        resolve([*PAIR_FLAGS[:-1], str(draft), "--max-total-tokens", "32768"])
+        resolve(server_flags("--max-total-tokens", "32768", draft=draft))
     assert (refused.value.field, refused.value.value) == ("block_size of the draft", 10_000)
 
 
@@ -97,21 +92,21 @@ def test_the_parser_refuses_values_that_are_none(
     flags: tuple[str, ...], resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        resolve([*PAIR_FLAGS, *flags])
+        resolve(server_flags(*flags))
     assert ended.value.code == 2
     assert REFUSED_BY_THE_PARSER[flags] in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("flags", SERVED, ids=" ".join)
 def test_flags_that_work_are_served(flags: list[str], resolve: Callable[..., Any]) -> None:
-    resolve([*PAIR_FLAGS, *flags])
+    resolve(server_flags(*flags))
 
 
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (PAIR_FLAGS[:2], "without --speculative-algorithm DFLASH"),
-        ([*PAIR_FLAGS, "--speculative-dflash-worker", "builtin"], "-worker builtin"),
+        (server_flags()[:2], "without --speculative-algorithm DFLASH"),
+        (server_flags("--speculative-dflash-worker", "builtin"), "-worker builtin"),
     ],
     ids=["plain", "builtin"],
 )
@@ -155,7 +150,7 @@ def test_any_flags_are_served_or_refused_in_one_line(
 
     flags = [word for pair in typed for word in pair]
     try:
-        check_pair(ServerArgs.from_cli_args(parser.parse_args([*PAIR_FLAGS, *flags])))
+        check_pair(ServerArgs.from_cli_args(parser.parse_args(server_flags(*flags))))
     except SystemExit as ended:
         assert ended.code == 2
     except ConfigError as refused:

@@ -19,6 +19,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.start import build, choose_worker
 from sglang_dflash.serving.start.choose_worker import unserved_setting
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
+from tests.broken_drafts import server_flags
 from tests.serving.in_process import decode_of, filled, prepared
 from tests.serving.in_process import worker_of as worker_of_step
 from tests.serving.published import Arrived
@@ -39,11 +40,6 @@ def quantized(folder: Path, name: str, config: dict[str, Any]) -> str:
     raw = json.loads((folder / name / "config.json").read_text())
     (folder / name / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
     return str(folder / name)
-
-
-def argv(*flags: str, target: str = str(PAIR.target), draft: str = str(PAIR.draft)) -> list[str]:
-    algorithm = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", draft]
-    return ["--model-path", target, *algorithm, *flags]
 
 
 def worker_of(given: Any) -> str:
@@ -74,7 +70,7 @@ def test_8_bit_kv_is_served(
     flags: tuple[str, ...], resolve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU that can (test_draft_backends.py), as the launching process checks it."""
-    given, config = resolve(argv(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
+    given, config = resolve(server_flags(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
     settings = resolving_view(given)
     assert worker_of(given) == "ours" and draft_dtype(settings, monkeypatch) == KV[flags]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
@@ -104,7 +100,7 @@ def test_kv_of_a_blackwell_gpu(
     resolve: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = resolve(argv())
+    given = resolve(server_flags())
 
     arrived = Arrived(resolving_view(given), changes)
     assert unserved_setting(arrived, str(PAIR.draft)) == reason
@@ -117,7 +113,7 @@ def test_a_quantized_target_is_served(
     config: dict[str, Any], resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lm_head decides, when it is loaded: tests/serving/test_start_up.py."""
-    given = resolve(argv(target=quantized(tmp_path, "target", config)))
+    given = resolve(server_flags(target=quantized(tmp_path, "target", config)))
     assert worker_of(given) == "ours"
     # Also if the checkpoint asks for 8-bit KV of the target.
     assert draft_dtype(resolving_view(given), monkeypatch) == torch.bfloat16
@@ -126,7 +122,7 @@ def test_a_quantized_target_is_served(
 def test_a_quantized_draft_goes_to_the_built_in_worker(
     resolve: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    assert worker_of(resolve(argv(draft=quantized(tmp_path, "draft", FP8)))) == "builtin"
+    assert worker_of(resolve(server_flags(draft=quantized(tmp_path, "draft", FP8)))) == "builtin"
     assert "quantization_config" in capfd.readouterr().err
 
 

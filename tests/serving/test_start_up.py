@@ -14,23 +14,14 @@ from safetensors.torch import load_file
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from tests.broken_drafts import BrokenDraft, fields
+from tests.broken_drafts import BrokenDraft, fields, server_flags
 from tests.serving.published import Arrived
 from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
-TARGET = [
-    "--model-path",
-    str(PAIR.target),
-    "--speculative-algorithm",
-    "DFLASH",
-    "--speculative-draft-model-path",
-]
-
-
 HYBRID = demo_pair("hybrid")
-HYBRID_PAIR = ["--model-path", str(HYBRID.target), TARGET[-1], str(HYBRID.draft)]
-# What is added to the dense pair's flags; of a flag that is given twice the last one counts.
+HYBRID_PAIR = server_flags(target=HYBRID.target, draft=HYBRID.draft)
+# What is added to the dense pair's flags.
 REFUSED = {
     r"--tp-size: 3; .*num_attention_heads": ["--tp-size", "3"],
     r"--enable-streaming-session: not supported for targets with recurrent layers": [
@@ -46,14 +37,14 @@ REFUSED = {
 def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> None:
     # The last is the platform's.
     with pytest.raises(ValueError if "lora" in message else ConfigError, match=message):
-        resolve([*TARGET, str(PAIR.draft), *REFUSED[message]])
+        resolve(server_flags(*REFUSED[message]))
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["default", "device-cpu"])
 def test_the_default_attention_backend_is_ours(device: list[str], resolve: Any) -> None:
     from sglang.srt.arg_groups.overrides import resolving_view
 
-    settings = resolving_view(resolve([*TARGET, str(PAIR.draft), *device]))
+    settings = resolving_view(resolve(server_flags(*device)))
     assert settings.attention_backend == "torch_native" and settings.sampling_backend == "pytorch"
 
 
@@ -66,7 +57,7 @@ def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> 
         "--speculative-dflash-draft-window-size 128 --speculative-dflash-draft-kv-tokens 999 "
         "--speculative-dflash-worker builtin"
     )
-    given = resolve([*TARGET, str(PAIR.draft), *typed.split()])
+    given = resolve(server_flags(*typed.split()))
     settings = resolving_view(given)
     assert settings.speculative_draft_window_size == 128
     assert flags.ServerFlags.of(given).worker == "builtin"
@@ -82,7 +73,7 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     # That worker reads it, and so it is no reason to refuse (MiMo has one).
     (draft / "mask_embedding.pt").write_bytes(b"")
     reason = "'domino'; not served here: a head"
-    assert reason in builtin_warning(resolve([*TARGET, str(draft)]), capfd)
+    assert reason in builtin_warning(resolve(server_flags(draft=draft)), capfd)
     assert cli.main(["inspect", str(PAIR.target), str(draft), "--offline"]) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert f"dflash_config.projector_type in the draft's config.json: {reason}" in shown
@@ -96,7 +87,7 @@ def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: 
     (file,) = PAIR.target.glob("*.safetensors")
     rows = load_file(file)["model.embed_tokens.weight"]
     rewrite_in_that_layout(draft, rows, 2 * torch.arange(512))
-    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve([*TARGET, str(draft)]))
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(server_flags(draft=draft)))
     assert worker.keywords["load_draft"].args == (str(draft),)
 
 
@@ -133,7 +124,7 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
 
     from sglang_dflash.serving.start.choose_worker import unserved_setting
 
-    given = resolving_view(resolve([*TARGET, str(PAIR.draft)]))
+    given = resolving_view(resolve(server_flags()))
     assert unserved_setting(given, str(PAIR.draft)) is None
     assert unserved_setting(Arrived(given, NOT_OURS[reason]), str(PAIR.draft)) == reason
 
