@@ -34,24 +34,40 @@ SHAPE: dict[str, Any] = {
 }
 
 
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+
+
+def config_of(moe: bool) -> Any:
+    """Of that shape, dense or with experts."""
+    import transformers
+
+    if moe:
+        config: Any = transformers.Qwen3_5MoeTextConfig(**SHAPE, **EXPERTS)
+    else:
+        config = transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128)
+    # Published configurations have it, and SGLang goes by it rather than by `layer_types`.
+    config.full_attention_interval = 4
+    config.architectures = ["Qwen3_5MoeForCausalLM" if moe else "Qwen3_5ForCausalLM"]
+    return config
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """The demo models'."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(demo_pair("dense").target / name, folder)
+
+
 def save_random_hybrid(folder: Path, moe: bool = False) -> None:
     """Write a float32 checkpoint, the same on every call, with the demo models' tokenizer."""
     import transformers
 
-    if moe:
-        experts = {
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-        }
-        config: Any = transformers.Qwen3_5MoeTextConfig(**SHAPE, **experts)
-        model: Any = transformers.Qwen3_5MoeForCausalLM(config)
-    else:
-        config = transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128)
-        model = transformers.Qwen3_5ForCausalLM(config)
-    # Published configurations have it, and SGLang goes by it rather than by `layer_types`.
-    config.full_attention_interval = 4
+    config = config_of(moe)
+    model: Any = getattr(transformers, config.architectures[0])(config)
     random = torch.Generator().manual_seed(0)
     for name, parameter in model.float().named_parameters():
         if name.endswith("A_log"):
@@ -65,5 +81,4 @@ def save_random_hybrid(folder: Path, moe: bool = False) -> None:
             mean = float("norm" in name and "linear_attn" in name)
             parameter.data.normal_(mean, 0.14 if parameter.ndim > 1 else 0.1, generator=random)
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(demo_pair("dense").target / name, folder)
+    copy_tokenizer(folder)

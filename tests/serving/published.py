@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config
-from tests.engine.hybrid import SHAPE
+from tests.engine.hybrid import config_of, copy_tokenizer
 
 LINE = """python -m sglang.launch_server --model-path Qwen/Qwen3.5-27B \\
     --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash \\
@@ -52,33 +51,16 @@ def tiny_checkpoints(root: Path) -> dict[str, str]:
 
     Returns their folders by name, and those of the demo pair, a dense Qwen3.
     """
-    import transformers
-
-    experts = {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    configs: dict[str, Any] = {
-        "27b": (
-            transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128),
-            "Qwen3_5ForCausalLM",
-        ),
-        "a3b": (transformers.Qwen3_5MoeTextConfig(**SHAPE, **experts), "Qwen3_5MoeForCausalLM"),
-    }
-    for name, (config, architecture) in configs.items():
-        # Published configurations have it, and SGLang reads it rather than `layer_types`.
-        config.architectures, config.full_attention_interval = [architecture], 4
-        config.save_pretrained(root / name)
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(demo_pair("dense").target / file, root / name)
+    names = {"27b": False, "a3b": True}
+    for name, moe in names.items():
+        config_of(moe).save_pretrained(root / name)
+        copy_tokenizer(root / name)
     # Made for half the positions of the targets, since published drafts are made for fewer too.
     raw = raw_config(hidden_size=64, vocab_size=1024, num_target_layers=4, block_size=16)
     save_model(random_model(raw), raw, root / "draft", torch.float32)
     dense = demo_pair("dense")
     return {
-        **{name: str(root / name) for name in (*configs, "draft")},
+        **{name: str(root / name) for name in (*names, "draft")},
         "8b": str(dense.target),
         "8b-draft": str(dense.draft),
     }
