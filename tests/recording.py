@@ -44,14 +44,13 @@ class _Made(NamedTuple):
 
 
 class _Op(NamedTuple):
-    """One operation: its inputs, flat, with `_Made` for results of earlier ones; the places of its
-    results; and the places that no later operation reads."""
+    """One operation: its inputs, flat, with `_Made` for results of earlier ones; and the places of
+    its results."""
 
     func: Callable[..., Any]
     inputs: list[Any]
     spec: TreeSpec
     outputs: list[int]
-    last: list[int]
 
 
 class OpRecorder:
@@ -66,7 +65,7 @@ class OpRecorder:
         listing = _Listing()
         with listing:
             run()
-        return Recording(listing.ops())
+        return Recording(listing.ops)
 
 
 class Recording:
@@ -78,13 +77,11 @@ class Recording:
     @torch.no_grad()
     def __call__(self) -> None:
         made: dict[int, Tensor] = {}
-        for func, inputs, spec, outputs, last in self.ops:
+        for func, inputs, spec, outputs in self.ops:
             flat = [made[x.place] if isinstance(x, _Made) else x for x in inputs]
             args, kwargs = tree_unflatten(flat, spec)
             results = _tensors(func(*args, **kwargs))
             made.update(zip(outputs, results, strict=True))
-            for index in last:
-                made.pop(index, None)
 
 
 class _Listing(TorchDispatchMode):
@@ -92,7 +89,7 @@ class _Listing(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: list[tuple[Callable[..., Any], list[Any], TreeSpec, list[int]]] = []
+        self.ops: list[_Op] = []
         # Results stay alive, so that no other tensor gets their id.
         self._results: list[Tensor] = []
         self._index: dict[int, int] = {}
@@ -104,7 +101,7 @@ class _Listing(TorchDispatchMode):
         _check(func._schema.name, flat)
         inputs = [self._reference(x) for x in flat]
         out = func(*args, **(kwargs or {}))
-        self._found.append((func, inputs, spec, [self._keep(x) for x in _tensors(out)]))
+        self.ops.append(_Op(func, inputs, spec, [self._keep(x) for x in _tensors(out)]))
         return out
 
     def _reference(self, x: Any) -> Any:
@@ -116,18 +113,6 @@ class _Listing(TorchDispatchMode):
         self._results.append(result)
         self._index[id(result)] = index
         return index
-
-    def ops(self) -> list[_Op]:
-        """The list, with the places to free after each operation."""
-        read_until = {
-            index: at
-            for at, (_, inputs, _, outputs) in enumerate(self._found)
-            for index in [*outputs, *(x.place for x in inputs if isinstance(x, _Made))]
-        }
-        freed: dict[int, list[int]] = {}
-        for index, at in read_until.items():
-            freed.setdefault(at, []).append(index)
-        return [_Op(*found, freed.get(at, [])) for at, found in enumerate(self._found)]
 
 
 def _tensors(result: Any) -> list[Tensor]:
