@@ -61,7 +61,7 @@ LARGEST = {
     # R, P, V; what is odd about it.
     "several-chunks": (3, 4, 2 * largest.CHUNK + 77),
     "one-draft": (2, 1, 50),
-    "many-requests": (40, 3, 300),
+    "many-requests": (8, 3, 300),
     "a-rank": (2, 2, 1000),
     # Of a draft vocabulary, and a draft whose logits are capped.
     "scaled": (4, 2, 300),

@@ -35,10 +35,9 @@ CASES: dict[str, tuple[dict[str, Any], int | None, int]] = {
     "sliding": (SLIDING, None, 0),
     "sliding-but-not-causal": ({**SLIDING, "is_causal": False}, None, 0),
     "window": ({}, 7, 0),
-    "window-and-sinks": ({}, 7, 2),
     "sliding-under-a-window": (SLIDING, 5, 0),
-    "one-kv-head-and-bias": (
-        {"num_key_value_heads": 1, "attention_bias": True, "is_causal": True}, 7, 0,
+    "one-kv-head-bias-and-sinks": (
+        {"num_key_value_heads": 1, "attention_bias": True, "is_causal": True}, 7, 2,
     ),
     "dflash2": ({"attention_bias": True, "num_hidden_layers": 1, **DFLASH2}, 7, 0),
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.lookup import continue_seen
-from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.serving.step.batch import DFlashVerifyInput, draft_input
 from tests.recording import OpRecorder
 from tests.serving.in_process import (
@@ -27,22 +27,10 @@ from tests.serving.in_process import (
     widths_of,
     worker_of,
 )
+from tests.serving.test_step_width import Scripted
 
 # The second one's prompt is another prompt's and a bit more: its first half repeats itself.
 PROMPTS = [[3, 4, 5, 6, 3, 4, 5, 6, 3], [9, 8, 7, 1, 2, 9, 8, 7, 1]]
-
-
-class InTurn(FixedWidth):
-    """Every width."""
-
-    def __init__(self, block_size: int) -> None:
-        self.widths, self._steps = (1, 2, block_size), 0
-
-    def choose(
-        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
-    ) -> int:
-        self._steps += 1
-        return self.widths[self._steps % 3]
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +88,7 @@ def test_the_texts_are_what_was_committed_and_nothing_else_is_read(steps: int) -
         torch.manual_seed(2)
         block_size = worker_of().block_size
         torch.manual_seed(2)
-        worker = worker_of(looks_up=True, widths=widths_of(InTurn(block_size)))
+        worker = worker_of(looks_up=True, widths=widths_of(Scripted(cycle((2, block_size, 1)))))
         outcomes.append(texts_after(worker, steps, poison))
         for row, text in enumerate(outcomes[-1][0], 1):
             assert worker.lookup.texts[row, : len(text)].tolist() == text
