@@ -120,6 +120,38 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operatio
         assert abs(cache.live_share() - live_entries / num_entries) < 1e-6
 
 
+# -- the same rule in fixed examples
+
+
+def test_unused_entries_are_overwritten_oldest_first() -> None:
+    cache = cache_of(6)
+    cache.write(torch.tensor([0, 1, 2, 3]), stamped([1, 2, 3, 4]))
+    read_by_request(cache, [20])  # Nothing is in use.
+    cache.write(torch.tensor([4, 5]), stamped([5, 6]))
+    assert min(read_by_request(cache, [0, 1, 2, 3, 4, 5])) >= 0
+    read_by_request(cache, [20])
+    cache.write(torch.tensor([6]), stamped([7]))
+    assert [entry >= 0 for entry in read_by_request(cache, [0, 1, 2])] == [False, True, True]
+
+
+def test_a_slot_is_dead_once_its_token_was_rejected() -> None:
+    """Its last owner's entry is not found, nor the padding entry that rejected tokens go to."""
+    cache, slots = cache_of(6), torch.tensor([7, 8, 9])
+    cache.write(slots, stamped([1, 2, 3]))
+    cache.write(slots, stamped([4, 5, 6]), torch.tensor([True, False, False]))
+    entries = read_by_request(cache, [7, 8, 9])
+    assert entries[1:] == [-1, -1] and cache.kv[entries[0]].unique().item() == 4
+    assert find(cache, slots)[1].tolist() == [True, False, False]
+
+
+def test_an_overwritten_entry_is_not_found_by_its_last_owner() -> None:
+    cache = cache_of(3)
+    cache.write(torch.tensor([0, 1, 2]), stamped([1, 2, 3]))
+    cache.write(torch.tensor([3, 4]), stamped([4, 5]))
+    entries = read_by_request(cache, [0, 1, 2, 3, 4])
+    assert entries[:2] == [-1, -1] and min(entries[2:]) >= 0
+
+
 def test_what_a_request_reads_outlives_any_number_of_others() -> None:
     """A long request's entries stay while short requests pass through the rest of the ring."""
     cache, mine = cache_of(8), [0, 1, 2, 3]

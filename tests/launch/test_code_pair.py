@@ -128,12 +128,12 @@ def test_a_cut_run_of_continuations_writes_the_same_texts(
         continuations.write_shards(tiny, (1, 4, 6), stream, [], folder, count)
         return [continuations.read_shard(file) for file in sorted(folder.glob("*.pt"))]
 
-    whole = written(tmp_path / "whole", 3)
+    whole = written(tmp_path / "whole", 2)
     written(tmp_path / "cut", 2)
     # A cut while the second was written: it is not there, its beginning is.
     (tmp_path / "cut" / "0001.pt").rename(tmp_path / "cut" / "0001.tmp")
-    resumed = written(tmp_path / "cut", 3)
-    assert len(whole) == len(resumed) == 3
+    resumed = written(tmp_path / "cut", 2)
+    assert len(whole) == len(resumed) == 2
     for one, other in zip(whole, resumed, strict=True):
         assert torch.equal(one.ids, other.ids) and torch.equal(one.hidden, other.hidden)
         assert torch.equal(one.ends, other.ends) and one.begin == other.begin
