@@ -93,13 +93,18 @@ def applied(made: BatchedPenalizerOrchestrator, logits: torch.Tensor | None = No
     )
 
 
-def expected(params: dict[str, Any], output: list[int], sglangs_init: Any) -> torch.Tensor:
-    """By SGLang's own counting, one request by itself."""
+def expected(
+    params: dict[str, Any],
+    output: list[int],
+    sglangs_init: Any,
+    logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One request's logits `[V]` after its output, by SGLang's own counting of it alone."""
     alone = batch(request(**params))
     made = orchestrator(alone, sglangs_init)
     for token in output:
         made.cumulate_output_tokens(torch.tensor([token]))
-    return applied(made)[0]
+    return applied(made, None if logits is None else logits[None])[0]
 
 
 class Scheduler(SimpleNamespace):

@@ -20,6 +20,7 @@ from tests.repairs.test_penalties import (
     Scheduler,
     applied,
     batch,
+    expected,
     orchestrator,
     outputs,
     request,
@@ -36,14 +37,6 @@ MORE: list[dict[str, Any]] = [
     {"min_new_tokens": 2, "repetition_penalty": 0.8},
 ]
 CPU = torch.device("cpu")
-
-
-def expected(way: dict[str, Any], output: list[int], logits: torch.Tensor, init: Any) -> Any:
-    """One request's logits `[V]` after its output, by SGLang's own penalizers."""
-    made = orchestrator(batch(request(**way)), init)
-    for token in output:
-        made.cumulate_output_tokens(torch.tensor([token]))
-    return applied(made, logits[None])[0]
 
 
 def blocks(rows: int) -> torch.Tensor:
@@ -74,7 +67,7 @@ def test_every_position_is_penalised_for_the_tokens_before_it(
     for row, (way, output) in enumerate(zip(ways, written, strict=True)):
         for position in range(1, width):
             before = output + block[row, 1 : position + 1].tolist()
-            wanted = expected(way, before, logits[row, position], sglangs_init)
+            wanted = expected(way, before, sglangs_init, logits[row, position])
             torch.testing.assert_close(got[row, position], wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -136,7 +129,7 @@ def test_every_committed_token_counts_once(
     output = [4, *(token for committed in steps for token in committed[0])]
     logits = torch.linspace(-2, 2, VOCAB)
     got = served.counted()
-    torch.testing.assert_close(got[0], expected(way, output, logits, sglangs_init))
+    torch.testing.assert_close(got[0], expected(way, output, sglangs_init))
     torch.testing.assert_close(got[1], logits)
     waits = 4 if overlap and way else 0
     assert served.scheduler.waited == ["forward"] * waits
@@ -151,7 +144,7 @@ def test_a_row_that_is_used_again_begins_with_its_prompts_token(sglangs_init: An
     served.batch.sampling_info.acc_scaling_penalties = None
     served.made = made
     served.prefill([6])
-    wanted = expected({"frequency_penalty": 0.5}, [6], torch.linspace(-2, 2, VOCAB), sglangs_init)
+    wanted = expected({"frequency_penalty": 0.5}, [6], sglangs_init)
     torch.testing.assert_close(served.counted()[0], wanted)
 
 
@@ -163,9 +156,8 @@ def test_of_a_mixed_step_the_decoding_requests_count_their_last_block(sglangs_in
     served.batch.forward_mode = ForwardMode.MIXED
     served.batch.decoding_reqs = served.batch.reqs[1:]
     penalties.count_newest(served.scheduler, served.batch, overlap=True)
-    logits = torch.linspace(-2, 2, VOCAB)
     got = applied(served.made)
-    first = expected({"frequency_penalty": 0.5}, [4], logits, sglangs_init)
+    first = expected({"frequency_penalty": 0.5}, [4], sglangs_init)
     torch.testing.assert_close(got[0], first)
-    second = expected({"presence_penalty": 1.0}, [4, 8, 6], logits, sglangs_init)
+    second = expected({"presence_penalty": 1.0}, [4, 8, 6], sglangs_init)
     torch.testing.assert_close(got[1], second)
