@@ -1,4 +1,4 @@
-"""OpenAI's chat and completions, whole and streamed."""
+"""OpenAI's chat, whole and streamed. (Completions: test_examples.py.)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from openai import OpenAI
 
 from sglang_dflash.bench.server import Server
-from tests.engine import workload
 from tests.engine.servers import DFLASH
 
 pytestmark = pytest.mark.server(DFLASH)
@@ -43,9 +42,3 @@ def test_chat_and_streamed_chat_agree(client: OpenAI) -> None:
     assert len(pieces) > 3
     several = chat(client, n=3).choices
     assert [one.message.content for one in several] == [whole.choices[0].message.content] * 3
-
-
-def test_completions(client: OpenAI) -> None:
-    prompt = workload.prompts()["demo"][0]
-    done = client.completions.create(model="default", prompt=prompt, temperature=0, max_tokens=24)
-    assert done.choices[0].text and done.usage.completion_tokens == 24

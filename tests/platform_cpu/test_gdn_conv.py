@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import Tensor
 
 from sglang_dflash.platform_cpu.gdn_ops import conv as ours
-from sglang_dflash.platform_cpu.gdn_ops import delta_rule
 from tests.platform_cpu.gdn_cases import (
     BLOCK,
     CHANNELS,
     CLOSE,
-    HEADS,
     SLOTS,
-    VALUE_HEADS,
     WIDTH,
-    K,
-    V,
     bounds_of,
     conv_pool,
     convolution,
     convolved,
-    decode,
-    inputs,
-    packed,
-    parameters,
 )
 
 
@@ -94,46 +82,3 @@ def test_convolution_of_a_verified_block(shared: bool) -> None:
         assert torch.equal(step, out[:, t])
         assert torch.equal(windows[0, t], pool[2]) and torch.equal(windows[4, t], pool[6])
     assert pool[[0, 1, 3, 4, 5]].isnan().all() and windows[[1, 2, 3, 5, 6]].isnan().all()
-
-
-def test_decoding_continues_a_prefill() -> None:
-    """Convolution and recurrence: 70 prefilled and 6 decoded tokens are 76 prefilled, rounded."""
-    p, (weight, bias), x = parameters(), convolution(), inputs(76)
-    conv, pool, slot = conv_pool([]), torch.zeros(SLOTS, VALUE_HEADS, V, K), torch.tensor([3])
-
-    def prefill(tokens: int, conv: Tensor, pool: Tensor) -> Tensor:
-        ends = {
-            "query_start_loc": bounds_of([tokens]),
-            "seq_lens_cpu": [tokens],
-            "has_initial_state": torch.tensor([False]),
-        }
-        mixed = ours.causal_conv1d_fn(
-            packed(x)[:tokens].T, weight, bias, conv, cache_indices=slot, **ends
-        ).T
-        q, k, v = mixed.split([HEADS * K, HEADS * K, VALUE_HEADS * V], 1)
-        q, k, v = (
-            q.view(1, tokens, HEADS, K),
-            k.view(1, tokens, HEADS, K),
-            v.view(1, tokens, VALUE_HEADS, V),
-        )
-        g, beta = delta_rule.fused_gdn_gating(p.a_log, x.a[:tokens], x.b[:tokens], p.dt_bias)
-        return delta_rule.chunk_gated_delta_rule(
-            q, k, v, g, beta, None, pool, slot, bounds_of([tokens]), False, True
-        )[0][0]
-
-    whole = prefill(76, conv.clone(), pool.clone())
-    parts = [prefill(70, conv, pool)]
-    for t in range(70, 76):
-        mixed = ours.causal_conv1d_update(
-            packed(x)[t : t + 1], conv, weight, bias, "silu", conv_state_indices=slot
-        )
-        q, k, v = mixed.split([HEADS * K, HEADS * K, VALUE_HEADS * V], 1)
-        token = SimpleNamespace(
-            q=q.view(1, HEADS, K),
-            k=k.view(1, HEADS, K),
-            v=v.view(1, VALUE_HEADS, V),
-            a=x.a[[t]],
-            b=x.b[[t]],
-        )
-        parts.append(decode(token, p, pool, slot))
-    torch.testing.assert_close(torch.cat(parts), whole, **CLOSE)

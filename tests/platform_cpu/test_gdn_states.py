@@ -1,18 +1,12 @@
-"""Moves of recurrent states between slots, and the dtype of the convolution's cache."""
+"""Moves of recurrent states between slots."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from sglang_dflash.platform_cpu.gdn_ops import states as ours
-from sglang_dflash.platform_cpu.torch_ops import (
-    conv_cache_in_model_dtype,
-    note_model_dtype,
-    pin_memory,
-)
 from tests.platform_cpu.gdn_cases import BLOCK, SLOTS
 
 
@@ -56,19 +50,3 @@ def test_states_are_tracked_at_boundaries() -> None:
     ours.track_mamba_states_if_needed(*one, *rows, 4)
     assert all(torch.equal(x, y) for x, y in zip((conv, ssm), expected, strict=True))
     assert all(torch.equal(x, y[1]) for x, y in zip(one, expected, strict=True))
-
-
-def test_conv_cache_follows_the_model_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sglang.srt.configs.mamba_utils import mamba2_state_dtype
-
-    config = SimpleNamespace()
-    monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
-    assert conv_cache_in_model_dtype(mamba2_state_dtype, config).conv == torch.bfloat16
-    note_model_dtype(None, SimpleNamespace(hf_text_config=config, dtype=torch.float32))
-    assert conv_cache_in_model_dtype(mamba2_state_dtype, config).conv == torch.float32
-    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
-    assert conv_cache_in_model_dtype(mamba2_state_dtype, config).conv == torch.float16
-    tensor = torch.ones(1)
-    assert pin_memory(tensor) is tensor

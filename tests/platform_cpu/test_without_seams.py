@@ -229,8 +229,10 @@ def test_a_cpu_stream_takes_no_device() -> None:
 
 
 def test_memory_cannot_be_pinned() -> None:
+    tensor = torch.ones(1)
     with pytest.raises((RuntimeError, AssertionError)):
-        torch._C.TensorBase.pin_memory(torch.ones(1))
+        torch._C.TensorBase.pin_memory(tensor)
+    assert torch_ops.pin_memory(tensor) is tensor
 
 
 def needs_pinned_memory(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,3 +316,6 @@ def test_convolution_inputs_are_kept_as_bfloat16(monkeypatch: pytest.MonkeyPatch
     model = SimpleNamespace(hf_text_config=config, dtype=torch.float32)
     torch_ops.note_model_dtype(None, model)
     assert torch_ops.conv_cache_in_model_dtype(dtypes, config).conv == torch.float32
+    # Unless the user says otherwise.
+    monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
+    assert torch_ops.conv_cache_in_model_dtype(dtypes, config).conv == torch.float16
