@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-from sglang_dflash import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -48,18 +45,6 @@ def test_every_flag_that_is_named_is_a_flag() -> None:
         field = flag.removeprefix("--").replace("-", "_")
         is_ours = re.search(rf'"(--[a-z-]+ )?{flag}[ "]|^    {field}: .+ = setting\(', ours, re.M)
         assert is_ours or re.search(rf"{flag}[\s,\]]", shown), flag
-
-
-def test_demo_models_command_prints_two_directories() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "sglang_dflash", "demo-models", "dense"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    target, draft = (Path(line) for line in done.stdout.splitlines())
-    assert (target / "model.safetensors").is_file() and (draft / "config.json").is_file()
-    assert cli.main(["demo-models", "nonesuch"]) == 1
 
 
 def test_no_machine_path_and_no_registry_host_is_committed() -> None:
