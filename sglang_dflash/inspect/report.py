@@ -13,7 +13,6 @@ from sglang_dflash.facts import sizes
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.heads import head_bytes
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
@@ -234,7 +233,7 @@ def _head_bytes(config: DraftConfig | None, block_size: int) -> dict[str, int | 
     """What the head of DFlash2 adds to what a proposal reads; None for what is not known."""
     if config is None:
         return dict.fromkeys(("draft_head_bytes", "draft_head_bytes_per_request"))
-    once, per_request = head_bytes(config, block_size, KV_DTYPES["bfloat16"])
+    once, per_request = sizes.head_bytes(config, block_size, KV_DTYPES["bfloat16"])
     return {"draft_head_bytes": once, "draft_head_bytes_per_request": per_request}
 
 
