@@ -12,7 +12,7 @@ from sglang_dflash.facts.command_line import add_flags, given
 from sglang_dflash.facts.fields import READ_BY_SGLANG
 from sglang_dflash.facts.hub import exists
 from sglang_dflash.facts.published import look_up
-from sglang_dflash.inspect.pair import OURS
+from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 

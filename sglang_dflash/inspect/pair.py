@@ -12,10 +12,11 @@ from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_
 from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
+from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
 
-OURS, BUILTIN, UNKNOWN = "sglang-dflash", "builtin", "unknown"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)

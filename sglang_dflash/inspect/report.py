@@ -14,12 +14,11 @@ from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts
+from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
 from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.inspect.pair import (
-    BUILTIN,
-    OURS,
     Judged,
     context_of,
     describe_draft,
