@@ -78,7 +78,7 @@ class DraftLayer(nn.Module):
         self.tp, self.ops, self.eps = tp, ops, config.rms_norm_eps
         self.head_dim = config.head_dim
         self.heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
-        self.kv_heads = tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+        self.kv_heads = tp.kv_heads(config.num_key_value_heads)
         inner = tp.shard_size("intermediate_size", config.intermediate_size)
         width = config.hidden_size
         self.input_layernorm = nn.RMSNorm(width, eps=self.eps)

@@ -52,11 +52,11 @@ class TensorParallel:
             )
         return total // self.size
 
-    def shard_size_or_replica(self, name: str, total: int) -> int:
+    def kv_heads(self, total: int) -> int:
         """As `shard_size`, but 1 if there are more ranks than heads and each head has replicas."""
         if self.size > total and self.size % total == 0:
             return 1
-        return self.shard_size(name, total)
+        return self.shard_size("num_key_value_heads", total)
 
 
 def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tensor:

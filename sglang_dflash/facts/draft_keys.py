@@ -1,5 +1,6 @@
 """Every key that the config.json of published drafts has, by the exporters that write them (z-lab,
-JetSpec, Model-Optimizer, speculators, SpecForge, Transformers), and what it does here.
+JetSpec, Model-Optimizer, speculators, SpecForge, Transformers), and what it does here; and the
+layout that the speculators library writes (RedHat's drafts).
 
 A key that is not in these tables is refused by name (`check_keys`): none is ignored.
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError, shown
-from sglang_dflash.facts.fields import Fields
+from sglang_dflash.facts.fields import Fields, is_int
 
 # What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
 _MODEL_TYPES = ("qwen3", "gpt_oss")
@@ -22,20 +23,16 @@ _ARCHITECTURES = (
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float")
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _or_null(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or is_valid(value)
 
 
 def _is_token(value: Any) -> bool:
-    return value is None or _is_int(value)
+    return value is None or is_int(value)
 
 
 def _are_tokens(value: Any) -> bool:
-    return _is_token(value) or (isinstance(value, list) and all(map(_is_int, value)))
+    return _is_token(value) or (isinstance(value, list) and all(map(is_int, value)))
 
 
 def _names_labels(value: Any) -> bool:
@@ -52,9 +49,9 @@ class Form:
 
 _BOOL = Form(lambda value: isinstance(value, bool), "true or false")
 _FLAG = Form(_or_null(_BOOL.holds), "true, false or null")
-_INT = Form(_is_int, "an integer")
-_COUNT = Form(_or_null(lambda value: _is_int(value) and value > 0), "a positive integer")
-_NUMBER = Form(lambda value: _is_int(value) or isinstance(value, float), "a number")
+_INT = Form(is_int, "an integer")
+_COUNT = Form(_or_null(lambda value: is_int(value) and value > 0), "a positive integer")
+_NUMBER = Form(lambda value: is_int(value) or isinstance(value, float), "a number")
 _FRACTION = Form(lambda value: isinstance(value, float), "a fraction")
 _TOKEN = Form(_is_token, "a token id or null")
 _TOKENS = Form(_are_tokens, "a token id, a list of them or null")
@@ -259,3 +256,43 @@ def _check_kind(top: Fields) -> None:
             raise top.unsupported(name, f"{', '.join(served)} are served here")
     if top.word("hidden_act") not in (None, "silu"):
         raise top.unsupported("hidden_act", "silu is served")
+
+
+# -- the layout of speculators ---------------------------------------------------------------------
+
+_KIND, _NETWORK = "speculators_model_type", "transformer_layer_config"
+_LAYERS, _NON_CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
+# Of the library itself, and of how it was trained and is to be served.
+_IDLE = ("speculators_config", "speculators_version")
+
+
+def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parsed config.json in z-lab's layout, which is returned as it is.
+
+    Raises:
+        ConfigError: a field of the other layout is invalid, or it is a draft of another method.
+    """
+    if not isinstance(raw.get(_KIND), str):
+        return raw
+    top = Fields.of(raw, "draft", sections=())
+    if raw[_KIND] not in ("dflash", "dflash2"):
+        raise top.error(_KIND, "dflash or dflash2, for SGLang reads no draft of that library,")
+    network, ids = top.block(_NETWORK).values, raw.get(_LAYERS)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
+        # 0 is the embedding, which no layer gives.
+        raise top.error(_LAYERS, "a non-empty list of positive integers")
+    consumed = (_KIND, _NETWORK, _LAYERS, _NON_CAUSAL, "model_type", *_IDLE)
+    beside = {name: raw[name] for name in raw if name in top and name not in consumed}
+    for name in beside:
+        other = network.get(name, beside[name])
+        if other not in (None, beside[name]) and isinstance(AT_TOP.get(name), Read):
+            raise top.error(name, f"{shown(other)}, as in {_NETWORK},")
+    if network.get("model_type") == "llama":
+        # Some of RedHat's drafts say so, and have Qwen3's layers all the same.
+        beside["model_type"] = "qwen3"
+    # Layer i of the target has the id i + 1 there, as in `hidden_states` of Transformers.
+    beside["target_layer_ids"] = [i - 1 for i in ids]
+    if top.flag(_NON_CAUSAL, default=False):
+        # Full layers are bidirectional in any case.
+        beside["is_causal"] = False
+    return {**network, **beside}
