@@ -169,8 +169,9 @@ class DraftModel(nn.Module):
             self.candidate_selector = CandidateSelector(
                 config.hidden_size, config.vocab_size, config.selector
             )
-        # No parameter: a checkpoint has integers that give it.
-        self.token_ids: Tensor | None = None
+        # Not of a state dict: a checkpoint has integers that give it.
+        self.token_ids: Tensor | None
+        self.register_buffer("token_ids", None, persistent=False)
 
     @property
     def kv_heads(self) -> int:
