@@ -91,7 +91,7 @@ class ServerFlags:
         "Whether requests that SGLang cannot take are refused with HTTP 400, and a failed step "
         "ends only the requests that caused it, under any --speculative-algorithm and without "
         "one. Default: on.",
-        choices=guard.CHOICES,
+        choices=("on", "off"),
     )
     extension: str | None = setting(
         None,
