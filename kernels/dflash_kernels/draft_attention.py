@@ -63,7 +63,7 @@ def workspace_shape(config: DraftConfig, setting: Setting, processors: int) -> t
     """Programs, rows of each, and head dim: of the outputs of splits, of the batch that has the
     most."""
     heads = setting.tp.shard_size("num_attention_heads", config.num_attention_heads)
-    kv_heads = setting.tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+    kv_heads = setting.tp.kv_heads(config.num_key_value_heads)
     programs = max(
         (
             requests * kv_heads * splits

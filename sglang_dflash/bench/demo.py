@@ -36,7 +36,7 @@ from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair
 
 PROMPTS, NEW_TOKENS = 12, 128
-GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 # Of them, those that a terminal shows first.
 SHOWN = 3
 
@@ -51,7 +51,7 @@ class DemoArm:
 
     def answer(self, prompt: str) -> None:
         began = time.perf_counter()
-        answer = self.server.generate(prompt, **GREEDY)
+        answer = self.server.generate(prompt, **SAMPLING)
         self.seconds.append(time.perf_counter() - began)
         self.outputs.append(answer["output_ids"])
 
@@ -78,7 +78,7 @@ def show(urls: Mapping[str, str], prompts: Sequence[str]) -> None:
     answers = dict.fromkeys(urls, "")
 
     def stream(name: str, prompt: str) -> None:
-        body = {"text": prompt, "sampling_params": GREEDY, "stream": True}
+        body = {"text": prompt, "sampling_params": SAMPLING, "stream": True}
         for chunk in chunks(f"{urls[name]}/generate", body):
             answers[name] = chunk["text"]
 

@@ -22,35 +22,25 @@ from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Endpoint, Pass, RequestFailed
 from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
-from sglang_dflash.facts.command_line import add_flags, flag_names, given
+from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.facts.errors import ConfigError
 
-# Setting -> its flags here.
-SHARED = {
-    "backend": "--backend",
-    "target": "--model",
-    "dataset": "--dataset --dataset-name",
-    "dataset_file": "--dataset-file",
-    "num_prompts": "--num-prompts",
-    "max_new_tokens": "--max-new-tokens",
-    "temperature": "--temperature",
-    "top_p": "--top-p",
-    "top_k": "--top-k",
-    "seed": "--seed",
-    "output_file": "--output-file",
-}
-FOR_SERVERS = {
-    "url": "--base-url",
-    "concurrency": "--concurrency --max-concurrency",
-    "timeout_s": "--timeout-s",
-}
-FOR_PAIRS = {
-    "draft": "--draft-model",
-    "block_size": "--block-size",
-    "window": "--draft-sliding-window-size",
-    "max_samples": "--max-samples",
-    "dtype": "--dtype",
-}
+FOR_ALL = spelled(
+    (
+        "backend", "dataset_file", "num_prompts", "max_new_tokens", "temperature", "top_p",
+        "top_k", "seed", "output_file",
+    ),
+    target="--model",
+    dataset="--dataset --dataset-name",
+)  # fmt: skip
+FOR_SERVERS = spelled(
+    ("timeout_s",), url="--base-url", concurrency="--concurrency --max-concurrency"
+)
+FOR_PAIRS = spelled(
+    ("block_size", "max_samples", "dtype"),
+    draft="--draft-model",
+    window="--draft-sliding-window-size",
+)
 # Servers get the prompts over and over if there are fewer; a pair answers all by default.
 DEFAULTS: dict[str, Any] = {
     "num_prompts": 1024,
@@ -103,7 +93,7 @@ def command_line() -> argparse.ArgumentParser:
         "Transformers (torchrun shares the prompts out over ranks).",
     )
     counts = {**DEFAULTS, "num_prompts": f"{DEFAULTS['num_prompts']}; all for transformers"}
-    add_flags(parser, BenchSettings, SHARED, counts)
+    add_flags(parser, BenchSettings, FOR_ALL, counts)
     parser.add_argument(
         "--enable-thinking",
         dest="thinking",

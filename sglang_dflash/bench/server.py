@@ -212,10 +212,10 @@ class Server:
         """Our worker's report, from /server_info; empty if another worker serves."""
         return self.info()["internal_states"][0].get("dflash", {})
 
-    def _request(self, method: str, path: str, timeout_s: float = 600, **how: Any) -> Any:
+    def _request(self, method: str, path: str, **how: Any) -> Any:
         import requests
 
-        response = requests.request(method, f"{self.url}{path}", timeout=timeout_s, **how)
+        response = requests.request(method, f"{self.url}{path}", timeout=600, **how)
         response.raise_for_status()
         return response
 

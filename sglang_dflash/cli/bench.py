@@ -6,34 +6,24 @@ import argparse
 
 from sglang_dflash.bench.settings import ON_ACCELERATOR, BenchSettings
 from sglang_dflash.cli import Failed
-from sglang_dflash.facts.command_line import add_flags, given
+from sglang_dflash.facts.command_line import add_flags, given, spelled
 
-# Setting -> its flags.
-NAMES = {
-    "arms": "--arm",
-    "base_url": "--base-url",
-    "pair": "--model",
-    "target": "--target",
-    "draft": "--draft",
-    "dataset": "--dataset --dataset-name",
-    "dataset_file": "--dataset-file",
-    "concurrency": "--concurrency --max-concurrency",
-    "seed": "--seed",
-    "num_prompts": "--num-prompts",
-    "max_new_tokens": "--max-new-tokens",
-    "rounds": "--rounds",
-    "thinking": "--thinking",
-    "simulated_acceptance": "--simulated-acceptance",
-    "dtype": "--dtype",
-    "out": "--out",
-    "picture": "--picture",
-}
+FLAGS = spelled(
+    (
+        "base_url", "target", "draft", "dataset_file", "seed", "num_prompts", "max_new_tokens",
+        "rounds", "thinking", "simulated_acceptance", "dtype", "out", "picture",
+    ),
+    arms="--arm",
+    pair="--model",
+    dataset="--dataset --dataset-name",
+    concurrency="--concurrency --max-concurrency",
+)  # fmt: skip
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sglang-dflash bench [options] [-- FLAGS of every server that is started]"
     large = {k: f"{v}; {getattr(BenchSettings, k)} on a CPU" for k, v in ON_ACCELERATOR.items()}
-    add_flags(parser, BenchSettings, NAMES, {"pair": "dense", **large})
+    add_flags(parser, BenchSettings, FLAGS, {"pair": "dense", **large})
 
 
 def run(args: argparse.Namespace) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.drafting.machine import hardware, version
+from sglang_dflash.facts.server import OURS
 from sglang_dflash.seam.seam import any_in_place, load_plugins
 from sglang_dflash.seam.version import unsupported
 from sglang_dflash.serving.seams import SEAMS
 
-OURS, BUILTIN = "sglang-dflash", "SGLang's built-in worker"
+SGLANG_WORKER = "SGLang's built-in worker"
 _PACKAGES = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
 
 
@@ -53,9 +54,9 @@ def _worker(problem: str | None) -> tuple[str, str]:
     if problem is not None:
         return "none", f"a server ends at start: {problem}"
     if mismatch is not None:
-        return BUILTIN, mismatch
+        return SGLANG_WORKER, mismatch
     if not any_in_place(SEAMS):
-        return BUILTIN, (
+        return SGLANG_WORKER, (
             "our plugin dflash is not loaded: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out, or "
             "it is not registered; then install the package again"
         )  # fmt: skip

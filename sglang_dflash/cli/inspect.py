@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields
 from pathlib import Path
 
 from sglang_dflash.drafting.options import Options
-from sglang_dflash.facts.command_line import add_flags, given
+from sglang_dflash.facts.command_line import add_flags, given, spelled
 from sglang_dflash.facts.fields import READ_BY_SGLANG
 from sglang_dflash.facts.hub import exists
 from sglang_dflash.facts.published import look_up
-from sglang_dflash.inspect.pair import OURS
+from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 
@@ -30,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--block-size", type=int, help="tokens verified per step (default: the draft's)")
     add("--draft-kv-tokens", type=int, help="entries of each ring of draft KV")
-    add_flags(parser, Serving, _flags(Serving))
+    add_flags(parser, Serving, spelled(Serving.__dataclass_fields__))
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")
     add("--json", action="store_true", help="print one JSON object")
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     target, draft = (
         look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft")
     )
-    found = inspect(target, draft, options, serving, _flags(Options))
+    found = inspect(target, draft, options, serving, spelled(Options.__dataclass_fields__))
     if exists(args.draft) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(args.draft), found["worker"])
     print(json.dumps(found) if args.json else as_table(found, sources=args.sources))
@@ -56,7 +55,3 @@ def _check_as_sglang_reads_it(target: Path, draft: Path, worker: str) -> None:
     from sglang_dflash.serving.start.draft_files import check_of_a_server
 
     check_of_a_server(str(draft), str(target))
-
-
-def _flags(of: type) -> dict[str, str]:
-    return {one.name: f"--{one.name.replace('_', '-')}" for one in fields(of)}

@@ -1,7 +1,7 @@
 """The draft network of DFlash (arXiv 2602.06036, section 4): Qwen3-style layers over one block.
 
 Letters in shapes: N tokens, R requests, B block positions, L layers, H query heads, G kv heads,
-D head dim, E hidden size, F target layers that the draft reads.
+D head dim, E hidden size, F target layers that the draft reads, K taps, C groups of channels.
 
 The caller decides how the block attends to its context: `forward` takes an `attend` function, so
 serving (a cache), training (a mask) and tests (dense attention) share the weights and arithmetic.
@@ -10,21 +10,64 @@ serving (a cache), training (a mask) and tests (dense attention) share the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sglang_dflash.drafting.convolution import Around, GroupedConvolution, Unchanged
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.drafting.selector import CandidateSelector
+from sglang_dflash.facts.dflash2 import Convolution
 from sglang_dflash.facts.draft_config import DraftConfig
 
 # (layer, q [..., N, H, D], k [..., N, G, D], v [..., N, G, D]) -> [..., N, H, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (output of the sublayer, bias to add to it) -> the same, or convolved with the bias added.
+Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+
+
+class Around(Protocol):
+    """What a layer does around a sublayer: to its input, and then to its output."""
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Finish]:
+        """The sublayer's input `[..., B, E]`, and what makes its output of the sublayer's."""
+
+
+class Unchanged(nn.Module):
+    """Around a sublayer of DFlash v1: nothing."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Finish]:
+        return x, lambda out, bias: (out, bias)
+
+
+class GroupedConvolution(nn.Module):
+    """Each position gets a weighted sum of itself and the K - 1 positions before it in its block;
+    context K/V does not pass through it. `DFlashGroupedConv` in SGLang computes the same.
+
+    The weights of a channel are a learned kernel plus one that is projected from the input, which
+    all channels of a group share. The same projection gives the kernel for the output.
+    """
+
+    def __init__(self, width: int, of: Convolution, ops: TorchOps) -> None:
+        super().__init__()
+        self.ops, self.taps, self.groups = ops, of.kernel_size, width // of.group_size
+        # Of the input, then of the output. These weights leave both as they are.
+        kernel = torch.zeros(2, self.taps, width)
+        kernel[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(kernel)
+        self.kernel_projection = nn.Linear(width, 2 * self.taps * self.groups, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Finish]:
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups))
+
+        def finish(out: Tensor, bias: Tensor | None) -> tuple[Tensor, None]:
+            of_output = dynamic[..., 1, :, :]
+            return self.ops.convolve(out, self.base_kernel[1], of_output, bias), None
+
+        return self.ops.convolve(x, self.base_kernel[0], dynamic[..., 0, :, :]), finish
 
 
 class DraftLayer(nn.Module):
@@ -35,7 +78,7 @@ class DraftLayer(nn.Module):
         self.tp, self.ops, self.eps = tp, ops, config.rms_norm_eps
         self.head_dim = config.head_dim
         self.heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
-        self.kv_heads = tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+        self.kv_heads = tp.kv_heads(config.num_key_value_heads)
         inner = tp.shard_size("intermediate_size", config.intermediate_size)
         width = config.hidden_size
         self.input_layernorm = nn.RMSNorm(width, eps=self.eps)
@@ -126,8 +169,9 @@ class DraftModel(nn.Module):
             self.candidate_selector = CandidateSelector(
                 config.hidden_size, config.vocab_size, config.selector
             )
-        # No parameter: a checkpoint has integers that give it.
-        self.token_ids: Tensor | None = None
+        # Not of a state dict: a checkpoint has integers that give it.
+        self.token_ids: Tensor | None
+        self.register_buffer("token_ids", None, persistent=False)
 
     @property
     def kv_heads(self) -> int:

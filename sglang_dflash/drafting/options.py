@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.fields import is_int
 
 # Entries of a ring over what the running requests can see. It overwrites the oldest entries that no
 # running request reads, so requests that come and go need spare ones (docs/how-it-works.md).
@@ -142,8 +143,7 @@ class Options:
             value = getattr(self, name)
             if value is None:
                 continue
-            is_int = isinstance(value, int) and not isinstance(value, bool)
-            if not is_int or not least <= value <= _MOST_TOKENS:
+            if not is_int(value) or not least <= value <= _MOST_TOKENS:
                 raise ConfigError(
                     name, value, f"a number of tokens from {least} to {_MOST_TOKENS} is required"
                 )

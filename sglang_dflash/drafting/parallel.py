@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.target_config import kv_heads_of_rank, share_of_rank
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -46,17 +47,11 @@ class TensorParallel:
 
     def shard_size(self, name: str, total: int) -> int:
         """Heads or columns per rank, of `total`. Raises ConfigError if it does not divide."""
-        if total % self.size:
-            raise ConfigError(
-                "tp_size", self.size, f"it does not divide the draft's {name} ({total})"
-            )
-        return total // self.size
+        return share_of_rank(f"draft's {name}", total, self.size)
 
-    def shard_size_or_replica(self, name: str, total: int) -> int:
+    def kv_heads(self, total: int) -> int:
         """As `shard_size`, but 1 if there are more ranks than heads and each head has replicas."""
-        if self.size > total and self.size % total == 0:
-            return 1
-        return self.shard_size(name, total)
+        return kv_heads_of_rank("draft", total, self.size)
 
 
 def argmax_of_shards(logits: Tensor, first_id: int, tp: TensorParallel) -> Tensor:

@@ -64,10 +64,12 @@ def load_model(
     tp: TensorParallel | None = None,
     ops: TorchOps | None = None,
     dummy: bool = False,
+    of: type[DraftModel] = DraftModel,
 ) -> DraftModel:
     """Read a draft checkpoint's folder into a frozen network with these `ops`; None for torch's.
 
     Args:
+        of: its class.
         dummy: for timing: of the folder only config.json is read, and weights are random, normal
             with standard deviation 0.02; norms are 1 and biases 0.
 
@@ -76,7 +78,7 @@ def load_model(
     """
     config, tp = DraftConfig.from_pretrained(folder), tp or TensorParallel()
     with torch.device("meta"):
-        model = DraftModel(config, tp, ops)
+        model = of(config, tp, ops)
     if dummy:
         state = _random_state(model, dtype, device)
     else:

@@ -18,9 +18,18 @@ def setting(default: Any, help: str, **of_argparse: Any) -> Any:
 
     Args:
         help: `{default}` in it stands for the default.
-        of_argparse: `metavar` or `choices`.
+        of_argparse: more of `add_argument`'s.
     """
     return field(default=default, metadata={"help": help, **of_argparse})
+
+
+def spelled(names: Iterable[str], **others: str) -> dict[str, str]:
+    """Setting -> its flag.
+
+    Args:
+        others: setting -> its flags, if they have other names or more of them than one.
+    """
+    return {name: f"--{name.replace('_', '-')}" for name in names} | others
 
 
 def add_flags(

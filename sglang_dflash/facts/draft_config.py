@@ -13,11 +13,10 @@ from sglang_dflash.facts.dflash2 import (
     read_convolution,
     read_selector,
 )
-from sglang_dflash.facts.draft_keys import check_keys
+from sglang_dflash.facts.draft_keys import check_keys, flat
 from sglang_dflash.facts.draft_rope import RopeConfig, read_rope
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import Fields, read_json_object
-from sglang_dflash.facts.speculators import flat
 
 _FILE = "the draft's config.json"
 # Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.

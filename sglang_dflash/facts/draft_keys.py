@@ -1,5 +1,6 @@
 """Every key that the config.json of published drafts has, by the exporters that write them (z-lab,
-JetSpec, Model-Optimizer, speculators, SpecForge, Transformers), and what it does here.
+JetSpec, Model-Optimizer, speculators, SpecForge, Transformers), and what it does here; and the
+layout that the speculators library writes (RedHat's drafts).
 
 A key that is not in these tables is refused by name (`check_keys`): none is ignored.
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError, shown
-from sglang_dflash.facts.fields import Fields
+from sglang_dflash.facts.fields import Fields, is_int
 
 # What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
 _MODEL_TYPES = ("qwen3", "gpt_oss")
@@ -20,58 +21,35 @@ _ARCHITECTURES = (
     "DFlash2Speculator", "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
 )  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _or_null(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_valid(value)
-
-
-def _is_token(value: Any) -> bool:
-    return value is None or _is_int(value)
-
-
-def _are_tokens(value: Any) -> bool:
-    return _is_token(value) or (isinstance(value, list) and all(map(_is_int, value)))
-
-
-def _names_labels(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(str(label).isdecimal() for label in value)
-
-
-@dataclass(frozen=True)
-class Form:
-    """Values that SGLang or Transformers can read, whether or not we have a use for them."""
-
-    holds: Callable[[Any], bool]
-    required: str
-
-
-_BOOL = Form(lambda value: isinstance(value, bool), "true or false")
-_FLAG = Form(_or_null(_BOOL.holds), "true, false or null")
-_INT = Form(_is_int, "an integer")
-_COUNT = Form(_or_null(lambda value: _is_int(value) and value > 0), "a positive integer")
-_NUMBER = Form(lambda value: _is_int(value) or isinstance(value, float), "a number")
-_FRACTION = Form(lambda value: isinstance(value, float), "a fraction")
-_TOKEN = Form(_is_token, "a token id or null")
-_TOKENS = Form(_are_tokens, "a token id, a list of them or null")
-_NAME = Form(_or_null(lambda value: isinstance(value, str)), "a name")
-_WORD = Form(_or_null(lambda value: isinstance(value, str) and value != ""), "a text")
-_SCALE = Form(_or_null(_NUMBER.holds), "a number or null")
-_DTYPE = Form(
-    _or_null(lambda value: isinstance(value, str) and value in _DTYPES),
-    f"one of {', '.join(_DTYPES)}",
-)
-_OBJECT = Form(lambda value: isinstance(value, Mapping), "an object")
-_LABELS = Form(_or_null(_names_labels), "an object of numbered labels")
-# Transformers distinguishes null from missing; we do not.
-_NOT_NULL = Form(lambda value: value is not None, "a value that is not null")
-_NOTHING = Form(lambda value: False, "a config without it")
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-_PROBLEM = Form(_or_null(lambda value: value in _PROBLEMS), f"one of {', '.join(_PROBLEMS)}")
+
+# Values that SGLang or Transformers can read, whether or not we have a use for them, in the words
+# of an error. Transformers distinguishes null from missing; we do not.
+FORMS: Mapping[str, Callable[[Any], bool]] = {
+    "anything": lambda value: True,
+    "a config without it": lambda value: False,
+    "a value that is not null": lambda value: value is not None,
+    "true or false": lambda value: isinstance(value, bool),
+    "true, false or null": lambda value: isinstance(value, bool | None),
+    "an integer": is_int,
+    "a positive integer": lambda value: value is None or (is_int(value) and value > 0),
+    "a number": lambda value: is_int(value) or isinstance(value, float),
+    "a number or null": lambda value: is_int(value) or isinstance(value, float | None),
+    "a fraction": lambda value: isinstance(value, float),
+    "a token id or null": lambda value: value is None or is_int(value),
+    "a token id, a list of them or null": lambda value: (
+        value is None or all(map(is_int, value if isinstance(value, list) else [value]))
+    ),
+    "a name": lambda value: isinstance(value, str | None),
+    "a text": lambda value: isinstance(value, str | None) and value != "",
+    f"one of {', '.join(_DTYPES)}": lambda value: value in (None, *_DTYPES),
+    f"one of {', '.join(_PROBLEMS)}": lambda value: value in (None, *_PROBLEMS),
+    "an object": lambda value: isinstance(value, Mapping),
+    "an object of numbered labels": lambda value: (
+        value is None
+        or (isinstance(value, Mapping) and all(str(label).isdecimal() for label in value))
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +58,7 @@ class Read:
     or has to agree with it."""
 
     decides: str = ""
-    form: Form | None = None
+    form: str = "anything"
 
 
 @dataclass(frozen=True)
@@ -88,7 +66,7 @@ class Idle:
     """A key without effect on a draft, and the reason."""
 
     reason: str
-    form: Form | None = None
+    form: str = "anything"
 
 
 @dataclass(frozen=True)
@@ -97,7 +75,7 @@ class Foreign:
     `neutral`, which is as good as none."""
 
     what: str
-    form: Form | None = None
+    form: str = "anything"
     neutral: tuple[Any, ...] = (None, False, 0, "")
 
 
@@ -116,76 +94,78 @@ _OUTPUTS = "of what a Transformers model returns"
 _EITHER = _rows(
     ("block_size num_target_layers mask_token_id target_layer_ids is_causal", Read()),
     ("final_logit_softcapping output_multiplier", Read()),
-    ("projector_type", Foreign("a head of another kind", _NAME, (None, ""))),
-    ("mask_token", Idle("mask_token_id names the token", _WORD)),
-    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", _FLAG)),
-    ("attention_value_scale", Foreign("a scale of V (MiMo)", _SCALE, (None, 0, 1))),
+    ("projector_type", Foreign("a head of another kind", "a name", (None, ""))),
+    ("mask_token", Idle("mask_token_id names the token", "a text")),
+    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", "true, false or null")),
+    ("attention_value_scale", Foreign("a scale of V (MiMo)", "a number or null", (None, 0, 1))),
     ("shift_label pure_draft_prefix_len gru_hidden_dim emb_dim", Foreign("the head of Domino")),
     ("markov_rank markov_head_type use_confidence_head enable_confidence_head "
      "confidence_head_with_markov dspark_block_size dspark_markov_rank dspark_noise_token_id",
      Foreign("the head of DSpark")),
-    ("sample_from_anchor", Foreign("a draft from the bonus token's position (DSpark)", _FLAG)),
+    ("sample_from_anchor",
+     Foreign("a draft from the bonus token's position (DSpark)", "true, false or null")),
     ("selector_rank selector_top_k", Read("selector")),
     ("conv_kernel_size conv_group_size", Read("convolution")),
     ("num_anchors max_anchors loss_decay_gamma", Idle(_TRAINING)),
 )  # fmt: skip
 IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(
-    ("causal causal_head", Read("layers", _FLAG)),
-    ("use_swa", Read("layers", _FLAG)),
+    ("causal causal_head", Read("layers", "true, false or null")),
+    ("use_swa", Read("layers", "true, false or null")),
     ("swa_window_size", Read("layers")),
     ("target_hidden_size", Read("hidden_size")),
-    ("input_embedding_scale", Foreign("a scale of the embeddings", _SCALE, (None, 1))),
+    ("input_embedding_scale", Foreign("a scale of the embeddings", "a number or null", (None, 1))),
     ("backbone_rotary_base", Idle(_TARGETS)),
     # SGLang reads these two here only, and no null.
-    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", _BOOL)),
-    ("output_multiplier", Read(form=_NUMBER)),
+    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", "true or false")),
+    ("output_multiplier", Read(form="a number")),
 )
 AT_TOP: Mapping[str, Key] = _EITHER | _rows(
     ("architectures model_type dflash_config", Read("the class")),
     ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
      "vocab_size", Read()),
-    ("head_dim max_position_embeddings rms_norm_eps", Read(form=_NOT_NULL)),
-    ("attention_bias", Read(form=_BOOL)),
+    ("head_dim max_position_embeddings rms_norm_eps", Read(form="a value that is not null")),
+    ("attention_bias", Read(form="true or false")),
     ("v_head_dim", Read("head_dim")),
     ("rope_theta rope_scaling rope_parameters original_max_position_embeddings rope_is_neox_style "
      "is_neox_style partial_rotary_factor", Read("rope")),
-    ("hidden_act", Read("the class", _NOT_NULL)),
+    ("hidden_act", Read("the class", "a value that is not null")),
     ("layer_types", Read("layers")),
-    ("sliding_window", Read("layers", _COUNT)),
-    ("use_sliding_window", Read("layers", _BOOL)),
-    ("max_window_layers", Read("layers", _INT)),
+    ("sliding_window", Read("layers", "a positive integer")),
+    ("use_sliding_window", Read("layers", "true or false")),
+    ("max_window_layers", Read("layers", "an integer")),
     ("target_hidden_size", Read("hidden_size")),
     ("draft_vocab_size", Read()),
     ("eagle_aux_hidden_state_layer_ids", Read("target_layer_ids")),
-    ("has_embed_tokens", Foreign("an embedding of its own", _FLAG)),
-    ("has_lm_head", Foreign("an lm_head of its own", _FLAG)),
-    ("use_gemma_norm", Foreign("RMSNorm by 1 + weight", _FLAG)),
+    ("has_embed_tokens", Foreign("an embedding of its own", "true, false or null")),
+    ("has_lm_head", Foreign("an lm_head of its own", "true, false or null")),
+    ("use_gemma_norm", Foreign("RMSNorm by 1 + weight", "true, false or null")),
     ("swiglu_alpha swiglu_limit", Foreign("a clamped SwiGLU (MiniMax)")),
-    ("add_swa_attention_sink_bias", Foreign("learned attention sinks (MiMo)", _FLAG)),
+    ("add_swa_attention_sink_bias",
+     Foreign("learned attention sinks (MiMo)", "true, false or null")),
     ("gating", Foreign("output gates (Laguna)", neutral=(None, False, "", "disabled"))),
-    ("logit_scale", Foreign("a scale of the logits", _SCALE, (None, 1))),
+    ("logit_scale", Foreign("a scale of the logits", "a number or null", (None, 1))),
     ("quantization_config", Foreign("a quantized draft", neutral=(None,))),
     ("compression_config language_config llm_config text_config thinker_config "
-     "use_ngram_embedding", Idle("of models that contain others", _NOTHING)),
-    ("auto_map", Idle("code of a draft is never run", _OBJECT)),
-    ("bos_token_id pad_token_id", Idle(_TARGETS, _TOKEN)),
-    ("eos_token_id", Idle(_TARGETS, _TOKENS)),
-    ("tie_word_embeddings", Idle("lm_head and embedding are the target's", _BOOL)),
-    ("dtype torch_dtype", Idle("the server's dtype is used", _DTYPE)),
+     "use_ngram_embedding", Idle("of models that contain others", "a config without it")),
+    ("auto_map", Idle("code of a draft is never run", "an object")),
+    ("bos_token_id pad_token_id", Idle(_TARGETS, "a token id or null")),
+    ("eos_token_id", Idle(_TARGETS, "a token id, a list of them or null")),
+    ("tie_word_embeddings", Idle("lm_head and embedding are the target's", "true or false")),
+    ("dtype torch_dtype", Idle("the server's dtype is used", f"one of {', '.join(_DTYPES)}")),
     ("max_sequence_length model_max_length seq_length",
-     Idle("max_position_embeddings is read", _COUNT)),
+     Idle("max_position_embeddings is read", "a positive integer")),
     ("transformers_version _name_or_path", Idle("of the exporter")),
-    ("mlp_bias", Foreign("biases of the MLP", _FLAG)),
+    ("mlp_bias", Foreign("biases of the MLP", "true, false or null")),
     ("flex_attention_backend", Idle(_TRAINING)),
-    ("pretraining_tp", Idle(_TRAINING, _INT)),
-    ("initializer_range", Idle(_TRAINING, _FRACTION)),
-    ("attention_dropout", Idle(_TRAINING, _NUMBER)),
-    ("use_cache", Idle(_OUTPUTS, _BOOL)),
-    ("is_encoder_decoder", Idle(_OUTPUTS, _BOOL)),
-    ("output_attentions output_hidden_states return_dict", Idle(_OUTPUTS, _FLAG)),
-    ("num_labels chunk_size_feed_forward", Idle(_OUTPUTS, _INT)),
-    ("problem_type", Idle(_OUTPUTS, _PROBLEM)),
-    ("id2label", Idle(_OUTPUTS, _LABELS)),
+    ("pretraining_tp", Idle(_TRAINING, "an integer")),
+    ("initializer_range", Idle(_TRAINING, "a fraction")),
+    ("attention_dropout", Idle(_TRAINING, "a number")),
+    ("use_cache", Idle(_OUTPUTS, "true or false")),
+    ("is_encoder_decoder", Idle(_OUTPUTS, "true or false")),
+    ("output_attentions output_hidden_states return_dict", Idle(_OUTPUTS, "true, false or null")),
+    ("num_labels chunk_size_feed_forward", Idle(_OUTPUTS, "an integer")),
+    ("problem_type", Idle(_OUTPUTS, f"one of {', '.join(_PROBLEMS)}")),
+    ("id2label", Idle(_OUTPUTS, "an object of numbered labels")),
     ("label2id", Idle(_OUTPUTS)),
     ("torchscript pruned_heads use_bfloat16 tf_legacy_loss is_decoder add_cross_attention "
      "cross_attention_hidden_size tie_encoder_decoder finetuning_task prefix sep_token_id "
@@ -219,8 +199,8 @@ def check_keys(raw: Mapping[str, Any]) -> None:
         if name in own and top.get(name, own.get(name)) != own.get(name):
             raise own.error(name, f"{shown(top.get(name))}, as beside dflash_config,")
     for place, name, key in present:
-        if key is not None and key.form is not None and not key.form.holds(place.values[name]):
-            raise place.error(name, key.form.required)
+        if key is not None and not FORMS[key.form](place.values[name]):
+            raise place.error(name, key.form)
     _check_kind(top)
     for place, name, key in present:
         if key is None and name in place:
@@ -259,3 +239,43 @@ def _check_kind(top: Fields) -> None:
             raise top.unsupported(name, f"{', '.join(served)} are served here")
     if top.word("hidden_act") not in (None, "silu"):
         raise top.unsupported("hidden_act", "silu is served")
+
+
+# -- the layout of speculators ---------------------------------------------------------------------
+
+_KIND, _NETWORK = "speculators_model_type", "transformer_layer_config"
+_LAYERS, _NON_CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
+# Of the library itself, and of how it was trained and is to be served.
+_IDLE = ("speculators_config", "speculators_version")
+
+
+def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parsed config.json in z-lab's layout, which is returned as it is.
+
+    Raises:
+        ConfigError: a field of the other layout is invalid, or it is a draft of another method.
+    """
+    if not isinstance(raw.get(_KIND), str):
+        return raw
+    top = Fields.of(raw, "draft", sections=())
+    if raw[_KIND] not in ("dflash", "dflash2"):
+        raise top.error(_KIND, "dflash or dflash2, for SGLang reads no draft of that library,")
+    network, ids = top.block(_NETWORK).values, raw.get(_LAYERS)
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
+        # 0 is the embedding, which no layer gives.
+        raise top.error(_LAYERS, "a non-empty list of positive integers")
+    consumed = (_KIND, _NETWORK, _LAYERS, _NON_CAUSAL, "model_type", *_IDLE)
+    beside = {name: raw[name] for name in raw if name in top and name not in consumed}
+    for name in beside:
+        other = network.get(name, beside[name])
+        if other not in (None, beside[name]) and isinstance(AT_TOP.get(name), Read):
+            raise top.error(name, f"{shown(other)}, as in {_NETWORK},")
+    if network.get("model_type") == "llama":
+        # Some of RedHat's drafts say so, and have Qwen3's layers all the same.
+        beside["model_type"] = "qwen3"
+    # Layer i of the target has the id i + 1 there, as in `hidden_states` of Transformers.
+    beside["target_layer_ids"] = [i - 1 for i in ids]
+    if top.flag(_NON_CAUSAL, default=False):
+        # Full layers are bidirectional in any case.
+        beside["is_causal"] = False
+    return {**network, **beside}

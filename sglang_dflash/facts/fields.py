@@ -99,7 +99,7 @@ class Fields:
         """An integer from 1 to `most`. Raises ConfigError, also if there is no value and no
         default."""
         value = self.get(name, default)
-        if not _is_int(value) or value < 1:
+        if not is_int(value) or value < 1:
             raise self.error(name, "a positive integer")
         if value > most:
             raise self.error(name, f"an integer from 1 to {most}")
@@ -108,7 +108,7 @@ class Fields:
     def token_id(self, name: str) -> int:
         """An integer of at least 0. Raises ConfigError."""
         value = self.get(name)
-        if not _is_int(value) or value < 0:
+        if not is_int(value) or value < 0:
             raise self.error(name, "a token id (an integer of at least 0)")
         return value
 
@@ -136,7 +136,7 @@ class Fields:
         """A non-empty list of layer ids from 0 to `num_layers - 1` if that is known, each above the
         one before: a target gives the outputs of its layers in their order. Raises ConfigError."""
         ids = self.get(name)
-        if not isinstance(ids, list | tuple) or not ids or not all(map(_is_int, ids)):
+        if not isinstance(ids, list | tuple) or not ids or not all(map(is_int, ids)):
             raise self.error(name, "a non-empty list of layer ids")
         if not all(0 <= i < (num_layers or _MOST_INT) for i in ids):
             last = "the last" if num_layers is None else num_layers - 1
@@ -169,7 +169,8 @@ class Fields:
         return types
 
 
-def _is_int(value: object) -> bool:
+def is_int(value: object) -> bool:
+    """Whether it is an integer; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

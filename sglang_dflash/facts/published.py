@@ -31,10 +31,8 @@ class ModelFacts:
     """One target or draft.
 
     Attributes:
-        config: its config.json, or the fields of it that are read here; None if only the KV bytes
-            are known.
+        config: its config.json, or the fields of it that are read here.
         weight_bytes: bytes of its weights as served; None if unknown.
-        kv_bytes_per_token: stated directly if there is no config.
         source: where the facts were read.
         unknown: fields of the config.json that serving needs and that the source does not show.
         file: the shipped file with these facts; None if they are not shipped.
@@ -44,9 +42,8 @@ class ModelFacts:
     """
 
     name: str
-    config: Mapping[str, Any] | None
+    config: Mapping[str, Any]
     weight_bytes: int | None
-    kv_bytes_per_token: int | None
     source: str
     unknown: tuple[str, ...] = ()
     file: str | None = None
@@ -88,9 +85,8 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
         if raw["kind"] == kind:
             found[raw["name"]] = ModelFacts(
                 name=raw["name"],
-                config=raw.get("config"),
+                config=raw["config"],
                 weight_bytes=raw.get("weight_bytes"),
-                kv_bytes_per_token=raw.get("kv_bytes_per_token"),
                 source=raw["source"],
                 unknown=tuple(raw.get("unknown", ())),
                 file=path.name,
@@ -131,11 +127,11 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
         if kind == "draft":
             required = "no safetensors weights on the hub; a draft is read from safetensors files"
             raise ConfigError("draft", name, required)
-        return ModelFacts(name, raw, None, None, source)
+        return ModelFacts(name, raw, None, source)
     found_tensors, total = weights
     tensors = {plain_name(stored): tensor for stored, tensor in found_tensors.items()}
     source = f"{source}, and the headers of its weights"
-    return ModelFacts(name, raw, total, None, source, tensors=tensors)
+    return ModelFacts(name, raw, total, source, tensors=tensors)
 
 
 def _shipped_name(kind: str, name: str) -> str | None:
@@ -145,9 +141,7 @@ def _shipped_name(kind: str, name: str) -> str | None:
 
 def _suggestion(kind: str, name: str) -> str:
     """The shipped names that are like `name`, with or without its organization, or all of them."""
-    # Facts of K/V sizes only have names of ours, which no one misspells.
-    names = [known for known, facts in shipped(kind).items() if facts.config is not None]
-    known = {each.casefold().rpartition("/")[2]: each for each in names}
+    known = {each.casefold().rpartition("/")[2]: each for each in shipped(kind)}
     near = difflib.get_close_matches(name.casefold().rpartition("/")[2], known, cutoff=0.75)
     if near:
         return f"did you mean {' or '.join(repr(known[text]) for text in near)}?"
@@ -197,7 +191,6 @@ def _of_files(
         name=name,
         config=raw,
         weight_bytes=local_weight_bytes(kind, folder),
-        kv_bytes_per_token=None,
         source=source,
         tensors=tensors,
         weights=None if tensors is None else folder,

@@ -9,8 +9,9 @@ from typing import Any
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.facts.draft_config import Reach
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.server import BUILTIN
 from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
-from sglang_dflash.inspect.pair import BUILTIN, Judged
+from sglang_dflash.inspect.pair import Judged
 
 GIB = 2**30
 

@@ -12,10 +12,11 @@ from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_
 from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, collection
+from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
 
-OURS, BUILTIN, UNKNOWN = "sglang-dflash", "builtin", "unknown"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,12 @@ class Judged:
     """Who serves a pair.
 
     Attributes:
-        geometry: of the target; None if its config is unknown.
         config: of the draft; None if our worker does not serve it or a field is unknown.
         worker: `OURS`, `BUILTIN` or `UNKNOWN`.
         reason: why it is not ours.
     """
 
-    geometry: TargetGeometry | None
+    geometry: TargetGeometry
     config: DraftConfig | None
     worker: str
     reason: str | None
@@ -44,11 +44,10 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
             not those of its config, or, with weights in a local folder, a value is not finite or a
             weight all zeros.
     """
-    geometry = None if target.config is None else TargetGeometry.from_dict(target.config)
-    config, worker, reason = None, UNKNOWN, None
-    if draft.config is None:
-        reason = "the facts of this pair are KV sizes only"
-    elif draft.unknown:
+    geometry = TargetGeometry.from_dict(target.config)
+    config, worker, reason = None, OURS, None
+    if draft.unknown:
+        worker = UNKNOWN
         reason = f"no source shows {', '.join(draft.unknown)} of the draft's config.json"
     else:
         try:
@@ -56,15 +55,12 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
         except UnsupportedDraft as other:
             worker, reason = BUILTIN, str(other)
     _check(target, draft, config, geometry)
-    if reason is None and target.config is None:
-        reason = "the facts of this target are KV sizes only"
-    elif reason is None:
-        worker = OURS
-        if Fields.of(target.config or {}, "target").block("quantization_config").get("lm_head"):
-            worker, reason = BUILTIN, (
-                "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit "
-                "weight is needed"
-            )  # fmt: skip
+    quantization = Fields.of(target.config, "target").block("quantization_config")
+    if worker == OURS and quantization.get("lm_head"):
+        worker, reason = BUILTIN, (
+            "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit "
+            "weight is needed"
+        )  # fmt: skip
     return Judged(geometry, config, worker, reason)
 
 
@@ -72,15 +68,15 @@ def _check(
     target: ModelFacts,
     draft: ModelFacts,
     config: DraftConfig | None,
-    geometry: TargetGeometry | None,
+    geometry: TargetGeometry,
 ) -> None:
     """Compare the draft with the target and with its own weights, as far as is known."""
     known = config
-    if draft.unknown and draft.config is not None:
+    if draft.unknown:
         # The mask token may be unknown, and does not matter for this check.
         own = {"mask_token_id": 0, **(draft.config.get("dflash_config") or {})}
         known = DraftConfig.from_dict({**draft.config, "dflash_config": own})
-    if known is not None and geometry is not None:
+    if known is not None:
         known.check_target(
             hidden_size=geometry.hidden_size,
             vocab_size=geometry.vocab_size,
@@ -96,7 +92,7 @@ def _check(
 
 def context_of(target: ModelFacts) -> int | None:
     """Tokens of a request, at most; None if the target's config does not tell."""
-    text, name = Fields.of(target.config or {}, "target"), "max_position_embeddings"
+    text, name = Fields.of(target.config, "target"), "max_position_embeddings"
     return text.positive_int(name) if name in text else None
 
 
@@ -115,29 +111,26 @@ def other_target(target: str, draft: str) -> list[str]:
     ]
 
 
-def describe_target(target: ModelFacts, geometry: TargetGeometry | None) -> dict[str, Any]:
+def describe_target(target: ModelFacts, geometry: TargetGeometry) -> dict[str, Any]:
     """Its facts in the report; None for what is not known."""
-    raw, layers = target.config or {}, None
-    if geometry is not None:
-        recurrent, layers = geometry.recurrent_layers, f"{geometry.attention_layers} attention"
-        if geometry.sliding_layers:
-            layers += f", {geometry.sliding_layers} of them sliding"
-        layers = f"{recurrent} recurrent, {layers}" if recurrent else layers
-    text = Fields.of(raw, "target")
+    recurrent, layers = geometry.recurrent_layers, f"{geometry.attention_layers} attention"
+    if geometry.sliding_layers:
+        layers += f", {geometry.sliding_layers} of them sliding"
+    layers = f"{recurrent} recurrent, {layers}" if recurrent else layers
+    text = Fields.of(target.config, "target")
     return {
-        "target_architecture": _architecture(raw),
+        "target_architecture": _architecture(target.config),
         "target_layers": layers,
         "target_dtype": text.get("dtype") or text.get("torch_dtype"),
         "target_context": text.get("max_position_embeddings"),
-        "target_hidden_size": geometry.hidden_size if geometry else None,
-        "target_vocab_size": geometry.vocab_size if geometry else None,
+        "target_hidden_size": geometry.hidden_size,
+        "target_vocab_size": geometry.vocab_size,
     }
 
 
 def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, Any]:
     """Its facts in the report; None for what is not known."""
-    raw = draft.config or {}
-    fields, rope = draft_fields(raw), None
+    fields, rope = draft_fields(draft.config), None
     layers, ids, mask = (
         _layers(fields), fields.get("target_layer_ids"), fields.get("mask_token_id")
     )  # fmt: skip
@@ -145,7 +138,7 @@ def describe_draft(draft: ModelFacts, config: DraftConfig | None) -> dict[str, A
         layers = _runs([_layer(layer) for layer in config.layers])
         ids, mask, rope = list(config.target_layer_ids), config.mask_token_id, _rope(config)
     return {
-        "draft_architecture": _architecture(raw),
+        "draft_architecture": _architecture(draft.config),
         "draft_kind": config and config.kind,
         "draft_layers": layers,
         "draft_dtype": fields.get("dtype") or fields.get("torch_dtype"),

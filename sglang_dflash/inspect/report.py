@@ -13,14 +13,12 @@ from sglang_dflash.facts import sizes
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.heads import head_bytes
 from sglang_dflash.facts.published import ModelFacts
+from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
 from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv
 from sglang_dflash.inspect.pair import (
-    BUILTIN,
-    OURS,
     Judged,
     context_of,
     describe_draft,
@@ -139,10 +137,10 @@ def _memory(
     requests, ranks, config = serving.max_running_requests, serving.tp_size, judged.config
     part = replace(
         judged,
-        geometry=judged.geometry and judged.geometry.of_rank(ranks),
+        geometry=judged.geometry.of_rank(ranks),
         config=config and sizes.draft_of_rank(config, ranks),
     )
-    target_kv, draft_kv = _kv_bytes(target, draft, part, serving)
+    target_kv, draft_kv = _kv_bytes(draft, part, serving)
     recurrent = _recurrent(part.geometry, judged.worker, options.block_size)
     steps = _step_bytes(judged, options, serving)
     of_target, of_draft = (
@@ -166,7 +164,7 @@ def _memory(
 
 def _config_only(draft: ModelFacts) -> list[str]:
     """A warning if the draft's folder has no weights."""
-    if draft.config is None or draft.tensors is not None or not Path(draft.name).is_dir():
+    if draft.tensors is not None or not Path(draft.name).is_dir():
         return []
     return [
         f"config only: {draft.name} has no weights, so they are not judged, and a server needs "
@@ -177,7 +175,7 @@ def _config_only(draft: ModelFacts) -> list[str]:
 def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) -> ResolvedOptions:
     """With the draft's block size. Raises ConfigError if it is unknown and not given."""
     trained = None if config is None else config.block_size
-    if config is None and draft.config is not None:
+    if config is None:
         fields = draft_fields(draft.config)
         trained = fields.positive_int("block_size") if "block_size" in fields else None
     return options.for_trained_block(trained)
@@ -234,21 +232,14 @@ def _head_bytes(config: DraftConfig | None, block_size: int) -> dict[str, int | 
     """What the head of DFlash2 adds to what a proposal reads; None for what is not known."""
     if config is None:
         return dict.fromkeys(("draft_head_bytes", "draft_head_bytes_per_request"))
-    once, per_request = head_bytes(config, block_size, KV_DTYPES["bfloat16"])
+    once, per_request = sizes.head_bytes(config, block_size, KV_DTYPES["bfloat16"])
     return {"draft_head_bytes": once, "draft_head_bytes_per_request": per_request}
 
 
-def _kv_bytes(
-    target: ModelFacts, draft: ModelFacts, judged: Judged, serving: Serving
-) -> tuple[int, int]:
+def _kv_bytes(draft: ModelFacts, judged: Judged, serving: Serving) -> tuple[int, int]:
     """KV bytes of one token, of the target and of the draft."""
     itemsize = KV_DTYPES[serving.kv_dtype or "bfloat16"]
-    if judged.geometry is not None:
-        of_target = sizes.target_kv_bytes(judged.geometry, itemsize)
-    else:
-        of_target = _stated_kv_bytes(target, "kv_dtype", serving)
-    if draft.config is None:
-        return of_target, _stated_kv_bytes(draft, "draft_kv_dtype", serving)
+    of_target = sizes.target_kv_bytes(judged.geometry, itemsize)
     if judged.config:
         shape = judged.config.kv_shape
     else:
@@ -257,30 +248,17 @@ def _kv_bytes(
     return of_target, KV_DTYPES.get(serving.draft_kv_dtype or "", itemsize) * math.prod(shape)
 
 
-def _recurrent(geometry: TargetGeometry | None, worker: str, block_size: int) -> dict[str, Any]:
+def _recurrent(geometry: TargetGeometry, worker: str, block_size: int) -> dict[str, Any]:
     """The facts of recurrent layers."""
-    shape, layers = (geometry.recurrent, geometry.recurrent_layers) if geometry else (None, None)
+    shape, layers = geometry.recurrent, geometry.recurrent_layers
     rollback = "replay" if shape is not None and worker == OURS else "snapshot"
     return {
         "recurrent_layers": layers,
         "recurrent_rollback": rollback if layers else None,
-        "recurrent_state_bytes": sizes.state_bytes(shape)
-        if shape
-        else (None if layers else layers),
+        "recurrent_state_bytes": sizes.state_bytes(shape) if shape else (None if layers else 0),
         "recurrent_snapshot_bytes": sizes.snapshot_bytes(shape, block_size) if shape else None,
         "recurrent_replay_bytes": sizes.replay_bytes(shape, block_size) if shape else None,
     }
-
-
-def _stated_kv_bytes(facts: ModelFacts, dtype: str, serving: Serving) -> int:
-    """KV bytes of one token of a model without a config."""
-    if facts.kv_bytes_per_token is None:
-        raise ConfigError(facts.name, required="neither a config nor kv_bytes_per_token is known")
-    for field, default in ((dtype, None), ("tp_size", 1)):
-        if getattr(serving, field) != default:
-            required = f"of {facts.name} only the KV bytes as measured are known; leave it out"
-            raise ConfigError(field, getattr(serving, field), required)
-    return facts.kv_bytes_per_token
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_dflash.facts.server import BUILTIN
 from sglang_dflash.inspect.kv import GIB
-from sglang_dflash.inspect.pair import BUILTIN
 
 _WIDTH = 120
 # Heading -> facts of it. Without those that are unknown or 0.

@@ -1,5 +1,5 @@
-"""Bodies of requests on which SGLang's code raises anything but ValueError: an HTTP 400 that says
-so, in place of an HTTP 500."""
+"""HTTP requests that SGLang's code cannot serve, and does not refuse: an HTTP 400 that says so, in
+place of an HTTP 500 or the end of the server."""
 
 from __future__ import annotations
 
@@ -49,6 +49,16 @@ def make_tool_parser(original: Any, *args: Any, **named: Any) -> Any:
         return original(*args, **named)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
+
+
+def refuse_without_recorder(manager: Any) -> None:
+    """Before the methods of `TokenizerManager` that record the distribution of experts.
+
+    Raises:
+        HTTPException: status 400, if there is nothing that records it.
+    """
+    if manager.server_args.expert_distribution_recorder_mode is None:
+        raise HTTPException(400, "start the server with --expert-distribution-recorder-mode")
 
 
 def _unreadable(error: Exception) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 # SGLang keeps underscore attributes of its arguments apart from its fields, and pickles them.
 ATTRIBUTE = "_sglang_dflash"
 FIELD = "speculative_dflash_request_guard"
-CHOICES = ("on", "off")
 
 
 def guard_off(server_args: Any) -> bool:

@@ -25,6 +25,7 @@ from sglang.srt.managers.utils import MsgpackDecodeError, msgpack_decode_explain
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
+from sglang_dflash.facts.fields import is_int
 from sglang_dflash.repairs.flag import guard_off
 
 INT32_MAX = 2**31 - 1
@@ -118,10 +119,6 @@ def _require(holds: bool, field: str, value: Any, required: str) -> None:
         raise ValueError(f"{field}: {reprlib.repr(value)}; {required}")
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 # -- a request as it was given ---------------------------------------------------------------------
 
 
@@ -144,7 +141,7 @@ def _check_fields(obj: Any) -> None:
     ):
         _require(isinstance(params, dict), "sampling_params", params, "an object of named values")
         n = params.get("n", 1)
-        fits = _is_int(n) and 1 <= n <= MAX_CHOICES
+        fits = is_int(n) and 1 <= n <= MAX_CHOICES
         _require(fits, "sampling_params.n", n, f"an integer from 1 to {MAX_CHOICES}")
         choices = max(choices, n)
     for name in UNREPEATED:
@@ -223,12 +220,12 @@ def _check_tokens(obj: Any, input_ids: Any, vocab_size: int) -> None:
 def _check_logprobs(obj: Any, vocab_size: int) -> None:
     top, start = obj.top_logprobs_num, obj.logprob_start_len
     _require(
-        _is_int(top) and 0 <= top <= vocab_size,
+        is_int(top) and 0 <= top <= vocab_size,
         "top_logprobs_num (logprobs, top_logprobs)", top,
         f"an integer from 0 to {vocab_size}, the vocabulary's size",
     )  # fmt: skip
     _require(
-        _is_int(start) and (start >= -1 or not obj.return_logprob),
+        is_int(start) and (start >= -1 or not obj.return_logprob),
         "logprob_start_len", start,
         "an integer from 0 to the prompt's length, or -1 for the output only",
     )  # fmt: skip
@@ -239,7 +236,7 @@ def _check_positions(name: str, positions: Any, tokens: int) -> None:
     are_inside = positions is None or (
         isinstance(positions, list)
         and bool(positions)
-        and all(_is_int(position) and 0 <= position < tokens for position in positions)
+        and all(is_int(position) and 0 <= position < tokens for position in positions)
     )
     required = f"a list of positions in the prompt, 0 to {tokens - 1}"
     _require(are_inside, name, positions, required)

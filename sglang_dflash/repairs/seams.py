@@ -89,7 +89,7 @@ SEAMS = (
           for endpoint in ("chat.OpenAIServingChat", "completions.OpenAIServingCompletion")),
         *((Kind.BEFORE,
            f"managers.tokenizer_manager.TokenizerManager.{action}_expert_distribution_record",
-           "operators:refuse_without_recorder",
+           "bad_bodies:refuse_without_recorder",
            "Without --expert-distribution-recorder-mode, it ends the server.",
            "tests/repairs/test_operators.py::test_the_recorder_raises_without_the_rows")
           for action in ("start", "stop", "dump")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,11 +65,8 @@ class DFlashDraftModel(DraftModel):
         device = _device(device_map)
         wanted = None if dtype in (None, "auto") else dtype_named("dtype", dtype)
         folder = draft_folder("draft", str(name), revision=revision)
-        network = load_model(folder, dtype=wanted or _stored_dtype(folder), device=device)
-        with torch.device("meta"):
-            model = cls(network.config)
-        model.load_state_dict(network.state_dict(), assign=True)
-        return model._ready()
+        kind = wanted or _stored_dtype(folder)
+        return cast("DFlashDraftModel", load_model(folder, dtype=kind, device=device, of=cls))
 
     @property
     def device(self) -> torch.device:
@@ -129,9 +126,6 @@ class DFlashDraftModel(DraftModel):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DFlashDraftModel:
         """`to`, `cuda` and `float` end here: what is derived from the weights is made anew."""
         super()._apply(fn, recurse)
-        return self._ready()
-
-    def _ready(self) -> DFlashDraftModel:
         config = self.config
         # It stays float32 for weights of any dtype.
         rotary = Rotary(config.rope, config.head_dim, config.max_position_embeddings)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.demo import GREEDY, DemoArm, acceptance_between, outcome, show
+from sglang_dflash.bench.demo import SAMPLING, DemoArm, acceptance_between, outcome, show
 from sglang_dflash.serving.show.counts import AcceptanceCounts, RequestStep
 from tests.bench.fake_server import FakeServer
 
@@ -31,7 +31,7 @@ def test_both_answers_are_shown_side_by_side(capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr().out
     assert "[left]" in shown and "[right]" in shown
     assert sorted(name for name, _, _ in log) == ["left", "left", "right", "right"]
-    assert all(body["sampling_params"] == GREEDY for _, _, body in log)
+    assert all(body["sampling_params"] == SAMPLING for _, _, body in log)
 
 
 @pytest.mark.parametrize("earlier", [0, 1, 1237])

@@ -64,7 +64,7 @@ def test_another_sglang_serves_with_its_own_worker(
         importlib.metadata, "version", lambda name: "0.6.0" if name == "sglang" else real(name)
     )
     needed = "sglang-dflash needs sglang==0.5.23, this is sglang==0.6.0"
-    assert reported(capsys) == (env.BUILTIN, needed)
+    assert reported(capsys) == (env.SGLANG_WORKER, needed)
 
 
 def test_a_plugin_that_is_left_out_and_a_server_that_would_end(
@@ -72,6 +72,6 @@ def test_a_plugin_that_is_left_out_and_a_server_that_would_end(
 ) -> None:
     monkeypatch.setattr(env, "any_in_place", lambda _: False)
     worker, reason = reported(capsys)
-    assert worker == env.BUILTIN and reason.startswith("our plugin dflash is not loaded")
+    assert worker == env.SGLANG_WORKER and reason.startswith("our plugin dflash is not loaded")
     monkeypatch.setattr(env, "load_plugins", lambda: (None, "cannot apply the seam x"))
     assert reported(capsys) == ("none", "a server ends at start: cannot apply the seam x")

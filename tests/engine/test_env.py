@@ -23,4 +23,4 @@ def test_this_installation_serves_with_our_worker(servers: ServerSession, tmp_pa
     assert env.as_text(report).startswith("worker: sglang-dflash\nwhy: installed and loaded")
     _, lines = servers.nursery.run(*command, log=tmp_path / "log", SGLANG_PLUGINS="dflash_cpu")
     told = json.loads(lines[-1])
-    assert told["worker"] == env.BUILTIN and "SGLANG_PLUGINS" in told["reason"]
+    assert told["worker"] == env.SGLANG_WORKER and "SGLANG_PLUGINS" in told["reason"]

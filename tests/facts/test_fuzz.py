@@ -158,7 +158,7 @@ def inspected_worker(raw: dict[str, Any], config: DraftConfig | None) -> str:
     if config is not None:
         target["hidden_size"], target["vocab_size"] = config.hidden_size, config.vocab_size
         target["num_hidden_layers"] = config.num_target_layers or config.target_layer_ids[-1] + 1
-    of_target, of_draft = (ModelFacts("x", given, None, None, "a test") for given in (target, raw))
+    of_target, of_draft = (ModelFacts("x", given, None, "a test") for given in (target, raw))
     found = inspect(of_target, of_draft, Options(), Serving(kv_memory_gib=1e12))
     assert json.dumps(found) and as_table(found)
     return found["worker"]

@@ -13,10 +13,8 @@ from sglang_dflash.facts.published import ModelFacts
 PAIR = ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
 
 
-def facts(
-    config: dict[str, Any] | None, weight_bytes: int | None = 0, kv: int | None = None
-) -> ModelFacts:
-    return ModelFacts("a model", config, weight_bytes, kv, "a test")
+def facts(config: dict[str, Any], weight_bytes: int | None = 0) -> ModelFacts:
+    return ModelFacts("a model", config, weight_bytes, "a test")
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_the_worker_and_its_rollback(
 
 def test_what_was_not_seen_decides_nothing() -> None:
     raw = raw_config(dflash_config={"target_layer_ids": [1, 3]})
-    partly = ModelFacts("a draft", raw, 0, None, "a test", unknown=("dflash_config.mask_token_id",))
+    partly = ModelFacts("a draft", raw, 0, "a test", unknown=("dflash_config.mask_token_id",))
     found = inspect(facts(TARGET), partly, Options(), SERVING)
     assert found["worker"] == "unknown"
     assert "dflash_config.mask_token_id" in found["worker_reason"]
@@ -260,15 +260,13 @@ def test_serving_is_checked(field: str, value: object, serving: dict[str, Any]) 
 
 
 def test_what_is_not_known_is_asked_for() -> None:
-    measured, draft = facts(None, None, kv=100), facts(raw_config())
-    as_float32 = Serving(kv_memory_gib=1, kv_dtype="float32")
-    for target, other, options, serving, field in [
-        (facts(TARGET, None), draft, Options(), Serving(), "kv_memory_gib"),
-        (measured, measured, Options(), SERVING, "block_size"),
-        (measured, measured, Options(block_size=4), as_float32, "kv_dtype"),
+    no_block = {name: value for name, value in OTHER_HEAD.items() if name != "block_size"}
+    for target, draft, serving, field in [
+        (facts(TARGET, None), facts(raw_config()), Serving(), "kv_memory_gib"),
+        (facts(TARGET), facts(no_block), SERVING, "block_size"),
     ]:
         with pytest.raises(ConfigError) as refused:
-            inspect(target, other, options, serving)
+            inspect(target, draft, Options(), serving)
         assert refused.value.field == field
 
 

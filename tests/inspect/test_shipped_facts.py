@@ -47,12 +47,10 @@ def test_every_facts_file_gives_its_source() -> None:
     assert files == {facts.file for facts in known} | {"collection.json"}
     for facts in known:
         assert facts.source.startswith("Read: ")
-        no_config = facts.config is None
-        assert no_config == (facts.weight_bytes is None)
-        assert no_config == (facts.kv_bytes_per_token is not None)
+        assert facts.weight_bytes is not None
         # The source lists the unknown fields, and the config does not hold them.
-        own = (facts.config or {}).get("dflash_config", {})
-        fields = {*(facts.config or {}), *(f"dflash_config.{name}" for name in own)}
+        own = facts.config.get("dflash_config", {})
+        fields = {*facts.config, *(f"dflash_config.{name}" for name in own)}
         assert not fields & set(facts.unknown)
         assert bool(facts.unknown) == ("Not seen: " in facts.source)
     assert collection().source.startswith("Read: ")
@@ -63,7 +61,7 @@ def test_published_sizes(name: str) -> None:
     """Weights computed from the geometry have the checkpoint's size. A wrong layer or width does
     not."""
     facts = shipped("draft")[name]
-    assert facts.config is not None and facts.weight_bytes is not None
+    assert facts.weight_bytes is not None
     own = {"mask_token_id": 0, **facts.config["dflash_config"]}
     config = DraftConfig.from_dict({**facts.config, "dflash_config": own})
     assert facts.weight_bytes == draft_weight_bytes(config)
@@ -146,7 +144,6 @@ def test_the_mark_of_the_peer_without_a_flag() -> None:
     27.5 GiB), 547,899 with its flag (+21.7 %). The configs are made of these sizes."""
     target = shipped("target")["Qwen/Qwen3.6-27B"]
     draft = shipped("draft")["z-lab/Qwen3.6-27B-DFlash"]
-    assert draft.config is not None
     sliding = {**draft.config, "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048}
     serving = Serving(max_running_requests=8, kv_memory_gib=8.6 + 27.5)
     found = inspect(target, replace(draft, config=sliding), Options(), serving)

@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
 from sglang.srt.sampling.watermarking import core
 
-from sglang_dflash.repairs import operators, seams
+from sglang_dflash.repairs import bad_bodies, seams
 
 ARGUMENTS = {"model_path": "m", "api_key": "k1", "internal_states": [{"admin_api_key": "k2"}]}
 
@@ -35,6 +35,6 @@ def test_the_recorder_raises_without_the_rows() -> None:
     with pytest.raises(Exception, match=r"recorder"):
         get_global_expert_distribution_recorder().dump_record()
     with pytest.raises(HTTPException) as refused:
-        operators.refuse_without_recorder(manager(None))
+        bad_bodies.refuse_without_recorder(manager(None))
     assert refused.value.status_code == 400
-    operators.refuse_without_recorder(manager("stat"))
+    bad_bodies.refuse_without_recorder(manager("stat"))

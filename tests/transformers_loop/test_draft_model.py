@@ -13,8 +13,10 @@ import torch
 
 from sglang_dflash import DFlashDraftModel
 from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from tests.conftest import random_model, raw_config
 from tests.transformers_loop.conftest import NEW_TOKENS, greedy
 
 # From z-lab/dflash's README, "Transformers". What differs: the import of the draft's class and its
@@ -135,6 +137,16 @@ def test_to_converts_all_of_the_draft(draft: DFlashDraftModel, target: Any) -> N
     with torch.no_grad():
         converted.float()
     assert draft.project_context(draft.context_features(hidden)).dtype == torch.float32
+
+
+def test_an_lm_head_of_its_own_keeps_its_tokens(tmp_path: Path) -> None:
+    raw = raw_config(draft_vocab_size=24)
+    saved = random_model(raw)
+    save_model(saved, raw, tmp_path, torch.float32)
+    draft = DFlashDraftModel.from_pretrained(str(tmp_path), dtype="float32")
+    for loaded in (draft, draft.to(torch.bfloat16)):
+        assert saved.token_ids is not None and loaded.token_ids is not None
+        assert loaded.token_ids.tolist() == saved.token_ids.tolist()
 
 
 def test_a_draft_that_is_not_there_is_refused(tmp_path: Path) -> None:

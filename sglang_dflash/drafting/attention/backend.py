@@ -130,7 +130,7 @@ class Backend:
 def _torch_workspace(config: DraftConfig, of: Setting) -> int:
     """A chunk, or what the widest table of the largest batch takes."""
     heads = of.tp.shard_size("num_attention_heads", config.num_attention_heads)
-    kv_heads = of.tp.shard_size_or_replica("num_key_value_heads", config.num_key_value_heads)
+    kv_heads = of.tp.kv_heads(config.num_key_value_heads)
     each = bytes_of_a_column(kv_heads, config.head_dim, of.block_size * heads)
     return min(CHUNK_BYTES, of.requests * (of.columns + of.block_size) * each)
 

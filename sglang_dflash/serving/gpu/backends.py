@@ -18,8 +18,6 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import Lazy
 
-# SGLang's name for its torch backend on a plain CPU.
-SAME = {"torch_native": "torch"}
 # The first GPUs that Triton converts e4m3 for.
 FP8_CAPABILITY = (8, 9)
 
@@ -65,7 +63,8 @@ def asked_attention(server_args: Any) -> str | None:
     Its resolution is kept beside the field, which holds what was given.
     """
     given = server_args.speculative_draft_attention_backend
-    return SAME.get(given, given)
+    # SGLang's name for its torch backend on a plain CPU.
+    return "torch" if given == "torch_native" else given
 
 
 def check_attention(

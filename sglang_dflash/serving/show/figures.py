@@ -15,7 +15,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
-from sglang_dflash.facts.heads import HeadBytes, head_bytes
+from sglang_dflash.facts.sizes import HeadBytes, head_bytes
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,

@@ -43,8 +43,6 @@ from sglang_dflash.serving.start.draft_files import (
 
 logger = Log(__name__)
 
-# Values of --kv-cache-dtype that pack two numbers into a byte and keep scales beside them.
-FOUR_BIT_KV = ("nvfp4", "fp4_mx_block16")
 # Values of --dtype; with auto, the models' configs decide.
 FLOATS = {
     "float32": torch.float32,
@@ -234,7 +232,7 @@ def _has_4bit_draft_kv(settings: Any) -> bool:
     """Whether draft K/V would take over a 4-bit dtype of the target's. SGLang gives a draft on FA4
     the model's dtype."""
     return (
-        settings.kv_cache_dtype in FOUR_BIT_KV
+        settings.kv_cache_dtype in ("nvfp4", "fp4_mx_block16")
         and settings.speculative_draft_kv_cache_dtype is None
         and settings.speculative_draft_attention_backend != "fa4"
     )

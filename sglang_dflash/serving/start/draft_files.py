@@ -15,10 +15,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from transformers import AutoConfig
 
+from sglang_dflash.facts.draft_keys import flat
 from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import cached_config
-from sglang_dflash.facts.speculators import flat
 
 # The draft of this server, as it was given. An environment variable, as the scheduler's processes
 # read the draft's config before they have our settings.

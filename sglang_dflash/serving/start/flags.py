@@ -7,13 +7,13 @@ import errno
 import functools
 import socket
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options
 from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
-from sglang_dflash.facts.command_line import end_in_one_line
+from sglang_dflash.facts.command_line import end_in_one_line, setting
 from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.facts.hub import check_path
 from sglang_dflash.facts.log import Log
@@ -38,67 +38,62 @@ WIDTH_FLAG = "--speculative-dflash-width"
 NARROW_WIDTHS = (1, 4, 8)
 
 
-def _flag(default: Any, help: str, **others: Any) -> Any:
-    """A row of the table; `others` are `add_argument`'s."""
-    return field(default=default, metadata={"help": help, **others})
-
-
 @dataclass(frozen=True)
 class ServerFlags:
     """Our flags as they were given. `--speculative-dflash-` stands before each name."""
 
-    worker: str = _flag(
+    worker: str = setting(
         "auto",
         "Which DFLASH worker serves: 'auto' takes that of sglang-dflash if it can serve the pair, "
         "'builtin' takes SGLang's own.",
         choices=("auto", "builtin"),
     )
-    draft_kv_tokens: int | None = _flag(
+    draft_kv_tokens: int | None = setting(
         None,
         "Entries of the draft KV cache under a draft window. Default: twice what the running "
         "requests can see.",
         type=int,
     )
-    recurrent_rollback: str = _flag(
+    recurrent_rollback: str = setting(
         Options.recurrent_rollback,
         "How recurrent layers of the target follow an accepted prefix: 'snapshot' keeps the state "
         "after every drafted token, 'replay' keeps their inputs and folds the accepted ones in. "
         "Default: auto, replay for Gated DeltaNet layers.",
         choices=RECURRENT_ROLLBACKS,
     )
-    draft_graphs: str = _flag(
+    draft_graphs: str = setting(
         "auto",
         "'auto' captures the drafter's steps in CUDA graphs if the target's are captured, 'off' "
         "does not. Default: auto.",
         choices=("auto", "off"),
     )
-    self_check: str = _flag(
+    self_check: str = setting(
         "on",
         "Whether kernels and graphs of the drafter are compared with torch at start-up: a few "
         "milliseconds, and a server that does not start if one is wrong. Default: on.",
         choices=("on", "off"),
     )
-    width: str = _flag(
+    width: str = setting(
         "auto",
         "How many tokens of a block the target verifies: 'fixed' is all of them in every step, "
         "'adaptive' is as many as pay off, down to 1, plain decoding. 'auto' is adaptive on a CPU "
         "and fixed elsewhere. Default: auto.",
         choices=("auto", "adaptive", "fixed"),
     )
-    lookup: str = _flag(
+    lookup: str = setting(
         "off",
         "Whether drafts are also looked up in the request's own text: for answers that repeat "
         "parts of it, such as edits and quotes. Default: off.",
         choices=("on", "off"),
     )
-    request_guard: str = _flag(
+    request_guard: str = setting(
         "on",
         "Whether requests that SGLang cannot take are refused with HTTP 400, and a failed step "
         "ends only the requests that caused it, under any --speculative-algorithm and without "
         "one. Default: on.",
-        choices=guard.CHOICES,
+        choices=("on", "off"),
     )
-    extension: str | None = _flag(
+    extension: str | None = setting(
         None,
         "For experiments: a function that supplies another drafter or watches every step "
         "(sglang_dflash.serving.step.extension).",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+import torch
 from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.mem_cache.allocation_sizing import (
     get_alloc_page_size,
@@ -38,9 +39,6 @@ from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
 
 logger = Log(__name__)
-
-# Of a token in the texts that lookup reads.
-_TEXT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def draft_memory(
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
-        texts=_TEXT_BYTES * (requests + 1) * positions if setup.looks_up else 0,
+        texts=torch.int32.itemsize * (requests + 1) * positions if setup.looks_up else 0,
         scratch_kv=(1 + requests * block * paged) * token_bytes,
         attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )
