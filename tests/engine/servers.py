@@ -255,6 +255,13 @@ SEEDED = DFLASH.named("seeded").having(enable_deterministic_inference=True, **LO
 CODE_PAIR = demo_pair("code")
 SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
 SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
+# Every prompt takes several prefills.
+SEEDED_CHUNKS = SEEDED.named("seeded-chunks").having(chunked_prefill_size=16)
+SEEDED_TP2 = SEEDED.named("seeded-tp2").having(tp_size=2, **SECOND)
+SEEDED_HYBRID_PLAIN = HYBRID_PAIR_PLAIN.named("seeded-hybrid-plain").having(
+    enable_deterministic_inference=True
+)
+SEEDED_HYBRID = SEEDED_HYBRID_PLAIN.named("seeded-hybrid").having(**drafting(HYBRID_PAIR.draft))
 
 # -- pools and contexts that a request or two fill; SGLang looks for leaks after every step
 
