@@ -173,7 +173,7 @@ def _convolve(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     x, bias = args[1:3]
     requests, block, width = x.shape
     size, has_bias = x.element_size(), bias is not None
-    return convolve.traffic(requests, block, width, kwargs["K"], size, has_bias)
+    return convolve.traffic(requests, block, width, kwargs["K"], args[9], size, has_bias)
 
 
 def _candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:

@@ -91,11 +91,15 @@ def _given_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
 
 def _for_all(settings: BenchSettings) -> dict[str, FlagValue]:
     # To stream the whole text with every step costs the slower arm more than the faster one.
-    return {"--dtype": settings.dtype, "--incremental-streaming-output": True}
+    flags: dict[str, FlagValue] = {
+        "--dtype": settings.dtype,
+        "--incremental-streaming-output": True,
+    }
+    return flags | ({"--enable-deterministic-inference": True} if settings.temperature else {})
 
 
 @contextmanager
-def opened(arms: Arms) -> Iterator[dict[str, Endpoint]]:
+def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]:
     """The arms' endpoints. Servers that are started here all run at once, until the end.
 
     Raises:
@@ -108,7 +112,8 @@ def opened(arms: Arms) -> Iterator[dict[str, Endpoint]]:
         if isinstance(config, ServerConfig)
     }
     with together(started.values()):
-        yield {
+        found = {
             name: endpoint(server) if isinstance(server, str) else SGLang(started[name].url)
             for name, server in arms.items()
         }
+        yield {name: replace(to, sampling=settings.sampling(to.SEED)) for name, to in found.items()}

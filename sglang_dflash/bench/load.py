@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import requests
 
@@ -18,6 +18,8 @@ from sglang_dflash.facts.server import NOT_KNOWN, ServerInfo
 
 TIMEOUT_S = 600
 GREEDY: Mapping[str, float] = {"temperature": 0}
+# The label of a server whose requests are sampled: "on" where a seed decides all tokens.
+SEEDED = "deterministic inference"
 
 
 class RequestFailed(RuntimeError):
@@ -91,6 +93,8 @@ class SGLang:
     `sampling`: SGLang's sampling parameters.
     """
 
+    SEED: ClassVar = "sampling_seed"
+
     url: str
     sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
     timeout_s: float = TIMEOUT_S
@@ -136,7 +140,10 @@ class SGLang:
         # A hub name has two parts; of a folder's path the rest tells nothing to others.
         names = ["/".join(Path(path).parts[-2:]) for path in paths if path]
         model = " with draft ".join(names) or NOT_KNOWN
-        return {"model": model, "worker": info.set_up(), **info.machine()}
+        found = {"model": model, "worker": info.set_up(), **info.machine()}
+        if self.sampling["temperature"]:
+            found[SEEDED] = "on" if info.info.get("enable_deterministic_inference") else "off"
+        return found
 
     def undrafted(self) -> VerifySteps:
         """Steps without drafts so far, which an answer's own count includes."""
@@ -152,6 +159,8 @@ class OpenAI:
 
     `sampling`: the API's sampling parameters. `thinking` goes to the server's chat template.
     """
+
+    SEED: ClassVar = "seed"
 
     url: str
     model: str
@@ -200,7 +209,8 @@ class OpenAI:
 
     def describe(self) -> dict[str, str]:
         """See `SGLang.describe`. The API tells the model's name only."""
-        return {"model": self.model, "worker": NOT_KNOWN, **ServerInfo({}).machine()}
+        found = {"model": self.model, "worker": NOT_KNOWN, **ServerInfo({}).machine()}
+        return found | ({SEEDED: NOT_KNOWN} if self.sampling["temperature"] else {})
 
     def undrafted(self) -> VerifySteps:
         """The API counts no steps."""

@@ -188,22 +188,17 @@ def measure_server(
 
 def _endpoint(settings: BenchSettings) -> Endpoint:
     """Raises RequestFailed if the server is of another kind than the backend."""
-    sampling: dict[str, float] = {"temperature": settings.temperature}
-    if settings.temperature:
-        seed = "sampling_seed" if settings.backend == "sglang" else "seed"
-        sampling |= {"top_p": settings.top_p, seed: settings.seed}
-        if settings.top_k is not None:
-            sampling["top_k"] = settings.top_k
     found = load.endpoint(settings.url)
     if settings.backend == "vllm":
         thinking = settings.thinking == "on"
         model = settings.target or ""
+        sampling = settings.sampling(load.OpenAI.SEED)
         return load.OpenAI(found.url, model, sampling, settings.timeout_s, thinking)
     if not isinstance(found, load.SGLang):
         raise RequestFailed(
             f"{settings.url}: no SGLang server, but one of the OpenAI API; give --backend vllm"
         )
-    return load.SGLang(found.url, sampling, settings.timeout_s)
+    return load.SGLang(found.url, settings.sampling(load.SGLang.SEED), settings.timeout_s)
 
 
 def server_figures(settings: BenchSettings, dataset: str, done: Pass) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.bench.load import SEEDED, Answer, Pass
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.machine import hardware
@@ -158,6 +158,19 @@ def dtypes(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) ->
     return {asked if dtype == NOT_KNOWN else dtype for dtype in told}
 
 
+def why_unequal(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]]) -> str | None:
+    """Why outputs of the arms may differ; None if they must be equal."""
+    found = dtypes(settings, servers)
+    if NOT_KNOWN in found:
+        return "arms whose dtype is not known (--dtype names it)"
+    if found != {"float32"}:
+        # They may fall either way.
+        return f"near-ties of {' and '.join(sorted(found))}"
+    if {one.get(SEEDED, "on") for one in servers.values()} != {"on"}:
+        return "samples of arms without --enable-deterministic-inference"
+    return None
+
+
 def summarize(
     settings: BenchSettings, prompts: dict[str, int], measured: Measured
 ) -> dict[str, Any]:
@@ -186,6 +199,8 @@ def summarize(
         "max_new_tokens": settings.max_new_tokens,
         "rounds": settings.rounds,
         "seed": settings.seed,
+        "temperature": settings.temperature,
+        "sampling": sampling(settings),
         "thinking": settings.thinking,
         "order": in_turn if settings.in_turn else "all servers at once, arms taking turns",
         "prefix_cache_kept": measured.kept_prefixes,
@@ -205,13 +220,21 @@ def _outputs(settings: BenchSettings, measured: Measured, differing: dict[str, i
         return "outputs: not compared: one arm"
     first, *_ = next(iter(measured.runs.values()))
     count = sum(len(one.answers) for by_arm in measured.runs.values() for one in by_arm[first])
-    found = dtypes(settings, measured.servers)
-    if found == {"float32"}:
-        return f"outputs: the same in all arms ({count} answers each, greedy, float32)"
+    why, how = why_unequal(settings, measured.servers), sampling(settings)
+    if why is None:
+        return f"outputs: the same in all arms ({count} answers each, {how}, float32)"
     counts = ", ".join(f"{arm} {different} of {count}" for arm, different in differing.items())
-    of = f"near-ties of {' and '.join(sorted(found - {NOT_KNOWN}))}"
-    of = "arms whose dtype is not known (--dtype names it)" if NOT_KNOWN in found else of
-    return f"outputs may differ from {first}'s by {of}, and did for: {counts}"
+    return f"outputs may differ from {first}'s by {why}, and did for: {counts}"
+
+
+def sampling(settings: BenchSettings) -> str:
+    """How tokens are chosen, for reading."""
+    if not settings.temperature:
+        return "greedy"
+    how = [f"temperature {settings.temperature:g}"]
+    how += [f"top-p {settings.top_p:g}"] if settings.top_p < 1 else []
+    how += [f"top-k {settings.top_k}"] if settings.top_k else []
+    return ", ".join([*how, f"seed {settings.seed}"])
 
 
 def card(result: dict[str, Any]) -> list[str]:
@@ -230,7 +253,7 @@ def card(result: dict[str, Any]) -> list[str]:
         f"{client['date']}; Python {client['python']}",
         f"command: {result['command']}",
         f"prompts: {sets}; at most {result['max_new_tokens']} new tokens each; "
-        f"rounds: {result['rounds']}; {result['order']}",
+        f"{result['sampling']}; rounds: {result['rounds']}; {result['order']}",
         ratios,
     ]
     if result["prefix_cache_kept"]:
@@ -285,6 +308,8 @@ def markdown(result: dict[str, Any]) -> str:
     titles = list(found[0])
     if result["simulated_acceptance"] is not None:
         titles[-1] = f"simulated {titles[-1]}"
+    if result["temperature"]:
+        titles[-1] += f" at temperature {result['temperature']:g}"
     lines = [f"- {line}" for line in card(result)]
     lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     lines += [f"| {' | '.join(map(str, one.values()))} |" for one in found]

@@ -76,7 +76,9 @@ class BenchSettings:
     rounds: int = setting(3, "passes per arm and concurrency (default: {default})")
     timeout_s: float = setting(3600, "of a request (default: {default})")
     max_new_tokens: int = setting(48, "per answer (default: {default})")
-    temperature: float = setting(0.0, "0 is greedy (default)")
+    temperature: float = setting(
+        0.0, "0 is greedy (default); otherwise requests have a seed, so that arms can agree"
+    )
     top_p: float = setting(1.0, "default: {default}")
     top_k: int | None = setting(None, "default: all tokens")
     simulated_acceptance: float | None = setting(
@@ -152,6 +154,13 @@ class BenchSettings:
             raise ConfigError("concurrency", self.concurrency, required)
         return found
 
+    def sampling(self, seed: str) -> dict[str, float]:
+        """A request's parameters. `seed`: what the server calls its seed."""
+        if not self.temperature:
+            return {"temperature": self.temperature}
+        top_k = {} if self.top_k is None else {"top_k": self.top_k}
+        return {"temperature": self.temperature, "top_p": self.top_p, **top_k, seed: self.seed}
+
     @property
     def servers(self) -> dict[str, str]:
         """Running servers: name -> URL."""
@@ -188,6 +197,9 @@ def _check_served(settings: BenchSettings) -> None:
     if length is not None and not 1 <= length < math.inf:
         required = "a verify step commits 1 token or more"
         raise ConfigError("simulated_acceptance", length, required)
+    if settings.temperature and "builtin" in settings.arms:
+        required = "samples without regard to a seed; with {temperature} arms are compared by it"
+        raise ConfigError("arms", "builtin", required)
     if len(set(settings.arms)) != len(settings.arms):
         raise ConfigError("arms", settings.arms, "give every one once")
     if not settings.base_url:

@@ -11,7 +11,8 @@ from sglang_dflash.facts.command_line import add_flags, given, spelled
 FLAGS = spelled(
     (
         "base_url", "target", "draft", "dataset_file", "seed", "num_prompts", "max_new_tokens",
-        "rounds", "thinking", "simulated_acceptance", "dtype", "out", "picture",
+        "rounds", "temperature", "top_p", "top_k", "thinking", "simulated_acceptance", "dtype",
+        "out", "picture",
     ),
     arms="--arm",
     pair="--model",

@@ -39,9 +39,12 @@ class DraftHead(Protocol):
             (`noise.RULES`).
         """
 
-    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(
+        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
+    ) -> Tensor:
         """By how much other tokens, int64 `[R, B - 1]`, are less likely than the ones that
-        `__call__` takes: float32 `[R, B - 1]`, as a share of the largest score. For checks."""
+        `__call__` takes, with noise less likely than the coupled ones: float32 `[R, B - 1]`, as a
+        share of the largest score. For checks."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,18 @@ class ArgmaxHead:
         drafted = largest_of_ranks(best.flatten(), columns.flatten(), self.tp)
         return self.target.tokens(drafted).view(len(RULES), len(hidden), -1)
 
-    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
-        logits = self.target.logits(hidden[:, 1:].flatten(0, 1)).float()
-        columns = self.target.columns(ids.flatten()) - self.target.first_id
+    def shortfall(
+        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
+    ) -> Tensor:
+        logits, first_id = (
+            self.target.logits(hidden[:, 1:].flatten(0, 1)).float(),
+            self.target.first_id,
+        )
+        if noise is not None:
+            tokens = self.target.tokens(torch.arange(logits.shape[1], device=ids.device) + first_id)
+            by_request = logits.unflatten(0, (len(ids), -1))
+            logits = noise.scores(by_request, tokens, scale=self.scale).flatten(0, 1)
+        columns = self.target.columns(ids.flatten()) - first_id
         own = taken_of_shards(logits, columns, self.tp)
         parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
         best, scale = self.tp.all_gather(parts).amax(0)

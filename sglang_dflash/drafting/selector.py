@@ -74,7 +74,9 @@ class SelectorHead:
         columns = columns + self.target.first_id
         return candidates_of_ranks(values, self.target.tokens(columns), self.tp)
 
-    def shortfall(self, hidden: Tensor, bonus: Tensor, ids: Tensor) -> Tensor:
+    def shortfall(
+        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
+    ) -> Tensor:
         drafts, of = hidden[:, 1:], self.selector
         logits = self.target.logits(drafts.flatten(0, 1))
         values, candidates = self._candidates(logits)
@@ -87,5 +89,7 @@ class SelectorHead:
         query = of.predecessor_codebook[before] * of.hidden_projection(drafts)
         edges = (query[..., None, :] * of.successor_codebook[tokens]).sum(-1)
         scores = unary + edges.float()
+        if noise is not None:
+            scores = noise.scores(scores, tokens)
         short = scores[..., 1:].amax(-1) - scores[..., 0]
         return short / scores[..., 1:].abs().amax()

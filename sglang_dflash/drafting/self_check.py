@@ -16,7 +16,7 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import RingTags, store_
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.noise import LIKELIEST, BlockNoise
+from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
@@ -88,8 +88,8 @@ def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: De
 def check_recording(
     eager: Drafter, recorded: Proposer, req_to_token: Tensor, sizes: Sequence[int] = (REQUESTS,)
 ) -> None:
-    """Compare a recorded proposal with an eager one, over context that both read. For an empty
-    cache; it is empty again afterwards, and so are the rows of the table.
+    """Compare recorded proposals, without noise and coupled, with eager ones, over context that
+    both read. For an empty cache; it is empty again afterwards, and so are the rows of the table.
 
     Another token is no error where it is as likely to the eager draft as the one that it took, up
     to rounding: two products of one shape may still be computed by two algorithms.
@@ -113,14 +113,18 @@ def check_recording(
     seq_lens, bonus = torch.full_like(rows, length), torch.zeros_like(rows)
     requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
     try:
-        drafted = recorded.propose(bonus, requests)[:, 1:]
         hidden = eager.forward(bonus, requests)[1]
-        shortfall = eager.head.shortfall(hidden, bonus, drafted).max().item()
-        # A NaN fails: it is not below anything.
-        if not shortfall <= TOLERANCE[draw.dtype]:
-            where = f"recorded proposal of {count} requests on {draw.device.type}"
-            found = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest logit"
-            raise _failed(where, f"{found} ({TOLERANCE[draw.dtype]:g} is allowed)")
+        temperatures = torch.ones_like(rows, dtype=torch.float32)
+        noise = BlockNoise(draw.ints(0, 2**62, count), temperatures, seq_lens)
+        for kind, of in (("", None), ("coupled ", noise)):
+            blocks = recorded.propose(bonus, requests, of)
+            drafted = (blocks if of is None else blocks[COUPLED])[:, 1:]
+            shortfall = eager.head.shortfall(hidden, bonus, drafted, of).max().item()
+            # A NaN fails: it is not below anything.
+            if not shortfall <= TOLERANCE[draw.dtype]:
+                where = f"recorded {kind}proposal of {count} requests on {draw.device.type}"
+                found = f"it drafts tokens that are less likely by {shortfall:.3g} of the largest"
+                raise _failed(where, f"{found} score ({TOLERANCE[draw.dtype]:g} is allowed)")
     finally:
         req_to_token[rows, :length] = 0
         clear(eager.groups)

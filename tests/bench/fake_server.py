@@ -50,8 +50,10 @@ class FakeServer(ThreadingHTTPServer):
         speculates: bool = True,
         undrafted: int = 0,
         dtype: str | None = "float32",
+        deterministic: bool = False,
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.deterministic = deterministic
         self.dtype = dtype
         self.name, self.answer, self.log = name, answer, log
         self.sglang, self.incremental, self.undrafted = sglang, incremental, undrafted
@@ -126,6 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.dtype is not None:
             state["machine"] = {**MACHINE, "dtype": self.server.dtype}
         states = {"internal_states": [state], "version": "9.8.7", "model_path": "/some/where/me/m"}
+        states["enable_deterministic_inference"] = self.server.deterministic
         known = {
             "/server_info": json.dumps(states) if self.server.sglang else None,
             "/v1/models": json.dumps({"data": [{"id": "fake"}]}),

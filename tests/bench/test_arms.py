@@ -41,6 +41,14 @@ def test_arms_and_their_flags() -> None:
     assert dflash["--dtype"] == "bfloat16"
 
 
+def test_sampled_arms_are_servers_whose_tokens_a_seed_decides() -> None:
+    flag = "--enable-deterministic-inference"
+    assert all(flag in one.args() for one in started(temperature=0.7).values())
+    assert not any(flag in one.args() for one in started().values())
+    with pytest.raises(ConfigError, match="without regard to a seed"):
+        settings_for(temperature=0.7, arms=("ar", "builtin"))
+
+
 def test_sglangs_flag_names_are_taken() -> None:
     parser = argparse.ArgumentParser()
     bench.arguments(parser)

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from sglang_dflash import cli
 from sglang_dflash.bench import datasets, load, picture
 from sglang_dflash.facts.embedded import demo_pair
-from tests.bench.fake_server import FakeServer, Started, echo
+from tests.bench.fake_server import Answer, FakeServer, Started, echo
 
 Captured = pytest.CaptureFixture[str]
 
@@ -82,6 +82,39 @@ def test_the_gate_lets_no_figure_out(tmp_path: Path, capsys: Captured) -> None:
             assert read(tmp_path)["differing_answers"] == {"false": 3}
         named = [*urls(a, b), "--concurrency", "1", "--dtype", "float32"]
         assert bench(capsys, tmp_path, *named)[0] == 1
+
+
+def test_sampled_answers_are_compared_where_a_seed_decides_them(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    log, how = list[Any](), ["--temperature", "0.7", "--top-p", "0.9", "--seed", "5"]
+    short = ["--concurrency", "1", "--rounds", "1", *how]
+
+    def served(answer: Answer, deterministic: bool) -> FakeServer:
+        return FakeServer("a", answer, log, sglang=True, deterministic=deterministic)
+
+    with served(echo, True) as a, served(lambda _: ["oops"], True) as b:
+        a.name, b.name = "true", "false"
+        code, out, err = bench(capsys, tmp_path, *urls(a, b), *short)
+        assert code == 1 and not out and "differs from true's from token 0 on" in err
+        sent = [{k: body["sampling_params"][k] for k in ("temperature", "top_p", "sampling_seed")}
+                for _, _, body in log]  # fmt: skip
+        assert sent and all(
+            one == {"temperature": 0.7, "top_p": 0.9, "sampling_seed": 5} for one in sent
+        )
+        b.answer = echo
+        assert bench(capsys, tmp_path, *urls(a, b), *short)[0] == 0
+        result, table = read(tmp_path), (tmp_path / "table.md").read_text()
+        words = "temperature 0.7, top-p 0.9, seed 5"
+        assert (
+            result["outputs"] == f"outputs: the same in all arms (3 answers each, {words}, float32)"
+        )
+        assert "| acceptance length at temperature 0.7 |" in table
+        # Elsewhere a seed may be ignored, so equal answers are not asked for.
+        b.answer, b.deterministic = lambda _: ["oops"], False
+        assert bench(capsys, tmp_path, *urls(a, b), *short)[0] == 0
+        why = "samples of arms without --enable-deterministic-inference, and did for: false 3 of 3"
+        assert why in read(tmp_path)["outputs"]
 
 
 def test_labels_of_a_running_server_are_its_own_or_the_clients(

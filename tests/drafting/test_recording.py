@@ -13,8 +13,9 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter, batch_buckets, column_buckets
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.options import Options
-from tests.conftest import kv_groups, random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.recording import OpRecorder, RecordingError
 
 RAW = raw_config()
@@ -57,6 +58,9 @@ def test_what_needs_the_host_cannot_be_recorded(run: Callable[[Tensor], Any], re
 MIXED = raw_config(
     layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=9
 )
+
+
+DFLASH2 = MIXED | with_own(selector_rank=8, selector_top_k=5, conv_kernel_size=2, conv_group_size=8)
 
 
 def drafter_of(
@@ -108,11 +112,13 @@ class Requests:
         rows = torch.randperm(ROWS, generator=self.random)[:count]
         lengths, block = self.lengths[rows], RAW["block_size"]
         bonus = torch.randint(0, 63, (count,), generator=self.random)
-        longest = int(lengths.max())
-        found = [
-            drafter.propose(bonus, RequestSlots(self.slots, rows, lengths, longest))
-            for drafter in self.drafters
-        ]
+        known = RequestSlots(self.slots, rows, lengths, int(lengths.max()))
+        # The same recording serves greedy batches, and batches with a sampled request.
+        noise = None
+        if count % 2 == 0:
+            seeds = torch.randint(0, 2**62, (count,), generator=self.random)
+            noise = BlockNoise(seeds, 8.0 * torch.arange(count), lengths)
+        found = [drafter.propose(bonus, known, noise) for drafter in self.drafters]
         kept = torch.randint(1, block + 1, (count,), generator=self.random)
         keep = (torch.arange(block) < kept[:, None]).flatten()
         self._absorb(rows, lengths, block, keep)
@@ -124,8 +130,15 @@ class Requests:
 
 @pytest.mark.parametrize(
     ("window", "sinks", "raw"),
-    [(None, 0, RAW), (12, 0, RAW), (12, 3, RAW), (None, 0, MIXED), (12, 3, MIXED)],
-    ids=["full", "window", "sinks", "mixed", "mixed-sinks"],
+    [
+        (None, 0, RAW),
+        (12, 0, RAW),
+        (12, 3, RAW),
+        (None, 0, MIXED),
+        (12, 3, MIXED),
+        (12, 3, DFLASH2),
+    ],
+    ids=["full", "window", "sinks", "mixed", "mixed-sinks", "dflash2"],
 )
 def test_replayed_steps_are_the_eager_ones(
     window: int | None, sinks: int, raw: dict[str, Any]
@@ -140,6 +153,8 @@ def test_replayed_steps_are_the_eager_ones(
         count = (1, 3, 4, 2, 6)[step % 5]
         eager, replayed = requests.step(count)
         assert torch.equal(eager, replayed), step
+        if eager.dim() == 3:
+            assert not torch.equal(eager[LIKELIEST], eager[COUPLED]), step
         for one, other in zip(plain.groups, inner.groups, strict=True):
             a, b = one.cache, other.cache
             assert torch.equal(a.kv[: a.num_entries], b.kv[: b.num_entries])

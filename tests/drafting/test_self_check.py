@@ -16,6 +16,7 @@ from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.drafting.self_check import (
@@ -26,7 +27,7 @@ from sglang_dflash.drafting.self_check import (
 )
 from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.drafting.test_paged_attention import plain_kernel
-from tests.drafting.test_recording import drafter_of, table
+from tests.drafting.test_recording import DFLASH2, MIXED, drafter_of, table
 from tests.recording import OpRecorder
 
 OPS = ["add_rms_norm", "qk_norm_rope", "silu_mul", "write_context", "slot_table",
@@ -150,12 +151,12 @@ def test_what_is_compared_has_a_recorded_size(sizes: tuple[int, ...], compared: 
     seen = []
 
     class Recorded:
-        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
+        def propose(self, bonus: Tensor, requests: Any, noise: Any) -> Tensor:
             seen.append(len(bonus))
-            return drafter.propose(bonus, requests)
+            return drafter.propose(bonus, requests, noise)
 
     check_recording(drafter, Recorded(), slots, sizes)
-    assert seen == [compared]
+    assert seen == 2 * [compared]
 
 
 @pytest.mark.parametrize(("gap", "passes"), [(0.0, True), (1e-5, True), (1e-2, False)])
@@ -175,9 +176,9 @@ def test_a_token_that_is_as_likely_is_no_error(gap: float, passes: bool) -> None
     drafter.head = replace(head, target=replace(head.target, logits=with_twins))
 
     class Recorded:
-        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
-            ids = drafter.propose(bonus, requests)
-            ids[:, 1:] += 1
+        def propose(self, bonus: Tensor, requests: Any, noise: Any) -> Tensor:
+            ids = drafter.propose(bonus, requests, noise)
+            ids[:, 1:] += noise is None
             return ids
 
     if passes:
@@ -202,8 +203,26 @@ def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -
     class Stale:
         """Repeats its first answer."""
 
-        def propose(self, bonus: Tensor, requests: Any) -> Tensor:
-            return recorded.propose(bonus, requests) + 1
+        def propose(self, bonus: Tensor, requests: Any, noise: Any) -> Tensor:
+            return recorded.propose(bonus, requests, noise) + 1
 
     with pytest.raises(SelfCheckFailed, match="recorded proposal"):
         check_recording(drafter, Stale(), slots)
+
+
+@pytest.mark.parametrize("raw", [MIXED, DFLASH2], ids=["v1", "dflash2"])
+def test_a_recording_with_other_noise_is_found(raw: dict[str, Any]) -> None:
+    """It drafts right without noise."""
+    slots, drafter = table(), drafter_of(12, raw=raw)
+
+    class Recorded:
+        def propose(self, bonus: Tensor, requests: Any, noise: BlockNoise | None) -> Tensor:
+            if noise is not None and wrong:
+                noise = noise._replace(seeds=noise.seeds + 1)
+            return drafter.propose(bonus, requests, noise)
+
+    wrong = False
+    check_recording(drafter, Recorded(), slots)
+    wrong = True
+    with pytest.raises(SelfCheckFailed, match="recorded coupled proposal"):
+        check_recording(drafter, Recorded(), slots)

@@ -118,6 +118,23 @@ SAMPLED = (
         (checks.drafted, checks.sampled(1.3), checks.looked_up),
     ),
     Row(s.SEEDED_PLAIN, s.SEEDED_PLAIN, (workload.seeded_alone,)),
+    *(
+        Row(
+            config,
+            s.SEEDED_PLAIN,
+            (workload.seeded,),
+            (checks.drafted, checks.sampled(1.3), *more),
+            long=(workload.seeded,),
+        )
+        for config, more in ((s.SEEDED_CHUNKS, ()), (s.SEEDED_TP2, (checks.two_ranks,)))
+    ),
+    Row(
+        s.SEEDED_HYBRID,
+        s.SEEDED_HYBRID_PLAIN,
+        (workload.seeded_hybrid,),
+        (checks.drafted, checks.sampled(1.3)),
+        long=(workload.seeded_hybrid,),
+    ),
     Row(
         s.SEEDED_CODE,
         s.SEEDED_CODE_PLAIN,

@@ -186,6 +186,10 @@ def seeded_alone(server: Server) -> Answers:
     return _seeded(server, texts, SAMPLING, NEW_TOKENS, 1000, clients=1)
 
 
+def seeded_hybrid(server: Server) -> Answers:
+    return _seeded(server, demo_pair("hybrid").prompts[:12], SAMPLING, 96, 2000)
+
+
 def seeded_code(server: Server) -> Answers:
     """At temperature 1, text that neither model of the `code` pair has seen."""
     return _seeded(server, demo_pair("code").prompts[:24], [{"temperature": 1.0}], 64, 0)

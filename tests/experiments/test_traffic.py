@@ -12,7 +12,7 @@ from experiments import runner, traffic
 from experiments.launches import Scene, counted
 from experiments.traffic import GOALS, LOADS, SHAPES, Row, absorb_floor, propose_floor, visible
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, Reach
-from tests.conftest import raw_config
+from tests.conftest import raw_config, with_own
 
 
 def row(shape: str, requests: int, context: int, window: int | None) -> dict:
@@ -35,7 +35,13 @@ def test_the_goals(one: Row) -> None:
     # 7 of them find the argmax's ids and mark those that are not finite. Of each group of layers 8
     # make the table, clear a ring's marks and count what it holds.
     groups = len(config.groups(Reach(one.window)))
-    assert found["propose_launches"] <= 11 * config.num_hidden_layers + 9 + 8 * groups
+    # Of DFlash2 four convolutions of a layer and their two products, and the selector's walk.
+    new = 6 * config.num_hidden_layers + 4 if config.selector else 0
+    assert found["propose_launches"] <= 11 * config.num_hidden_layers + 9 + 8 * groups + new
+    assert found["greedy_launches"] == found["propose_launches"] and (
+        found["propose_bytes"] <= 1.002 * found["greedy_bytes"]
+    )
+    assert (found["unfused_launches"] > 10 * found["propose_launches"]) == bool(config.selector)
 
 
 def test_bytes_grow_with_the_window_and_not_with_the_context() -> None:
@@ -64,6 +70,20 @@ def test_the_floor_by_hand() -> None:
     assert absorb_floor(config, 3, 4) == 4 * absorbed
 
 
+def test_what_dflash2_adds_to_the_floor() -> None:
+    """As above: a selector of rank 8 over 5 candidates, 3 taps, groups of 16 channels."""
+    own = {"selector_rank": 8, "selector_top_k": 5, "conv_kernel_size": 3, "conv_group_size": 16}
+    one, two = (
+        DraftConfig.from_dict(raw_config(num_hidden_layers=1) | changes)
+        for changes in ({}, with_own(**own))
+    )
+    kernels, tokens, drafted = 2 * 3 * 2, 2 * 4, 2 * 3
+    convolved = 2 * (2 * 3 * 32 + 32 * kernels + tokens * (32 + kernels))
+    selected = 32 * 8 + drafted * (32 + 8 + (5 + 1) * 8)
+    added = propose_floor(two, [5, 9], None, 4) - propose_floor(one, [5, 9], None, 4)
+    assert added == 4 * (convolved + selected)
+
+
 def test_a_sliding_layer_reads_what_its_first_query_sees() -> None:
     assert visible(LayerAttention(5, True), 9, None) == 4
     assert visible(LayerAttention(5, True), 3, None) == 3
@@ -90,11 +110,12 @@ def test_what_torch_moves() -> None:
 def test_the_command_prints_one_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(traffic, "SHAPES", SHAPES[2:])
+    monkeypatch.setattr(traffic, "SHAPES", SHAPES[2:3])
     monkeypatch.setattr(traffic, "LOADS", LOADS[:1])
     assert runner.main(["traffic"]) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     parts = [f"{part}_{of}" for part in ("propose", "absorb", "commit")
              for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip
-    parts += ["lookup_bytes", "lookup_launches"]
+    parts += [f"{part}_{of}" for part in ("greedy", "unfused", "lookup")
+              for of in ("bytes", "launches")]  # fmt: skip
     assert set(row) == {"shape", "requests", "context", "window", *parts}

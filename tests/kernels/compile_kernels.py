@@ -213,7 +213,8 @@ def dflash2_cases() -> list[Case]:
     ]
     for block in (8, 16):
         for extra in (False, True):
-            shape = {"GROUP": 16, "B": block, "K": 2, "BLOCK": convolve.BLOCK, "HAS_BIAS": extra}
+            shape = {"GROUP": 16, "B": block, "K": 2, "BLOCK_G": 16, "HAS_BIAS": extra}
+            shape |= {"ROWS": convolve.ROWS, "GROUPS": convolve.GROUPS}
             none = {} if extra else {"p_bias": None}
             name = f"convolve b{block}{' bias' * extra}"
             found.append(Case(name, convolve.convolve_kernel, {**shape, **none}))

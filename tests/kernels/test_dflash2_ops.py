@@ -19,7 +19,14 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=s
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(
     ("requests", "block", "width", "group", "taps"),
-    [(3, 4, 32, 8, 2), (2, 7, 45, 15, 3), (1, 2, 1100, 4, 4), (2, 1, 8, 8, 2), (0, 4, 32, 8, 2)],
+    [
+        (3, 4, 32, 8, 2),
+        (2, 7, 45, 15, 3),
+        (1, 2, 1100, 4, 4),
+        (5, 3, 352, 16, 2),
+        (2, 1, 8, 8, 2),
+        (0, 4, 32, 8, 2),
+    ],
 )
 @DTYPES
 def test_convolve(
@@ -33,7 +40,8 @@ def test_convolve(
     out = canaries.around(torch.full_like(x, 9.0))
     with counted_bytes() as bytes_:
         convolve.convolve(out, x, added, base, dynamic)
-    bytes_.check(convolve.traffic(requests, block, width, taps, x.element_size(), bias))
+    shape = requests, block, width, taps, width // group
+    bytes_.check(convolve.traffic(*shape, x.element_size(), bias))
     exact = (t if t is None else t.float() for t in (x, base, dynamic, added))
     check_close(out, TorchOps().convolve(*exact), dtype)
     assert canaries.are_alive()

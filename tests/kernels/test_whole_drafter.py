@@ -17,6 +17,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
 from tests.conftest import kv_groups, random_model, raw_config, with_own
@@ -107,10 +108,19 @@ def test_triton_and_torch_draft_the_same(case: tuple[dict[str, Any], int | None,
             lengths[rows] += new
             bonus = torch.randint(0, 63, (len(batch),)).to(DEVICE)
             known = RequestSlots(slots, rows, lengths[rows], int(lengths[rows].max()))
+            # By both rules in every other step; a request of each batch is greedy.
+            noise = None
+            if len(batch) != 1:
+                seeds = torch.randint(0, 2**62, rows.shape).to(DEVICE)
+                noise = BlockNoise(seeds, 8.0 * torch.arange(len(rows)).to(DEVICE), lengths[rows])
             blocks = []
             for side in sides:
                 side.drafter.absorb(hidden, positions, at, keep)
-                blocks.append(side.drafter.propose(bonus, known))
+                blocks.append(side.drafter.propose(bonus, known, noise))
+            if noise is not None:
+                likeliest, coupled = blocks[0]
+                assert torch.equal(likeliest[0], coupled[0])
+                assert not torch.equal(likeliest, coupled)
             torch.testing.assert_close(
                 sides[1].hidden, sides[0].hidden, atol=TOLERANCE, rtol=TOLERANCE
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from sglang_dflash.facts.draft_config import DraftConfig
 sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 from demo_training import card, continuations, data, draft, figures, pair, unloop
 
+ROOT = Path(__file__).parents[2]
 TRAIN = {f"t{i}.py": f"def train_{i}(a, b):\n    return a * {i} + b\n\n" * 40 for i in range(4)}
 HELD_OUT = {"h.py": "class Held:\n    secret = 'held out'\n" * 60}
 SPLIT = data.Split(TRAIN, HELD_OUT, ())
@@ -241,6 +243,19 @@ def test_unlikelihood_lowers_the_marked_tokens(tiny: Qwen3ForCausalLM) -> None:
     with torch.no_grad():
         p = tiny(input_ids=ids).logits[0, 4].softmax(-1)[ids[0, 5]]
     torch.testing.assert_close(unloop.unlikelihood(tiny, ids, marks), -torch.log1p(-p))
+
+
+def test_several_drafts_are_measured_side_by_side() -> None:
+    asked = ["code", "draft", "../code-dflash2/draft", "--prompts", "2", "--new-tokens", "24"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "launch/measure_drafts.py", *asked],
+        cwd=ROOT / "launch/demo_models", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    _, _, *rows = done.stdout.splitlines()
+    first, second = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)
+    assert (first[0], second[0]) == ("draft", "../code-dflash2/draft") and first[1:] != second[1:]
+    for _, outside, everywhere, share in (first, second):
+        assert 1.2 < float(outside) <= float(everywhere) < 8 and 0 <= int(share[:-1]) <= 100
 
 
 def test_figures_inside_and_outside_loops() -> None:

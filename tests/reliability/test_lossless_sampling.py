@@ -136,6 +136,31 @@ def test_coupled_drafts_are_accepted_more_often(noise: Tensor) -> None:
     assert all((of == BLOCK).all() for of in lengths)
 
 
+def test_noise_by_rank_keeps_the_law_and_couples_nothing(noise: Tensor) -> None:
+    """The third wrong coupling: noise of a token's place in the order of probabilities. No test of
+    the law can find it; drafts of the target itself, which noise by token guesses without fail, are
+    accepted no more often than likeliest tokens are."""
+
+    def accepted(draft: Draft, rule: Rule) -> tuple[float, float]:
+        lengths: list[Tensor] = []
+
+        def watched(*given: Tensor) -> Accepted:
+            found = rule(*given)
+            lengths.append(found.lengths)
+            return found
+
+        p, _ = p_value(LAW, outputs(LAW, draft, noise, watched))
+        return p, torch.cat(lengths).double().mean().item()
+
+    def own(law: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
+        return (law[tokens].log() + noise).argmax(1)
+
+    p, coupled_length = accepted(own, noise_by_rank)
+    _, likeliest_length = accepted(draft_of("the likeliest"), noise_by_rank)
+    assert p > LEVEL
+    assert coupled_length < 1.02 * likeliest_length < 0.8 * BLOCK
+
+
 def redrawn(block: Tensor, target_tokens: Tensor, law: Tensor, noise: Tensor) -> Accepted:
     """After a rejection, a token of the whole law in place of the residual: drawn a second time."""
     right = accept(block, target_tokens)
@@ -156,6 +181,12 @@ def accepts_too_often(block: Tensor, target_tokens: Tensor, *_: Tensor) -> Accep
 def noise_of_one_position(block: Tensor, _: Tensor, law: Tensor, noise: Tensor) -> Accepted:
     """The noise of a block's first position is used at all of them."""
     return accept(block, (law.log() + noise[:, :1]).argmax(-1))
+
+
+def noise_by_rank(block: Tensor, _: Tensor, law: Tensor, noise: Tensor) -> Accepted:
+    """The noise of a token is that of its place among the tokens by probability."""
+    ranks = law.argsort(-1, descending=True).argsort(-1)
+    return accept(block, (law.log() + noise.gather(-1, ranks)).argmax(-1))
 
 
 def shared_by_ratio(block: Tensor, _: Tensor, law: Tensor, noise: Tensor) -> Accepted:
@@ -192,7 +223,8 @@ def coupled(_law: Tensor, tokens: Tensor, noise: Tensor) -> Tensor:
     ids=lambda r: r.__name__,
 )
 def test_a_wrong_rule_is_found(rule: Rule, noise: Tensor) -> None:
-    """Noise by rank is found by `tests/drafting/test_noise.py`: its law is right, but a draft
-    guesses nothing of it."""
+    """Noise by rank is no such rule: its law is right, and what finds it is the test above of its
+    acceptance, and for drafts and target `test_noise.py` and `test_seeded_sampling.py`, which
+    compare with SGLang's noise and with answers beside others."""
     assert p_value(LAW, outputs(LAW, coupled, noise))[0] > LEVEL
     assert p_value(LAW, outputs(LAW, coupled, noise, rule))[0] < LEVEL
