@@ -200,8 +200,8 @@ def _acceptance(server: ServerInfo) -> Iterator[Notice]:
     elif length is not None and length < USEFUL and not _is_adaptive(server):
         yield Notice(
             "acceptance-below-2",
-            f"acceptance length {length:.2f}: plain decoding may be faster, and "
-            "`--speculative-dflash-width adaptive` returns to it where it is",
+            f"acceptance length {length:.2f}: plain decoding may be faster; with "
+            "`--speculative-dflash-width adaptive` the server decodes without drafts where it is",
             look_for + "compare with `sglang-dflash bench`",
         )
 

@@ -32,6 +32,10 @@ FORMS: Mapping[str, Callable[[Any], bool]] = {
     "true or false": lambda value: isinstance(value, bool),
     "true, false or null": lambda value: isinstance(value, bool | None),
     "an integer": is_int,
+    "an integer or null": lambda value: value is None or is_int(value),
+    "a list of integers or null": lambda value: (
+        value is None or (isinstance(value, list) and all(map(is_int, value)))
+    ),
     "a positive integer": lambda value: value is None or (is_int(value) and value > 0),
     "a number": lambda value: is_int(value) or isinstance(value, float),
     "a number or null": lambda value: is_int(value) or isinstance(value, float | None),
@@ -92,8 +96,11 @@ _OUTPUTS = "of what a Transformers model returns"
 
 # Keys of DFlash itself, in `dflash_config` or beside it.
 _EITHER = _rows(
-    ("block_size num_target_layers mask_token_id target_layer_ids is_causal", Read()),
-    ("final_logit_softcapping output_multiplier", Read()),
+    ("block_size num_target_layers", Read(form="a positive integer")),
+    ("mask_token_id", Read(form="a token id or null")),
+    ("target_layer_ids", Read(form="a list of integers or null")),
+    ("is_causal", Read()),
+    ("final_logit_softcapping output_multiplier", Read(form="a number or null")),
     ("projector_type", Foreign("a head of another kind", "a name", (None, ""))),
     ("mask_token", Idle("mask_token_id names the token", "a text")),
     ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", "true, false or null")),
@@ -104,8 +111,8 @@ _EITHER = _rows(
      Foreign("the head of DSpark")),
     ("sample_from_anchor",
      Foreign("a draft from the bonus token's position (DSpark)", "true, false or null")),
-    ("selector_rank selector_top_k", Read("selector")),
-    ("conv_kernel_size conv_group_size", Read("convolution")),
+    ("selector_rank selector_top_k", Read("selector", "an integer or null")),
+    ("conv_kernel_size conv_group_size", Read("convolution", "an integer or null")),
     ("num_anchors max_anchors loss_decay_gamma", Idle(_TRAINING)),
 )  # fmt: skip
 IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(

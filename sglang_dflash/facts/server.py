@@ -141,12 +141,14 @@ class ServerInfo:
         return ", ".join(words)
 
     def _without_drafts(self) -> list[str]:
-        """In words, the steps that SGLang's own figure counts, too."""
+        """In words, the steps that the adaptive width did not draft."""
         steps, tokens = (sum(self.values(f"undrafted_{what}")) for what in ("steps", "tokens"))
         if not steps:
             return []
         every = (tokens + sum(self.values("committed_tokens"))) / (steps + self.verify_steps)
-        return [f"{steps:,} steps without drafts, {every:.2f} tokens per step in all"]
+        return [
+            f"{every:.2f} tokens per step with the {steps:,} that the adaptive width did not draft"
+        ]
 
     def machine(self) -> dict[str, str]:
         """What the server says of where and in what it computes."""

@@ -170,6 +170,15 @@ def test_a_key_of_other_drafts_goes_to_the_built_in_worker(path: str) -> None:
     assert refused.value.field == f"{path} in the draft's config.json"
 
 
+@pytest.mark.parametrize("path", [path for path in of(Read) if KEYS[path].form != "anything"])
+def test_a_value_that_sglang_cannot_read_is_refused_in_drafts_of_other_kinds(path: str) -> None:
+    """Its built-in worker would end on it, minutes later."""
+    invalid = next(v for v in ([], {}, None) if not FORMS[KEYS[path].form](v))
+    with pytest.raises(ConfigError) as refused:
+        config_with((path, invalid), ("dflash_config.gru_hidden_dim", 7))
+    assert type(refused.value) is ConfigError
+
+
 places = st.sampled_from(["", "dflash_config.", "rope_scaling.", "rope_parameters."])
 
 
