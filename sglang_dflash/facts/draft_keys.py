@@ -133,7 +133,8 @@ AT_TOP: Mapping[str, Key] = _EITHER | _rows(
     ("head_dim max_position_embeddings rms_norm_eps", Read(form="a value that is not null")),
     ("attention_bias", Read(form="true or false")),
     ("v_head_dim", Read("head_dim")),
-    ("rope_theta rope_scaling rope_parameters original_max_position_embeddings rope_is_neox_style "
+    ("rope_theta", Read("rope", "a number or null")),
+    ("rope_scaling rope_parameters original_max_position_embeddings rope_is_neox_style "
      "is_neox_style partial_rotary_factor", Read("rope")),
     ("hidden_act", Read("the class", "a value that is not null")),
     ("layer_types", Read("layers")),
