@@ -33,8 +33,8 @@ FORMS: Mapping[str, Callable[[Any], bool]] = {
     "true, false or null": lambda value: isinstance(value, bool | None),
     "an integer": is_int,
     "an integer or null": lambda value: value is None or is_int(value),
-    "a list of integers or null": lambda value: (
-        value is None or (isinstance(value, list) and all(map(is_int, value)))
+    "a non-empty list of integers, or null": lambda value: (
+        value is None or (isinstance(value, list) and value != [] and all(map(is_int, value)))
     ),
     "a positive integer": lambda value: value is None or (is_int(value) and value > 0),
     "a number": lambda value: is_int(value) or isinstance(value, float),
@@ -98,7 +98,7 @@ _OUTPUTS = "of what a Transformers model returns"
 _EITHER = _rows(
     ("block_size num_target_layers", Read(form="a positive integer")),
     ("mask_token_id", Read(form="a token id or null")),
-    ("target_layer_ids", Read(form="a list of integers or null")),
+    ("target_layer_ids", Read(form="a non-empty list of integers, or null")),
     ("is_causal", Read()),
     ("final_logit_softcapping output_multiplier", Read(form="a number or null")),
     ("projector_type", Foreign("a head of another kind", "a name", (None, ""))),
