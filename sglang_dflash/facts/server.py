@@ -141,14 +141,12 @@ class ServerInfo:
         return ", ".join(words)
 
     def _without_drafts(self) -> list[str]:
-        """In words, the steps that the adaptive width did not draft."""
+        """In words, steps without drafts: of width 1, or with custom logit processors."""
         steps, tokens = (sum(self.values(f"undrafted_{what}")) for what in ("steps", "tokens"))
         if not steps:
             return []
         every = (tokens + sum(self.values("committed_tokens"))) / (steps + self.verify_steps)
-        return [
-            f"{every:.2f} tokens per step with the {steps:,} that the adaptive width did not draft"
-        ]
+        return [f"{every:.2f} tokens per step with the {steps:,} that had no drafts"]
 
     def machine(self) -> dict[str, str]:
         """What the server says of where and in what it computes."""
