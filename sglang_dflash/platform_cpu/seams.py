@@ -83,6 +83,7 @@ SEAMS: tuple[Seam, ...] = (
          Kind.REPLACE, torch_ops.murmur_hash32,
          "SGLang's hash of seeded sampling on a CPU is a kernel of its AMX engine.",
          f"{_PROOFS}test_seeded_sampling_needs_the_amx_engine"),
+    _triton("attention.table_qk_norm_rope", torch_ops.table_qk_norm_rope_),
     Seam("sglang.srt.models.dflash.DFlashDraftModel.forward",
          Kind.AROUND, torch_ops.draft_in_own_dtype,
          "SGLang's model runner casts input embeddings to bfloat16, also for a float32 draft.",

@@ -117,6 +117,31 @@ def murmur_hash32(
     return noise.murmur_hash32(seed[:, None], positions[:, None], col_indices).to(torch.uint32)
 
 
+def table_qk_norm_rope_(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    eps: float,
+) -> None:
+    """RMSNorm and RoPE of the built-in DFLASH worker's draft, in place.
+
+    qkv is `[T, heads * D]`, q before k, positions `[T]`, cos_sin_cache `[positions, D]`.
+    """
+    heads = qkv[:, : (num_q_heads + num_k_heads) * head_dim].unflatten(1, (-1, head_dim))
+    weight = torch.cat((q_weight.repeat(num_q_heads, 1), k_weight.repeat(num_k_heads, 1)))
+    x = heads.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    # SGLang's kernel rounds between the norm and the rotation.
+    one, two = x.to(qkv.dtype).float().chunk(2, dim=-1)
+    cos, sin = cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
+    heads.copy_(torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1))
+
+
 def draft_in_own_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Cast the draft's input embeddings to the dtype of its weights."""
     if kwargs.get("input_embeds") is not None:

@@ -97,6 +97,10 @@ def inputs() -> dict[str, tuple[Any, ...]]:
         "mamba_state_scatter_triton.track_mamba_states_all_layers": (
             conv_states, ssm_states, *rows,
         ),
+        "table_qk_norm_rope.table_qk_norm_rope_": (
+            torch.randn(TOKENS, 4 * DIM).bfloat16(), torch.arange(TOKENS), torch.ones(DIM),
+            torch.ones(DIM), torch.randn(9, DIM), 2, 1, DIM, 1e-6,
+        ),
         "allocation.assign_req_to_token_pool_func": (
             slot, table, slot, slot + 2, torch.arange(2), 1,
         ),

@@ -1,0 +1,36 @@
+"""Replacements of SGLang's functions against SGLang's own torch paths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_dflash.platform_cpu.torch_ops import table_qk_norm_rope_
+
+TOKENS, HEADS, KV_HEADS, DIM = 5, 4, 2, 64
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_norm_and_rotation_of_the_built_in_workers_draft(dtype: torch.dtype) -> None:
+    """By the modules that SGLang takes where the fused kernel cannot run."""
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding import get_rope
+
+    torch.manual_seed(0)
+    rope = get_rope(DIM, DIM, 64, 10_000, True)
+    norms = [RMSNorm(DIM, eps=1e-6).to(dtype) for _ in "qk"]
+    for norm in norms:
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    qkv = torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * DIM, dtype=dtype)
+    positions = torch.randint(0, 64, (TOKENS,))
+    q, k, v = qkv.split((HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM), dim=-1)
+    normed = [
+        norm.forward_native(x.reshape(-1, DIM)).view(x.shape)
+        for norm, x in zip(norms, (q, k), strict=True)
+    ]
+    wanted = torch.cat((*rope.forward_native(positions, *normed), v), dim=-1)
+    weights = norms[0].weight, norms[1].weight
+    table_qk_norm_rope_(qkv, positions, *weights, rope.cos_sin_cache, HEADS, KV_HEADS, DIM, 1e-6)
+    # The reference rounds each product of the rotation to bfloat16.
+    rounding = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(qkv, wanted, **rounding)
