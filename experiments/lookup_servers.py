@@ -1,13 +1,12 @@
 """Servers of the `code` pair with and without lookup, on text that copies and text that does not.
 
 Both run at once in turns, on the texts of the experiment `lookup`. A given text is what a grammar
-leaves of the target's answer, because the target is too small to copy. The two must answer alike,
-or nothing is reported.
+of token ids leaves of the target's answer, because the target is too small to copy. The two must
+answer alike, or nothing is reported.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ def run(options: Options) -> dict[str, Any]:
         arms = {name: load.SGLang(server.url) for name, server in servers.items()}
         for kind in options.kinds.split(","):
             texts = [
-                Asked(prompt, sampling(tokenizer, answer))
+                Asked(prompt, sampling(answer))
                 for prompt, answer in asked(kind, tokenizer, options.texts)
             ]
             for level in LEVELS:
@@ -68,12 +67,12 @@ def run(options: Options) -> dict[str, Any]:
     return {"tokens": TOKENS, "rows": rows, **sources}
 
 
-def sampling(tokenizer: Any, answer: list[int] | None) -> dict[str, Any]:
-    """Greedy, and nothing but that answer if one is given."""
+def sampling(answer: list[int] | None) -> dict[str, Any]:
+    """Greedy, and nothing but that answer if one is given. Of its text the target could take other
+    tokens than those that stand in the prompt."""
     if answer is None:
         return {**load.GREEDY, "ignore_eos": True}
-    text = json.dumps(tokenizer.decode(answer), ensure_ascii=False)
-    return {**load.GREEDY, "ebnf": f"root ::= {text}"}
+    return {**load.GREEDY, "ebnf": f"root ::= {' '.join(f'Token({one})' for one in answer)}"}
 
 
 def compared(

@@ -1,9 +1,9 @@
 """Our worker against SGLang's built-in one, replay against snapshots, itself, or another revision.
 
-Same platform, same pair, same prompts, greedy. Both servers run at once in turns; the server that
-waits sleeps. The two must give the same outputs, or nothing is reported. `--against itself` shows
-how far the ratios of two equal servers are from 1. `--against revision --revision REV` compares
-with our worker of that commit of this checkout.
+Same platform, same pair, same prompts, greedy or with a seed per prompt. Both servers run at once
+in turns; the server that waits sleeps. The two must give the same outputs, or nothing is reported.
+`--against itself` shows how far the ratios of two equal servers are from 1. `--against revision
+--revision REV` compares with our worker of that commit of this checkout.
 
 `draft_ms` is the host's time in propose and commit per decode step of a batch, from /server_info:
 on a CPU, the draft side of the step. The built-in worker has no such figure.
@@ -73,6 +73,10 @@ class Options:
     )
     rounds: int = setting(5, "measured passes per arm and concurrency (default: {default})")
     revision: str = setting("", "with --against revision: a commit of this checkout")
+    temperature: float = setting(
+        0.0, "above 0, requests are sampled with seeds (default: {default})"
+    )
+    prompts: int = setting(0, "prompts of the pair; 0 for twice as many as run at once, 4 at least")
 
 
 def run(options: Options) -> dict[str, Any]:
@@ -80,7 +84,11 @@ def run(options: Options) -> dict[str, Any]:
     revision."""
     pair = demo_pair(options.model)
     # To stream the whole text with every step costs the slower arm more than the faster one.
-    ours = demo_config(pair, dflash=True).with_flags({"--incremental-streaming-output": True})
+    flags: dict[str, FlagValue] = {"--incremental-streaming-output": True}
+    if options.temperature:
+        # A seed alone decides the tokens, and the width is fixed.
+        flags["--enable-deterministic-inference"] = True
+    ours = demo_config(pair, dflash=True).with_flags(flags)
     with ExitStack() as stack:
         other = ours.with_flags(AGAINST[options.against])
         if options.against == "revision":
@@ -88,7 +96,10 @@ def run(options: Options) -> dict[str, Any]:
             unpack(options.revision, tree)
             other = replace(ours, env={**ours.env, "PYTHONPATH": f"{tree}:{tree / 'kernels'}"})
         servers = stack.enter_context(all_at_once({"ours": ours, options.against: other}))
-        found = {n: run_level(servers, pair.prompts, n, options.rounds) for n in LEVELS}
+        found = {}
+        for n in LEVELS:
+            prompts = pair.prompts[: options.prompts or max(4, 2 * n)]
+            found[n] = run_level(servers, prompts, n, options.rounds, options.temperature)
     rows = {f"concurrency_{level}": compare(by_arm) for level, by_arm in found.items()}
     return {"new_tokens": NEW_TOKENS, **rows}
 
@@ -105,12 +116,16 @@ def unpack(revision: str, folder: Path) -> None:
 
 
 def run_level(
-    servers: dict[str, Server], prompts: list[str], concurrency: int, rounds: int
+    servers: dict[str, Server],
+    prompts: list[str],
+    concurrency: int,
+    rounds: int,
+    temperature: float,
 ) -> Turns:
-    some = [Prompt((text,), chat=False) for text in prompts[: max(4, 2 * concurrency)]]
+    some = [Prompt((text,), chat=False) for text in prompts]
 
     def turn(name: str, _: int) -> Turn:
-        return measure(servers[name], some, concurrency)
+        return measure(servers[name], some, concurrency, temperature)
 
     take_turns(servers, 1, turn, f"{concurrency} at a time, warm-up, ")
     turns = take_turns(servers, rounds, turn, f"{concurrency} at a time, ")
@@ -123,11 +138,14 @@ def ids(turn: Turn) -> list[Any]:
     return [answer.ids for (answer,) in turn.done.answers]
 
 
-def measure(server: Server, prompts: list[Prompt], concurrency: int) -> Turn:
-    """`NEW_TOKENS` tokens after each prompt, greedy, `concurrency` requests at a time."""
+def measure(server: Server, prompts: list[Prompt], concurrency: int, temperature: float) -> Turn:
+    """`NEW_TOKENS` tokens after each prompt, its seed its number, `concurrency` requests at a
+    time."""
+    seeds = {prompt: seed for seed, prompt in enumerate(prompts)}
 
-    def ask(to: load.Endpoint, prompt: Prompt, _: list[str]) -> load.Answer:
-        return to.ask(prompt.turns[0], NEW_TOKENS, ignore_eos=True)
+    def ask(to: Any, prompt: Prompt, _: list[str]) -> load.Answer:
+        sampling = {"temperature": temperature, to.SEED: seeds[prompt]}
+        return load.SGLang(to.url, sampling).ask(prompt.turns[0], NEW_TOKENS, ignore_eos=True)
 
     before = draft_side(server)
     done = load.run(load.SGLang(server.url), prompts, concurrency, ask)

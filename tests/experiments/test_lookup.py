@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xgrammar
 
 from experiments.lookup import RULES, Position, accepted, edited, tokens_per_step
 from experiments.lookup_servers import Asked, compared, sampling, table
@@ -58,10 +58,17 @@ def test_ten_edits() -> None:
 
 
 def test_a_given_answer_is_the_only_one_that_its_grammar_allows() -> None:
-    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
-    assert sampling(tokenizer, None) == {"temperature": 0, "ignore_eos": True}
-    answer = [ord(letter) for letter in 'a = "b"\n']
-    assert sampling(tokenizer, answer) == {"temperature": 0, "ebnf": r'root ::= "a = \"b\"\n"'}
+    """Also where other tokens have the same text."""
+    vocabulary = ["a", "b", "ab", "</s>"]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[3])
+    answer = [2, 0, 1]
+    compiled = xgrammar.GrammarCompiler(info).compile_grammar(sampling(answer)["ebnf"])
+    matcher, mask = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, 4)
+    for token in [*answer, 3]:
+        matcher.fill_next_token_bitmask(mask)
+        assert mask.item() & 0b1111 == 1 << token
+        assert matcher.accept_token(token)
+    assert sampling(None) == {"temperature": 0, "ignore_eos": True}
 
 
 def test_a_comparison_needs_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
