@@ -7,6 +7,7 @@ answer alike, or nothing is reported.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,12 +52,12 @@ def run(options: Options) -> dict[str, Any]:
         {"--incremental-streaming-output": True, "--speculative-dflash-width": options.width}
     )
     on = off.with_flags({"--speculative-dflash-lookup": "on"})
-    rows = []
+    rows, number = [], itertools.count()
     with all_at_once({"off": off, "on": on}) as servers:
         arms = {name: load.SGLang(server.url) for name, server in servers.items()}
         for kind in options.kinds.split(","):
             texts = [
-                Asked(prompt, sampling(answer))
+                Asked(prompt, sampling(answer, next(number)))
                 for prompt, answer in asked(kind, tokenizer, options.texts)
             ]
             for level in LEVELS:
@@ -67,12 +68,16 @@ def run(options: Options) -> dict[str, Any]:
     return {"tokens": TOKENS, "rows": rows, **sources}
 
 
-def sampling(answer: list[int] | None) -> dict[str, Any]:
-    """Greedy, and nothing but that answer if one is given. Of its text the target could take other
-    tokens than those that stand in the prompt."""
+def sampling(answer: list[int] | None, number: int) -> dict[str, Any]:
+    """Greedy, and nothing but that answer if one is given, each with another number.
+
+    A grammar of its text would allow other tokens than those that stand in the prompt. XGrammar's
+    cache takes two grammars of tokens for one if as many are left, so each has another length.
+    """
     if answer is None:
         return {**load.GREEDY, "ignore_eos": True}
-    return {**load.GREEDY, "ebnf": f"root ::= {' '.join(f'Token({one})' for one in answer)}"}
+    tokens = [*answer, *answer[:1] * (number * len(answer))]
+    return {**load.GREEDY, "ebnf": f"root ::= {' '.join(f'Token({one})' for one in tokens)}"}
 
 
 def compared(

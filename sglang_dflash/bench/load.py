@@ -118,6 +118,9 @@ class SGLang:
             ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
             text = chunk["text"] if whole else text + chunk["text"]
         ended = time.perf_counter()
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            raise RequestFailed(f"{self.url}: the answer was ended: {reason.get('message')}")
         if first is None or len(ids) != meta["completion_tokens"]:
             raise RequestFailed(
                 f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"

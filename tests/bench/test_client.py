@@ -94,3 +94,15 @@ def test_the_first_failure_cancels_the_rest() -> None:
     ):
         load.run(load.endpoint(server.base[2:]), SIX * 50, 1, fails)
     assert len(asked) < 300
+
+
+def test_an_answer_that_the_server_ended_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = {"type": "abort", "message": "no such token"}
+    chunk = {
+        "output_ids": [1],
+        "text": "x",
+        "meta_info": {"completion_tokens": 1, "finish_reason": ended},
+    }
+    monkeypatch.setattr(load, "chunks", lambda *_: iter([chunk]))
+    with pytest.raises(load.RequestFailed, match="no such token"):
+        load.SGLang("http://server").ask("hi", 5, True)

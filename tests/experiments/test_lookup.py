@@ -58,17 +58,18 @@ def test_ten_edits() -> None:
 
 
 def test_a_given_answer_is_the_only_one_that_its_grammar_allows() -> None:
-    """Also where other tokens have the same text."""
-    vocabulary = ["a", "b", "ab", "</s>"]
-    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[3])
-    answer = [2, 0, 1]
-    compiled = xgrammar.GrammarCompiler(info).compile_grammar(sampling(answer)["ebnf"])
-    matcher, mask = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, 4)
-    for token in [*answer, 3]:
-        matcher.fill_next_token_bitmask(mask)
-        assert mask.item() & 0b1111 == 1 << token
-        assert matcher.accept_token(token)
-    assert sampling(None) == {"temperature": 0, "ignore_eos": True}
+    """Also where other tokens have the same text, and after other grammars."""
+    info = xgrammar.TokenizerInfo(["a", "b", "ab", "</s>"], stop_token_ids=[3])
+    compiler, mask = xgrammar.GrammarCompiler(info), xgrammar.allocate_token_bitmask(1, 4)
+    for number, answer in enumerate(([2, 0, 1], [0, 1, 0], [1, 2, 2])):
+        matcher = xgrammar.GrammarMatcher(
+            compiler.compile_grammar(sampling(answer, number)["ebnf"])
+        )
+        for token in answer:
+            matcher.fill_next_token_bitmask(mask)
+            assert mask.item() & 0b1111 == 1 << token
+            assert matcher.accept_token(token)
+    assert sampling(None, 0) == {"temperature": 0, "ignore_eos": True}
 
 
 def test_a_comparison_needs_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
