@@ -94,7 +94,7 @@ def run(options: Options) -> dict[str, Any]:
         if options.against == "revision":
             tree = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             unpack(options.revision, tree)
-            other = replace(ours, env={**ours.env, "PYTHONPATH": f"{tree}:{tree / 'kernels'}"})
+            other = replace(ours, env={**ours.env, **importing(tree)})
         servers = stack.enter_context(all_at_once({"ours": ours, options.against: other}))
         found = {}
         for n in LEVELS:
@@ -113,6 +113,12 @@ def unpack(revision: str, folder: Path) -> None:
             "revision", revision, f"a commit of this checkout ({archive.stderr.decode().strip()})"
         )
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+
+
+def importing(tree: Path) -> dict[str, str]:
+    """The environment of a process that loads our packages from there."""
+    # `python -m` would put the current folder, which is this checkout, before them.
+    return {"PYTHONPATH": f"{tree}:{tree / 'kernels'}", "PYTHONSAFEPATH": "1"}
 
 
 def run_level(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.worker_overhead import ROOT, Turn, compare, draft_side, unpack
+from experiments.worker_overhead import ROOT, Turn, compare, draft_side, importing, unpack
 from sglang_dflash.bench.load import Answer, Pass
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.errors import ConfigError
@@ -22,6 +25,20 @@ def test_the_packages_of_another_commit(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             unpack(revision, tmp_path)
         assert (refused.value.field, refused.value.value) == ("revision", revision)
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_a_server_loads_that_commit(tmp_path: Path) -> None:
+    """Also if it is started in the checkout."""
+    unpack("HEAD", tmp_path)
+    module = tmp_path / "sglang_dflash/where.py"
+    module.write_text("import sglang_dflash, dflash_kernels\n"
+                      "print(sglang_dflash.__file__, dflash_kernels.__file__)\n")  # fmt: skip
+    command = [sys.executable, "-m", "sglang_dflash.where"]
+    ran = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **importing(tmp_path)}, capture_output=True, text=True
+    )
+    assert [Path(one).is_relative_to(tmp_path) for one in ran.stdout.split()] == [True, True], ran
 
 
 def turns(seconds: float, draft_ms: list[float | None]) -> list[Turn]:
