@@ -2,7 +2,8 @@
 
 Sampled with seeds, so the text of a prompt is the same in both arms; they differ in how it is
 drafted. `argmax` drafts the likeliest tokens, as for greedy requests, `coupled` follows the
-target's random numbers where that guesses more. If an answer differs, nothing is reported.
+target's random numbers where that has guessed more, in this answer or an earlier one. If an answer
+differs, nothing is reported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from experiments.runner import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.rules import RuleChoice
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.transformers_loop import load, prefill, spec_generate
@@ -46,20 +48,25 @@ def run(options: Options) -> dict[str, Any]:
     torch.set_num_threads(1)
     pair, texts = _loaded(options), demo_pair(options.model).prompts[: options.prompts]
     counts = {(how, arm): VerifySteps() for how in SETTINGS for arm in ARMS}
+    block_size = pair.draft.config.block_size
+    rules = {how: RuleChoice(block_size, torch.device("cpu")) for how in SETTINGS}
     with progress_bar(len(texts)) as bar:
         for seed, text in enumerate(texts):
             ids = pair.tokenizer(text, return_tensors="pt")
             start = prefill(pair.draft, pair.target, ids)
-            for temperature, top_p in SETTINGS:
+            for how in SETTINGS:
                 answers = set()
                 for arm, kind in ARMS.items():
-                    choose = kind(temperature, 0, top_p, seed)
                     out = spec_generate(
-                        pair.draft, pair.target, start, options.new_tokens, choose=choose
+                        pair.draft,
+                        pair.target,
+                        start,
+                        options.new_tokens,
+                        choose=kind(how[0], 0, how[1], seed),
+                        rules=rules[how],
                     )
                     answers.add(tuple(out.tokens))
-                    steps = VerifySteps(len(out.committed), sum(out.committed))
-                    counts[(temperature, top_p), arm] += steps
+                    counts[how, arm] += VerifySteps(len(out.committed), sum(out.committed))
                 if len(answers) > 1:
                     raise RuntimeError(f"prompt {seed}: its answer depends on how it is drafted")
             bar.update()

@@ -142,6 +142,7 @@ def spec_generate(
     options: Options | None = None,
     stop_token_ids: tuple[int, ...] = (),
     choose: Sampler | None = None,
+    rules: RuleChoice | None = None,
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> Generation:
     """Generate after a prompt.
@@ -154,6 +155,7 @@ def spec_generate(
         options: block size and context window; the other options have no effect here.
         stop_token_ids: the generation ends after the first of these.
         choose: how the target picks its tokens; None is greedy. See `sampler`.
+        rules: what earlier generations have taught, as in a server; None begins anew.
         on_tokens: called with the new tokens of every step.
 
     Raises:
@@ -162,10 +164,10 @@ def spec_generate(
     check_new_tokens(max_new_tokens)
     start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
     resolved = (options or Options()).resolve(draft.config)
-    choose = choose or sampler(0.0)
+    choose, block_size = choose or sampler(0.0), resolved.block_size
     prompt_length, device = len(start.target_hidden), start.target_hidden.device
     # The last block may begin at the last token and is written whole.
-    total = prompt_length + max_new_tokens + resolved.block_size
+    total = prompt_length + max_new_tokens + block_size
     positions = torch.arange(total, device=device)
     target_cache = TargetCache(target, start.kv)
     drafter = _drafter(draft, target, resolved, total, device)
@@ -173,12 +175,12 @@ def spec_generate(
     slots, row = positions[None].int(), positions[:1]
     drafter.absorb(start.target_hidden, positions[:prompt_length], positions[:prompt_length])
 
-    length, rules = positions[prompt_length, None], RuleChoice(resolved.block_size, device)
+    length, rules = positions[prompt_length, None], rules or RuleChoice(block_size, device)
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
     with captured_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recorded():
         while not done:
-            noise, at = choose.noise(length), positions[int(length) :][: resolved.block_size]
+            noise, at = choose.noise(length), positions[int(length) :][:block_size]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
             block, guesses = rules.choose(drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
@@ -187,7 +189,7 @@ def spec_generate(
             count = int(accepted.lengths)
             drafter.absorb(hidden()[:count], at[:count], at[:count])
             length, bonus = length + count, accepted.bonus
-            target_cache.keep(count, resolved.block_size)
+            target_cache.keep(count, block_size)
             before, new = len(result.tokens), accepted.tokens[0, :count].tolist()
             done = _extend(result, new, stop_token_ids, max_new_tokens, on_tokens)
             result.committed.append(len(result.tokens) - before)
