@@ -96,15 +96,18 @@ def murmur_hash32(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     int64 in [0, 2 ** 32) of integer tensors that broadcast.
     """
 
-    def rotated(x: Tensor, bits: int) -> Tensor:
-        return ((x << bits) | (x >> (32 - bits))) & _LOW32
+    def shifted(x: Tensor, bits: int) -> Tensor:
+        return (x >> bits) & (_LOW32 >> bits)
 
-    seeds = seeds.long()
-    h = torch.zeros((), dtype=torch.int64, device=seeds.device)
-    for word in (seeds, seeds >> 32, positions.long(), ids.long()):
-        k = rotated(((word & _LOW32) * 0xCC9E2D51) & _LOW32, 15) * 0x1B873593 & _LOW32
-        h = (rotated(h ^ k, 13) * 5 + 0xE6546B64) & _LOW32
+    def rotated(x: Tensor, bits: int) -> Tensor:
+        return (x << bits) | shifted(x, 32 - bits)
+
+    # In int32, which wraps and is faster than int64 with masks. Factors are negative for that.
+    h = torch.zeros((), dtype=torch.int32, device=seeds.device)
+    for word in (seeds.long(), seeds.long() >> 32, positions, ids):
+        k = rotated(word.int() * (0xCC9E2D51 - 2**32), 15) * 0x1B873593
+        h = rotated(h ^ k, 13) * 5 + (0xE6546B64 - 2**32)
     h = h ^ 16
-    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _LOW32
-    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _LOW32
-    return h ^ (h >> 16)
+    h = (h ^ shifted(h, 16)) * (0x85EBCA6B - 2**32)
+    h = (h ^ shifted(h, 13)) * (0xC2B2AE35 - 2**32)
+    return (h ^ shifted(h, 16)).long() & _LOW32
