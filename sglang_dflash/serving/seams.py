@@ -80,6 +80,14 @@ WORKER_SEAMS = rows(
      "Sampling masks of sampled requests are refused where SGLang's own worker would fall back to "
      "greedy tokens.",
      "tests/serving/test_seams.py::test_requests_are_refused_without_the_rows"),
+    (Kind.AFTER, "disaggregation.utils.setup_state_kv_args", "fleet.disaggregation:add_draft_kv",
+     "Draft K/V of a prompt stays on the prefill server.",
+     "tests/serving/test_disaggregation.py::test_the_draft_kv_is_registered"),
+    (Kind.AFTER, "disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch",
+     "fleet.disaggregation:take_over",
+     "The decode server's first step knows neither seed nor text of a request, and gets the input "
+     "of SGLang's worker.",
+     "tests/serving/test_disaggregation.py::test_a_request_is_taken_over"),
 )  # fmt: skip
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.

@@ -1,0 +1,177 @@
+"""Prefill/decode disaggregation: two servers and SGLang's router give one server's answers, with
+its acceptance from the first block on.
+
+python -m pytest tests/engine/test_disaggregation.py -m long -s
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sglang_dflash.bench.server import Server
+from sglang_dflash.facts.embedded import demo_pair
+from tests.engine.client import at_rest
+from tests.engine.disaggregated import Pair, disaggregated, post, router
+from tests.engine.nursery import ForkedServer
+from tests.engine.servers import (
+    CODE_PAIR,
+    DFLASH,
+    HYBRID_PAIR,
+    HYBRID_PAIR_DFLASH,
+    LOOKUP,
+    PAIR,
+    WINDOW,
+    drafting,
+)
+from tests.engine.session import ServerSession
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        importlib.util.find_spec("mooncake") is None,
+        reason="needs mooncake-transfer-engine-non-cuda, libibverbs1 and librdmacm1",
+    ),
+]
+
+GREEDY = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+CLIENTS = 4
+DENSE = DFLASH.named("pd-dense")
+CODE = DFLASH.named("pd-code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
+CASES = {
+    "dense": (DENSE, PAIR),
+    "code": (CODE, CODE_PAIR),
+    "pages": (
+        CODE.named("pd-code-pages").having(
+            page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, **WINDOW, **LOOKUP
+        ),
+        CODE_PAIR,
+    ),
+    "hybrid": (HYBRID_PAIR_DFLASH.named("pd-hybrid"), HYBRID_PAIR),
+}  # fmt: skip
+
+
+def answers(one: Server | Pair, prompts: list[str]) -> list[dict[str, Any]]:
+    """Of all prompts, `CLIENTS` at a time, twice: the second time their prefixes are cached."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(lambda text: one.generate(text, **GREEDY), [*prompts, *prompts]))
+
+
+def acceptance(found: list[dict[str, Any]]) -> float:
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
+    return sum(len(answer["output_ids"]) - 1 for answer in found) / steps
+
+
+def token_bytes(report: dict[str, Any]) -> float:
+    """Of the draft K/V of a token. (Caches end with an entry for padding.)"""
+    return report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, case: str) -> None:
+    config, pair = CASES[case]
+    prompts = pair.prompts[:24]
+    expected = answers(servers.server(config), prompts)
+    with disaggregated(servers, config, config.changed("poisoned_draft_kv")) as both:
+        before = both.decode.dflash()
+        found = answers(both, prompts)
+        report, sent = both.decode.dflash(), both.prefill.dflash()
+        at_rest(both.decode)
+        at_rest(both.prefill)
+    assert [one["output_ids"] for one in found] == [one["output_ids"] for one in expected]
+    lengths = acceptance(found), acceptance(expected)
+    prompt = sum(one["meta_info"]["prompt_tokens"] for one in found)
+    received = report["draft_kv_received_tokens"] - before["draft_kv_received_tokens"]
+    print(
+        f"\n{case}: {len(found)} answers equal; acceptance length {lengths[0]:.3f}, one server's "
+        f"{lengths[1]:.3f}; draft K/V of {received} tokens, {token_bytes(report):.0f} bytes each, "
+        f"{received * token_bytes(report) / len(found):.0f} bytes per request"
+    )
+    assert math.isclose(*lengths, rel_tol=0.05)
+    assert lengths[0] > 2
+    # What the decode server drafts from, another one has sent, or it has committed itself. (SGLang
+    # warms up with a request that nobody sends.)
+    assert report["nonfinite_outputs"] == before["nonfinite_outputs"]
+    assert received == prompt
+    assert sent["verify_steps"] == sent["draft_kv_received_tokens"] == 0
+
+
+def turns(one: Server | Pair) -> list[list[int]]:
+    """A conversation's answers; each turn begins with all before."""
+    text, found = demo_pair("code").prompts[0], []
+    for _ in range(4):
+        answer = one.generate(text, **GREEDY)
+        found.append(answer["output_ids"])
+        text += answer["text"] + "\n\ndef "
+    return found
+
+
+def test_turns_of_a_conversation(servers: ServerSession) -> None:
+    """With prefixes in the decode server's own cache, too."""
+    config = CODE.having(disaggregation_decode_enable_radix_cache=True)
+    expected = turns(servers.server(CODE))
+    with disaggregated(servers, CODE, config.changed("poisoned_draft_kv")) as both:
+        before = both.decode.dflash()["nonfinite_outputs"]
+        assert turns(both) == expected
+        assert both.decode.dflash()["nonfinite_outputs"] == before
+
+
+def killed(server: Server) -> None:
+    """Its whole process group, which is the server's own."""
+    os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def statuses(url: str, prompts: list[str], meanwhile: Callable[[], None]) -> list[int]:
+    """Of long answers to prompts, all at once, while something happens."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [
+            pool.submit(post, url, text, **{**GREEDY, "max_new_tokens": 400}) for text in prompts
+        ]
+        meanwhile()
+        return [one.result().status_code for one in asked]
+
+
+def test_a_killed_decode_server_leaks_nothing(servers: ServerSession) -> None:
+    """Its requests end with an error; the prefill server serves another one."""
+    prompts = [text * 8 for text in PAIR.prompts[:6]]
+    with disaggregated(servers, DENSE) as both:
+        expected = both.generate(prompts[0], **GREEDY)["output_ids"]
+
+        def kill() -> None:
+            time.sleep(0.3)
+            killed(both.decode)
+
+        found = statuses(both.url, prompts, kill)
+        print(f"\nanswers after the decode server was killed: {found}")
+        assert all(status >= 500 for status in found)
+        at_rest(both.prefill)
+        config = both.decode.config
+        with (
+            ForkedServer(servers.nursery, both.decode.args, env=config.env) as second,
+            router(both.prefill, second, both.bootstrap) as url,
+        ):
+            again = post(url, prompts[0], **GREEDY).json()
+        assert again["output_ids"] == expected
+
+
+def test_a_killed_prefill_server_leaks_nothing(servers: ServerSession) -> None:
+    """Requests that have arrived are answered, the others end with an error, and no slot of the
+    decode server is lost."""
+    prompts = [text * 8 for text in PAIR.prompts[:6]]
+    with disaggregated(servers, DENSE) as both:
+
+        def kill() -> None:
+            time.sleep(0.3)
+            killed(both.prefill)
+
+        found = statuses(both.url, prompts, kill)
+        print(f"\nanswers after the prefill server was killed: {found}")
+        at_rest(both.decode)
