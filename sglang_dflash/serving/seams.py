@@ -101,6 +101,10 @@ REPLAY_SEAMS = rows(
      "start.memory:build_state_pool",
      "SGLang allocates a state per block position and request.",
      "tests/serving/test_replay_pool.py::test_the_pool_has_no_snapshots"),
+    (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+     "._build_hybrid_mamba_decode_req_pool", "start.memory:build_state_pool",
+     "As above, on a decode server.",
+     "tests/serving/test_replay_pool.py::test_the_pool_has_no_snapshots"),
     (Kind.AROUND, "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
      "hybrid.replay_pool:record_verify",
      "The gates' inputs of a verify forward are lost, and its window is overwritten.",

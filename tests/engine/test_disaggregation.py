@@ -115,10 +115,9 @@ def turns(one: Server | Pair) -> list[list[int]]:
 
 
 def test_turns_of_a_conversation(servers: ServerSession) -> None:
-    """With prefixes in the decode server's own cache, too."""
-    config = CODE.having(disaggregation_decode_enable_radix_cache=True)
+    """The prefill server finds all turns before in its prefix cache, and sends what is there."""
     expected = turns(servers.server(CODE))
-    with disaggregated(servers, CODE, config.changed("poisoned_draft_kv")) as both:
+    with disaggregated(servers, CODE, CODE.changed("poisoned_draft_kv")) as both:
         before = both.decode.dflash()["nonfinite_outputs"]
         assert turns(both) == expected
         assert both.decode.dflash()["nonfinite_outputs"] == before
