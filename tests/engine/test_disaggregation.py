@@ -70,15 +70,25 @@ def acceptance(found: list[dict[str, Any]]) -> float:
     return sum(len(answer["output_ids"]) - 1 for answer in found) / steps
 
 
-def token_bytes(report: dict[str, Any]) -> float:
-    """Of the draft K/V of a token. (Caches end with an entry for padding.)"""
-    return report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
+def visible_bytes(found: list[dict[str, Any]], report: dict[str, Any]) -> float:
+    """Draft K/V of the prompts' tokens that drafts can see. (A cache ends with an entry of
+    padding.)"""
+    groups = report["draft_kv_groups"]
+    of_token = report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
+    of_layer = of_token / sum(len(group["layers"]) for group in groups)
+    prompts = [one["meta_info"]["prompt_tokens"] for one in found]
+    return sum(
+        of_layer * len(group["layers"]) * min(n, (group["window"] or n) + group["sinks"])
+        for group in groups
+        for n in prompts
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, case: str) -> None:
     config, pair = CASES[case]
-    prompts = pair.prompts[:24]
+    # The last ones are longer than any window.
+    prompts = [*pair.prompts[:24], *(text * 8 for text in pair.prompts[:4])]
     expected = answers(servers.server(config), prompts)
     with disaggregated(servers, config, config.changed("poisoned_draft_kv")) as both:
         before = both.decode.dflash()
@@ -89,19 +99,19 @@ def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, 
     assert [one["output_ids"] for one in found] == [one["output_ids"] for one in expected]
     lengths = acceptance(found), acceptance(expected)
     prompt = sum(one["meta_info"]["prompt_tokens"] for one in found)
-    received = report["draft_kv_received_tokens"] - before["draft_kv_received_tokens"]
+    received = report["draft_kv_received_bytes"] - before["draft_kv_received_bytes"]
     print(
         f"\n{case}: {len(found)} answers equal; acceptance length {lengths[0]:.3f}, one server's "
-        f"{lengths[1]:.3f}; draft K/V of {received} tokens, {token_bytes(report):.0f} bytes each, "
-        f"{received * token_bytes(report) / len(found):.0f} bytes per request"
+        f"{lengths[1]:.3f}; {prompt / len(found):.0f} prompt tokens and "
+        f"{received / len(found):.0f} bytes of draft K/V per request"
     )
     assert math.isclose(*lengths, rel_tol=0.05)
     assert lengths[0] > 2
     # What the decode server drafts from, another one has sent, or it has committed itself. (SGLang
     # warms up with a request that nobody sends.)
     assert report["nonfinite_outputs"] == before["nonfinite_outputs"]
-    assert received == prompt
-    assert sent["verify_steps"] == sent["draft_kv_received_tokens"] == 0
+    assert received == pytest.approx(visible_bytes(found, report))
+    assert sent["verify_steps"] == sent["draft_kv_received_bytes"] == 0
 
 
 def turns(one: Server | Pair) -> list[list[int]]:

@@ -6,9 +6,12 @@ import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from sglang_dflash.drafting.attention.visibility import ever_visible
+from sglang_dflash.facts.draft_config import Reach
 from sglang_dflash.serving.fleet import disaggregation
 from sglang_dflash.serving.step.batch import DraftInput
 from tests.seam.originals import original
@@ -34,7 +37,7 @@ def test_the_draft_kv_is_registered() -> None:
     (cache,) = [group.cache for group in pool.groups]
     of = registered(pool)
     assert [kind.value for kind in of.state_types] == ["block_scale"]
-    assert of.state_layer_ids == [[0]] and of.state_data_lens == [[cache.kv.nbytes]]
+    assert [*of.state_layer_ids] == [[0]] and of.state_data_lens == [[cache.kv.nbytes]]
     ((start,),), ((item,),) = of.state_data_ptrs, of.state_item_lens
     slots = torch.arange(7 * PAGE, 8 * PAGE)
     page = ctypes.string_at(start + 7 * item, item)
@@ -46,6 +49,53 @@ def test_the_draft_kv_is_registered() -> None:
 @pytest.mark.parametrize("draft_pool", [None, object()])
 def test_drafts_of_other_workers_are_left_to_sglang(draft_pool: Any) -> None:
     assert registered(draft_pool).state_types == []
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (6, 0), (6, 3), (1, 0)])
+@pytest.mark.parametrize("tokens", [1, 6, 7, 10, 33])
+def test_the_pages_of_visible_tokens(
+    tokens: int, page_size: int, window: int | None, sinks: int
+) -> None:
+    """All of them, in order, and at most two pages more."""
+    reach, first = Reach(window, sinks), 100
+    pages = list(range(first, first - (-tokens // page_size)))
+    kept = disaggregation.visible_pages(pages, reach, page_size)
+    seen = ever_visible(torch.arange(tokens), torch.full((tokens,), tokens), reach)
+    needed = {first + at // page_size for at in seen.nonzero().flatten().tolist()}
+    assert needed <= set(kept) <= set(pages) and kept == sorted(set(kept))
+    assert len(kept) <= len(needed) + 1
+
+
+def test_both_sides_name_the_same_pages() -> None:
+    """Each for its own slots; states of the target are left as they are."""
+    reaches = [Reach(8), Reach()]
+    pages = disaggregation.DraftKVPages([SimpleNamespace(reach=reach) for reach in reaches])
+    sent: list[Any] = []
+    queue = SimpleNamespace(
+        draft_token_to_kv_pool=pages, token_to_kv_pool=SimpleNamespace(page_size=PAGE)
+    )
+    request = SimpleNamespace(
+        disagg_kv_sender=SimpleNamespace(send=lambda *given, **more: sent.append((given, more)))
+    )
+    disaggregation.send_visible(None, queue, request)
+    there, here = np.arange(10, 20), np.arange(60, 70)
+    # A part of the prompt, then the last one.
+    request.disagg_kv_sender.send(there[:5], None, num_kv_tokens=20)
+    request.disagg_kv_sender.send(there[5:], [[7], there, there], num_kv_tokens=20)
+    states: Any = [[7], here, here]
+    disaggregation.receive_visible(queue, None, here, PAGE, states, decode_prefix_len=0)
+    assert [given[1] for given, _ in sent] == [None, [[7], [17, 18, 19], [*there]]]
+    assert states == [[7], [67, 68, 69], [*here]]
+    assert all(more == {"num_kv_tokens": 20} for _, more in sent)
+
+
+def test_pages_of_other_drafts_are_left_to_sglang() -> None:
+    queue, states = SimpleNamespace(draft_token_to_kv_pool=None), [[1, 2, 3]]
+    sender = SimpleNamespace(send=None)
+    disaggregation.send_visible(None, queue, SimpleNamespace(disagg_kv_sender=sender))
+    disaggregation.receive_visible(queue, None, None, PAGE, states)
+    assert sender.send is None and states == [[1, 2, 3]]
 
 
 def transferred(prompt: list[int], first: int, seed: int) -> Any:
@@ -77,7 +127,9 @@ def test_a_request_is_taken_over() -> None:
     assert len(worker.lookup.texts[1]) == COLUMNS
     assert worker.seeds._by_row.tolist() == [0, 77, 0]
     # Two tokens were in the decode server's own prefix cache.
-    assert worker.figures.report()["draft_kv_received_tokens"] == len(prompt) - 2
+    kv = worker.drafter.groups[0].cache.kv
+    received = worker.figures.report()["draft_kv_received_bytes"]
+    assert received == (len(prompt) - 2) * kv[0].nbytes
 
 
 @pytest.mark.parametrize("draft_worker", [None, object()])
