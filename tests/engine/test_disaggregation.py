@@ -7,20 +7,23 @@ python -m pytest tests/engine/test_disaggregation.py -m long -s
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 import pytest
+import requests
 
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
 from tests.engine.client import at_rest
-from tests.engine.disaggregated import Pair, disaggregated, post, router
+from tests.engine.disaggregated import BOUND, Pair, disaggregated, post, router
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import (
     CODE_PAIR,
@@ -28,7 +31,9 @@ from tests.engine.servers import (
     HYBRID_PAIR,
     HYBRID_PAIR_DFLASH,
     LOOKUP,
+    MIXED,
     PAIR,
+    PLAIN,
     WINDOW,
     drafting,
 )
@@ -55,6 +60,8 @@ CASES = {
         ),
         CODE_PAIR,
     ),
+    # Two draft KV caches.
+    "mixed": (DENSE.named("pd-mixed").having(page_size=4, **MIXED), PAIR),
     "hybrid": (HYBRID_PAIR_DFLASH.named("pd-hybrid"), HYBRID_PAIR),
 }  # fmt: skip
 
@@ -131,6 +138,38 @@ def test_turns_of_a_conversation(servers: ServerSession) -> None:
         before = both.decode.dflash()["nonfinite_outputs"]
         assert turns(both) == expected
         assert both.decode.dflash()["nonfinite_outputs"] == before
+
+
+def timed(url: str, text: str) -> tuple[float, float, int, list[int]]:
+    """Seconds until a request's first token and until its last, tokens, and the tokens."""
+    body = {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": 96}, "stream": True}
+    began, first, last = time.perf_counter(), 0.0, {}
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=BOUND) as response:
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                first = first or time.perf_counter() - began
+                last = json.loads(line[6:])
+    tokens = last["output_ids"]
+    return first, time.perf_counter() - began, len(tokens), tokens
+
+
+def test_speed_beside_plain_decoding(servers: ServerSession) -> None:
+    """Of two pairs, one after the other; which is faster is not judged."""
+    prompts, outputs = CODE_PAIR.prompts[:24], []
+    for config in (PLAIN.named("pd-code-plain").having(model_path=CODE_PAIR.target), CODE):
+        with disaggregated(servers, config) as both:
+            for clients in (1, 4):
+                began = time.perf_counter()
+                with ThreadPoolExecutor(clients) as pool:
+                    found = list(pool.map(lambda text: timed(both.url, text), prompts))
+                took = time.perf_counter() - began
+                print(
+                    f"\n{config}, {clients} at a time: first token after "
+                    f"{1000 * median(one[0] for one in found):.0f} ms (median), "
+                    f"{sum(one[2] for one in found) / took:.1f} tokens per second"
+                )
+                outputs.append([one[3] for one in found])
+    assert all(one == outputs[0] for one in outputs)
 
 
 def killed(server: Server) -> None:
