@@ -131,12 +131,23 @@ def turns(one: Server | Pair) -> list[list[int]]:
     return found
 
 
+def of_their_own(one: Server | Pair) -> list[list[int]]:
+    """Answers that depend on what a server knows of a request beside its K/V: penalties of the
+    first token, and a seed."""
+    ways: list[dict[str, Any]] = [
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 1.0, "sampling_seed": 7},
+    ]
+    prompt = CODE_PAIR.prompts[1]
+    return [one.generate(prompt, **{**GREEDY, **way})["output_ids"] for way in ways]
+
+
 def test_turns_of_a_conversation(servers: ServerSession) -> None:
     """The prefill server finds all turns before in its prefix cache, and sends what is there."""
-    expected = turns(servers.server(CODE))
+    expected = turns(servers.server(CODE)), of_their_own(servers.server(CODE))
     with disaggregated(servers, CODE, CODE.changed("poisoned_draft_kv")) as both:
         before = both.decode.dflash()["nonfinite_outputs"]
-        assert turns(both) == expected
+        assert (turns(both), of_their_own(both)) == expected
         assert both.decode.dflash()["nonfinite_outputs"] == before
 
 
