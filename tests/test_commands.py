@@ -24,6 +24,7 @@ ELSEWHERE = {
     "pip install sglang-router": "what it does is tested by tests/engine/test_router.py",
     "torchrun ": "tests/bench/test_published_pair.py",
     "python -m sglang_router": "tests/engine/test_router.py",
+    "pip install mooncake": "tests/engine/test_disaggregation.py",
     "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/engine/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",

@@ -104,7 +104,7 @@ def test_drafting_needs_no_engine() -> None:
 
 def test_only_the_adapters_import_sglang() -> None:
     adapters = {package_of(path) for path in PACKAGED if "sglang" in top_level(path)}
-    serving = {f"serving/{room}" for room in ("start", "step", "gpu", "hybrid")}
+    serving = {f"serving/{room}" for room in ("fleet", "start", "step", "gpu", "hybrid")}
     assert adapters <= {*serving, "repairs", "platform_cpu", "seam"}
     step = [path for path in PACKAGED if package_of(path) == "serving/step"]
     importers = {path.stem for path in step if "sglang" in top_level(path)}

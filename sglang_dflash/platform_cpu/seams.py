@@ -116,6 +116,15 @@ SEAMS: tuple[Seam, ...] = (
          Kind.AROUND, torch_ops.without_pinned_memory,
          "The canary's counts go to the host by way of pinned memory, which needs an accelerator.",
          f"{_PROOFS}test_the_canarys_counts_need_pinned_memory"),
+    # Prefill/decode disaggregation.
+    Seam("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
+         Kind.AFTER, torch_ops.send_pages_without_event,
+         "SGLang pins the page numbers that it sends, and records a CUDA event.",
+         f"{_PROOFS}test_page_numbers_are_sent_with_an_event"),
+    Seam("sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+         ".maybe_send_cached_prefix_chunk", Kind.AROUND, torch_ops.send_prefix_without_event,
+         "Under overlap SGLang records a CUDA event before it sends a cached prefix.",
+         f"{_PROOFS}test_a_cached_prefix_is_sent_with_an_event"),
     # Hybrid models.
     Seam("sglang.srt.configs.model_config.ModelConfig.__init__",
          Kind.AFTER, torch_ops.note_model_dtype,

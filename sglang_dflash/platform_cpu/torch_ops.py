@@ -211,3 +211,21 @@ def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the original so that its tensors are made in ordinary memory."""
     with _Unpinned():
         return original(*args, **kwargs)
+
+
+def send_pages_without_event(
+    made: bool, _queue: Any, req: Any, *_args: Any, **_kwargs: Any
+) -> bool:
+    """After a request got its sender: it takes page numbers that are there."""
+    if made:
+        req.disagg_kv_sender.supports_host_tensor_indices = False
+    return made
+
+
+def send_prefix_without_event(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Around the sending of a cached prefix: what a forward has returned is written."""
+    overlap, scheduler.enable_overlap = scheduler.enable_overlap, False
+    try:
+        original(scheduler, *args, **kwargs)
+    finally:
+        scheduler.enable_overlap = overlap

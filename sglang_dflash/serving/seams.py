@@ -80,6 +80,22 @@ WORKER_SEAMS = rows(
      "Sampling masks of sampled requests are refused where SGLang's own worker would fall back to "
      "greedy tokens.",
      "tests/serving/test_seams.py::test_requests_are_refused_without_the_rows"),
+    (Kind.AFTER, "disaggregation.utils.setup_state_kv_args", "fleet.disaggregation:add_draft_kv",
+     "Draft K/V of a prompt stays on the prefill server.",
+     "tests/serving/test_disaggregation.py::test_the_draft_kv_is_registered"),
+    (Kind.AFTER, "disaggregation.prefill.PrefillBootstrapQueue._process_req",
+     "fleet.disaggregation:send_visible",
+     "Draft K/V of a whole prompt is sent, whatever a draft can see.",
+     "tests/serving/test_disaggregation.py::test_both_sides_name_the_same_pages"),
+    (Kind.BEFORE, "disaggregation.decode.DecodePreallocQueue._send_kv_metadata",
+     "fleet.disaggregation:receive_visible",
+     "As above: the receiver names as many pages.",
+     "tests/serving/test_disaggregation.py::test_both_sides_name_the_same_pages"),
+    (Kind.AFTER, "disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch",
+     "fleet.disaggregation:take_over",
+     "The decode server's first step knows neither seed nor text of a request, and gets the input "
+     "of SGLang's worker.",
+     "tests/serving/test_disaggregation.py::test_a_request_is_taken_over"),
 )  # fmt: skip
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.
@@ -92,6 +108,10 @@ REPLAY_SEAMS = rows(
     (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_req_pool",
      "start.memory:build_state_pool",
      "SGLang allocates a state per block position and request.",
+     "tests/serving/test_replay_pool.py::test_the_pool_has_no_snapshots"),
+    (Kind.AROUND, "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+     "._build_hybrid_mamba_decode_req_pool", "start.memory:build_state_pool",
+     "As above, on a decode server.",
      "tests/serving/test_replay_pool.py::test_the_pool_has_no_snapshots"),
     (Kind.AROUND, "layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
      "hybrid.replay_pool:record_verify",

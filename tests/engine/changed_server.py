@@ -62,7 +62,21 @@ def no_containment() -> None:
     faults.install()
 
 
+def poisoned_draft_kv() -> None:
+    """Draft K/V that nothing has written is NaN, but for the entry of padding, which is masked."""
+    from sglang_dflash.drafting import kv
+
+    made = kv.DraftKVCache.__init__
+
+    def poisoned(self: Any, num_entries: int, *args: Any, **kwargs: Any) -> None:
+        made(self, num_entries, *args, **kwargs)
+        self.kv[:num_entries] = float("nan")
+
+    kv.DraftKVCache.__init__ = poisoned
+
+
 CHANGES = {
+    "poisoned_draft_kv": poisoned_draft_kv,
     "sized": sized,
     "no_penalty_rows": no_penalty_rows,
     "states": states,

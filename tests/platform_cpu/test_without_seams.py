@@ -291,6 +291,56 @@ def test_the_canarys_counts_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
     needs_pinned_memory(lambda: copy(FutureTensors, counts, d2h_stream=stream), monkeypatch)
 
 
+def sending(overlap: bool) -> tuple[Any, Any, list[Any]]:
+    """A prefill server's scheduler, a request of 6 tokens in slots 11 ... 16, of which 3 were
+    cached, and what its sender is given."""
+    sent: list[Any] = []
+    sender = SimpleNamespace(
+        supports_host_tensor_indices=True,
+        kv_mgr=SimpleNamespace(enable_all_cp_ranks_for_transfer=False),
+        get_max_transfer_tokens=lambda: None,
+        should_send_kv_chunk=lambda *_: True,
+        send=lambda pages, *_, **__: sent.append(pages.tolist()),
+    )
+    request = SimpleNamespace(
+        rid="a", start_send_idx=0, origin_input_ids=[7] * 6, extend_end=6, prefix_len=3,
+        host_hit_length=0, pending_bootstrap=False, kv=SimpleNamespace(req_pool_idx=0),
+        disagg_kv_sender=sender,
+    )  # fmt: skip
+    allocator = SimpleNamespace(page_size=1, translate_kv_indices_for_transfer=lambda slots: slots)
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator, enable_staging=False, enable_overlap=overlap,
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(11, 17)[None]),
+        disagg_prefill_pending_chunk_rids=set(), forward_stream=torch.cpu.Stream(),
+        send_kv_chunk=lambda _request, end_idx, **_: sent.append(end_idx),
+    )  # fmt: skip
+    return scheduler, request, sent
+
+
+_PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+
+
+def test_page_numbers_are_sent_with_an_event() -> None:
+    send = original(f"{_PREFILL}._send_kv_chunk")
+    scheduler, request, sent = sending(overlap=False)
+    with pytest.raises((RuntimeError, AssertionError), match=r"driver|CUDA|accelerator"):
+        send(scheduler, request)
+    assert torch_ops.send_pages_without_event(True, None, request, 2)
+    send(scheduler, request)
+    assert sent == [[11, 12, 13, 14, 15, 16]]
+    # A request that is refused has no sender.
+    assert not torch_ops.send_pages_without_event(False, None, SimpleNamespace(), 2)
+
+
+def test_a_cached_prefix_is_sent_with_an_event() -> None:
+    send = original(f"{_PREFILL}.maybe_send_cached_prefix_chunk")
+    scheduler, request, sent = sending(overlap=True)
+    with pytest.raises((RuntimeError, TypeError), match=r"driver|CUDA|torch\.cuda"):
+        send(scheduler, request)
+    torch_ops.send_prefix_without_event(send, scheduler, request)
+    assert sent == [3] and scheduler.enable_overlap
+
+
 def test_lora_batches_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

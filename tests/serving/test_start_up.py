@@ -107,7 +107,11 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "data-parallel attention": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
     "--pp-size above 1": {"pp_size": 2},
-    "--disaggregation-mode": {"disaggregation_mode": "prefill"},
+    "--disaggregation-transfer-backend other than mooncake and nixl": {
+        "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "mori",
+    },
+    "--enable-pd-role-switch": {"enable_pd_role_switch": True},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
     "--speculative-use-block-verification": {"speculative_use_block_verification": True},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},

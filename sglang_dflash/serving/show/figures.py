@@ -101,6 +101,8 @@ COUNTS = (
     Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
     Figure("nonfinite_outputs", lambda s: s.watch.health.nonfinite,
            "nonfinite_outputs", "Outputs of the draft that held NaN or Inf."),
+    Figure("draft_kv_received_bytes", lambda s: s.received_bytes, "draft_kv_received_bytes",
+           "Draft K/V of prompts that a prefill server has sent, as far as drafts can see it."),
     Figure("draft_context_share", lambda s: s.watch.context_share),
     Figure("", lambda s: s.width_steps,
            "steps", "Decode steps of a batch, by verify width.", label="width"),
@@ -180,6 +182,7 @@ class Figures:
         times: host time of the step's phases.
         labels: of this process's series in /metrics; None for none.
         notices: what was warned of at start-up.
+        received_bytes: of draft K/V, from another server.
     """
 
     worker: str
@@ -198,6 +201,7 @@ class Figures:
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None
     notices: Sequence[Notice] = ()
+    received_bytes: int = 0
     counts: AcceptanceCounts = field(init=False)
     times: PhaseTimes = field(init=False)
 

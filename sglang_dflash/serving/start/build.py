@@ -39,6 +39,7 @@ from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs.seeded_sampling import warm_up
 from sglang_dflash.seam.seam import install_late
+from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import make_rollback
@@ -140,11 +141,16 @@ class DFlashSpecWorker(BaseSpecWorker):
         self._recorder = self._extension.recorder
         if self._recorder is None and self._flags.draft_graphs == "auto":
             self._recorder = cuda_recorder(device, backend.capabilities.capturable)
-        self._rollback = make_rollback(options.recurrent_rollback, runner)
+        # A prefill server verifies nothing.
+        role = settings.disaggregation_mode
+        self._rollback = (
+            None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
+        )
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
             server_args.max_running_requests or 48,
             looks_up=self._flags.lookup == "on",
+            disaggregated=role in ("prefill", "decode"),
         )  # fmt: skip
         replay = self._rollback is not None and self._rollback.name == "replay"
         recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
@@ -243,6 +249,11 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     def _draft_model_runners(self) -> tuple[Any, ...]:
         return ()
+
+    @property
+    def primary_draft_kv_pool(self) -> DraftKVPages:
+        """For prefill/decode disaggregation."""
+        return DraftKVPages(self._drafter.groups)
 
     @property
     def weight_load_time(self) -> float:

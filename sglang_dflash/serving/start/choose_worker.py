@@ -249,7 +249,11 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
         "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
         "--pp-size above 1": settings.pp_size > 1,
-        "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
+        "--disaggregation-transfer-backend other than mooncake and nixl": (
+            settings.disaggregation_mode not in (None, "null")
+            and settings.disaggregation_transfer_backend not in ("mooncake", "nixl")
+        ),
+        "--enable-pd-role-switch": settings.enable_pd_role_switch,
         "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
         "--enable-hierarchical-cache": settings.enable_hierarchical_cache,

@@ -34,6 +34,8 @@ class DraftSetup:
         kv_dtype: of draft K/V.
         running: --max-running-requests.
         looks_up: whether drafts are also looked up in the request's text.
+        disaggregated: whether draft K/V of prompts goes to another server, page by page as the
+            target's.
     """
 
     model: DraftModel
@@ -44,6 +46,7 @@ class DraftSetup:
     kv_dtype: torch.dtype
     running: int
     looks_up: bool = False
+    disaggregated: bool = False
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -52,7 +55,8 @@ class DraftSetup:
     def group_kv(self, layers: LayerGroup) -> GroupKV:
         """What sizes the draft KV cache of a group of layers."""
         token_bytes = math.prod(layers.kv_shape(self.model.kv_shape)) * self.kv_dtype.itemsize
-        return GroupKV(token_bytes, self.options.ring_entries(layers.reach, self.running))
+        ring = self.options.ring_entries(layers.reach, self.running)
+        return GroupKV(token_bytes, None if self.disaggregated else ring)
 
     def setting(
         self,

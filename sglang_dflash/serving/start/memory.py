@@ -242,7 +242,8 @@ def _replays(configurator: Any) -> bool:
 
 
 def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
-    """Around `KVCacheConfigurator._build_hybrid_req_pool`: with `ReplayPool` if replay serves."""
+    """Around `KVCacheConfigurator._build_hybrid_req_pool`, and that of a decode server: with
+    `ReplayPool` if replay serves."""
     if not _replays(configurator):
         return original(configurator, **kwargs)
     own = HybridReqToTokenPool.mamba_pool_cls

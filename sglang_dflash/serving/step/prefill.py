@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,14 +201,28 @@ def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:
         last = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, rows.device)
         lookup.write(rows, batch.seq_lens.long() - 1, batch.input_ids[last].long())
     known = {id(request) for request in decoding or ()}
-    prompts = []
+    prompts = {}
     for row, request in enumerate(batch.reqs):
         tokens = [*request.origin_input_ids, *request.output_ids]
         end = batch.prefix_lens[row] + batch.extend_lens[row]
         if id(request) not in known and end == len(tokens):
-            positions = torch.arange(end)
-            of_row = torch.full_like(positions, row)
-            prompts.append(torch.stack((of_row, positions, torch.tensor(tokens))))
-    if prompts:
-        of_rows, positions, tokens = to_device(torch.cat(prompts, 1), rows.device)
-        lookup.write(rows[of_rows], positions, tokens)
+            prompts[row] = tokens
+    _write_whole(prompts, rows, lookup)
+
+
+def write_texts_taken_over(batch: ScheduleBatch, lookup: Lookup) -> None:
+    """Enter the tokens of requests that another server has prefilled, but for the bonus token."""
+    texts = [[*request.origin_input_ids, *request.output_ids][:-1] for request in batch.reqs]
+    _write_whole(dict(enumerate(texts)), batch.req_pool_indices.long(), lookup)
+
+
+def _write_whole(texts: Mapping[int, list[int]], rows: Tensor, lookup: Lookup) -> None:
+    """Enter texts, by row of the batch, from their first tokens on."""
+    if not texts:
+        return
+    entered = [
+        torch.stack((torch.full((len(tokens),), row), torch.arange(len(tokens)), tokens))
+        for row, tokens in ((row, torch.tensor(text)) for row, text in texts.items())
+    ]
+    of_rows, positions, tokens = to_device(torch.cat(entered, 1), rows.device)
+    lookup.write(rows[of_rows], positions, tokens)

@@ -37,13 +37,18 @@ class Seeds:
             return
         rows = batch.req_pool_indices.long()
         if batch.forward_mode.is_extend():
-            drawn = torch.tensor([self.of(request) for request in batch.reqs])
-            self._by_row[rows] = to_device(drawn, rows.device)
+            self.keep(batch)
         with restored(batch, "sampling_info"):
             # SGLang merges and filters its own one.
             batch.sampling_info = copy(info)
             batch.sampling_info.sampling_seed = self._by_row[rows]
             yield
+
+    def keep(self, batch: ScheduleBatch) -> None:
+        """Note the seeds of requests that are new here."""
+        drawn = torch.tensor([self.of(request) for request in batch.reqs])
+        rows = batch.req_pool_indices.long()
+        self._by_row[rows] = to_device(drawn, rows.device)
 
     def of(self, request: Any) -> int:
         """A request's seed. A retracted request keeps it: it depends on the request's id only.

@@ -36,7 +36,12 @@ from sglang_dflash.serving.step.batch import (
     replace_hidden_states,
 )
 from sglang_dflash.serving.step.extension import Step, StepObserver
-from sglang_dflash.serving.step.prefill import Barrier, PrefillStep, Publish
+from sglang_dflash.serving.step.prefill import (
+    Barrier,
+    PrefillStep,
+    Publish,
+    write_texts_taken_over,
+)
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
@@ -211,6 +216,20 @@ class DFlashWorker:
             speculative_num_draft_tokens=self.block_size,
             can_run_cuda_graph=False,
         )
+
+    def take_over(self, batch: ScheduleBatch) -> None:
+        """Take in requests whose prompts another server has computed, and whose draft K/V has
+        arrived. Their first tokens are the batch's bonus tokens."""
+        theirs = batch.spec_info
+        self.seeds.keep(batch)
+        self.target_tokens.penalties.commit(batch, theirs.bonus_tokens[:, None])
+        if self.lookup is not None:
+            write_texts_taken_over(batch, self.lookup)
+        batch.spec_info = draft_input(theirs.bonus_tokens, batch.seq_lens, in_flight=0)
+        batch.spec_info.future_indices = theirs.future_indices
+        for group in self.drafter.groups:
+            tokens = sum(map(group.reach.of, batch.extend_lens))
+            self.figures.received_bytes += tokens * group.cache.kv[0].nbytes
 
     def learn(self, steps: Sequence[RequestStep], width: int, accepted: Mapping[str, int]) -> None:
         """Take in the outcome of a step of that width.

@@ -1,0 +1,1 @@
+"""Servers that share the work of a request."""

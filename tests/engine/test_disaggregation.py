@@ -1,0 +1,236 @@
+"""Prefill/decode disaggregation: two servers and SGLang's router give one server's answers, with
+its acceptance from the first block on.
+
+python -m pytest tests/engine/test_disaggregation.py -m long -s
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+from typing import Any
+
+import pytest
+import requests
+
+from sglang_dflash.bench.server import Server
+from sglang_dflash.facts.embedded import demo_pair
+from tests.engine.client import at_rest
+from tests.engine.disaggregated import BOUND, Pair, disaggregated, post, router
+from tests.engine.nursery import ForkedServer
+from tests.engine.servers import (
+    CODE_PAIR,
+    DFLASH,
+    HYBRID_PAIR,
+    HYBRID_PAIR_DFLASH,
+    LOOKUP,
+    MIXED,
+    PAIR,
+    PLAIN,
+    WINDOW,
+    drafting,
+)
+from tests.engine.session import ServerSession
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        importlib.util.find_spec("mooncake") is None,
+        reason="needs mooncake-transfer-engine-non-cuda, libibverbs1 and librdmacm1",
+    ),
+]
+
+GREEDY = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+CLIENTS = 4
+DENSE = DFLASH.named("pd-dense")
+CODE = DFLASH.named("pd-code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
+CASES = {
+    "dense": (DENSE, PAIR),
+    "code": (CODE, CODE_PAIR),
+    "pages": (
+        CODE.named("pd-code-pages").having(
+            page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, **WINDOW, **LOOKUP
+        ),
+        CODE_PAIR,
+    ),
+    # Two draft KV caches.
+    "mixed": (DENSE.named("pd-mixed").having(page_size=4, **MIXED), PAIR),
+    "hybrid": (HYBRID_PAIR_DFLASH.named("pd-hybrid"), HYBRID_PAIR),
+}  # fmt: skip
+
+
+def answers(one: Server | Pair, prompts: list[str]) -> list[dict[str, Any]]:
+    """Of all prompts, `CLIENTS` at a time, twice: the second time their prefixes are cached."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(lambda text: one.generate(text, **GREEDY), [*prompts, *prompts]))
+
+
+def acceptance(found: list[dict[str, Any]]) -> float:
+    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
+    return sum(len(answer["output_ids"]) - 1 for answer in found) / steps
+
+
+def visible_bytes(found: list[dict[str, Any]], report: dict[str, Any]) -> float:
+    """Draft K/V of the prompts' tokens that drafts can see. (A cache ends with an entry of
+    padding.)"""
+    groups = report["draft_kv_groups"]
+    of_token = report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
+    of_layer = of_token / sum(len(group["layers"]) for group in groups)
+    prompts = [one["meta_info"]["prompt_tokens"] for one in found]
+    return sum(
+        of_layer * len(group["layers"]) * min(n, (group["window"] or n) + group["sinks"])
+        for group in groups
+        for n in prompts
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, case: str) -> None:
+    config, pair = CASES[case]
+    # The last ones are longer than any window.
+    prompts = [*pair.prompts[:24], *(text * 8 for text in pair.prompts[:4])]
+    expected = answers(servers.server(config), prompts)
+    with disaggregated(servers, config, config.changed("poisoned_draft_kv")) as both:
+        before = both.decode.dflash()
+        found = answers(both, prompts)
+        report, sent = both.decode.dflash(), both.prefill.dflash()
+        at_rest(both.decode)
+        at_rest(both.prefill)
+    assert [one["output_ids"] for one in found] == [one["output_ids"] for one in expected]
+    lengths = acceptance(found), acceptance(expected)
+    prompt = sum(one["meta_info"]["prompt_tokens"] for one in found)
+    received = report["draft_kv_received_bytes"] - before["draft_kv_received_bytes"]
+    print(
+        f"\n{case}: {len(found)} answers equal; acceptance length {lengths[0]:.3f}, one server's "
+        f"{lengths[1]:.3f}; {prompt / len(found):.0f} prompt tokens and "
+        f"{received / len(found):.0f} bytes of draft K/V per request"
+    )
+    assert math.isclose(*lengths, rel_tol=0.05)
+    assert lengths[0] > 2
+    # What the decode server drafts from, another one has sent, or it has committed itself. (SGLang
+    # warms up with a request that nobody sends.)
+    assert report["nonfinite_outputs"] == before["nonfinite_outputs"]
+    assert received == pytest.approx(visible_bytes(found, report))
+    assert sent["verify_steps"] == sent["draft_kv_received_bytes"] == 0
+
+
+def turns(one: Server | Pair) -> list[list[int]]:
+    """A conversation's answers; each turn begins with all before."""
+    text, found = demo_pair("code").prompts[0], []
+    for _ in range(4):
+        answer = one.generate(text, **GREEDY)
+        found.append(answer["output_ids"])
+        text += answer["text"] + "\n\ndef "
+    return found
+
+
+def of_their_own(one: Server | Pair) -> list[list[int]]:
+    """Answers that depend on what a server knows of a request beside its K/V: penalties of the
+    first token, and a seed."""
+    ways: list[dict[str, Any]] = [
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"temperature": 1.0, "sampling_seed": 7},
+    ]
+    prompt = CODE_PAIR.prompts[1]
+    return [one.generate(prompt, **{**GREEDY, **way})["output_ids"] for way in ways]
+
+
+def test_turns_of_a_conversation(servers: ServerSession) -> None:
+    """The prefill server finds all turns before in its prefix cache, and sends what is there."""
+    expected = turns(servers.server(CODE)), of_their_own(servers.server(CODE))
+    with disaggregated(servers, CODE, CODE.changed("poisoned_draft_kv")) as both:
+        before = both.decode.dflash()["nonfinite_outputs"]
+        assert (turns(both), of_their_own(both)) == expected
+        assert both.decode.dflash()["nonfinite_outputs"] == before
+
+
+def timed(url: str, text: str) -> tuple[float, float, int, list[int]]:
+    """Seconds until a request's first token and until its last, tokens, and the tokens."""
+    body = {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": 96}, "stream": True}
+    began, first, last = time.perf_counter(), 0.0, {}
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=BOUND) as response:
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                first = first or time.perf_counter() - began
+                last = json.loads(line[6:])
+    tokens = last["output_ids"]
+    return first, time.perf_counter() - began, len(tokens), tokens
+
+
+def test_speed_beside_plain_decoding(servers: ServerSession) -> None:
+    """Of two pairs, one after the other; which is faster is not judged."""
+    prompts, outputs = CODE_PAIR.prompts[:24], []
+    for config in (PLAIN.named("pd-code-plain").having(model_path=CODE_PAIR.target), CODE):
+        with disaggregated(servers, config) as both:
+            for clients in (1, 4):
+                began = time.perf_counter()
+                with ThreadPoolExecutor(clients) as pool:
+                    found = list(pool.map(lambda text: timed(both.url, text), prompts))
+                took = time.perf_counter() - began
+                print(
+                    f"\n{config}, {clients} at a time: first token after "
+                    f"{1000 * median(one[0] for one in found):.0f} ms (median), "
+                    f"{sum(one[2] for one in found) / took:.1f} tokens per second"
+                )
+                outputs.append([one[3] for one in found])
+    assert all(one == outputs[0] for one in outputs)
+
+
+def killed(server: Server) -> None:
+    """Its whole process group, which is the server's own."""
+    os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def statuses(url: str, prompts: list[str], meanwhile: Callable[[], None]) -> list[int]:
+    """Of long answers to prompts, all at once, while something happens."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [
+            pool.submit(post, url, text, **{**GREEDY, "max_new_tokens": 400}) for text in prompts
+        ]
+        meanwhile()
+        return [one.result().status_code for one in asked]
+
+
+def test_a_killed_decode_server_leaks_nothing(servers: ServerSession) -> None:
+    """Its requests end with an error; the prefill server serves another one."""
+    prompts = [text * 8 for text in PAIR.prompts[:6]]
+    with disaggregated(servers, DENSE) as both:
+        expected = both.generate(prompts[0], **GREEDY)["output_ids"]
+
+        def kill() -> None:
+            time.sleep(0.3)
+            killed(both.decode)
+
+        found = statuses(both.url, prompts, kill)
+        print(f"\nanswers after the decode server was killed: {found}")
+        assert all(status >= 500 for status in found)
+        at_rest(both.prefill)
+        config = both.decode.config
+        with (
+            ForkedServer(servers.nursery, both.decode.args, env=config.env) as second,
+            router(both.prefill, second, both.bootstrap) as url,
+        ):
+            again = post(url, prompts[0], **GREEDY).json()
+        assert again["output_ids"] == expected
+
+
+def test_a_killed_prefill_server_leaks_nothing(servers: ServerSession) -> None:
+    """Requests that have arrived are answered, the others end with an error, and no slot of the
+    decode server is lost."""
+    prompts = [text * 8 for text in PAIR.prompts[:6]]
+    with disaggregated(servers, DENSE) as both:
+
+        def kill() -> None:
+            time.sleep(0.3)
+            killed(both.prefill)
+
+        found = statuses(both.url, prompts, kill)
+        print(f"\nanswers after the prefill server was killed: {found}")
+        at_rest(both.decode)
