@@ -110,7 +110,10 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "--disaggregation-mode": {"disaggregation_mode": "prefill"},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
     "--speculative-use-block-verification": {"speculative_use_block_verification": True},
-    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "--hicache-host-memory-mode buffer_only": {
+        "enable_hierarchical_cache": True,
+        "hicache_host_memory_mode": "buffer_only",
+    },
     "--enable-unified-memory": {"enable_unified_memory": True},
     "--device npu": {"device": "npu"},
 }

@@ -252,7 +252,8 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
         "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
-        "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
+        "--hicache-host-memory-mode buffer_only": settings.enable_hierarchical_cache
+        and settings.hicache_host_memory_mode == "buffer_only",
         "--enable-unified-memory": settings.enable_unified_memory,
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
             settings

@@ -14,6 +14,7 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -34,6 +35,7 @@ class DraftSetup:
         kv_dtype: of draft K/V.
         running: --max-running-requests.
         looks_up: whether drafts are also looked up in the request's text.
+        hierarchical: whether cached prefixes go to host memory and come back.
     """
 
     model: DraftModel
@@ -44,6 +46,7 @@ class DraftSetup:
     kv_dtype: torch.dtype
     running: int
     looks_up: bool = False
+    hierarchical: bool = False
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -89,12 +92,13 @@ class DraftSetup:
             target_slots: of the pool, its padding included.
             rows, positions: of SGLang's request-to-token table.
         """
+        per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
         scratch = rows * self.options.block_size if self.backend.capabilities.scratch else 0
         found = []
         for layers in self.layer_groups:
             of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
             entries = self.group_kv(layers).entries(kv_tokens)
-            cache = DraftKVCache(target_slots, *of_cache) if entries is None else (
+            cache = per_slot(target_slots, *of_cache) if entries is None else (
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
             after = cache.num_entries + 1

@@ -1,0 +1,1 @@
+"""Tokens that come from elsewhere than a forward of this server's target."""
