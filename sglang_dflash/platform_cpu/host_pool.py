@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+# Bytes of host memory that the hierarchical cache leaves free.
+RESERVE = 1 << 30
+
 
 def not_registered(buffer: Tensor, registration_granularity_bytes: int | None = None) -> None:
     """In place of `_cuda_host_register`: there is no device to register memory with."""

@@ -50,23 +50,27 @@ GDN_SEAMS = (
 )
 
 _HOST = "sglang.srt.mem_cache.pool_host"
+_HOST_PROOFS = "tests/platform_cpu/test_host_pool.py::"
 _KERNELS = "SGLang copies between host and device by kernels that a CPU build lacks."
 HICACHE_SEAMS = (
     Seam(f"{_HOST}.common._cuda_host_register", Kind.REPLACE, host_pool.not_registered,
          "SGLang registers the hierarchical cache's host memory with CUDA.",
-         f"{_PROOFS}test_host_memory_is_registered_with_cuda"),
+         f"{_HOST_PROOFS}test_host_memory_is_registered_with_cuda"),
+    Seam(f"{_HOST}.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", Kind.ASSIGN, host_pool.RESERVE,
+         "SGLang leaves 10 GiB of host memory free, which a machine without a GPU may not have.",
+         f"{_HOST_PROOFS}test_ten_gib_stay_free"),
     Seam(f"{_HOST}.mha.MHATokenToKVPoolHost.load_to_device_per_layer",
          Kind.REPLACE, host_pool.load_layer, _KERNELS,
-         f"{_PROOFS}test_host_copies_need_kernels"),
+         f"{_HOST_PROOFS}test_host_copies_need_kernels"),
     Seam(f"{_HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
          Kind.REPLACE, host_pool.back_up, _KERNELS,
-         f"{_PROOFS}test_host_copies_need_kernels"),
+         f"{_HOST_PROOFS}test_host_copies_need_kernels"),
     Seam(f"{_HOST}.mamba.MambaPoolHost.load_to_device_per_layer",
          Kind.AROUND, host_pool.load_states, _KERNELS,
-         f"{_PROOFS}test_host_copies_of_states_need_kernels"),
+         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
     Seam(f"{_HOST}.mamba.MambaPoolHost.backup_from_device_all_layer",
          Kind.AROUND, host_pool.back_up_states, _KERNELS,
-         f"{_PROOFS}test_host_copies_of_states_need_kernels"),
+         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
 )  # fmt: skip
 
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
