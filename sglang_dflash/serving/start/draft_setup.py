@@ -21,7 +21,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
 from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.sizes import GroupKV
+from sglang_dflash.facts.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
 
 logger = Log(__name__)
 
@@ -55,6 +55,9 @@ class DraftSetup:
     def group_kv(self, layers: LayerGroup) -> GroupKV:
         """What sizes the draft KV cache of a group of layers."""
         token_bytes = math.prod(layers.kv_shape(self.model.kv_shape)) * self.kv_dtype.itemsize
+        if self.hierarchical:
+            # Tags, with an entry per slot, too.
+            token_bytes += BYTES_PER_ENTRY + BYTES_PER_TARGET_SLOT
         return GroupKV(token_bytes, self.options.ring_entries(layers.reach, self.running))
 
     def setting(
