@@ -30,10 +30,10 @@ SOAK_HOST = s.SOAK.named("soak-host").having(**HIERARCHICAL, max_total_tokens=80
 
 
 def came_back(seen: Seen) -> None:
-    """Most of what was cached came from the host, with its draft K/V. Nothing poisoned was read."""
-    cached = sum(sum(got.cached) for got in seen.ours.values())
-    loaded = seen.report["loaded_back_tokens"]
-    assert loaded > cached / 2
+    """Most of the chats' history came from the host, with its draft K/V. Nothing poisoned was
+    read."""
+    cached, loaded = sum(seen.ours["chats"].cached), seen.report["loaded_back_tokens"]
+    assert loaded > cached / 2 > 2000
     assert seen.report["loaded_back_draft_kv"] > 0.9 * loaded
     assert seen.report["nonfinite_outputs"] == 0
     assert seen.report["rare_paths"]["poisoned entries"] > 0
