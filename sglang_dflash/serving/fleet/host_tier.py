@@ -39,7 +39,7 @@ class HostTier:
 
     Attributes:
         loaded: tokens whose target K/V came back so far.
-        loaded_draft: entries of draft K/V that came back, of the group with the fewest.
+        loaded_draft: those of them whose draft K/V came back, for the layers that see the most.
     """
 
     def __init__(self, groups: Sequence[KVGroup], running: int) -> None:
@@ -119,7 +119,7 @@ class HostTier:
             group.cache.forget(slots)
         host_slots = host_slots.cpu()
         together = zip(self._groups, self._kept, strict=bool(self._kept))
-        self.loaded_draft += min(
+        self.loaded_draft += max(
             (self._load_group(group, kept, host_slots, slots) for group, kept in together),
             default=0,
         )
