@@ -21,6 +21,7 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
@@ -39,10 +40,7 @@ if not torch.cuda.is_available():
 
 def find(cache: DraftKVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
-    if not isinstance(cache, RingKVCache):
-        return slots, torch.ones_like(slots, dtype=torch.bool)
-    entries = cache.entry_of[slots].long()
-    return entries, cache.owner[entries] == slots
+    return cache.find(slots)
 
 
 KERNELS, ENGINE = (Path(__file__).parent / name for name in ("kernels", "engine"))
@@ -169,13 +167,14 @@ def kv_groups(
     *,
     dtype: torch.dtype = torch.float32,
     attention: Callable[[LayerGroup], DraftAttention] | None = None,
+    tagged: bool = False,
 ) -> list[KVGroup]:
-    """Draft KV caches over that many target slots. Layers that do not read the whole context have
-    rings of `entries`, if given."""
+    """Draft KV caches over that many target slots, as beside a hierarchical cache if `tagged`.
+    Layers that do not read the whole context have rings of `entries`, if given."""
     device, found = model.fc.weight.device, []
     for layers in model.config.groups(options.reach):
         shape = layers.kv_shape(model.kv_shape)
-        cache: DraftKVCache = DraftKVCache(slots, shape, dtype, device)
+        cache = (TaggedKVCache if tagged else DraftKVCache)(slots, shape, dtype, device)
         if entries is not None and layers.reach.is_bounded:
             cache = RingKVCache(entries, slots, shape, dtype, device)
         torch_attention = TorchAttention(layers.layers, options.block_size)

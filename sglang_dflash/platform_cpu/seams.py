@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.platform_cpu import pool_size, torch_ops
+from sglang_dflash.platform_cpu import host_pool, pool_size, torch_ops
 from sglang_dflash.platform_cpu.gdn_ops import conv, delta_rule, elementwise, states
 from sglang_dflash.seam.seam import Kind, Seam
 
@@ -48,6 +48,30 @@ GDN_SEAMS = (
     _triton(_STATES, states.track_mamba_states_if_needed),
     _triton(_STATES, states.track_mamba_states_all_layers),
 )
+
+_HOST = "sglang.srt.mem_cache.pool_host"
+_HOST_PROOFS = "tests/platform_cpu/test_host_pool.py::"
+_KERNELS = "SGLang copies between host and device by kernels that a CPU build lacks."
+HICACHE_SEAMS = (
+    Seam(f"{_HOST}.common._cuda_host_register", Kind.REPLACE, host_pool.not_registered,
+         "SGLang registers the hierarchical cache's host memory with CUDA.",
+         f"{_HOST_PROOFS}test_host_memory_is_registered_with_cuda"),
+    Seam(f"{_HOST}.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", Kind.ASSIGN, host_pool.RESERVE,
+         "SGLang leaves 10 GiB of host memory free, which a machine without a GPU may not have.",
+         f"{_HOST_PROOFS}test_ten_gib_stay_free"),
+    Seam(f"{_HOST}.mha.MHATokenToKVPoolHost.load_to_device_per_layer",
+         Kind.REPLACE, host_pool.load_layer, _KERNELS,
+         f"{_HOST_PROOFS}test_host_copies_need_kernels"),
+    Seam(f"{_HOST}.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
+         Kind.REPLACE, host_pool.back_up, _KERNELS,
+         f"{_HOST_PROOFS}test_host_copies_need_kernels"),
+    Seam(f"{_HOST}.mamba.MambaPoolHost.load_to_device_per_layer",
+         Kind.AROUND, host_pool.load_states, _KERNELS,
+         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
+    Seam(f"{_HOST}.mamba.MambaPoolHost.backup_from_device_all_layer",
+         Kind.AROUND, host_pool.back_up_states, _KERNELS,
+         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
+)  # fmt: skip
 
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -136,4 +160,5 @@ SEAMS: tuple[Seam, ...] = (
          "without a cast, which fails.",
          f"{_PROOFS}test_convolution_inputs_are_kept_as_bfloat16"),
     *GDN_SEAMS,
+    *HICACHE_SEAMS,
 )  # fmt: skip

@@ -96,6 +96,18 @@ WORKER_SEAMS = rows(
      "The decode server's first step knows neither seed nor text of a request, and gets the input "
      "of SGLang's worker.",
      "tests/serving/test_disaggregation.py::test_a_request_is_taken_over"),
+    (Kind.AFTER, "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.write",
+     "fleet.host_tier:backs_up",
+     "Draft K/V stays behind when the target's goes to host memory.",
+     "tests/serving/test_host_tier.py::test_sglang_tells_the_tier"),
+    (Kind.AFTER, "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.load",
+     "fleet.host_tier:loads",
+     "A token that comes back from host memory has the draft K/V of its slot's last owner.",
+     "tests/serving/test_host_tier.py::test_sglang_tells_the_tier"),
+    (Kind.AFTER, "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+     ".alloc_prefetch_host_buffers", "fleet.host_tier:reads_storage",
+     "A token that comes from storage has the draft K/V of its host slot's last owner.",
+     "tests/serving/test_host_tier.py::test_sglang_tells_the_tier"),
 )  # fmt: skip
 
 # Applied in the scheduler process when replay serves, before the state pool is sized.

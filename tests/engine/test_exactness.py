@@ -18,6 +18,7 @@ import pytest
 from sglang_dflash.bench.server import Server
 from tests.engine import answer_ends, checks, workload
 from tests.engine import feature_requests as features
+from tests.engine import hierarchical as h
 from tests.engine import servers as s
 from tests.engine.checks import Check, Seen
 from tests.engine.hybrid_requests import hybrid_answers
@@ -107,6 +108,10 @@ DEMO = (
     Row(s.OVERFLOWING, s.PLAIN, (workload.many_steps,)),
     # Chats on a draft KV cache of the default size.
     Row(s.CHATS_DEFAULT, s.PLAIN, (workload.chatted,), (checks.history_found,)),
+    # Chats whose history comes back from host memory.
+    Row(h.HOST_PLAIN, s.PLAIN, (workload.chatted,), (checks.history_found,)),
+    Row(h.HOST, s.PLAIN, (workload.chatted,), (checks.history_found, h.came_back)),
+    Row(h.HOST_PAGES, s.PLAIN, (workload.chatted,), (h.came_back,)),
 )
 # Sampled: the accept rule keeps a draft if and only if the target samples it at that position with
 # the request's seed.

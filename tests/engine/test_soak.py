@@ -16,6 +16,7 @@ import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.engine import client
+from tests.engine.hierarchical import SOAK_HOST
 from tests.engine.servers import (
     HYBRID_PAIR_PLAIN,
     PLAIN,
@@ -118,6 +119,7 @@ def test_a_prompt_is_not_logged(server: Server) -> None:
         pytest.param(config, plain, ask, marks=pytest.mark.recorded(plain, ask), id=config.name)
         for config, plain, ask in (
             (SOAK, SOAK_PLAIN, long_answers),
+            (SOAK_HOST, SOAK_PLAIN, long_answers),
             (SOAK_HYBRID, HYBRID_PAIR_PLAIN, long_hybrid_answers),
         )
     ],

@@ -19,6 +19,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
+from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
@@ -97,13 +98,14 @@ def worker_of(
     labels: Mapping[str, Any] | None = None,
     looks_up: bool = False,
     notices: Sequence[Notice] = (),
+    hierarchical: bool = False,
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
     `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any."""
     with torch.device(device):
         model = random_model(RAW).freeze()
     options = Options(window=window).resolve(model.config)
-    groups = kv_groups(model, options, SLOTS, entries, dtype=dtype)
+    groups = kv_groups(model, options, SLOTS, entries, dtype=dtype, tagged=hierarchical)
     drafter = drafter_of(model, groups, options, device)
     block, ranks = options.block_size, Ranks(group)
     widths = widths or widths_of(FixedWidth(block))
@@ -122,6 +124,7 @@ def worker_of(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
+        host_tier=HostTier(groups, 2) if hierarchical else None,
         seeds=Seeds(ROWS, 0, table.device), figures=figures, observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.

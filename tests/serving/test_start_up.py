@@ -114,7 +114,10 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "--enable-pd-role-switch": {"enable_pd_role_switch": True},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
     "--speculative-use-block-verification": {"speculative_use_block_verification": True},
-    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "--hicache-host-memory-mode buffer_only": {
+        "enable_hierarchical_cache": True,
+        "hicache_host_memory_mode": "buffer_only",
+    },
     "--enable-unified-memory": {"enable_unified_memory": True},
     "--device npu": {"device": "npu"},
 }

@@ -45,7 +45,7 @@ class DraftKVCache:
         kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. The entry after the last one
             is padding; scratch entries are for an attention backend. Writes that are not kept go
             to the last of all.
-        is_bounded: whether there are fewer entries than target slots.
+        is_bounded: whether entries of committed tokens may be missing.
     """
 
     is_bounded = False
@@ -96,6 +96,13 @@ class DraftKVCache:
             int64 `[N]`, distinct entry numbers; -1 for a token that is not to be stored.
         """
         return target_slots if keep is None else torch.where(keep, target_slots, -1)
+
+    def find(self, target_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Entry numbers int64 `[...]` of target slots, and whether each is live, bool."""
+        if self.tags is None:
+            return target_slots, torch.ones_like(target_slots, dtype=torch.bool)
+        entries = self.tags.entry_of[target_slots].long()
+        return entries, self.tags.owner[entries] == target_slots
 
     def forget(self, target_slots: Tensor) -> None:
         """Mark target slots `[N]` dead: they hold tokens whose K/V is not written yet, or never."""

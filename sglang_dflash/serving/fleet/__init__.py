@@ -1,1 +1,1 @@
-"""Servers that share the work of a request."""
+"""Tokens that come from elsewhere than a forward of this server's target."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
@@ -16,6 +17,7 @@ from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
 from sglang_dflash.facts.sizes import HeadBytes, head_bytes
+from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
@@ -103,6 +105,11 @@ COUNTS = (
            "nonfinite_outputs", "Outputs of the draft that held NaN or Inf."),
     Figure("draft_kv_received_bytes", lambda s: s.received_bytes, "draft_kv_received_bytes",
            "Draft K/V of prompts that a prefill server has sent, as far as drafts can see it."),
+    Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
+           "loaded_back_tokens", "Tokens whose K/V the hierarchical cache loaded from the host."),
+    Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,
+           "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back too: all, or the last "
+           "ones if every draft layer slides."),
     Figure("draft_context_share", lambda s: s.watch.context_share),
     Figure("", lambda s: s.width_steps,
            "steps", "Decode steps of a batch, by verify width.", label="width"),
@@ -118,7 +125,7 @@ def shown_group(group: KVGroup) -> dict[str, Any]:
         "window": group.reach.tokens,
         "sinks": group.reach.sinks,
         "entries": group.cache.num_entries,
-        "is_ring": group.cache.is_bounded,
+        "is_ring": isinstance(group.cache, RingKVCache),
     }
 
 
@@ -178,6 +185,7 @@ class Figures:
         context_length: tokens of a request, at most.
         simulated: the acceptance length that SGLang's variables ask for; None for none.
         lookup: of drafts in the requests' texts; None without.
+        host_tier: of draft K/V in host memory; None without a hierarchical cache.
         rollback: of recurrent layers; None without them.
         times: host time of the step's phases.
         labels: of this process's series in /metrics; None for none.
@@ -195,6 +203,7 @@ class Figures:
     options: ResolvedOptions
     drafter: Proposer
     lookup: Lookup | None
+    host_tier: HostTier | None = None
     rollback: Any
     policy: WidthPolicy
     watch: DraftWatch

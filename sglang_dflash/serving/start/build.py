@@ -40,6 +40,7 @@ from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs.seeded_sampling import warm_up
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
+from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import make_rollback
@@ -71,6 +72,7 @@ class DFlashSpecWorker(BaseSpecWorker):
     """
 
     dflash: DFlashWorker
+    _host_tier: HostTier | None = None
 
     def __init__(
         self,
@@ -109,6 +111,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         with ends_the_server(self._names):
             warm_up(self._setup.device, self._setup.model.config.vocab_size)
             self.dflash = self._build(self._drafter, self.req_to_token_pool.req_to_token)
+        logger.info("serves: %s", server.set_up(self.report()))
+        logger.info("set-up: %s", self.dflash.figures.describe())
 
     def _reserve(
         self, server_args: Any, runner: Any, load_draft: Callable[..., DraftModel]
@@ -151,6 +155,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             server_args.max_running_requests or 48,
             looks_up=self._flags.lookup == "on",
             disaggregated=role in ("prefill", "decode"),
+            hierarchical=settings.enable_hierarchical_cache,
         )  # fmt: skip
         replay = self._rollback is not None and self._rollback.name == "replay"
         recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
@@ -177,6 +182,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         groups = setup.groups(tokens, tokens + allocator.page_size, rows, positions)
         if self._flags.self_check == "on":
             setup.check(groups)
+        if setup.hierarchical:
+            self._host_tier = HostTier(groups, setup.running)
+            self._host_tier.attach(allocator)
         head = target_head(runner.model)
         make = self._extension.make_drafter or Drafter
         return make(setup.model, head, groups, setup.options)
@@ -216,6 +224,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             options=setup.options,
             drafter=drafter,
             lookup=lookup,
+            host_tier=self._host_tier,
             rollback=self._rollback,
             policy=policy,
             watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
@@ -223,8 +232,6 @@ class DFlashSpecWorker(BaseSpecWorker):
             width_steps=widths.steps,
             labels=metric_labels(),
         )
-        logger.info("serves: %s", server.set_up(figures.report()))
-        logger.info("set-up: %s", figures.describe())
         return DFlashWorker(
             block_size=block,
             req_to_token=req_to_token,
@@ -237,6 +244,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             rollback=self._rollback,
             ranks=ranks,
             lookup=lookup,
+            host_tier=self._host_tier,
             seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
             figures=figures,
             observer=self._extension.observer,

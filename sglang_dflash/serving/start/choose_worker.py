@@ -244,19 +244,23 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:
         return str(reason)
+    disaggregated = settings.disaggregation_mode not in (None, "null")
     unserved = {
         f"--device {settings.device}": settings.device not in (None, "cpu", "cuda"),
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
         "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
         "--pp-size above 1": settings.pp_size > 1,
         "--disaggregation-transfer-backend other than mooncake and nixl": (
-            settings.disaggregation_mode not in (None, "null")
-            and settings.disaggregation_transfer_backend not in ("mooncake", "nixl")
+            disaggregated and settings.disaggregation_transfer_backend not in ("mooncake", "nixl")
+        ),
+        "--disaggregation-mode with --enable-hierarchical-cache": (
+            disaggregated and settings.enable_hierarchical_cache
         ),
         "--enable-pd-role-switch": settings.enable_pd_role_switch,
         "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
-        "--enable-hierarchical-cache": settings.enable_hierarchical_cache,
+        "--hicache-host-memory-mode buffer_only": settings.enable_hierarchical_cache
+        and settings.hicache_host_memory_mode == "buffer_only",
         "--enable-unified-memory": settings.enable_unified_memory,
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
             settings

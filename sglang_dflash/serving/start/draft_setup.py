@@ -14,13 +14,14 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
 from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.sizes import GroupKV
+from sglang_dflash.facts.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
 
 logger = Log(__name__)
 
@@ -36,6 +37,7 @@ class DraftSetup:
         looks_up: whether drafts are also looked up in the request's text.
         disaggregated: whether draft K/V of prompts goes to another server, page by page as the
             target's.
+        hierarchical: whether cached prefixes go to host memory and come back.
     """
 
     model: DraftModel
@@ -47,6 +49,7 @@ class DraftSetup:
     running: int
     looks_up: bool = False
     disaggregated: bool = False
+    hierarchical: bool = False
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -55,6 +58,9 @@ class DraftSetup:
     def group_kv(self, layers: LayerGroup) -> GroupKV:
         """What sizes the draft KV cache of a group of layers."""
         token_bytes = math.prod(layers.kv_shape(self.model.kv_shape)) * self.kv_dtype.itemsize
+        if self.hierarchical:
+            # Tags, with an entry per slot, too.
+            token_bytes += BYTES_PER_ENTRY + BYTES_PER_TARGET_SLOT
         ring = self.options.ring_entries(layers.reach, self.running)
         return GroupKV(token_bytes, None if self.disaggregated else ring)
 
@@ -93,12 +99,13 @@ class DraftSetup:
             target_slots: of the pool, its padding included.
             rows, positions: of SGLang's request-to-token table.
         """
+        per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
         scratch = rows * self.options.block_size if self.backend.capabilities.scratch else 0
         found = []
         for layers in self.layer_groups:
             of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
             entries = self.group_kv(layers).entries(kv_tokens)
-            cache = DraftKVCache(target_slots, *of_cache) if entries is None else (
+            cache = per_slot(target_slots, *of_cache) if entries is None else (
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
             after = cache.num_entries + 1

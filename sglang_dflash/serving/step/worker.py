@@ -21,6 +21,7 @@ from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.drafting.rules import Guesses, RuleChoice
+from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
 from sglang_dflash.serving.show.figures import Figures
@@ -59,6 +60,7 @@ class DFlashWorker:
         rollback: of recurrent layers; None without them.
         ranks: their common choices.
         lookup: of drafts in the requests' texts; None without.
+        host_tier: of draft K/V in host memory; None without a hierarchical cache.
         seeds: of the running requests.
         figures: what /server_info and /metrics show.
     """
@@ -74,6 +76,7 @@ class DFlashWorker:
     rollback: Rollback | None
     ranks: sampling.Ranks
     lookup: Lookup | None
+    host_tier: HostTier | None = None
     seeds: Seeds
     figures: Figures
     observer: StepObserver
@@ -92,6 +95,8 @@ class DFlashWorker:
     ) -> GenerationBatchResult:
         """One scheduler step. `on_publish` takes the new committed lengths when they are known."""
         publish = on_publish or (lambda _: None)
+        if self.host_tier is not None:
+            self.host_tier.follow(self._plain_context.absorb)
         if batch.forward_mode.is_idle():
             self.widths.interrupted()
             return self._idle(publish)
@@ -246,3 +251,5 @@ class DFlashWorker:
         """Forget all context: SGLang empties its pools."""
         clear(self.drafter.groups)
         self._plain_context.clear()
+        if self.host_tier is not None:
+            self.host_tier.clear()

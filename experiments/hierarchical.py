@@ -1,0 +1,169 @@
+"""Sessions whose history comes back from host memory, with a pool for few of them.
+
+Multi-turn chats, then agents that share their list of tools, in a new order every turn. Servers one
+after another, in float32, greedy: plain decoding and DFLASH with a pool that holds some of the
+histories and a hierarchical cache for all, then DFLASH with a pool for all of them. Outputs must be
+the same, at least half of the cached tokens must come from the host, and the acceptance length must
+be within 3 % of that of the large pool.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments import texts
+from experiments.runner import one_after_another
+from sglang_dflash.bench.server import ServerConfig, demo_config
+from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
+from sglang_dflash.facts.command_line import setting
+from sglang_dflash.facts.embedded import demo_pair
+
+if TYPE_CHECKING:
+    from sglang_dflash.bench.server import Server
+
+AT_A_TIME, NEW_TOKENS, PIECE = 4, 48, 160
+TOLERANCE, SHARE = 0.03, 0.5
+PLAIN, HOST, LARGE = "plain decoding", "DFLASH", "DFLASH, a large pool"
+
+
+@dataclass(frozen=True)
+class Options:
+    pairs: str = setting("code,dense", "demo pairs, with commas (default: {default})")
+    sessions: int = setting(16, "sessions of each kind (default: {default})")
+    turns: int = setting(4, "turns of each (default: {default})")
+    pool: int = setting(2500, "tokens of the small pool (default: {default})")
+
+
+def arms(pair: str, options: Options) -> dict[str, ServerConfig]:
+    flags = {"--max-running-requests": AT_A_TIME, "--max-total-tokens": options.pool}
+    hierarchical = {"--enable-hierarchical-cache": True, "--hicache-ratio": 20}
+    fixed = {"--speculative-dflash-width": "fixed"}
+    plain = demo_config(demo_pair(pair), dflash=False).with_flags(flags)
+    ours = demo_config(demo_pair(pair), dflash=True).with_flags({**flags, **fixed})
+    return {
+        PLAIN: plain.with_flags(hierarchical),
+        HOST: ours.with_flags(hierarchical),
+        LARGE: ours.with_flags({"--max-total-tokens": 20 * options.pool}),
+    }
+
+
+def sessions(pair: str, options: Options) -> dict[str, list[list[str]]]:
+    """Texts of every turn, by kind of session."""
+    pieces, rng = demo_pair(pair).prompts, random.Random(0)
+    chats = [
+        [f"# chat {i}\n{pieces[i % len(pieces)]}"]
+        + [pieces[(i + 7 * turn) % len(pieces)] for turn in range(1, options.turns)]
+        for i in range(options.sessions)
+    ]
+    agents = texts.load("agents", options.sessions, pair)
+    rng.shuffle(agents)
+    return {"chats": chats, "agents": [list(agent.turns[: options.turns]) for agent in agents]}
+
+
+def serve(server: Server, pair: str, options: Options) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair(pair).target)
+    found = {}
+    for kind, every in sessions(pair, options).items():
+        ids = [[tokenizer(text)["input_ids"][:PIECE] for text in turns] for turns in every]
+        found[kind] = _summary(*_converse(server, ids))
+    return found
+
+
+def _converse(server: Server, texts: list[list[list[int]]]) -> tuple[list[dict[str, Any]], float]:
+    """All sessions' answers, and the seconds that they took."""
+    rng, answers = random.Random(1), list[dict[str, Any]]()
+    histories: list[list[int]] = [[] for _ in texts]
+    began = time.perf_counter()
+    for turn in range(max(map(len, texts))):
+        order = rng.sample(range(len(texts)), len(texts))
+        for i in order:
+            histories[i] = histories[i] + texts[i][turn]
+        with ThreadPoolExecutor(AT_A_TIME) as pool:
+            got = list(pool.map(lambda ids: _ask(server, ids), [histories[i] for i in order]))
+        for i, answer in zip(order, got, strict=True):
+            histories[i] = histories[i] + answer["output_ids"]
+        answers += got
+    return answers, time.perf_counter() - began
+
+
+def _ask(server: Server, ids: list[int]) -> dict[str, Any]:
+    from sglang_dflash.bench.load import chunks
+
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
+        "stream": True,
+    }
+    began, first, last = time.perf_counter(), 0.0, dict[str, Any]()
+    for chunk in chunks(f"{server.url}/generate", body):
+        first, last = first or time.perf_counter() - began, chunk
+    return {**last, "first_token_s": first}
+
+
+def _summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    infos = [answer["meta_info"] for answer in answers]
+    details = [info.get("cached_tokens_details") or {} for info in infos]
+    steps = (of_answer(i.get("spec_verify_ct") or 0, i["completion_tokens"]) for i in infos)
+    cached = sum(info["cached_tokens"] for info in infos)
+    firsts = sorted(answer["first_token_s"] for answer in answers)
+    return {
+        "outputs": [answer["output_ids"] for answer in answers],
+        "prompt_tokens": sum(info["prompt_tokens"] for info in infos),
+        "cached_tokens": cached,
+        "from_host": round(sum(of.get("host", 0) for of in details) / max(cached, 1), 4),
+        "acceptance_length": round(sum(steps, VerifySteps()).acceptance_length or 0.0, 4),
+        "first_token_ms": round(1000 * firsts[len(firsts) // 2]),
+        "output_tok_s": round(len(answers) * NEW_TOKENS / seconds, 1),
+    }
+
+
+def run(options: Options) -> dict[str, Any]:
+    rows = []
+    for pair in options.pairs.split(","):
+        found = one_after_another(
+            arms(pair, options), lambda server, pair=pair: serve(server, pair, options)
+        )
+        expected = {kind: of["outputs"] for kind, of in found[PLAIN].items()}
+        for arm, kinds in found.items():
+            for kind, of in kinds.items():
+                same = of.pop("outputs") == expected[kind]
+                rows.append({"pair": pair, "traffic": kind, "server": arm, "identical": same, **of})
+    return {"pool": options.pool, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{'pair, traffic':16}{'server':24}{'cached':>8}{'from host':>11}{'acceptance':>12}"
+        f"{'first token, ms':>17}{'tok/s':>8}"
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"{row['pair'] + ', ' + row['traffic']:16}{row['server']:24}{row['cached_tokens']:8}"
+            f"{row['from_host']:11.1%}{row['acceptance_length']:12.4f}{row['first_token_ms']:17}"
+            f"{row['output_tok_s']:8.1f}"
+        )
+    return lines
+
+
+def failure(result: dict[str, Any]) -> str | None:
+    rows = {(row["pair"], row["traffic"], row["server"]): row for row in result["rows"]}
+    found = [
+        f"other outputs: {', '.join(key)}" for key, row in rows.items() if not row["identical"]
+    ]
+    for (pair, traffic, server), row in rows.items():
+        if server != HOST:
+            continue
+        large = rows[pair, traffic, LARGE]
+        if row["from_host"] < SHARE:
+            found.append(f"{pair}, {traffic}: {row['from_host']:.0%} came from the host")
+        if row["cached_tokens"] != large["cached_tokens"]:
+            found.append(f"{pair}, {traffic}: {row['cached_tokens']} tokens cached")
+        if row["acceptance_length"] < (1 - TOLERANCE) * large["acceptance_length"]:
+            found.append(f"{pair}, {traffic}: accepts {row['acceptance_length']}")
+    return "; ".join(found) or None

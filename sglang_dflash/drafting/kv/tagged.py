@@ -1,0 +1,47 @@
+"""A draft KV cache with an entry per target slot, some of which hold tokens without draft K/V."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.kv import DraftKVCache, RingTags
+
+
+class TaggedKVCache(DraftKVCache):
+    """An entry's number is the slot, and a tag tells whether it lives: tokens may come into a slot
+    that no forward here has computed."""
+
+    is_bounded = True
+
+    def __init__(self, num_entries: int, *shape: Any, **more: Any) -> None:
+        super().__init__(num_entries, *shape, **more)
+        device = self.kv.device
+        dead = torch.full((num_entries,), num_entries, dtype=torch.int32, device=device)
+        owner = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
+        owner[num_entries] = -1
+        in_use = torch.zeros(num_entries + 1, dtype=torch.bool, device=device)
+        self._tags = RingTags(dead, owner, in_use)
+
+    @property
+    def tags(self) -> RingTags:
+        return self._tags
+
+    def place(
+        self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
+    ) -> Tensor:
+        entries = super().place(target_slots, keep, quota)
+        kept = torch.where(entries < 0, self.num_entries, entries)
+        self._tags.entry_of[target_slots] = kept.int()
+        return entries
+
+    def forget(self, target_slots: Tensor) -> None:
+        self._tags.entry_of.index_fill_(0, target_slots, self.num_entries)
+
+    def live_share(self) -> float:
+        return (self._tags.entry_of < self.num_entries).float().mean().item()
+
+    def clear(self) -> None:
+        self._tags.entry_of.fill_(self.num_entries)

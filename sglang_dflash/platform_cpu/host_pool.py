@@ -1,0 +1,82 @@
+"""SGLang's hierarchical cache on a plain CPU: what its kernels copy between device and host pool,
+by torch, and host memory that is not pinned.
+
+The io backend makes no difference here. Indices are int64 `[N]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+# Bytes of host memory that the hierarchical cache leaves free.
+RESERVE = 1 << 30
+
+
+def not_registered(buffer: Tensor, registration_granularity_bytes: int | None = None) -> None:
+    """In place of `_cuda_host_register`: there is no device to register memory with."""
+
+
+def load_layer(
+    host: Any,
+    device_pool: Any,
+    host_indices: Tensor,
+    device_indices: Tensor,
+    layer_id: int,
+    io_backend: str,
+    *,
+    is_draft: bool = False,
+) -> None:
+    """In place of `MHATokenToKVPoolHost.load_to_device_per_layer`."""
+    del device_pool, io_backend
+    if is_draft or 0 <= layer_id < host.target_layer_num:
+        there = _places(host, host_indices)
+        host.device_k_buffers[layer_id][device_indices] = host.k_data_refs[layer_id][there]
+        host.device_v_buffers[layer_id][device_indices] = host.v_data_refs[layer_id][there]
+
+
+def back_up(
+    host: Any, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
+) -> None:
+    """In place of `MHATokenToKVPoolHost.backup_from_device_all_layer`."""
+    del device_pool, io_backend
+    there = _places(host, host_indices)
+    buffers = (*host.device_k_buffers, *host.device_v_buffers)
+    for layer, kept in zip(buffers, (*host.k_data_refs, *host.v_data_refs), strict=True):
+        kept[there] = layer[device_indices]
+
+
+def _places(host: Any, indices: Tensor) -> tuple[Tensor, ...]:
+    """Where tokens lie in a layer of the host pool. In one layout pages are an axis."""
+    if host.layout == "page_first_direct":
+        return indices // host.page_size, indices % host.page_size
+    return (indices,)
+
+
+def load_states(
+    original: Any,
+    host: Any,
+    device_pool: Any,
+    host_indices: Tensor,
+    device_indices: Tensor,
+    layer_id: int,
+    io_backend: str = "",
+    *,
+    is_draft: bool = False,
+) -> None:
+    """Around `MambaPoolHost.load_to_device_per_layer`: by the backend that falls back to torch."""
+    original(host, device_pool, host_indices, device_indices, layer_id, "kernel_ascend",
+             is_draft=is_draft)  # fmt: skip
+
+
+def back_up_states(
+    original: Any,
+    host: Any,
+    device_pool: Any,
+    host_indices: Tensor,
+    device_indices: Tensor,
+    io_backend: str = "",
+) -> None:
+    """Around `MambaPoolHost.backup_from_device_all_layer`."""
+    original(host, device_pool, host_indices, device_indices, "kernel_ascend")

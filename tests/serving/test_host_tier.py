@@ -1,0 +1,206 @@
+"""Draft K/V beside a hierarchical cache: what comes back is what went, and what a slot held before
+its token came back is never read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting.groups import KVGroup
+from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
+from sglang_dflash.drafting.kv.tagged import TaggedKVCache
+from sglang_dflash.facts.draft_config import Reach
+from sglang_dflash.serving.fleet import host_tier
+from sglang_dflash.serving.fleet.host_tier import HostTier
+from tests.conftest import find
+from tests.seam.originals import original
+from tests.serving.in_process import draft_kv, prefill_of, worker_of
+
+SLOTS, HOST, SHAPE = 24, 40, (1, 2, 1, 1)
+CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+CACHES: dict[str, Callable[..., DraftKVCache]] = {
+    "per slot": lambda dtype: TaggedKVCache(SLOTS, SHAPE, dtype, "cpu"),
+    "ring": lambda dtype: RingKVCache(12, SLOTS, SHAPE, dtype, "cpu"),
+}
+
+
+def of(cache: DraftKVCache, window: int | None = None) -> tuple[HostTier, DraftKVCache]:
+    layers: Any = SimpleNamespace(reach=Reach(window))
+    return HostTier([KVGroup(layers, cache, SimpleNamespace())], running=1), cache  # type: ignore[arg-type]
+
+
+def at(*slots: int) -> Tensor:
+    return torch.tensor(slots)
+
+
+def write(cache: DraftKVCache, slots: Tensor, numbers: list[float]) -> None:
+    kv = torch.tensor(numbers)[:, None, None, None, None].expand(-1, *SHAPE)
+    cache.write(slots, kv)
+
+
+def read(cache: DraftKVCache, slots: Tensor) -> list[float | None]:
+    entries, live = find(cache, slots)
+    values = cache.kv[entries].float().flatten(1)[:, 0].tolist()
+    return [value if lives else None for value, lives in zip(values, live.tolist(), strict=True)]
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_was_backed_up_comes_back(kind: str, dtype: torch.dtype) -> None:
+    """In other slots, which held another request's tokens; what never had draft K/V is dead."""
+    tier, cache = of(CACHES[kind](dtype))
+    write(cache, at(1, 2, 3), [1.0, 2.0, 3.0])
+    tier.plan_backup(at(1, 2, 9, 3), at(30, 31, 32, 33), HOST)
+    tier.follow(nothing)
+    write(cache, at(1, 2, 3, 5, 6, 7, 8), [-1.0] * 7)
+    tier.plan_load(at(30, 31, 32, 33), at(5, 6, 7, 8))
+    tier.follow(nothing)
+    assert read(cache, at(5, 6, 7, 8)) == [1.0, 2.0, None, 3.0]
+    assert (tier.loaded, tier.loaded_draft) == (4, 3)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_of_another_token_nothing_is_read(kind: str) -> None:
+    """Host slots that get tokens from storage, or that no backup has filled; then flushed ones."""
+    tier, cache = of(CACHES[kind](torch.float32))
+    for filled in (False, True):
+        write(cache, at(1, 2, 3, 4), [-1.0] * 4)
+        if filled:
+            tier.plan_backup(at(1, 2), at(30, 31), HOST)
+            tier.plan_loss(at(31))
+        tier.plan_load(at(30, 31), at(3, 4))
+        tier.follow(nothing)
+        assert read(cache, at(3, 4)) == [-1.0 if filled else None, None]
+    tier.clear()
+    tier.plan_load(at(30, 31), at(3, 4))
+    tier.follow(nothing)
+    assert read(cache, at(3, 4)) == [None, None]
+
+
+def test_copies_are_made_in_the_order_of_sglangs_plans() -> None:
+    """A slot that is loaded, backed up elsewhere and loaded again, before any forward."""
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+    write(cache, at(1, 2), [1.0, 2.0])
+    tier.plan_backup(at(1), at(30), HOST)
+    tier.plan_load(at(30), at(2))
+    tier.plan_backup(at(2), at(31), HOST)
+    tier.plan_load(at(31), at(3))
+    assert read(cache, at(2, 3)) == [2.0, None]
+    tier.follow(nothing)
+    assert read(cache, at(1, 2, 3)) == [1.0, 1.0, 1.0]
+
+
+def test_a_window_takes_the_last_tokens() -> None:
+    tier, cache = of(RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu"), window=2)
+    write(cache, at(1, 2, 3), [1.0, 2.0, 3.0])
+    tier.plan_backup(at(1, 2, 3), at(30, 31, 32), HOST)
+    tier.plan_load(at(30, 31, 32), at(5, 6, 7))
+    tier.follow(nothing)
+    assert read(cache, at(5, 6, 7)) == [None, 2.0, 3.0]
+
+
+class Arrival:
+    """An event of a device."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.reached = True
+
+    def record(self) -> None:
+        pass
+
+
+def test_a_load_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup by itself does not make the host wait; what is lost after it stays lost."""
+    events: list[Arrival] = []
+
+    def event(_device: object) -> Arrival:
+        events.append(Arrival())
+        return events[-1]
+
+    monkeypatch.setattr(host_tier, "_event", event)
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+    write(cache, at(1, 2), [1.0, 2.0])
+    tier.plan_backup(at(1, 2), at(30, 31), HOST)
+    tier.plan_loss(at(31))
+    tier.follow(nothing)
+    assert not events[0].reached
+    tier.plan_load(at(30, 31), at(5, 6))
+    tier.follow(nothing)
+    assert events[0].reached and read(cache, at(5, 6)) == [1.0, None]
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_step_reads_nothing_of_a_slots_last_owner(window: int | None) -> None:
+    """Between the plan and the worker's next forward nothing is read. (Without `follow` at its
+    beginning, or without `forget`, the prompt's cached tokens have the K/V that was there.)"""
+    worker = worker_of(window, hierarchical=True)
+    poison = torch.full((12, *worker.drafter.groups[0].cache.kv.shape[1:]), 1e4)
+    slots = worker.req_to_token[1, :12].long()
+    worker.drafter.groups[0].cache.write(slots, poison)
+    worker.host_tier.plan_load(torch.arange(12), slots)
+    worker.forward_batch_generation(prefill_of([12], [16]))
+    seen = draft_kv(worker, worker.req_to_token[1, :16].long())
+    assert seen[:12].isnan().all() and seen[12:].abs().max() < 1e4
+
+
+def test_what_waits_is_absorbed_before() -> None:
+    worker, order = worker_of(None, hierarchical=True), list[str]()
+    worker._plain_context.absorb = lambda: order.append("absorb")
+    worker.host_tier._planned.append(lambda: order.append("copy"))
+    worker.forward_batch_generation(prefill_of([0], [4]))
+    assert order[:2] == ["absorb", "copy"]
+
+
+def test_sglang_tells_the_tier() -> None:
+    """What SGLang's functions return and are given, with their own names; not told, the tier cannot
+    know that slots have other tokens."""
+    pool = SimpleNamespace(alloc=lambda n, **_: torch.arange(n) + 30, logical_size=HOST,
+                           resolve_host_transfers=lambda *_, **__: None)  # fmt: skip
+    allocator = SimpleNamespace(alloc=lambda n: torch.arange(n) + 5)
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+    tier.attach(allocator)
+    anchor = SimpleNamespace(host_pool=object(), host_evict_fn=None)
+    pool.anchor_entry = anchor
+    controller: Any = SimpleNamespace(
+        mem_pool_host=pool, mem_pool_device_allocator=allocator, device="cpu",
+        write_queue=[], load_queue=[], _uses_shared_host_domain=lambda _: False,
+        _resolve_device_transfers=lambda *_, **__: None,
+    )  # fmt: skip
+
+    def theirs(name: str) -> Callable[..., Any]:
+        return original(f"{CONTROLLER}.{name}")
+
+    controller.allocate_host_transfers = lambda *args, **named: theirs("allocate_host_transfers")(
+        controller, *args, **named
+    )
+    write(cache, at(1, 2), [1.0, 2.0])
+    kept = theirs("write")(controller, at(1, 2), node_id=1, extra_pools=None, flush=False)
+    host_tier.backs_up(kept, controller, at(1, 2), node_id=1, extra_pools=None, flush=False)
+    named = {"host_indices": kept, "node_id": 1, "extra_pools": None}
+    slots = theirs("load")(controller, **named)
+    host_tier.loads(slots, controller, **named)
+    tier.follow(nothing)
+    assert read(cache, slots) == [1.0, 2.0]
+    host_tier.reads_storage(at(31), controller, None, 1)
+    host_tier.loads(slots, controller, **named)
+    tier.follow(nothing)
+    assert read(cache, slots) == [1.0, None]
+    # Of a worker that has no tier.
+    del allocator.dflash_host_tier
+    host_tier.loads(slots, controller, **named)
