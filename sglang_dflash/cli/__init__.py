@@ -18,7 +18,7 @@ VERBS = {
     "env": "which worker serves, and why; versions and machine, for a bug report",
     "demo-models": "print the directories of an embedded pair: the target's, then the draft's",
     "inspect": "whether a pair can be served and what it costs, before any weight is loaded",
-    "doctor": "what is wrong with a running server, and what to do",
+    "doctor": "acceptance length of a running server, what is wrong with it, and what to do",
     "generate": "continue one prompt over Transformers, without a server",
     "bench": "compare ways of decoding: throughput, latency, acceptance, and that outputs are the "
     "same",
@@ -84,4 +84,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser = Parser(prog="sglang-dflash", description="DFlash speculative decoding for SGLang")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parsers = parser.add_subparsers(dest="verb", required=True)
-    return parser, {verb: parsers.add_parser(verb, help=help) for verb, help in VERBS.items()}
+    return parser, {
+        verb: parsers.add_parser(verb, help=text, description=text) for verb, text in VERBS.items()
+    }

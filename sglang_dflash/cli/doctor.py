@@ -55,7 +55,7 @@ def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
     if server is not None and server.reports and server.verify_steps < ENOUGH_STEPS:
         lines.append(
             f"too early to judge acceptance: {server.verify_steps} of {ENOUGH_STEPS} steps with "
-            "drafts; send more requests"
+            "drafts, warm-up included; send more requests"
         )
     return "\n".join(lines if findings else [*lines, "nothing wrong found"])
 

@@ -86,8 +86,8 @@ class ResolvedOptions:
                 Notice(
                     "block-above-trained",
                     f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
-                    f"{config.block_size} of a block that the draft was trained with: tokens "
-                    "beyond are hardly ever accepted",
+                    f"{config.block_size} of a block that the draft was trained with: steps take "
+                    "longer, for they compute the whole block, and acceptance may fall",
                     f"give {config.block_size}, or leave it out",
                 )
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,9 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
 
 
 def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
-    """Facts of the target or draft `name`: a folder, a shipped name in any case, or a hub name,
-    which `offline` looks for in the local cache only.
+    """Facts of the target or draft `name`: a folder, or a name on the hub. If the hub does not
+    answer or is not asked (`offline`), a shipped name, in any case, has the shipped facts, and
+    another what is in the local cache.
 
     Raises:
         ConfigError: nothing is known under that name, its files cannot be fetched or read, or it is
@@ -106,7 +107,7 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
         return _of_folder(kind, Path(name))
     ours = _shipped_name(kind, name)
     if ours is not None:
-        return shipped(kind)[ours]
+        return _of_hub_or_shipped(kind, shipped(kind)[ours], offline)
     if _shipped_name(_OTHER[kind], name) is not None:
         raise _swapped(kind, name)
     try:
@@ -116,6 +117,23 @@ def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
             raise
         required = f"{error.required}; {_suggestion(kind, name)}"
         raise ConfigError(error.field, name, required) from error
+    return _fetched(kind, name, config, online)
+
+
+def _of_hub_or_shipped(kind: str, facts: ModelFacts, offline: bool) -> ModelFacts:
+    if offline or "@" in facts.name:  # Our name for an earlier revision.
+        return facts
+    try:
+        config, online = fetch_config(kind, facts.name)
+    except ConfigError:
+        online = False
+    if online:
+        return _fetched(kind, facts.name, config, online)
+    return replace(facts, source=f"{facts.source} Shipped here: the hub did not give its config.")
+
+
+def _fetched(kind: str, name: str, config: Path, online: bool) -> ModelFacts:
+    """Facts by a config.json in the local cache, and what is on the hub or beside it."""
     raw = read_json_object(config, f"{kind} checkpoint")
     if kind == "target":
         refuse_draft_as_target(name, raw)

@@ -35,6 +35,11 @@ logger = Log(__name__)
 
 # The attribute of SGLang's scheduler that holds its `Containment`.
 ATTRIBUTE = "sglang_dflash_containment"
+# In /metrics, with their help.
+SERIES = {
+    "contained_steps": "Steps that failed without ending the server.",
+    "ended_requests": "Requests that were ended because a step failed.",
+}
 # Methods of the scheduler whose failure a request can cause, and their local that is the batch.
 BATCH_OF = {
     "run_batch": "batch",
@@ -368,9 +373,5 @@ def _series(scheduler: Any) -> list[Any]:
     from prometheus_client import Counter
 
     labels = reporter.metrics_collector.labels
-    helped = {
-        "contained_steps": "Steps that failed without ending the server.",
-        "ended_requests": "Requests that were ended because a step failed.",
-    }
-    series = [Counter(f"sglang_dflash_{name}", text, [*labels]) for name, text in helped.items()]
+    series = [Counter(f"sglang_dflash_{name}", text, [*labels]) for name, text in SERIES.items()]
     return [one.labels(**labels) for one in series]

@@ -148,7 +148,7 @@ LINES = [
     (
         {**STARTED, "undrafted_steps": 0},
         f"{OURS}1.02 over 60 steps with drafts\ntoo early to judge acceptance: 60 of 100 steps "
-        "with drafts; send more requests\nnothing wrong found",
+        "with drafts, warm-up included; send more requests\nnothing wrong found",
     ),
     ({**STARTED, "verify_steps": 0}, f"{OURS}not known yet: no verify step\ntoo early"),
 ]

@@ -100,6 +100,26 @@ def test_without_the_hub_the_cache_is_asked(hub: Hub) -> None:
     assert look_up("target", "some/target", offline=True) == facts
 
 
+@pytest.mark.parametrize("name", ["z-lab/Qwen3-4B-DFlash-b16", "Z-LAB/qwen3-4b-dflash-b16"])
+def test_of_a_shipped_name_the_hubs_config_comes_first(hub: Hub, name: str) -> None:
+    (hub.folder / "config.json").write_text(json.dumps(raw_config()))
+    ours = look_up("draft", name, offline=True)
+    assert ours.file is not None and ours.config != raw_config()
+    facts = look_up("draft", name)
+    assert (facts.name, facts.config, facts.file) == (ours.name, raw_config(), None)
+    assert "on the hub" in facts.source
+    hub.reachable = False
+    for hub.cached in (True, False):
+        facts = look_up("draft", name)
+        assert facts.config == ours.config and facts.weight_bytes == ours.weight_bytes
+        assert facts.source == f"{ours.source} Shipped here: the hub did not give its config."
+
+
+def test_an_earlier_revision_is_not_on_the_hub(hub: Hub) -> None:
+    name = "z-lab/Qwen3.5-27B-DFlash@5-layers"
+    assert look_up("draft", name) == look_up("draft", name, offline=True)
+
+
 def test_hub_errors_name_argument_and_value(hub: Hub) -> None:
     hub.reachable = False
     with pytest.raises(

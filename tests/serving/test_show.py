@@ -19,6 +19,7 @@ from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.options import Notice
+from sglang_dflash.repairs import containment
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
     DraftWatch,
@@ -226,8 +227,16 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     for position, accepted in enumerate(report["accepted_drafts"], 1):
         assert shown("accepted_drafts_total", position=str(position)) == accepted
     assert shown("acceptance_alarm") == report["acceptance_alarm"] == 1
+    counters = worker.drafter.counters
+    counters.add_context(torch.tensor([9]), torch.tensor([[0, -1, -1, 5]], dtype=torch.int32))
+    counters.send()
+    worker.figures.times.seconds |= {"propose": 0.25, "verify": 0.5}
     worker.learn([RequestStep(3, 3, 4)] * JUDGED_STEPS, 4, {})
     assert shown("acceptance_alarm") == 0
+    context = [shown(f"draft_context_{what}_total") for what in ("sought", "found")]
+    assert context == [4, 2]
+    times = [shown("host_seconds_total", phase=phase) for phase in ("propose", "verify")]
+    assert times == [0.25, 0.5]
 
 
 def test_a_server_tells_what_the_head_reads() -> None:
@@ -287,5 +296,5 @@ def test_every_key_and_series_is_documented() -> None:
     shown = re.findall(r"`(sglang_dflash_\w+)", series)
     assert set(shown) == counters | {"sglang_dflash_acceptance_alarm", "sglang_dflash_info"}
     queried = re.findall(r"sglang_dflash_\w+", PAGE.split("## Queries and alerts")[1])
-    contained = {"sglang_dflash_contained_steps_total", "sglang_dflash_ended_requests_total"}
+    contained = {f"sglang_dflash_{name}_total" for name in containment.SERIES}
     assert set(queried) - contained <= set(shown) and "sglang_dflash_info" in queried

@@ -71,6 +71,7 @@ def test_a_block_beyond_the_trained_size_is_warned_of(caplog: pytest.LogCaptureF
     assert cli.main(command(PAIR, "--prompt", "x", "--block-size", "9")) == 0
     (warning,) = [r.message for r in caplog.records if r.name.startswith("sglang_dflash")]
     assert "9 is more than the 8 of a block that the draft was trained with" in warning
+    assert "steps take longer" in warning and "hardly ever" not in warning
 
 
 def test_a_chat_goes_through_the_template_and_ends_where_generate_ends(

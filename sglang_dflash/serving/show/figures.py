@@ -36,7 +36,7 @@ class Figure(NamedTuple):
 
     Attributes:
         key: in /server_info; "" if it is in /metrics only.
-        source: the value: a number, numbers by position from 1 on, or numbers by width.
+        source: the value: a number, numbers by position from 1 on, or numbers by width or phase.
         series: its name in /metrics behind `sglang_dflash_`; "" if it is in /server_info only.
         help: of the series.
         label: what tells several numbers apart.
@@ -111,10 +111,17 @@ COUNTS = (
            "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back too: all, or the last "
            "ones if every draft layer slides."),
     Figure("draft_context_share", lambda s: s.watch.context_share),
+    Figure("", lambda s: s.watch.health.context_sought, "draft_context_sought",
+           "Context tokens that drafts were to see, per step, request and ring."),
+    Figure("", lambda s: s.watch.health.context_found, "draft_context_found",
+           "Those of them whose draft K/V was live. Divided by draft_context_sought, a low share "
+           "means that the draft KV cache is too small."),
     Figure("", lambda s: s.width_steps,
            "steps", "Decode steps of a batch, by verify width.", label="width"),
     Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
-    Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()}),
+    Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()},
+           "host_seconds", "Host time of decode steps, by phase; on an accelerator, the time to "
+           "launch it.", label="phase"),
 )  # fmt: skip
 
 
@@ -138,7 +145,7 @@ class Series:
 
         self._sources, self._labels = sources, labels
         self._metrics: list[tuple[Figure, Any]] = []
-        self._shown: dict[tuple[str, int], float] = {}
+        self._shown: dict[tuple[str, int | str], float] = {}
         for row in COUNTS:
             if row.series:
                 names = [*labels, row.label] if row.label else [*labels]
@@ -167,7 +174,7 @@ class Series:
                     series.inc(change)
 
 
-def _numbered(value: Any) -> Iterable[tuple[int, float]]:
+def _numbered(value: Any) -> Iterable[tuple[int | str, float]]:
     if isinstance(value, Mapping):
         return list(value.items())
     return enumerate(value, 1) if isinstance(value, Sequence) else [(0, value)]
