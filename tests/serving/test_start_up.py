@@ -107,6 +107,10 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "data-parallel attention": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
     "--pp-size above 1": {"pp_size": 2},
+    "--disaggregation-mode with --enable-hierarchical-cache": {
+        "disaggregation_mode": "decode",
+        "enable_hierarchical_cache": True,
+    },
     "--disaggregation-transfer-backend other than mooncake and nixl": {
         "disaggregation_mode": "decode",
         "disaggregation_transfer_backend": "mori",
