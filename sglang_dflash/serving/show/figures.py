@@ -106,8 +106,8 @@ COUNTS = (
     Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
            "loaded_back_tokens", "Tokens whose K/V the hierarchical cache loaded from the host."),
     Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,
-           "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back too: all, or the last "
-           "ones if every draft layer slides."),
+           "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back too: all, or the "
+           "last ones if every draft layer slides."),
     Figure("draft_context_share", lambda s: s.watch.context_share),
     Figure("", lambda s: s.width_steps,
            "steps", "Decode steps of a batch, by verify width.", label="width"),
