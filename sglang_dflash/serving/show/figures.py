@@ -108,7 +108,8 @@ COUNTS = (
     Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
            "loaded_back_tokens", "Tokens whose K/V the hierarchical cache loaded from the host."),
     Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,
-           "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back, too."),
+           "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back too: all, or the "
+           "last ones if every draft layer slides."),
     Figure("draft_context_share", lambda s: s.watch.context_share),
     Figure("", lambda s: s.watch.health.context_sought, "draft_context_sought",
            "Context tokens that drafts were to see, per step, request and ring."),
