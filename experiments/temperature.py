@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experiments.runner import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.drafting.rules import RuleChoice
+from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.transformers_loop import load, prefill, spec_generate
@@ -49,7 +49,7 @@ def run(options: Options) -> dict[str, Any]:
     pair, texts = _loaded(options), demo_pair(options.model).prompts[: options.prompts]
     counts = {(how, arm): VerifySteps() for how in SETTINGS for arm in ARMS}
     block_size = pair.draft.config.block_size
-    rules = {how: RuleChoice(block_size, torch.device("cpu")) for how in SETTINGS}
+    drafts = {how: SampledDrafts(block_size, torch.device("cpu")) for how in SETTINGS}
     with progress_bar(len(texts)) as bar:
         for seed, text in enumerate(texts):
             ids = pair.tokenizer(text, return_tensors="pt")
@@ -63,7 +63,7 @@ def run(options: Options) -> dict[str, Any]:
                         start,
                         options.new_tokens,
                         choose=kind(how[0], 0, how[1], seed),
-                        rules=rules[how],
+                        drafts=drafts[how],
                     )
                     answers.add(tuple(out.tokens))
                     counts[how, arm] += VerifySteps(len(out.committed), sum(out.committed))

@@ -20,7 +20,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
-from sglang_dflash.drafting.rules import RuleChoice
+from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.transformers_loop.checks import (
     check_new_tokens,
     check_pair,
@@ -142,7 +142,7 @@ def spec_generate(
     options: Options | None = None,
     stop_token_ids: tuple[int, ...] = (),
     choose: Sampler | None = None,
-    rules: RuleChoice | None = None,
+    drafts: SampledDrafts | None = None,
     on_tokens: Callable[[list[int]], None] | None = None,
 ) -> Generation:
     """Generate after a prompt.
@@ -155,7 +155,7 @@ def spec_generate(
         options: block size and context window; the other options have no effect here.
         stop_token_ids: the generation ends after the first of these.
         choose: how the target picks its tokens; None is greedy. See `sampler`.
-        rules: what earlier generations have taught, as in a server; None begins anew.
+        drafts: what earlier generations have taught, as in a server; None begins anew.
         on_tokens: called with the new tokens of every step.
 
     Raises:
@@ -175,17 +175,17 @@ def spec_generate(
     slots, row = positions[None].int(), positions[:1]
     drafter.absorb(start.target_hidden, positions[:prompt_length], positions[:prompt_length])
 
-    length, rules = positions[prompt_length, None], rules or RuleChoice(block_size, device)
+    length, drafts = positions[prompt_length, None], drafts or SampledDrafts(block_size, device)
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
     with captured_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recorded():
         while not done:
             noise, at = choose.noise(length), positions[int(length) :][:block_size]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
-            block, guesses = rules.choose(drafted, noise)
+            block, guesses = drafts.choose(drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
             accepted = accept(block, choose(out.logits[0], at)[None])
-            rules.learn(guesses, accepted)
+            drafts.learn(guesses, accepted)
             count = int(accepted.lengths)
             drafter.absorb(hidden()[:count], at[:count], at[:count])
             length, bonus = length + count, accepted.bonus

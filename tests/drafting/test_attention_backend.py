@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.drafting.attention.backend import (
-    BACKENDS,
+    TORCH,
     Capabilities,
     choose_attention,
 )
@@ -40,7 +40,7 @@ NARROW = Capabilities(frozenset({"cuda"}), frozenset({16}), kv_dtypes=frozenset(
 def test_what_a_backend_cannot_serve_is_refused_with_the_list(
     name: str, device: str, changes: dict[str, object], obstacle: str
 ) -> None:
-    table = {**BACKENDS, "narrow": replace(BACKENDS["torch"], capabilities=NARROW)}
+    table = {"torch": TORCH, "narrow": replace(TORCH, capabilities=NARROW)}
     given = config(**changes), torch.device(device), table
     with pytest.raises(ConfigError) as refused:
         choose_attention(name, *given, torch.float32)

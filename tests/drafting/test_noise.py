@@ -17,7 +17,7 @@ from sglang_dflash.drafting.heads import ArgmaxHead, TargetHead
 from sglang_dflash.drafting.noise import BlockNoise, gumbel, murmur_hash32
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.rules import RuleChoice
+from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
 
 VOCAB, BLOCK = 50, 4
@@ -115,7 +115,7 @@ def test_the_better_rule_is_found_by_position() -> None:
     """At the first draft the two are equally good, at the second one coupling is better, at the
     third one the likeliest token. Greedy requests keep it everywhere, and teach nothing."""
     steps, rows, right = 60, 8, [(0.6, 0.6), (0.2, 0.8), (0.8, 0.2)]
-    rules = RuleChoice(BLOCK, torch.device("cpu"))
+    drafts = SampledDrafts(BLOCK, torch.device("cpu"))
     noise = noise_of([1.0])._replace(temperatures=torch.tensor([0.0] * 4 + [1.0] * 4))
     for _ in range(steps):
         target = torch.randint(1, 9, (rows, BLOCK))
@@ -126,28 +126,29 @@ def test_the_better_rule_is_found_by_position() -> None:
             hit[:4] = True
             drafted[rule, :, 1:] = target[:, :-1] * hit
         drafted[1, :4, 1:] = 0
-        block, guesses = rules.choose(drafted, noise)
+        block, guesses = drafts.choose(drafted, noise)
         assert torch.equal(block[:4], drafted[0, :4])
         lengths = torch.randint(1, BLOCK + 1, (rows,))
-        rules.learn(guesses, Accepted(lengths, target, target[:, 0]))
-    assert rules.couples[1:].tolist() == [True, False]
-    block, _ = rules.choose(drafted, noise)
+        drafts.learn(guesses, Accepted(lengths, target, target[:, 0]))
+    assert drafts.couples[1:].tolist() == [True, False]
+    block, _ = drafts.choose(drafted, noise)
     assert torch.equal(block[4:, 2], drafted[1, 4:, 2])
     assert torch.equal(block[4:, 3], drafted[0, 4:, 3])
 
 
 def test_positions_that_were_not_reached_teach_nothing() -> None:
-    rules, noise = RuleChoice(BLOCK, torch.device("cpu")), noise_of([1.0])
+    drafts, noise = SampledDrafts(BLOCK, torch.device("cpu")), noise_of([1.0])
     target = torch.tensor([[5, 6, 7, 8]])
     drafted = torch.tensor([[[0, 5, 6, 7]], [[0, 1, 1, 1]]])
-    _, guesses = rules.choose(drafted, noise)
-    rules.learn(guesses, Accepted(torch.tensor([1]), target, target[:, 0]))
+    _, guesses = drafts.choose(drafted, noise)
+    drafts.learn(guesses, Accepted(torch.tensor([1]), target, target[:, 0]))
     # Only the first draft was judged; the others are coupled until more is known.
-    assert rules.couples.tolist() == [False, True, True]
+    assert drafts.couples.tolist() == [False, True, True]
 
 
 def test_without_a_choice_a_block_is_taken_as_it_is() -> None:
     """All greedy, or a proposer that ignores the noise."""
-    rules, block = RuleChoice(BLOCK, torch.device("cpu")), torch.ones(1, BLOCK, dtype=torch.int64)
+    drafts = SampledDrafts(BLOCK, torch.device("cpu"))
+    block = torch.ones(1, BLOCK, dtype=torch.int64)
     for noise in (None, noise_of([1.0])):
-        assert rules.choose(block, noise) == (block, None)
+        assert drafts.choose(block, noise) == (block, None)

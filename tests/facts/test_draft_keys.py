@@ -17,6 +17,7 @@ from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
 from sglang_dflash.facts.draft_keys import AT_TOP, FORMS, IN_DFLASH_CONFIG, Foreign, Idle, Read
 from sglang_dflash.facts.draft_rope import RopeConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.tensors import expected_tensors
 from tests.conftest import raw_config
 from tests.facts.test_fuzz import bounded, values
 from tests.speculators import layout
@@ -168,6 +169,16 @@ def test_a_key_of_other_drafts_goes_to_the_built_in_worker(path: str) -> None:
     with pytest.raises(UnsupportedDraft) as refused:
         config_with((path, next(v for v in others if FORMS[key.form](v))))
     assert refused.value.field == f"{path} in the draft's config.json"
+
+
+@pytest.mark.parametrize("beside", [{}, {"draft_vocab_size": 64}, {"draft_vocab_size": 32}])
+def test_an_lm_head_of_its_own_is_declared_by_draft_vocab_size(beside: dict[str, int]) -> None:
+    """No `lm_head.weight` is read because of `has_lm_head`, and none is ignored in spite of it."""
+    with pytest.raises(UnsupportedDraft) as refused:
+        config_with(("has_lm_head", True), *beside.items())
+    assert "an lm_head of its own, but by draft_vocab_size" in refused.value.required
+    served = config_with(("has_lm_head", False), *beside.items())
+    assert ("lm_head.weight" in expected_tensors(served)) == (32 in beside.values())
 
 
 @pytest.mark.parametrize("path", [path for path in of(Read) if KEYS[path].form != "anything"])

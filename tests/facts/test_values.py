@@ -86,6 +86,7 @@ def test_a_copy_of_the_targets_tensor_is_not_looked_at(folder: Path) -> None:
     save_file(
         {"model." + name: tensor for name, tensor in tensors.items()}, folder / "a.safetensors"
     )
-    borrowed = {"model.embed_tokens.weight": torch.full((64, 32), float("nan"))}
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    borrowed = {name: torch.full((64, 32), float("nan")) for name in names}
     save_file(borrowed, folder / "model.safetensors")
     load_model(folder, dtype=torch.float32)

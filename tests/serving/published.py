@@ -33,7 +33,7 @@ QWEN3 = LINE.replace("Qwen3.5-27B-DFlash", "Qwen3-8B-DFlash-b16").replace("Qwen3
 COMMANDS = {**PUBLISHED, "qwen3-8b": QWEN3.replace("--mamba-scheduler-strategy extra_buffer ", "")}
 WINDOW = ["--speculative-dflash-draft-window-size", "4096"]
 MODELS = ("--model-path", "--speculative-draft-model-path")
-BACKENDS = ("--attention-backend", "--speculative-draft-attention-backend")
+BACKEND_FLAGS = ("--attention-backend", "--speculative-draft-attention-backend")
 
 
 def flags(command: str) -> list[str]:

@@ -23,10 +23,17 @@ from sglang_dflash.serving.gpu.backends import (
     unserved_attention,
 )
 from tests.conftest import raw_config
-from tests.serving.published import BACKENDS, LINE, flags, local, needs_plain_cpu, on_this_machine
+from tests.serving.published import (
+    BACKEND_FLAGS,
+    LINE,
+    flags,
+    local,
+    needs_plain_cpu,
+    on_this_machine,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FLAG = BACKENDS[1]
+FLAG = BACKEND_FLAGS[1]
 
 
 def config(**changes: Any) -> DraftConfig:

@@ -13,7 +13,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.serving.published import (
     ASKED,
-    BACKENDS,
+    BACKEND_FLAGS,
     COMMANDS,
     LINE,
     MODELS,
@@ -34,7 +34,7 @@ def test_parses_as_printed(name: str, resolve: Any) -> None:
     argv = flags(COMMANDS[name])
     given = prepare_server_args([*argv, *WINDOW])
     for flag, value in itertools.pairwise(argv):
-        if flag in (*MODELS, *BACKENDS):
+        if flag in (*MODELS, *BACKEND_FLAGS):
             assert getattr(given, flag[2:].replace("-", "_")) == value
     assert {
         field: getattr(given, field) for field in ASKED if field != "mamba_radix_cache_strategy"
@@ -50,8 +50,8 @@ def test_a_backend_of_another_machine_is_refused_by_name(
     argv = local(flags(PUBLISHED[name]), folders)
     with pytest.raises(ConfigError, match=r"cannot run on a plain CPU") as refusal:
         resolve(argv)
-    asked = argv[argv.index(BACKENDS[0]) + 1]
-    assert (refusal.value.field, refusal.value.value) == (BACKENDS[0], asked)
+    asked = argv[argv.index(BACKEND_FLAGS[0]) + 1]
+    assert (refusal.value.field, refusal.value.value) == (BACKEND_FLAGS[0], asked)
 
 
 @needs_plain_cpu
@@ -60,7 +60,7 @@ def test_a_backend_of_another_machine_is_refused_by_name(
     [
         ("--prefill-attention-backend", "fa4"),
         ("--decode-attention-backend", "fa4"),
-        *((BACKENDS[1], name) for name in ATTENTION if name != "torch"),
+        *((BACKEND_FLAGS[1], name) for name in ATTENTION if name != "torch"),
     ],
 )
 def test_no_other_backend_flag_slips_through(

@@ -1,4 +1,4 @@
-"""The interface of draft attention, and the backends by name."""
+"""The interface of draft attention, torch's row, and the choice among backends by name."""
 
 from __future__ import annotations
 
@@ -135,20 +135,19 @@ def _torch_workspace(config: DraftConfig, of: Setting) -> int:
     return min(CHUNK_BYTES, of.requests * (of.columns + of.block_size) * each)
 
 
-BACKENDS: Mapping[str, Backend] = {
-    "torch": Backend(
-        Capabilities(),
-        lambda _config, of: TorchAttention(of.layers, of.block_size),
-        _torch_workspace,
-    )
-}
+# The one that needs no kernels. All are in `ATTENTION` of `serving/gpu/backends.py`.
+TORCH = Backend(
+    Capabilities(),
+    lambda _config, of: TorchAttention(of.layers, of.block_size),
+    _torch_workspace,
+)
 
 
 def choose_attention(
     name: str | None,
     config: DraftConfig,
     device: torch.device,
-    backends: Mapping[str, Backend] = BACKENDS,
+    backends: Mapping[str, Backend],
     kv_dtype: torch.dtype | None = None,
 ) -> str:
     """The name of the backend for a draft.

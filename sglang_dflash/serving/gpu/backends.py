@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.drafting.attention.backend import (
-    BACKENDS,
+    TORCH,
     Backend,
     Capabilities,
     choose_attention,
@@ -33,7 +33,7 @@ ATTENTION: Mapping[str, Backend] = {
         Lazy(_TRITON + "make"),
         Lazy(_TRITON + "workspace_bytes"),
     ),
-    **BACKENDS,
+    "torch": TORCH,
     "fa3": Backend(
         Capabilities(
             _CUDA, frozenset({64, 128, 256}), capturable=True, scratch=True, kv_dtypes=_HALF

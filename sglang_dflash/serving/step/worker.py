@@ -20,7 +20,7 @@ from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.plain_context import PlainContext
-from sglang_dflash.drafting.rules import Guesses, RuleChoice
+from sglang_dflash.drafting.sampled_drafts import Guesses, SampledDrafts
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
@@ -84,7 +84,7 @@ class DFlashWorker:
     def __post_init__(self) -> None:
         self._offsets = torch.arange(self.block_size, device=self.req_to_token.device)
         self._plain_context = PlainContext(self.drafter)
-        self._rules = RuleChoice(self.block_size, self.req_to_token.device)
+        self._sampled_drafts = SampledDrafts(self.block_size, self.req_to_token.device)
 
     def forward_batch_generation(
         self,
@@ -124,7 +124,7 @@ class DFlashWorker:
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
-            self._rules.learn(guesses, accepted)
+            self._sampled_drafts.learn(guesses, accepted)
             if self.lookup is not None and step.width > 1:
                 self.lookup.learn(accepted.lengths)
         with self.figures.times.of("commit"):
@@ -159,7 +159,8 @@ class DFlashWorker:
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
-        block, guesses = self._rules.choose(self.drafter.propose(bonus, requests, noise), noise)
+        drafted = self.drafter.propose(bonus, requests, noise)
+        block, guesses = self._sampled_drafts.choose(drafted, noise)
         if self.lookup is not None:
             self.lookup.replace(block, requests)
         return self.ranks.drafts(block[:, : step.width].contiguous()), guesses

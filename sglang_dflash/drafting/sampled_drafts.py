@@ -1,5 +1,5 @@
-"""Which of two rules drafts a sampled request's tokens: the draft's likeliest token, or the coupled
-one (`noise.py`).
+"""Which tokens are drafted for a sampled request: by position, the draft's likeliest one or the
+coupled one (`noise.py`).
 
 Coupling guesses more where the draft's distribution resembles the target's, and fewer where it is
 flat. What either rule would have guessed is known for every position that a step reached, so the
@@ -34,8 +34,8 @@ class Guesses(NamedTuple):
     is_sampled: Tensor
 
 
-class RuleChoice:
-    """The better rule by block position, over all sampled requests.
+class SampledDrafts:
+    """Drafts by the better of the two rules at each block position, over all sampled requests.
 
     All of it is computed on the device.
     """
