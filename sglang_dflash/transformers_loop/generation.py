@@ -166,10 +166,8 @@ def spec_generate(
     resolved = (options or Options()).resolve(draft.config)
     choose, block_size = choose or sampler(0.0), resolved.block_size
     prompt_length, device = len(start.target_hidden), start.target_hidden.device
-    # The last block may begin at the last token and is written whole.
-    total = prompt_length + max_new_tokens + block_size
-    positions = torch.arange(total, device=device)
-    target_cache = TargetCache(target, start.kv)
+    total = prompt_length + max_new_tokens + block_size  # The last block is written whole.
+    positions, target_cache = torch.arange(total, device=device), TargetCache(target, start.kv)
     drafter = _drafter(draft, target, resolved, total, device)
     # A token's slot is its position.
     slots, row = positions[None].int(), positions[:1]

@@ -106,6 +106,8 @@ def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> A
     given: Any = SimpleNamespace(
         device="cpu",
         enable_deterministic_inference=False,
+        disaggregation_mode="null",
+        enable_hierarchical_cache=False,
         speculative_num_draft_tokens=None,
         speculative_dflash_block_size=None,
         speculative_draft_window_size=7,
