@@ -111,7 +111,7 @@ DEMO = (
     # Chats whose history comes back from host memory.
     Row(h.HOST_PLAIN, s.PLAIN, (workload.chatted,), (checks.history_found,)),
     Row(h.HOST, s.PLAIN, (workload.chatted,), (checks.history_found, h.came_back)),
-    Row(h.HOST_PAGES, s.PLAIN, (workload.chatted,), (h.came_back,)),
+    Row(h.HOST_PAGES, s.PLAIN, (workload.chatted,), (h.came_back,), long=(workload.chatted,)),
 )
 # Sampled: the accept rule keeps a draft if and only if the target samples it at that position with
 # the request's seed.
