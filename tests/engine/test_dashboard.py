@@ -32,8 +32,12 @@ SCRAPE_S, RATE_S = 1, 15
 @contextmanager
 def prometheus(server: Server, folder: Path) -> Iterator[str]:
     """The URL of one that scrapes the server."""
-    port, job = free_port(), {"job_name": "sglang", "scrape_interval": f"{SCRAPE_S}s"}
-    job |= {"static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
+    port = free_port()
+    job = {
+        "job_name": "sglang",
+        "scrape_interval": f"{SCRAPE_S}s",
+        "static_configs": [{"targets": [server.url.removeprefix("http://")]}],
+    }
     (folder / "prometheus.yml").write_text(json.dumps({"scrape_configs": [job]}))
     process = subprocess.Popen(
         [
