@@ -115,7 +115,7 @@ def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, 
     assert math.isclose(*lengths, rel_tol=0.05)
     assert lengths[0] > 2
     # What the decode server drafts from, another one has sent, or it has committed itself. (SGLang
-    # warms up with a request that nobody sends.)
+    # warms up with a request of its own.)
     assert report["nonfinite_outputs"] == before["nonfinite_outputs"]
     assert received == pytest.approx(visible_bytes(found, report))
     assert sent["verify_steps"] == sent["draft_kv_received_bytes"] == 0
