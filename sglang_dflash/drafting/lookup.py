@@ -81,9 +81,9 @@ def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     agrees = (text == newest[:, :1]) & (positions < seq_lens)
     lengths = agrees.to(torch.uint8)
     for k in range(1, min(LONGEST_MATCH, columns)):
-        agrees[:, k:] &= text[:, :-k] == newest[:, k : k + 1]
-        agrees[:, k - 1].fill_(False)
-        lengths += agrees
+        # Of the places from k on: those before have fewer tokens before them.
+        agrees = agrees[:, 1:] & (text[:, :-k] == newest[:, k : k + 1])
+        lengths[:, k:] += agrees
     key = (lengths.int() * columns + positions.int()).amax(1, keepdim=True).long()
     length = key // columns
     end = (key % columns).where(length > 0, 0)

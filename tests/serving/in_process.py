@@ -19,6 +19,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
+from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
@@ -118,7 +119,7 @@ def worker_of(
         worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
         model=model, options=options, drafter=drafter, lookup=lookup, rollback=rollback,
         policy=widths.policy, watch=DraftWatch(drafter.counters, entries),
-        width_steps=widths.steps, labels=labels, notices=notices,
+        width_steps=widths.steps, labels=labels, notices=notices, pages=DraftKVPages(groups),
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,

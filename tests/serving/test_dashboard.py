@@ -38,7 +38,10 @@ def test_every_series_exists() -> None:
     named = {name.replace("[:_]", ":") for name in named}
     assert named <= of_ours() | of_sglang()
     # What an operator looks at is in it.
-    shown = {"accepted_drafts", "draft_context_found", "steps", "contained_steps", "host_seconds"}
+    shown = {
+        "accepted_drafts", "draft_context_found", "steps", "contained_steps", "host_seconds",
+        "loaded_back_tokens", "draft_kv_received_bytes",
+    }  # fmt: skip
     assert {f"sglang_dflash_{name}_total" for name in shown} <= named
 
 

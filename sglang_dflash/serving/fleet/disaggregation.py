@@ -21,26 +21,35 @@ class DraftKVPages:
 
     Attributes:
         groups: with an entry per target slot each.
+        received_bytes: of draft K/V, in the pages that prefill servers were asked for.
     """
 
     layer_num = 1
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self.groups = groups
+        self.received_bytes = 0
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         return [], [], []
 
-    def keep_visible(self, states: list[Any] | None, page_size: int) -> None:
+    def keep_visible(self, states: list[Any] | None, page_size: int) -> int:
         """Of the pages of a prompt, leave each cache those that its layers can see.
 
         Args:
             states: pages of every state that goes with the prompt, the caches' last; None if they
                 go with a later part of it.
+
+        Returns:
+            Bytes of these pages.
         """
-        if states is not None:
-            for at, group in enumerate(self.groups, len(states) - len(self.groups)):
-                states[at] = visible_pages([*states[at]], group.reach, page_size)
+        if states is None:
+            return 0
+        kept = 0
+        for at, group in enumerate(self.groups, len(states) - len(self.groups)):
+            states[at] = visible_pages([*states[at]], group.reach, page_size)
+            kept += len(states[at]) * page_size * group.cache.kv[0].nbytes
+        return kept
 
 
 def visible_pages(pages: list[int], reach: Reach, page_size: int) -> list[int]:
@@ -93,8 +102,9 @@ def receive_visible(
     queue: Any, _request: Any, _slots: Any, _size: int, states: Any = None, **_: Any
 ) -> None:
     """Before `DecodePreallocQueue._send_kv_metadata`: the pages that the sender leaves out."""
-    if isinstance(queue.draft_token_to_kv_pool, DraftKVPages):
-        queue.draft_token_to_kv_pool.keep_visible(states, queue.token_to_kv_pool.page_size)
+    pages = queue.draft_token_to_kv_pool
+    if isinstance(pages, DraftKVPages):
+        pages.received_bytes += pages.keep_visible(states, queue.token_to_kv_pool.page_size)
 
 
 def take_over(batch: Any, scheduler: Any, *_: Any) -> Any:

@@ -17,6 +17,7 @@ from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
 from sglang_dflash.facts.sizes import HeadBytes, head_bytes
+from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.show.counts import (
     AcceptanceCounts,
@@ -103,8 +104,8 @@ COUNTS = (
     Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
     Figure("nonfinite_outputs", lambda s: s.watch.health.nonfinite,
            "nonfinite_outputs", "Outputs of the draft that held NaN or Inf."),
-    Figure("draft_kv_received_bytes", lambda s: s.received_bytes, "draft_kv_received_bytes",
-           "Draft K/V of prompts that a prefill server has sent, as far as drafts can see it."),
+    Figure("draft_kv_received_bytes", lambda s: s.pages.received_bytes, "draft_kv_received_bytes",
+           "Draft K/V that prefill servers have sent: the pages that drafts can see."),
     Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
            "loaded_back_tokens", "Tokens whose K/V the hierarchical cache loaded from the host."),
     Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,
@@ -193,11 +194,11 @@ class Figures:
         simulated: the acceptance length that SGLang's variables ask for; None for none.
         lookup: of drafts in the requests' texts; None without.
         host_tier: of draft K/V in host memory; None without a hierarchical cache.
+        pages: of draft K/V, as other servers send them.
         rollback: of recurrent layers; None without them.
         times: host time of the step's phases.
         labels: of this process's series in /metrics; None for none.
         notices: what was warned of at start-up.
-        received_bytes: of draft K/V, from another server.
     """
 
     worker: str
@@ -211,13 +212,13 @@ class Figures:
     drafter: Proposer
     lookup: Lookup | None
     host_tier: HostTier | None = None
+    pages: DraftKVPages
     rollback: Any
     policy: WidthPolicy
     watch: DraftWatch
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None
     notices: Sequence[Notice] = ()
-    received_bytes: int = 0
     counts: AcceptanceCounts = field(init=False)
     times: PhaseTimes = field(init=False)
 

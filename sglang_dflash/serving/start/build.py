@@ -185,7 +185,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         if setup.hierarchical:
             self._host_tier = HostTier(groups, setup.running)
             self._host_tier.attach(allocator)
-        head = target_head(runner.model)
+        self._pages, head = DraftKVPages(groups), target_head(runner.model)
         make = self._extension.make_drafter or Drafter
         return make(setup.model, head, groups, setup.options)
 
@@ -225,6 +225,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             drafter=drafter,
             lookup=lookup,
             host_tier=self._host_tier,
+            pages=self._pages,
             rollback=self._rollback,
             policy=policy,
             watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
@@ -261,7 +262,7 @@ class DFlashSpecWorker(BaseSpecWorker):
     @property
     def primary_draft_kv_pool(self) -> DraftKVPages:
         """For prefill/decode disaggregation."""
-        return DraftKVPages(self._drafter.groups)
+        return self._pages
 
     @property
     def weight_load_time(self) -> float:

@@ -233,9 +233,6 @@ class DFlashWorker:
             write_texts_taken_over(batch, self.lookup)
         batch.spec_info = draft_input(theirs.bonus_tokens, batch.seq_lens, in_flight=0)
         batch.spec_info.future_indices = theirs.future_indices
-        for group in self.drafter.groups:
-            tokens = sum(map(group.reach.of, batch.extend_lens))
-            self.figures.received_bytes += tokens * group.cache.kv[0].nbytes
 
     def learn(self, steps: Sequence[RequestStep], width: int, accepted: Mapping[str, int]) -> None:
         """Take in the outcome of a step of that width.
