@@ -212,27 +212,6 @@ class DFlashSpecWorker(BaseSpecWorker):
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
         prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, lookup)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
-        entries = min(group.cache.num_entries for group in drafter.groups)
-        figures = Figures(
-            worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
-            ranks=setup.tp.size,
-            attention=self._attention,
-            memory={**self._memory._asdict(), "total": self._memory.total},
-            context_length=runner.model_config.context_len,
-            simulated=sampling.simulated_acceptance_length(),
-            model=setup.model,
-            options=setup.options,
-            drafter=drafter,
-            lookup=lookup,
-            host_tier=self._host_tier,
-            pages=self._pages,
-            rollback=self._rollback,
-            policy=policy,
-            watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
-            notices=self._notices,
-            width_steps=widths.steps,
-            labels=metric_labels(),
-        )
         return DFlashWorker(
             block_size=block,
             req_to_token=req_to_token,
@@ -247,8 +226,32 @@ class DFlashSpecWorker(BaseSpecWorker):
             lookup=lookup,
             host_tier=self._host_tier,
             seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
-            figures=figures,
+            figures=self._figures(drafter, lookup, widths),
             observer=self._extension.observer,
+        )
+
+    def _figures(self, drafter: Proposer, lookup: Lookup | None, widths: StepWidths) -> Figures:
+        setup, runner = self._setup, self._target_worker.model_runner
+        entries = min(group.cache.num_entries for group in drafter.groups)
+        return Figures(
+            worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
+            ranks=setup.tp.size,
+            attention=self._attention,
+            memory={**self._memory._asdict(), "total": self._memory.total},
+            context_length=runner.model_config.context_len,
+            simulated=sampling.simulated_acceptance_length(),
+            model=setup.model,
+            options=setup.options,
+            drafter=drafter,
+            lookup=lookup,
+            host_tier=self._host_tier,
+            pages=self._pages,
+            rollback=self._rollback,
+            policy=widths.policy,
+            watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
+            notices=self._notices,
+            width_steps=widths.steps,
+            labels=metric_labels(),
         )
 
     @property
