@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -27,6 +28,8 @@ LONG_MATCH = 3
 SHORT_MATCH = 2
 # What stands for ids that the table does not hold, such as hashes of images.
 _NO_TOKEN = 2**31 - 1
+# What stands before a text.
+_NOT_THERE = -(2**31)
 
 
 class Seen(NamedTuple):
@@ -45,7 +48,7 @@ def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_si
     """Replace drafts by what followed the newest tokens of a request where they stood before.
 
     Of the earlier places in a request's text, the one that agrees with the end of the text in the
-    most tokens is taken, the latest of several. Reads nothing on the host.
+    most tokens is taken, the latest of several.
 
     Args:
         block: int64 `[R, B]`, bonus tokens and drafts; the drafts are overwritten.
@@ -68,6 +71,8 @@ def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_si
 def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int) -> Seen:
     """The `count` tokens after the longest match. A text that repeats its end goes on so.
 
+    For a CPU: how many places are compared is read on the host.
+
     Args:
         bonus: int64 `[R, 1]`, newest tokens.
         texts, requests: see `continue_seen`.
@@ -75,22 +80,16 @@ def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     seq_lens, device = requests.seq_lens[:, None], bonus.device
     columns = min(requests.longest, texts.shape[1] - 1) + 1
     text = texts[requests.rows, :columns].scatter_(1, seq_lens, bonus.int())  # [R, C]
-    positions = torch.arange(columns, device=device)
-    back = seq_lens - torch.arange(LONGEST_MATCH, device=device)
-    newest = text.gather(1, back.clamp(min=0)).where(back >= 0, -1)  # [R, LONGEST_MATCH]
-    agrees = (text == newest[:, :1]) & (positions < seq_lens)
-    lengths = agrees.to(torch.uint8)
-    for k in range(1, min(LONGEST_MATCH, columns)):
-        # Of the places from k on: those before have fewer tokens before them.
-        agrees = agrees[:, 1:] & (text[:, :-k] == newest[:, k : k + 1])
-        lengths[:, k:] += agrees
-    key = (lengths.int() * columns + positions.int()).amax(1, keepdim=True).long()
-    length = key // columns
-    end = (key % columns).where(length > 0, 0)
+    agrees = (text == bonus) & (torch.arange(columns, device=device) < seq_lens)
+    of, ends = agrees.nonzero(as_tuple=True)  # [M]: places where the newest token stood
+    up_to = F.pad(text, (LONGEST_MATCH - 1, 0), value=_NOT_THERE).unfold(1, LONGEST_MATCH, 1)
+    newest = up_to[of, requests.seq_lens[of]]
+    counts = (up_to[of, ends] == newest).flip(1).cumprod(1).sum(1)
+    key = seq_lens.new_zeros(len(bonus)).scatter_reduce_(0, of, counts * columns + ends, "amax")
+    lengths, end = key[:, None] // columns, key[:, None] % columns
     period = (seq_lens - end).clamp(min=1)
-    return Seen(
-        length, text.gather(1, end + 1 + torch.arange(count, device=device) % period).long()
-    )
+    after = end + 1 + torch.arange(count, device=device) % period
+    return Seen(lengths, text.gather(1, after).long())
 
 
 class Lookup:

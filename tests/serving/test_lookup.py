@@ -13,14 +13,11 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.lookup import continue_seen
 from sglang_dflash.serving.step.batch import DFlashVerifyInput, draft_input
-from tests.recording import OpRecorder
 from tests.serving.in_process import (
     COLUMNS,
     MODES,
     ROWS,
-    VOCAB,
     decode_of,
     prefill_of,
     prepared,
@@ -133,25 +130,3 @@ def test_a_prompt_in_pieces_and_decoding_requests_beside_it() -> None:
     new.origin_input_ids = [*PROMPTS[1][:8], 2**40]  # of an image
     worker.forward_batch_generation(rest)
     assert worker.lookup.texts[2, :10].tolist() == [*PROMPTS[1][:8], 2**31 - 1, 1]
-
-
-def test_it_can_be_captured() -> None:
-    """Nothing is read on the host, and no length is baked in."""
-    torch.manual_seed(0)
-    texts = torch.randint(3, (3, 40), dtype=torch.int32)
-    rows, seq_lens = torch.tensor([2, 1]), torch.tensor([30, 4])
-    given = torch.randint(3, (2, 6))
-    block, taken = given.clone(), torch.zeros(2, dtype=torch.bool)
-
-    def run() -> None:
-        taken.copy_(continue_seen(block, texts, RequestSlots(texts, rows, seq_lens, 39), VOCAB))
-
-    replay = OpRecorder().record_one(run)
-    for lengths in ([30, 4], [5, 38], [1, 17]):
-        seq_lens.copy_(torch.tensor(lengths))
-        block.copy_(given)
-        replay()
-        known = RequestSlots(texts, rows, torch.tensor(lengths), max(lengths))
-        expected = given.clone()
-        assert taken.equal(continue_seen(expected, texts, known, VOCAB))
-        assert block.equal(expected)
