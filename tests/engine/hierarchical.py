@@ -26,7 +26,18 @@ HOST_PAGES = (
     )
     .with_env(**s.STRICT)
 )
+# Recurrent states come back, too.
+HYBRID_PLAIN = s.HYBRID_PAIR_PLAIN.named("host-hybrid-plain").having(**SMALL)
+HYBRID = {
+    rollback: s.HYBRID_PAIR_DFLASH.named(f"host-hybrid-{rollback}")
+    .having(**SMALL, **WATCHED, speculative_dflash_recurrent_rollback=rollback)
+    .with_env(**s.STRICT)
+    for rollback in ("replay", "snapshot")
+}
 SOAK_HOST = s.SOAK.named("soak-host").having(**HIERARCHICAL, max_total_tokens=8000)
+SOAK_HYBRID_HOST = s.SOAK_HYBRID.named("soak-hybrid-host").having(
+    **HIERARCHICAL, max_total_tokens=8000
+)
 
 
 def came_back(seen: Seen) -> None:

@@ -112,6 +112,16 @@ DEMO = (
     Row(h.HOST_PLAIN, s.PLAIN, (workload.chatted,), (checks.history_found,)),
     Row(h.HOST, s.PLAIN, (workload.chatted,), (checks.history_found, h.came_back)),
     Row(h.HOST_PAGES, s.PLAIN, (workload.chatted,), (h.came_back,), long=(workload.chatted,)),
+    Row(h.HYBRID_PLAIN, s.HYBRID_PAIR_PLAIN, (workload.chatted_hybrid,)),
+    *(
+        Row(
+            config,
+            s.HYBRID_PAIR_PLAIN,
+            (workload.chatted_hybrid,),
+            (checks.rolls_back_by(rollback), h.came_back),
+        )
+        for rollback, config in h.HYBRID.items()
+    ),
 )
 # Sampled: the accept rule keeps a draft if and only if the target samples it at that position with
 # the request's seed.

@@ -16,7 +16,7 @@ import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.engine import client
-from tests.engine.hierarchical import SOAK_HOST
+from tests.engine.hierarchical import SOAK_HOST, SOAK_HYBRID_HOST
 from tests.engine.servers import (
     HYBRID_PAIR_PLAIN,
     PLAIN,
@@ -121,6 +121,7 @@ def test_a_prompt_is_not_logged(server: Server) -> None:
             (SOAK, SOAK_PLAIN, long_answers),
             (SOAK_HOST, SOAK_PLAIN, long_answers),
             (SOAK_HYBRID, HYBRID_PAIR_PLAIN, long_hybrid_answers),
+            (SOAK_HYBRID_HOST, HYBRID_PAIR_PLAIN, long_hybrid_answers),
         )
     ],
 )

@@ -131,16 +131,20 @@ def many_steps(server: Server) -> Answers:
 
 
 @functools.cache
-def pieces() -> list[list[int]]:
-    return conversations.texts(demo_pair("dense"))
+def pieces(pair: str = "dense") -> list[list[int]]:
+    return conversations.texts(demo_pair(pair))
 
 
-def chatted(server: Server) -> dict[str, conversations.Answers]:
+def chatted(server: Server, pair: str = "dense") -> dict[str, conversations.Answers]:
     """Chats whose turns find their history cached, then prompts that branch from one trunk."""
     return {
-        "chats": conversations.chats(server, pieces(), CONVERSATIONS, TURNS),
-        "branches": conversations.branches(server, pieces(), BRANCHES),
+        "chats": conversations.chats(server, pieces(pair), CONVERSATIONS, TURNS),
+        "branches": conversations.branches(server, pieces(pair), BRANCHES),
     }
+
+
+def chatted_hybrid(server: Server) -> dict[str, conversations.Answers]:
+    return chatted(server, "hybrid")
 
 
 def run_pair(server: Server) -> Answers:

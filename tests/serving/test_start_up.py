@@ -79,11 +79,6 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     assert f"dflash_config.projector_type in the draft's config.json: {reason}" in shown
 
 
-def test_states_in_host_memory_go_to_the_built_in_worker(resolve: Any, capfd: Any) -> None:
-    given = resolve([*HYBRID_PAIR, "--enable-hierarchical-cache"])
-    assert "a target that has recurrent layers" in builtin_warning(given, capfd)
-
-
 def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: Path) -> None:
     """SGLang reads its config.json too, and does not know that layout."""
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm

@@ -180,11 +180,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
-    reason = (
-        unserved_setting(settings, folder)
-        or unserved_attention(server_args)
-        or _unserved_states(server_args, settings)
-    )
+    reason = unserved_setting(settings, folder) or unserved_attention(server_args)
     if reason is not None:
         return _fall_back(reason, builtin)
     load = functools.partial(load_model, folder, dummy=dummy_weights(settings))
@@ -240,13 +236,6 @@ def _has_4bit_draft_kv(settings: Any) -> bool:
         and settings.speculative_draft_kv_cache_dtype is None
         and settings.speculative_draft_attention_backend != "fa4"
     )
-
-
-def _unserved_states(server_args: Any, settings: Any) -> str | None:
-    """The first setting that our worker does not serve with the target's layers, or None."""
-    if settings.enable_hierarchical_cache and mambaish_config(model_config_of(server_args)):
-        return "--enable-hierarchical-cache with a target that has recurrent layers"
-    return None
 
 
 def unserved_setting(settings: Any, folder: str) -> str | None:
