@@ -22,8 +22,10 @@ import requests
 
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
+from tests.engine import workload
 from tests.engine.client import at_rest
 from tests.engine.disaggregated import Pair, disaggregated, pair_router
+from tests.engine.hierarchical import SMALL
 from tests.engine.nursery import ForkedServer
 from tests.engine.router import BOUND, post
 from tests.engine.servers import (
@@ -52,6 +54,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
 CLIENTS = 4
 DENSE = DFLASH.named("pd-dense")
 CODE = DFLASH.named("pd-code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
+CHATS = DENSE.named("pd-chats").having(max_running_requests=8)
 CASES = {
     "dense": (DENSE, PAIR),
     "code": (CODE, CODE_PAIR),
@@ -157,6 +160,25 @@ def test_turns_of_a_conversation(servers: ServerSession) -> None:
         before = both.decode.dflash()["nonfinite_outputs"]
         assert (turns(both), of_their_own(both)) == expected
         assert both.decode.dflash()["nonfinite_outputs"] == before
+
+
+def test_prefixes_from_the_prefill_servers_host_memory(servers: ServerSession) -> None:
+    """Their draft K/V is loaded back, and sent."""
+    expected = workload.chatted(servers.server(CHATS))
+    with disaggregated(servers, CHATS.having(**SMALL), CHATS.changed("poisoned_draft_kv")) as both:
+        before = both.decode.dflash()["nonfinite_outputs"]
+        found = workload.chatted(both)
+        loaded, report = both.prefill.dflash(), both.decode.dflash()
+        at_rest(both.prefill)
+    for kind, one in found.items():
+        assert one.outputs == expected[kind].outputs
+    lengths = [of["chats"].acceptance_length for of in (found, expected)]
+    cached = sum(found["chats"].cached)
+    share = loaded["loaded_back_tokens"] / cached
+    print(f"\n{share:.3f} of {cached} cached tokens loaded back; acceptance lengths {lengths}")
+    assert share > 0.5 and loaded["loaded_back_draft_kv"] > 0.9 * loaded["loaded_back_tokens"]
+    assert math.isclose(*lengths, rel_tol=0.03)
+    assert report["nonfinite_outputs"] == before
 
 
 def timed(url: str, text: str) -> tuple[float, float, int, list[int]]:

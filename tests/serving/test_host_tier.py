@@ -159,6 +159,19 @@ def test_a_step_reads_nothing_of_a_slots_last_owner(window: int | None) -> None:
     assert seen[:12].isnan().all() and seen[12:].abs().max() < 1e4
 
 
+def test_a_server_that_sends_draft_kv_sends_nothing_of_a_slots_last_owner() -> None:
+    """It sends slots as they are. What is not loaded back is zeros."""
+    cache = TaggedKVCache(SLOTS, SHAPE, torch.float8_e4m3fn, "cpu")
+    tier = HostTier(of(cache)[0]._groups, running=1, sends=True)
+    write(cache, at(1, 2, 5, 6, 7), [1.0, 2.0, 3.0, 4.0, 5.0])
+    tier.plan_backup(at(1, 2), at(30, 31), HOST)
+    tier.plan_loss(at(31))
+    tier.plan_load(at(30, 31), at(5, 6))
+    tier.follow(nothing)
+    assert read(cache, at(5, 6, 7)) == [1.0, None, 5.0]
+    assert cache.kv[6].float().eq(0).all()
+
+
 def test_what_waits_is_absorbed_before() -> None:
     worker, order = worker_of(None, hierarchical=True), list[str]()
     worker._plain_context.absorb = lambda: order.append("absorb")

@@ -107,7 +107,7 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "data-parallel attention": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
     "--pp-size above 1": {"pp_size": 2},
-    "--disaggregation-mode with --enable-hierarchical-cache": {
+    "--disaggregation-mode decode with --enable-hierarchical-cache": {
         "disaggregation_mode": "decode",
         "enable_hierarchical_cache": True,
     },

@@ -42,9 +42,10 @@ class HostTier:
         loaded_draft: those of them whose draft K/V came back, for the layers that see the most.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], running: int) -> None:
-        """`groups`: with tags; `running`: requests, at most."""
-        self._groups, self._running = groups, running
+    def __init__(self, groups: Sequence[KVGroup], running: int, sends: bool = False) -> None:
+        """`groups`: with tags; `running`: requests, at most; `sends`: whether draft K/V goes on to
+        another server, from the slots as they are."""
+        self._groups, self._running, self._sends = groups, running, sends
         self._kept: list[Kept] = []
         self._planned: deque[Callable[[], None]] = deque()
         self._landing: deque[tuple[Any, Callable[[], None]]] = deque()
@@ -117,6 +118,9 @@ class HostTier:
         for group in self._groups:
             # What these slots held before must not be read.
             group.cache.forget(slots)
+            if self._sends:
+                # Nor be sent: of a token without draft K/V, zeros are.
+                _raw(group.cache.kv)[slots] = 0
         host_slots = host_slots.cpu()
         together = zip(self._groups, self._kept, strict=bool(self._kept))
         self.loaded_draft += max(

@@ -183,7 +183,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         if self._flags.self_check == "on":
             setup.check(groups)
         if setup.hierarchical:
-            self._host_tier = HostTier(groups, setup.running)
+            self._host_tier = HostTier(groups, setup.running, sends=setup.disaggregated)
             self._host_tier.attach(allocator)
         self._pages, head = DraftKVPages(groups), target_head(runner.model)
         make = self._extension.make_drafter or Drafter

@@ -253,8 +253,8 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "--disaggregation-transfer-backend other than mooncake and nixl": (
             disaggregated and settings.disaggregation_transfer_backend not in ("mooncake", "nixl")
         ),
-        "--disaggregation-mode with --enable-hierarchical-cache": (
-            disaggregated and settings.enable_hierarchical_cache
+        "--disaggregation-mode decode with --enable-hierarchical-cache": (
+            settings.disaggregation_mode == "decode" and settings.enable_hierarchical_cache
         ),
         "--enable-pd-role-switch": settings.enable_pd_role_switch,
         "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
