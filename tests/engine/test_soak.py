@@ -72,7 +72,9 @@ def soak(server: Server, plain: list[Expected], clients: int, seconds: float) ->
     found = traffic.run(seconds, max(8.0, seconds / 24), scheduler_of(server), at_rest)
     report = server.dflash()
     rare = report["rare_paths"]
-    summary = {**found.summary(), "rare_paths": rare, "seconds": seconds, "clients": clients}
+    loaded = {key: of for key, of in report.items() if key.startswith("loaded_back")}
+    run = {"rare_paths": rare, "seconds": seconds, "clients": clients}
+    summary = {**found.summary(), **run, **loaded}
     print(f"\n{json.dumps(summary, indent=2)}")
     assert not found.wrong, found.wrong[:10]
     assert not found.failed, found.failed[:10]
@@ -82,6 +84,8 @@ def soak(server: Server, plain: list[Expected], clients: int, seconds: float) ->
     missed = [name for name in sorted(expected_paths) if not rare.get(name)]
     assert not missed and found.retractions > 0, missed
     assert report["acceptance_length"] > 1.2
+    if "--enable-hierarchical-cache" in server.args:
+        assert all(of > 1000 for of in loaded.values()), loaded
     check_log(server)
     return found
 
