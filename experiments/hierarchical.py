@@ -3,8 +3,9 @@
 Multi-turn chats, then agents that share their list of tools, in a new order every turn. Servers one
 after another, in float32, greedy: plain decoding and DFLASH with a pool that holds some of the
 histories and a hierarchical cache for all, then DFLASH with a pool for all of them. Outputs must be
-the same, at least half of the cached tokens must come from the host, and the acceptance length must
-be within 3 % of that of the large pool.
+the same, at least half of a pair's cached tokens must come from the host (the agents' list of tools
+stays on the device), and the acceptance length must be within 3 % of that of the large pool, as
+many tokens being cached but for requests that start at once or end in another step.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from sglang_dflash.bench.server import Server
 
 AT_A_TIME, NEW_TOKENS, PIECE = 4, 48, 160
-TOLERANCE, SHARE = 0.03, 0.5
+TOLERANCE, SHARE, CACHED = 0.03, 0.5, 0.99
 PLAIN, HOST, LARGE = "plain decoding", "DFLASH", "DFLASH, a large pool"
 
 
 @dataclass(frozen=True)
 class Options:
-    pairs: str = setting("code,dense", "demo pairs, with commas (default: {default})")
+    pairs: str = setting("code,dense,hybrid", "demo pairs, with commas (default: {default})")
     sessions: int = setting(16, "sessions of each kind (default: {default})")
     turns: int = setting(4, "turns of each (default: {default})")
     pool: int = setting(2500, "tokens of the small pool (default: {default})")
@@ -160,9 +161,11 @@ def failure(result: dict[str, Any]) -> str | None:
         if server != HOST:
             continue
         large = rows[pair, traffic, LARGE]
-        if row["from_host"] < SHARE:
-            found.append(f"{pair}, {traffic}: {row['from_host']:.0%} came from the host")
-        if row["cached_tokens"] != large["cached_tokens"]:
+        of_pair = [of for key, of in rows.items() if (key[0], key[2]) == (pair, HOST)]
+        loaded = sum(of["from_host"] * of["cached_tokens"] for of in of_pair)
+        if loaded < SHARE * sum(of["cached_tokens"] for of in of_pair):
+            found.append(f"{pair}: {loaded:.0f} cached tokens came from the host")
+        if row["cached_tokens"] < CACHED * large["cached_tokens"]:
             found.append(f"{pair}, {traffic}: {row['cached_tokens']} tokens cached")
         if row["acceptance_length"] < (1 - TOLERANCE) * large["acceptance_length"]:
             found.append(f"{pair}, {traffic}: accepts {row['acceptance_length']}")
