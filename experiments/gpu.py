@@ -127,7 +127,7 @@ def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
     for group in drafter.groups:
         dead: Dead = "any"
         if can.scratch:
-            dead = "oldest" if group.cache.is_bounded else "none"
+            dead = "oldest" if group.cache.has_holes else "none"
         check_attention(drafter.model, drafter.block_size, group, dead)
     if device.type != "cuda" or not can.capturable:
         return "as torch, not recorded"

@@ -20,7 +20,7 @@ from dflash_kernels.slot_table import slot_table
 from dflash_kernels.walk import walk
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.rope import Rotary
@@ -37,7 +37,7 @@ class Rotation(NamedTuple):
 class TritonOps(TorchOps):
     """`TorchOps` in a launch or two each, for inference. Inputs are overwritten."""
 
-    def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
+    def slot_table(self, requests: RequestSlots, reach: Reach, tags: Tags | None) -> Tensor:
         req_to_token, rows, seq_lens, _ = requests
         shape = len(rows), requests.columns(reach)
         entries = torch.empty(shape, dtype=torch.int32, device=rows.device)

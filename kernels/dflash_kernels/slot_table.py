@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
-from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.facts.draft_config import Reach
 
 BLOCK = 256
@@ -59,7 +59,7 @@ def slot_table(
     rows: Tensor,
     seq_lens: Tensor,
     reach: Reach,
-    ring: RingTags | None,
+    ring: Tags | None,
 ) -> None:
     """Fill `entries`, and mark what it names as the entries in use of a ring. Its twin is
     `drafting.attention.table.fill_table`.

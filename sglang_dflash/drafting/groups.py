@@ -14,6 +14,7 @@ from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.facts.draft_config import LayerGroup, Reach
 
@@ -54,7 +55,7 @@ class KVGroup:
     def prepare(self, model: DraftModel, requests: RequestSlots, counters: DraftCounters) -> None:
         """Find the context of a step's requests, and hand it to the attention."""
         entries = model.ops.slot_table(requests, self.reach, self.cache.tags)
-        if self.cache.is_bounded:
+        if isinstance(self.cache, RingKVCache):
             counters.add_context(requests.seq_lens, entries)
         self.attention.prepare(self.cache.kv, ContextTable(entries, requests.seq_lens))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from sglang_dflash.drafting import acceptance
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
-from sglang_dflash.drafting.kv import RingTags, store_
+from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.lookup import continue_seen
 from sglang_dflash.drafting.noise import PLAIN, BlockNoise, LogitScale
 from sglang_dflash.drafting.rope import Rotary, rotate
@@ -35,7 +35,7 @@ class TorchOps:
     A class that replaces them may overwrite inputs of floats unless stated otherwise.
     """
 
-    def slot_table(self, requests: RequestSlots, reach: Reach, tags: RingTags | None) -> Tensor:
+    def slot_table(self, requests: RequestSlots, reach: Reach, tags: Tags | None) -> Tensor:
         """Entries int32 `[R, C]` of a step's `ContextTable`, and marks them as in use in `tags`."""
         req_to_token, rows, seq_lens, _ = requests
         shape = len(rows), requests.columns(reach)

@@ -14,7 +14,7 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.groups import KVGroup, clear
-from sglang_dflash.drafting.kv import RingTags, store_
+from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
@@ -183,7 +183,7 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
 
     def slot_table(ops: TorchOps) -> Sequence[Tensor]:
         in_use = torch.zeros(CONTEXT + 1, dtype=torch.bool, device=draw.device)
-        tags = RingTags(entry_of, owner, in_use)
+        tags = Tags(entry_of, owner, in_use)
         return ops.slot_table(requests, WHOLE_CONTEXT, tags), in_use
 
     def continue_seen(ops: TorchOps) -> Sequence[Tensor]:

@@ -173,7 +173,7 @@ def draft_memory(
         block_size: B, tokens of a block.
         requests: R, --max-running-requests.
         columns: of a step's tables of entries.
-        ring_columns: those of them that are of rings.
+        ring_columns: those of them whose entries may be missing.
         itemsize: of the draft's weights, and of the target's hidden states.
         ranks: of the tensor-parallel group.
         paged: whether draft attention reads K/V through a page table.

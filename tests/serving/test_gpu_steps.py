@@ -12,6 +12,7 @@ from sglang.srt.layers import sampler as sglangs
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.draft_counters import DraftCounters
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -50,6 +51,11 @@ WORKERS = pytest.mark.parametrize(
 )
 
 
+def replaces_all(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int) -> Tensor:
+    block[:, 1:] = texts[requests.rows, : block.shape[1] - 1].clamp(max=vocab_size - 1)
+    return torch.ones(len(block), dtype=torch.bool, device=block.device)
+
+
 @WORKERS
 def test_a_decode_step_copies_nothing_and_reads_nothing(
     gpu: FakeCuda, window: int | None, looks_up: bool
@@ -57,6 +63,9 @@ def test_a_decode_step_copies_nothing_and_reads_nothing(
     """Propose, verify, accept and commit."""
     worker, batch = worker_of(window, "cuda", looks_up=looks_up), decode_of(LENGTHS, "cuda")
     worker.drafter.counters = DraftCounters("cuda", pinned=True)
+    if looks_up:
+        # In place of the kernel: its twin is for a CPU, and reads how many places agree.
+        worker.lookup._ops = SimpleNamespace(continue_seen=replaces_all)
     gpu.crossings.clear()
     result = worker.forward_batch_generation(batch)
     # The counters of the draft, which the host reads a step later.

@@ -188,7 +188,7 @@ def test_every_block_is_the_references(
     sliding, full = pool.groups
     assert sliding.layers.numbers == (0, 2) and isinstance(sliding.cache, RingKVCache)
     assert sliding.cache.num_entries == (entries or 2 * RUNNING * (SLIDING + BLOCK))
-    assert full.cache.is_bounded == (window is not None)
+    assert full.cache.has_holes == (window is not None)
     assert seen["prefix hit"] > 10
     # What a request computed itself is there as long as it can be seen, but in a ring too small.
     assert (seen["lost of its own"] > 0) == (entries == 14)

@@ -115,6 +115,17 @@ NOT_OURS: dict[str, dict[str, Any]] = {
         "disaggregation_mode": "decode",
         "disaggregation_transfer_backend": "mori",
     },
+    "--disaggregation-enable-kv-checksum": {
+        "disaggregation_mode": "prefill",
+        "disaggregation_enable_kv_checksum": True,
+    },
+    "--disaggregation-decode-host-receive-threshold below 1": {
+        "disaggregation_mode": "decode",
+        "disaggregation_decode_host_receive_threshold": 0.5,
+    },
+    "--enable-flexkv": {"enable_flexkv": True},
+    "--enable-unified-cache-external-linker": {"enable_unified_cache_external_linker": True},
+    "--radix-cache-backend": {"radix_cache_backend": "mine"},
     "--enable-pd-role-switch": {"enable_pd_role_switch": True},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
     "--speculative-use-block-verification": {"speculative_use_block_verification": True},

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.visibility import context_positions
-from sglang_dflash.drafting.kv import RingTags
+from sglang_dflash.drafting.kv import Tags
 from sglang_dflash.facts.draft_config import Reach
 
 # Columns times requests that `fill_table` works on at once. It needs some 60 bytes for each.
@@ -55,7 +55,7 @@ def fill_table(
     rows: Tensor,
     seq_lens: Tensor,
     reach: Reach,
-    tags: RingTags | None,
+    tags: Tags | None,
 ) -> None:
     """Fill `entries`, and mark what it names as the entries in use of a ring. In torch.
 

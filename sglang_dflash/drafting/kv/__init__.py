@@ -4,7 +4,8 @@ Because the key is the target's slot, shared prefixes, prefix-cache hits, retrac
 need no code here: a reader of a target slot finds the draft K/V of the token in it, or learns that
 it is gone. A lost entry costs acceptance, never exactness.
 
-`DraftKVCache` has an entry per target slot; `ring` bounds their number.
+`DraftKVCache` has an entry per target slot; `tagged` marks those without draft K/V, `ring` bounds
+their number.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 
-class RingTags(NamedTuple):
-    """Which entries of a ring live: those that `entry_of` and `owner` agree on.
+class Tags(NamedTuple):
+    """Which entries live: those that `entry_of` and `owner` agree on.
 
     Attributes:
         entry_of: int32 `[target slots]`.
@@ -45,10 +46,10 @@ class DraftKVCache:
         kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. The entry after the last one
             is padding; scratch entries are for an attention backend. Writes that are not kept go
             to the last of all.
-        is_bounded: whether entries of committed tokens may be missing.
+        has_holes: whether entries of committed tokens may be missing.
     """
 
-    is_bounded = False
+    has_holes = False
 
     def __init__(
         self,
@@ -65,9 +66,9 @@ class DraftKVCache:
         self.kv = torch.zeros(num_entries + spare, *kv_shape, dtype=dtype, device=device)
 
     @property
-    def tags(self) -> RingTags | None:
-        """For the table of a step, which marks what it finds as in use; None if a token's entry
-        is its target slot, and none is ever lost."""
+    def tags(self) -> Tags | None:
+        """For the table of a step, which marks what it finds as in use; None if every token has
+        draft K/V, at its target slot."""
         return None
 
     def write(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.kv import DraftKVCache, RingTags
+from sglang_dflash.drafting.kv import DraftKVCache, Tags
 
 
 class RingKVCache(DraftKVCache):
@@ -18,7 +18,7 @@ class RingKVCache(DraftKVCache):
     forgotten, they disagree.
     """
 
-    is_bounded = True
+    has_holes = True
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class RingKVCache(DraftKVCache):
         )
 
     @property
-    def tags(self) -> RingTags | None:
-        return RingTags(self.entry_of, self.owner, self.in_use)
+    def tags(self) -> Tags | None:
+        return Tags(self.entry_of, self.owner, self.in_use)
 
     def place(
         self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.kv import DraftKVCache, RingTags
+from sglang_dflash.drafting.kv import DraftKVCache, Tags
 
 
 class TaggedKVCache(DraftKVCache):
     """An entry's number is the slot, and a tag tells whether it lives: tokens may come into a slot
     that no forward here has computed."""
 
-    is_bounded = True
+    has_holes = True
 
     def __init__(self, num_entries: int, *shape: Any, **more: Any) -> None:
         super().__init__(num_entries, *shape, **more)
@@ -23,10 +23,10 @@ class TaggedKVCache(DraftKVCache):
         owner = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
         owner[num_entries] = -1
         in_use = torch.zeros(num_entries + 1, dtype=torch.bool, device=device)
-        self._tags = RingTags(dead, owner, in_use)
+        self._tags = Tags(dead, owner, in_use)
 
     @property
-    def tags(self) -> RingTags:
+    def tags(self) -> Tags:
         return self._tags
 
     def place(

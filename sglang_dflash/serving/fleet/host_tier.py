@@ -3,7 +3,8 @@
 SGLang copies K/V of cached prefixes to a pool in host memory, and later into other slots of the
 device's pool. It tells of each copy when it plans it (the functions at the end, by
 `serving/seams.py`). The draft's part is done before the worker's next forward, in the same order:
-no other code writes the draft KV caches, so until then they are as they were when SGLang planned.
+until then nothing is written to these slots, but what is committed and not yet absorbed, which is
+absorbed first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.groups import KVGroup
 
+# Tokens that are copied at a time: device memory beyond what is reserved stays small.
+PIECE = 4096
 # The attribute of SGLang's allocator of device slots under which a tier is found.
 _TIER = "dflash_host_tier"
 
@@ -62,10 +65,10 @@ class HostTier:
         Args:
             absorb: writes what is committed and not yet written; called if anything was planned.
         """
+        self._land(wait=False)
         if not self._planned:
             return
         absorb()
-        self._land(wait=False)
         while self._planned:
             self._planned.popleft()()
 
@@ -81,7 +84,7 @@ class HostTier:
         self._planned.append(partial(self._back_up, slots, host_slots, pool_size))
 
     def plan_load(self, host_slots: Tensor, slots: Tensor) -> None:
-        """K/V of tokens comes back, into slots that held others. The last ones of a prefix."""
+        """K/V of tokens comes back, into slots that held others. They end a prefix."""
         self.loaded += len(slots)
         self._planned.append(partial(self._load, host_slots, slots))
 
@@ -93,20 +96,25 @@ class HostTier:
         if not self._kept:
             self._kept = [_empty(_raw(group.cache.kv), pool_size) for group in self._groups]
         _used_here(slots)
-        found, event = [], _event(slots.device)
-        for group in self._groups:
-            entries, live = group.cache.find(slots[_last(group)])
-            found.append((_to_host(live), _to_host(_raw(group.cache.kv)[entries])))
+        found, event = list[tuple[Kept, Tensor, Tensor, Tensor]](), _event(slots.device)
+        host_slots = host_slots.cpu()
+        for group, kept in zip(self._groups, self._kept, strict=True):
+            some, there = (of[_last(group)].split(PIECE) for of in (slots, host_slots))
+            for piece, at in zip(some, there, strict=True):
+                entries, live = group.cache.find(piece)
+                rows = _to_host(_raw(group.cache.kv)[entries])
+                found.append((kept, at, _to_host(live), rows))
         if event is not None:
             event.record()
-        self._landing.append((event, partial(self._keep, host_slots.cpu(), found)))
+        self._landing.append((event, partial(self._keep, host_slots, found)))
 
-    def _keep(self, host_slots: Tensor, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _keep(
+        self, host_slots: Tensor, found: Sequence[tuple[Kept, Tensor, Tensor, Tensor]]
+    ) -> None:
         self._lose(host_slots)
-        for group, kept, (live, rows) in zip(self._groups, self._kept, found, strict=True):
-            at = host_slots[_last(group)][live]
-            kept.kv[at] = rows[live]
-            kept.live[at] = True
+        for kept, at, live, rows in found:
+            kept.kv[at[live]] = rows[live]
+            kept.live[at[live]] = True
 
     def _lose(self, host_slots: Tensor) -> None:
         for kept in self._kept:
@@ -129,15 +137,18 @@ class HostTier:
         )
 
     def _load_group(self, group: KVGroup, kept: Kept, host_slots: Tensor, slots: Tensor) -> int:
-        host_slots, slots = host_slots[_last(group)], slots[_last(group)]
-        some = kept.live[host_slots].nonzero()[:, 0]
-        if not len(some):
+        # Of each part of the prefix that went to the host, its last tokens may have some.
+        live = kept.live[host_slots].nonzero()[:, 0]
+        if not len(live):
             return 0
-        rows, there = (_to_device(host, slots.device) for host in (kept.kv[host_slots[some]], some))
-        quota = group.cache.num_entries // self._running if group.reach.is_bounded else None
-        entries = group.cache.place(slots[there], quota=quota)
-        _raw(group.cache.kv)[entries] = rows
-        return len(some)
+        quota = group.cache.num_entries // self._running if group.reach.is_bounded else len(live)
+        for some in live[-quota:].split(PIECE):
+            rows, there = (
+                _to_device(host, slots.device) for host in (kept.kv[host_slots[some]], some)
+            )
+            entries = group.cache.place(slots[there], quota=quota)
+            _raw(group.cache.kv)[entries] = rows
+        return len(live)
 
     def _land(self, wait: bool) -> None:
         """Take in what has arrived on the host, in the order in which it was sent."""
@@ -158,8 +169,9 @@ def _last(group: KVGroup) -> slice:
 
 
 def _empty(kv: Tensor, pool_size: int) -> Kept:
+    # Torch writes zeros, which would take the memory at once. Rows are read if they are live only.
     return Kept(
-        torch.zeros(pool_size, *kv.shape[1:], dtype=kv.dtype),
+        torch.empty(pool_size, *kv.shape[1:], dtype=kv.dtype),
         torch.zeros(pool_size, dtype=torch.bool),
     )
 

@@ -105,7 +105,7 @@ COUNTS = (
     Figure("nonfinite_outputs", lambda s: s.watch.health.nonfinite,
            "nonfinite_outputs", "Outputs of the draft that held NaN or Inf."),
     Figure("draft_kv_received_bytes", lambda s: s.pages.received_bytes, "draft_kv_received_bytes",
-           "Draft K/V that prefill servers have sent: the pages that drafts can see."),
+           "Draft K/V asked of prefill servers: the pages that drafts can see."),
     Figure("loaded_back_tokens", lambda s: s.host_tier.loaded if s.host_tier else 0,
            "loaded_back_tokens", "Tokens whose K/V the hierarchical cache loaded from the host."),
     Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,

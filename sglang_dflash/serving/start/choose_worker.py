@@ -248,7 +248,7 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
     unserved = {
         f"--device {settings.device}": settings.device not in (None, "cpu", "cuda"),
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
-        "data-parallel attention": getattr(settings, "attn_dp_size", 1) not in (None, 1),
+        "data-parallel attention": settings.attn_dp_size not in (None, 1),
         "--pp-size above 1": settings.pp_size > 1,
         "--disaggregation-transfer-backend other than mooncake and nixl": (
             disaggregated and settings.disaggregation_transfer_backend not in ("mooncake", "nixl")
@@ -256,6 +256,15 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "--disaggregation-mode decode with --enable-hierarchical-cache": (
             settings.disaggregation_mode == "decode" and settings.enable_hierarchical_cache
         ),
+        "--disaggregation-enable-kv-checksum": (
+            disaggregated and settings.disaggregation_enable_kv_checksum
+        ),
+        "--disaggregation-decode-host-receive-threshold below 1": (
+            disaggregated and settings.disaggregation_decode_host_receive_threshold < 1
+        ),
+        "--enable-flexkv": settings.enable_flexkv,
+        "--enable-unified-cache-external-linker": settings.enable_unified_cache_external_linker,
+        "--radix-cache-backend": settings.radix_cache_backend is not None,
         "--enable-pd-role-switch": settings.enable_pd_role_switch,
         "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,

@@ -109,7 +109,7 @@ class DraftSetup:
                 RingKVCache(entries, target_slots, *of_cache)
             )  # fmt: skip
             after = cache.num_entries + 1
-            setting = self.setting(layers, rows, positions, after, cache.is_bounded)
+            setting = self.setting(layers, rows, positions, after, cache.has_holes)
             attention = self.backend.make(self.model.config, setting)
             found.append(KVGroup(layers, cache, attention))
         return tuple(found)
@@ -130,7 +130,7 @@ class DraftSetup:
                 if not isinstance(group.attention, TorchAttention):
                     dead: Dead = "any"
                     if self.backend.capabilities.scratch:
-                        dead = "oldest" if group.cache.is_bounded else "none"
+                        dead = "oldest" if group.cache.has_holes else "none"
                     check_attention(self.model, block, group, dead)
                     checked.append(type(group.attention).__name__)
         if checked:

@@ -111,7 +111,9 @@ def draft_memory(
         requests=requests,
         columns=sum(setting.columns for setting in settings),
         ring_columns=sum(
-            layers.reach.of(positions) for layers in setup.layer_groups if layers.reach.is_bounded
+            layers.reach.of(positions)
+            for layers in setup.layer_groups
+            if layers.reach.is_bounded or setup.hierarchical
         ),
         itemsize=setup.model.fc.weight.element_size(),
         ranks=setup.tp.size,
