@@ -100,10 +100,15 @@ def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | 
     assert not any(group.cache.kv.any() for group in groups)
 
 
+@pytest.mark.parametrize("hierarchical", [False, True], ids=["device", "hierarchical"])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> None:
+def test_what_is_kept_is_what_was_reserved(
+    backend: str, window: int | None, hierarchical: bool
+) -> None:
     setup = setup_of(backend, window, DraftConfig.from_dict(raw_config(**SLIDING)))
+    setup = replace(setup, hierarchical=hierarchical)
+    tags = (BYTES_PER_ENTRY + BYTES_PER_TARGET_SLOT) * hierarchical
     needed = draft_memory(setup, POSITIONS, recorded=4)
     slots = 9000
     drafter = drafter_of(setup, slots)
@@ -115,18 +120,18 @@ def test_what_is_kept_is_what_was_reserved(backend: str, window: int | None) -> 
             workspaces += attention.workspace_bytes
         columns += group.reach.of(POSITIONS)
         kv, entries = setup.group_kv(group.layers), cache.num_entries
-        assert cache.kv[0].nbytes == kv.token_bytes
+        assert cache.kv[0].nbytes + tags == kv.token_bytes
         if group.reach.is_bounded:
             assert isinstance(cache, RingKVCache) and entries == kv.ring
-            tags = cache.owner.nbytes + cache.in_use.nbytes
-            assert tags == BYTES_PER_ENTRY * (entries + 1)
+            of_entries = cache.owner.nbytes + cache.in_use.nbytes
+            assert of_entries == BYTES_PER_ENTRY * (entries + 1)
             assert cache.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
-    assert needed.scratch_kv == scratch
+    assert needed.scratch_kv == scratch if not hierarchical else needed.scratch_kv > scratch
     if backend == "triton":
         assert needed.attention_workspace == workspaces > 0
     assert columns == 200 + (POSITIONS if window is None else window)
-    rings = sum(group.reach.of(POSITIONS) for group in drafter.groups if group.reach.is_bounded)
-    table = 12 * (columns - rings) + 48 * rings if backend == "pages" else 4 * columns
+    holes = sum(group.reach.of(POSITIONS) for group in drafter.groups if group.cache.has_holes)
+    table = 12 * (columns - holes) + 48 * holes if backend == "pages" else 4 * columns
     assert needed.slot_tables == RUNNING * table
     slots_of = torch.zeros(RUNNING + 1, POSITIONS, dtype=torch.int32)
     if backend == "torch":

@@ -3,7 +3,9 @@ its token came back is never read."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,10 +56,14 @@ def nothing() -> None:
     pass
 
 
+@pytest.mark.parametrize("piece", [1, 3, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("kind", CACHES)
-def test_what_was_backed_up_comes_back(kind: str, dtype: torch.dtype) -> None:
+def test_what_was_backed_up_comes_back(
+    kind: str, dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In other slots, which held another request's tokens; what never had draft K/V is dead."""
+    monkeypatch.setattr(host_tier, "PIECE", piece)
     tier, cache = of(CACHES[kind](dtype))
     write(cache, at(1, 2, 3), [1.0, 2.0, 3.0])
     tier.plan_backup(at(1, 2, 9, 3), at(30, 31, 32, 33), HOST)
@@ -85,6 +91,30 @@ def test_of_another_token_nothing_is_read(kind: str) -> None:
     tier.plan_load(at(30, 31), at(3, 4))
     tier.follow(nothing)
     assert read(cache, at(3, 4)) == [None, None]
+
+
+def test_of_every_part_of_a_prefix_the_last_tokens_come_back() -> None:
+    """Another request may go on from the first one."""
+    tier, cache = of(RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu"), window=2)
+    write(cache, at(1, 2, 3, 4, 5, 6), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    tier.plan_backup(at(1, 2, 3), at(30, 31, 32), HOST)
+    tier.plan_backup(at(4, 5, 6), at(33, 34, 35), HOST)
+    tier.plan_load(at(30, 31, 32, 33, 34, 35), at(11, 12, 13, 14, 15, 16))
+    tier.follow(nothing)
+    assert read(cache, at(11, 12, 13, 14, 15, 16)) == [None, 2.0, 3.0, None, 5.0, 6.0]
+
+
+def test_host_memory_is_taken_as_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
+    write(cache, at(1, 2), [1.0, 2.0])
+    before, pool = resident(), 1 << 25
+    tier.plan_backup(at(1, 2), at(30, 31), pool)
+    tier.follow(nothing)
+    # A token's K/V is 8 bytes, and a byte tells whether it lives.
+    assert resident() - before < pool * 2
 
 
 def test_copies_are_made_in_the_order_of_sglangs_plans() -> None:
