@@ -99,6 +99,14 @@ class ServerInfo:
         return sum(self.values("committed_tokens")) / steps if steps else None
 
     @property
+    def tokens_per_step(self) -> float | None:
+        """So far, of all ranks, steps without drafts included; None before, or if another worker
+        serves."""
+        steps = self.verify_steps + sum(self.values("undrafted_steps"))
+        tokens = sum(self.values("committed_tokens")) + sum(self.values("undrafted_tokens"))
+        return tokens / steps if steps else None
+
+    @property
     def target_kv_tokens(self) -> int | None:
         """Of the smallest KV pool of all ranks."""
         found = [(state.get("memory_usage") or {}).get("token_capacity") for state in self.states]
@@ -107,7 +115,7 @@ class ServerInfo:
     def facts(self) -> dict[str, Any]:
         """What a user asks first, by name; None for what the server does not tell."""
         ours: Mapping[str, Any] = self.reports[0] if self.reports else {}
-        length = self.acceptance_length
+        length, every = self.acceptance_length, self.tokens_per_step
         names = ("block_size", "trained_block_size", "window", "draft_kv_entries", "draft_kv_bytes")
         return {
             "worker": self.worker,
@@ -115,6 +123,7 @@ class ServerInfo:
             **{name: ours.get(name) for name in names},
             "acceptance_length": None if length is None else round(length, 4),
             "verify_steps": self.verify_steps,
+            "tokens_per_step": None if every is None else round(every, 4),
             "judged": self.verify_steps >= ENOUGH_STEPS,
             "target_kv_tokens": self.target_kv_tokens,
         }
@@ -142,11 +151,11 @@ class ServerInfo:
 
     def _without_drafts(self) -> list[str]:
         """In words, steps without drafts: of width 1, or with custom logit processors."""
-        steps, tokens = (sum(self.values(f"undrafted_{what}")) for what in ("steps", "tokens"))
-        if not steps:
+        undrafted, every = sum(self.values("undrafted_steps")), self.tokens_per_step
+        if not undrafted or every is None:
             return []
-        every = (tokens + sum(self.values("committed_tokens"))) / (steps + self.verify_steps)
-        return [f"{every:.2f} tokens per step with the {steps:,} that had no drafts"]
+        steps = undrafted + self.verify_steps
+        return [f"{every:.2f} tokens per step over all {steps:,} ({undrafted:,} without drafts)"]
 
     def machine(self) -> dict[str, str]:
         """What the server says of where and in what it computes."""

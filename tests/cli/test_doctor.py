@@ -140,8 +140,8 @@ LINES = [
     # Of an adaptive server, drafts that do not pay are no finding.
     (
         {"undrafted_steps": 15_000, "undrafted_tokens": 15_000, "width": "adaptive"},
-        "4.00 over 5,000 steps with drafts, 1.75 tokens per step with the 15,000 that had no "
-        "drafts\nnothing wrong found",
+        "4.00 over 5,000 steps with drafts, 1.75 tokens per step over all 20,000 (15,000 without "
+        "drafts)\nnothing wrong found",
     ),
     ({"trained_block_size": 4}, "block 8 (trained for 4), window all"),
     ({"window": 128}, "block 8, window 128"),
@@ -245,6 +245,7 @@ def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         "draft_kv_bytes": 3 << 20,
         "acceptance_length": 4.0,
         "verify_steps": 5000,
+        "tokens_per_step": 3.992,
         "judged": True,
         "target_kv_tokens": None,
         "findings": [],
