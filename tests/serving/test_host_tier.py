@@ -104,6 +104,21 @@ def test_of_every_part_of_a_prefix_the_last_tokens_come_back() -> None:
     assert read(cache, at(11, 12, 13, 14, 15, 16)) == [None, 2.0, 3.0, None, 5.0, 6.0]
 
 
+def test_sinks_come_back_if_not_everything_fits() -> None:
+    layers: Any = SimpleNamespace(reach=Reach(2, 2))
+    cache = RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu")
+    tier = HostTier([KVGroup(layers, cache, SimpleNamespace())], running=2)  # type: ignore[arg-type]
+    there = [range(1, 5), range(5, 9)]
+    for first, part in zip((30, 34), there, strict=True):
+        write(cache, at(*part), [float(slot) for slot in part])
+        tier.plan_backup(at(*part), torch.arange(first, first + 4), HOST)
+    tier.plan_load(torch.arange(30, 38), torch.arange(11, 19))
+    tier.follow(nothing)
+    assert read(cache, torch.arange(11, 19)) == [1.0, 2.0, None, None, 5.0, 6.0, 7.0, 8.0]
+    # A ring of 12 entries, of which a request may take half.
+    assert (tier.loaded, tier.loaded_draft) == (8, 6)
+
+
 def test_host_memory_is_taken_as_it_is_written() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

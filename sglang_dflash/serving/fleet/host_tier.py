@@ -142,7 +142,11 @@ class HostTier:
         if not len(live):
             return 0
         quota = group.cache.num_entries // self._running if group.reach.is_bounded else len(live)
-        for some in live[-quota:].split(PIECE):
+        if len(live) > quota:
+            # The first ones may be sinks.
+            sinks = group.reach.sinks
+            live = torch.cat((live[:sinks], live[sinks - quota :]))
+        for some in live.split(PIECE):
             rows, there = (
                 _to_device(host, slots.device) for host in (kept.kv[host_slots[some]], some)
             )
