@@ -75,14 +75,14 @@ class DraftCounters:
         self._device[1].add_(seq_lens.clamp(max=entries.shape[1]).sum())
         self._device[2].add_((entries >= 0).sum())
 
-    def add_sources(self, seen: Tensor, accepted: Tensor) -> None:
+    def add_sources(self, looked_up: Tensor, accepted: Tensor) -> None:
         """Count a step's drafts by where they came from.
 
         Args:
-            seen: bool `[R]`, whether they were looked up.
+            looked_up: bool `[R]`, whether they were.
             accepted: int64 `[R]`, drafts of theirs.
         """
-        for first, of in ((3, ~seen), (5, seen)):
+        for first, of in ((3, ~looked_up), (5, looked_up)):
             self._device[first].add_(of.sum())
             self._device[first + 1].add_((accepted * of).sum())
 

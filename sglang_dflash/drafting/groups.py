@@ -52,6 +52,10 @@ class KVGroup:
     def reach(self) -> Reach:
         return self.layers.reach
 
+    def quota(self, requests: int, running: int) -> int:
+        """Entries that so many requests may take of a ring that `running` have to share."""
+        return requests * self.cache.num_entries // running
+
     def prepare(self, model: DraftModel, requests: RequestSlots, counters: DraftCounters) -> None:
         """Find the context of a step's requests, and hand it to the attention."""
         entries = model.ops.slot_table(requests, self.reach, self.cache.tags)

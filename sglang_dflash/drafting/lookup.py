@@ -106,7 +106,7 @@ class Lookup:
         """`counters`: the drafter's."""
         self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
         self._ops, self._vocab_size, self._counters = ops, vocab_size, counters
-        self._seen: Tensor | None = None
+        self._taken: Tensor | None = None
 
     def write(self, rows: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Enter tokens. Of a block it may be drafts, too: those that are not accepted are
@@ -119,9 +119,9 @@ class Lookup:
 
     def replace(self, block: Tensor, requests: RequestSlots) -> None:
         """`continue_seen`, of the ops."""
-        self._seen = self._ops.continue_seen(block, self.texts, requests, self._vocab_size)
+        self._taken = self._ops.continue_seen(block, self.texts, requests, self._vocab_size)
 
     def learn(self, lengths: Tensor) -> None:
         """Count what was accepted of the block: int64 `[R]` tokens, bonus tokens included."""
-        if self._seen is not None:
-            self._counters.add_sources(self._seen, lengths - 1)
+        if self._taken is not None:
+            self._counters.add_sources(self._taken, lengths - 1)

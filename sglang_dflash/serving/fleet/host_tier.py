@@ -141,7 +141,7 @@ class HostTier:
         live = kept.live[host_slots].nonzero()[:, 0]
         if not len(live):
             return 0
-        quota = group.cache.num_entries // self._running if group.reach.is_bounded else len(live)
+        quota = group.quota(1, self._running) if group.reach.is_bounded else len(live)
         if len(live) > quota:
             # The first ones may be sinks.
             sinks = group.reach.sinks

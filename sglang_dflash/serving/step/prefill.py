@@ -76,7 +76,7 @@ class PrefillStep:
     def _absorb(self, writes: PromptWrites, requests: int, output: Any) -> None:
         """Pass the hidden states of prompt tokens of that many requests to the drafter."""
         written = [
-            Written(some, requests * group.cache.num_entries // self._max_running_requests)
+            Written(some, group.quota(requests, self._max_running_requests))
             for group, some in zip(self._drafter.groups, writes.written, strict=True)
         ]
         features = writes.features(output.hidden_states)
