@@ -10,7 +10,7 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.command_line import add_flags, given, spelled
 from sglang_dflash.facts.fields import READ_BY_SGLANG
 from sglang_dflash.facts.hub import exists
-from sglang_dflash.facts.published import look_up
+from sglang_dflash.facts.published import look_up, published_draft
 from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
@@ -19,7 +19,11 @@ from sglang_dflash.inspect.table import as_table
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", help="a folder with config.json, or a hub name")
-    add("draft", help="a folder with config.json, or a hub name")
+    add(
+        "draft",
+        nargs="?",
+        help="a folder with config.json, or a hub name (default: the one published for the target)",
+    )
     add("--window", type=int, help="committed tokens that the draft attends to (default: all)")
     add(
         "--sinks",
@@ -38,12 +42,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     options = Options(**given(args, Options))
     serving = Serving(**given(args, Serving))
-    target, draft = (
-        look_up(kind, getattr(args, kind), offline=args.offline) for kind in ("target", "draft")
-    )
+    target = look_up("target", args.target, offline=args.offline)
+    named = args.draft or published_draft(args.target)
+    draft = look_up("draft", named, offline=args.offline)
     found = inspect(target, draft, options, serving, spelled(Options.__dataclass_fields__))
-    if exists(args.draft) and exists(args.target):
-        _check_as_sglang_reads_it(Path(args.target), Path(args.draft), found["worker"])
+    if exists(named) and exists(args.target):
+        _check_as_sglang_reads_it(Path(args.target), Path(named), found["worker"])
     print(json.dumps(found) if args.json else as_table(found, sources=args.sources))
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
 from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.published import FOLDER, Pair, collection, shipped
 from sglang_dflash.facts.sizes import draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB
 from sglang_dflash.inspect.report import Serving, inspect
-from tests.inspect.pairs import inspected
+from tests.inspect.pairs import inspected, refusal
 
 # GiB of the published checkpoints, as listed publicly.
 PUBLISHED_GIB = {
@@ -158,3 +159,11 @@ def test_the_mark_of_the_peer_without_a_flag() -> None:
         gains.append(round(100 * (sized["target_tokens"] / 450_060 - 1), 1))
     assert gains == [30.3, 29.1, 26.8, 22.2]
     assert found["target_tokens"] == pytest.approx(1.291 * 450_060, rel=0.001)
+
+
+def test_without_a_draft_it_is_the_published_one(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = collection().pairs[1]
+    name = pair.target.lower()
+    assert inspected(capsys, name) == inspected(capsys, name, pair.drafts[0])
+    error = refusal(capsys, str(demo_pair("dense").target))
+    assert error.startswith("sglang-dflash: DRAFT: None; give a folder or a hub name")
