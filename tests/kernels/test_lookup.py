@@ -37,6 +37,8 @@ def test_the_kernel_and_its_twin_find_the_same(
     expected, replaced = [], []
     for row, length, (bonus, *drafts) in zip(rows, lengths, given.tolist(), strict=True):
         texts[row, :length] = torch.randint(tokens, (length,), device=DEVICE).int()
+        # As if the newest token had stood after the text's end.
+        texts[row, length:] = bonus
         after, seen = continued([*texts[row, :length].tolist(), bonus], drafts, vocab)
         expected.append([bonus, *after])
         replaced.append(seen)
