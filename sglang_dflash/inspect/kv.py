@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.facts.draft_config import Reach
@@ -14,6 +14,41 @@ from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
 from sglang_dflash.inspect.pair import Judged
 
 GIB = 2**30
+# Of SGLang, for targets with recurrent layers: --mamba-full-memory-ratio, and what
+# `KVCacheConfigurator._calculate_mamba_ratio` gives for a prefix cache with extra buffers.
+_STATE_RATIO = 0.9
+_SLOTS_PER_REQUEST = 5
+
+
+class StatePool(NamedTuple):
+    """What SGLang keeps of recurrent layers unless a flag gives its size.
+
+    Attributes:
+        slots: states, of running requests and of cached prefixes.
+        requests: that can run at a time with so many.
+        total_bytes: of the states, and of what verification keeps.
+    """
+
+    slots: int
+    requests: int
+    total_bytes: int
+
+
+def state_pool(memory: int, requests: int, state: int, replay: int, snapshot: int) -> StatePool:
+    """By `KVCacheConfigurator._handle_max_mamba_cache` of SGLang 0.5.23.
+
+    Args:
+        memory: bytes for it and both KV pools.
+        requests: --max-running-requests.
+        state: bytes of a state.
+        replay, snapshot: bytes that verification keeps of a request; one of them is 0.
+    """
+    left = memory - (requests + 1) * replay
+    budget = left * _STATE_RATIO / (1 + _STATE_RATIO)
+    slots = int((budget - state - snapshot) // (state + snapshot / _SLOTS_PER_REQUEST))
+    running = min(requests, max(0, slots) // _SLOTS_PER_REQUEST)
+    kept = (requests + 1) * replay + (running + 1) * snapshot
+    return StatePool(slots, running, kept + (slots + 1) * state)
 
 
 @dataclass(frozen=True)

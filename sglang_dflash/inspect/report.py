@@ -17,7 +17,7 @@ from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
-from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv
+from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv, state_pool
 from sglang_dflash.inspect.pair import (
     Judged,
     context_of,
@@ -104,6 +104,7 @@ def inspect(
     options.check_room(resolved, context=context, kv_tokens=memory["target_tokens"])
     notices = resolved.warnings(config, names or {}) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
+    warnings += _capped(memory, serving, names or {})
     facts = {
         "warnings": warnings + [str(found) for found in notices],
         "target": target.name,
@@ -148,8 +149,23 @@ def _memory(
         for one in (target, draft)
     )
     of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
-    states = sum(recurrent[f"recurrent_{each}_bytes"] or 0 for each in ("state", "replay"))
-    memory = _kv_memory(serving, of_target, of_draft, requests * states, steps or 0)
+    memory = _kv_memory(serving, of_target, of_draft, steps or 0)
+    pool = snapshots = None
+    if recurrent["recurrent_state_bytes"] and serving.kv_memory_gib is None:
+        state, replay, snapshot = (
+            recurrent[f"recurrent_{each}_bytes"] for each in ("state", "replay", "snapshot")
+        )
+        pool = snapshots = state_pool(memory, requests, state, 0, snapshot)
+        if recurrent["recurrent_rollback"] == "replay":
+            pool = state_pool(memory, requests, state, replay, 0)
+        if not pool.requests:
+            raise ConfigError(
+                "memory_gib",
+                serving.memory_gib,
+                f"{memory / GIB:.2f} GiB beside weights and draft steps hold the recurrent states "
+                f"of no request; give more, or fewer requests ({{max_running_requests}})",
+            )
+        memory -= pool.total_bytes
     return {
         "target_kv_bytes_per_token": target_kv,
         "draft_kv_bytes_per_token": draft_kv,
@@ -158,8 +174,25 @@ def _memory(
         "draft_weight_bytes": of_draft,
         "draft_step_bytes": steps,
         **recurrent,
+        "recurrent_slots": pool and pool.slots,
+        "running_requests": pool.requests if pool else requests,
+        "running_requests_with_snapshots": snapshots and snapshots.requests,
         **split_kv(memory, target_kv, draft_groups(judged, options, draft_kv, requests)),
     }
+
+
+def _capped(memory: Mapping[str, Any], serving: Serving, names: Mapping[str, str]) -> list[str]:
+    """A warning if fewer requests run at a time than are asked for."""
+    asked, slots, running = (
+        serving.max_running_requests, memory["recurrent_slots"], memory["running_requests"]
+    )  # fmt: skip
+    if running == asked:
+        return []
+    name = names.get("max_running_requests", "--max-running-requests")
+    return [
+        f"{name} {asked}: SGLang runs {running} at a time, for it keeps {slots} recurrent states "
+        "(--mamba-full-memory-ratio 0.9); --max-mamba-cache-size gives another number of them"
+    ]
 
 
 def _config_only(draft: ModelFacts) -> list[str]:
@@ -181,10 +214,8 @@ def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) ->
     return options.for_trained_block(trained)
 
 
-def _kv_memory(
-    serving: Serving, target: int | None, draft: int | None, states: int, steps: int
-) -> int:
-    """Bytes for both KV pools: what weights, recurrent states and draft steps leave."""
+def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: int) -> int:
+    """Bytes for both KV pools and recurrent states: what weights and draft steps leave."""
     if serving.kv_memory_gib is not None:
         return int(serving.kv_memory_gib * GIB)
     if target is None or draft is None:
@@ -195,7 +226,7 @@ def _kv_memory(
         )  # fmt: skip
     weights = target + draft
     usable = int(serving.memory_gib * serving.mem_fraction * GIB)
-    left = usable - weights - states - steps
+    left = usable - weights - steps
     if left <= 0:
         ranks = serving.tp_size
         while weights * serving.tp_size >= usable * ranks:
@@ -206,9 +237,8 @@ def _kv_memory(
         raise ConfigError(
             "memory_gib",
             serving.memory_gib,
-            f"with {{mem_fraction}} {serving.mem_fraction:g}, {weights / GIB:.2f} GiB of weights, "
-            f"{states / GIB:.2f} GiB of recurrent state and {steps / GIB:.2f} GiB of draft steps "
-            f"leave nothing for KV; {advice}",
+            f"with {{mem_fraction}} {serving.mem_fraction:g}, {weights / GIB:.2f} GiB of weights "
+            f"and {steps / GIB:.2f} GiB of draft steps leave nothing for KV; {advice}",
         )
     return left
 

@@ -20,7 +20,7 @@ _GROUPS = {
     ),
     "served with": (
         "worker", "worker_reason", "block_size", "window", "sinks", "max_running_requests",
-        "tp_size", "recurrent_rollback",
+        "running_requests", "tp_size", "recurrent_rollback",
     ),
     "memory of each GPU": (
         "target_weight_bytes", "draft_weight_bytes", "draft_step_bytes", "kv_memory_bytes",
@@ -29,6 +29,7 @@ _GROUPS = {
     "each token": ("target_kv_bytes_per_token", "draft_kv_bytes_per_token"),
     "each request": (
         "recurrent_state_bytes", "recurrent_replay_bytes", "recurrent_snapshot_bytes",
+        "recurrent_slots", "running_requests_with_snapshots",
     ),
     "tokens of target KV": (
         "target_tokens", "target_tokens_unbounded", "target_tokens_without_draft_kv",

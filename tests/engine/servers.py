@@ -115,7 +115,7 @@ WATCHED: dict[str, Any] = {
     "enable_metrics": True,
     **WINDOW,
 }
-# An eighth of the KV, too little draft KV; SGLang's test switch retracts requests every 25 steps.
+# An eighth of the KV, too little draft KV; SGLang's test switch retracts requests every 15 steps.
 TIGHT = (
     DFLASH.named("tight")
     .having(
@@ -125,7 +125,7 @@ TIGHT = (
         **WATCHED,
         **SECOND,
     )
-    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="25", **STRICT)
+    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="15", **STRICT)
 )
 # Neither checkpoint has weights.
 SIMULATED = (

@@ -60,7 +60,7 @@ DEMO = (
         (workload.run_half,),
         (checks.known_text_drafted, checks.prefix_found),
     ),
-    # A pool and a draft KV cache that are too small, and requests retracted every 25 steps.
+    # A pool and a draft KV cache that are too small, and requests retracted every 15 steps.
     Row(
         s.TIGHT,
         s.PLAIN,
