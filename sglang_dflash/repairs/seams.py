@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
+from sglang_dflash.repairs import secrets
 from sglang_dflash.seam.seam import Kind, Seam, rows
 
-# Names of fields that SGLang redacts where it shows its arguments: its own, and the server's keys.
-SECRETS = frozenset(
-    {"watermark_key", "watermark_key_b", "watermark_config", "api_key", "admin_api_key"}
-)
 _REPAIRS = rows(
     "sglang_dflash.repairs",
     (Kind.AROUND, "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
@@ -36,6 +33,10 @@ _REPAIRS = rows(
      "request_guard:check_and_create",
      "A request with a value that the scheduler cannot take ends the server.",
      "tests/engine/test_request_guard.py::test_the_server_ends_without_the_guard"),
+    (Kind.AROUND, "sampling.watermarking.core.redact_watermark_command_line",
+     "secrets:hide_in_command",
+     "/server_info shows the command line with --api-key and --admin-api-key.",
+     "tests/repairs/test_operators.py::test_keys_of_the_command_line_are_hidden"),
     (Kind.AROUND, "function_call.function_call_parser.FunctionCallParser.__init__",
      "bad_bodies:make_tool_parser",
      "/parse_function_call without the name of a parser is an HTTP 500.",
@@ -75,7 +76,8 @@ SEAMS = (
         "tests/repairs/test_bad_bodies.py::test_a_body_is_a_500_without_the_row",
     ),
     Seam(
-        "sglang.srt.sampling.watermarking.core.WATERMARK_SECRET_FIELD_NAMES", Kind.ASSIGN, SECRETS,
+        "sglang.srt.sampling.watermarking.core.WATERMARK_SECRET_FIELD_NAMES", Kind.ASSIGN,
+        secrets.FIELDS,
         "/server_info shows --api-key and --admin-api-key to whoever has one of them, and the log "
         "has both.",
         "tests/repairs/test_operators.py::test_keys_are_shown_without_the_row",

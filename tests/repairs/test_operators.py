@@ -10,7 +10,8 @@ from fastapi import HTTPException
 from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
 from sglang.srt.sampling.watermarking import core
 
-from sglang_dflash.repairs import bad_bodies, seams
+from sglang_dflash.repairs import bad_bodies, secrets
+from tests.seam.originals import original
 
 ARGUMENTS = {"model_path": "m", "api_key": "k1", "internal_states": [{"admin_api_key": "k2"}]}
 
@@ -20,11 +21,23 @@ def shown() -> str:
 
 
 def test_keys_are_shown_without_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = seams.SECRETS - {"api_key", "admin_api_key"}
+    own = secrets.FIELDS - {"api_key", "admin_api_key"}
     monkeypatch.setattr(core, "WATERMARK_SECRET_FIELD_NAMES", own)
     assert "k1" in shown() and "k2" in shown()
-    monkeypatch.setattr(core, "WATERMARK_SECRET_FIELD_NAMES", seams.SECRETS)
+    monkeypatch.setattr(core, "WATERMARK_SECRET_FIELD_NAMES", secrets.FIELDS)
     assert "k1" not in shown() and "k2" not in shown() and "'m'" in shown()
+
+
+def test_keys_of_the_command_line_are_hidden() -> None:
+    """In all forms that argparse takes."""
+    theirs = original("sglang.srt.sampling.watermarking.core.redact_watermark_command_line")
+    line = [
+        "launch", "--api-key", "k1", "--admin-api-key=k2", "--ssl-keyfile-p", "k3", "--admin-a=k4",
+        "--ap", "k5", "--api-key", "--k6", "--watermark-config", "k7", "--model-path", "m",
+    ]  # fmt: skip
+    assert "k1" in theirs(line, None) and "k2" in theirs(line, None)
+    shown = secrets.hide_in_command(theirs, line, None)
+    assert not any(f"k{i}" in shown for i in range(1, 8)) and shown.endswith("--model-path m")
 
 
 def manager(mode: Any) -> Any:
