@@ -78,7 +78,7 @@ def test_every_position_draws_its_own_random_number() -> None:
     positions = torch.tensor([[7, 8, 9], [20, 21, 22]])
     block, logits = torch.zeros(2, BLOCK, dtype=torch.int64), torch.randn(2 * BLOCK, VOCAB)
     TargetTokens(sampler, Ranks(ONE_RANK), no_penalties())(
-        batch_of(sampling_info()), output_of(logits), block, positions, None
+        batch_of(sampling_info()), output_of(logits), block, positions, lambda: None
     )
     assert sampler.positions.tolist() == [7, 8, 9, 20, 21, 22]
 
@@ -115,7 +115,7 @@ def test_penalties_and_a_bias_apply_to_every_position() -> None:
     block = torch.zeros(2, BLOCK, dtype=torch.int64)
     penalised = Penalised(2, BLOCK, torch.device("cpu"))
     tokens = TargetTokens(NotedPositions(), Ranks(ONE_RANK), penalised)(
-        batch_of(info), output_of(logits), block, block, None
+        batch_of(info), output_of(logits), block, block, lambda: None
     )
     assert tokens.tolist() == [[2, 0, 0], [4, 4, 4]]
 

@@ -106,13 +106,15 @@ def test_steps_are_not_captured_without_memory(
     caplog.set_level("WARNING")
     monkeypatch.setattr(graphs, "CudaGraphRecorder", OpRecorder)
     monkeypatch.setattr(OpRecorder, "free_gib", lambda _: free, raising=False)
-    monkeypatch.setattr(graphs, "captured_sizes", lambda _most: (1,))
+    # Not the rows of the table: a decode server has some for requests that are on their way.
+    monkeypatch.setattr(graphs, "captured_sizes", lambda most: (1, most))
     drafter = drafter_of(None)
     drafter.counters.add_nonfinite(torch.ones(5, dtype=torch.bool))
-    made = graphs.graphed(drafter, OpRecorder(), table(), self_check=False)
+    made = graphs.graphed(drafter, OpRecorder(), table(), 2, self_check=False)
     assert (made is not drafter) == recorded
     assert ("without CUDA graphs: 0.90 GiB" in caplog.text) != recorded
     if recorded:
+        assert made.describe()["draft_graph_batch_sizes"] == [1, 2]
         drafter.counters.send()
         assert drafter.counters.read() == DraftHealth()
 

@@ -23,6 +23,7 @@ from sglang_dflash.repairs.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import penalties as block_penalties
+from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step import worker as our_worker
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
@@ -71,6 +72,30 @@ def test_a_decode_step_copies_nothing_and_reads_nothing(
     # The counters of the draft, which the host reads a step later.
     assert gpu.crossings == [Crossing("copy_", waits=False)]
     assert result.next_token_ids.shape == (len(LENGTHS) * worker.block_size,)
+
+
+def test_the_block_is_read_for_grammars_before_the_target_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After it, the host would wait for the forward, too."""
+    order: list[str] = []
+
+    def reads(_block: Tensor) -> None:
+        order.append("block")
+
+    monkeypatch.setattr(our_batch.DFlashVerifyInput, "prepare_for_verify", prepared)
+    monkeypatch.setattr(sampling, "GrammarTree", SimpleNamespace(from_linear_chain=reads))
+    monkeypatch.setattr(sampling, "build_grammar_vocab_mask", lambda **_: order.append("mask"))
+    worker, batch = worker_of(None), decode_of(LENGTHS, has_grammar=True)
+    forward = worker.target_worker.forward_batch_generation
+
+    def computes(*args: Any, **named: Any) -> Any:
+        order.append("target")
+        return forward(*args, **named)
+
+    worker.target_worker.forward_batch_generation = computes
+    worker.forward_batch_generation(batch)
+    assert order == ["block", "target", "mask"]
 
 
 def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:

@@ -96,12 +96,14 @@ def largest_recorded(most: int, recorded: bool) -> int:
 
 
 def graphed(
-    drafter: Proposer, recorder: Recorder, req_to_token: Tensor, self_check: bool
+    drafter: Proposer, recorder: Recorder, req_to_token: Tensor, requests: int, self_check: bool
 ) -> Proposer:
     """The drafter with its steps recorded; the drafter itself if they cannot be.
 
     Args:
         req_to_token: int32 `[rows, positions]`; the first row is SGLang's for padding.
+        requests: that run at a time, at most: what attention was made for. A decode server's table
+            has more rows.
         self_check: whether a recorded proposal is compared with an eager one.
 
     Raises:
@@ -121,7 +123,7 @@ def graphed(
             LEAST_FREE_GIB,
         )
         return drafter
-    began, buckets = time.perf_counter(), captured_sizes(len(req_to_token) - 1)
+    began, buckets = time.perf_counter(), captured_sizes(requests)
     # Recordings are made and replayed without gradients.
     with torch.no_grad():
         made = GraphedDrafter(drafter, recorder, req_to_token, buckets)

@@ -200,7 +200,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         target = target_forward(target_worker, policy.widths, setup.device)
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
-            eager, drafter = drafter, graphed(drafter, self._recorder(), req_to_token, is_checked)
+            eager, running = drafter, self.req_to_token_pool.size
+            drafter = graphed(drafter, self._recorder(), req_to_token, running, is_checked)
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
         lookup, vocab_size = None, setup.model.config.vocab_size

@@ -33,16 +33,24 @@ _FILLER = 100
 
 
 def grammar_mask(
-    batch: ScheduleBatch, block: Tensor, device: torch.device, barrier: Callable[[], None] | None
-) -> Any:
-    """SGLang's vocabulary mask over every position of the block; None without grammars."""
+    batch: ScheduleBatch, block: Tensor, barrier: Callable[[], None] | None
+) -> Callable[[], Any]:
+    """What makes SGLang's vocabulary mask over every position of the block; None without grammars.
+
+    To be called before the target's forward is launched: the host reads the block, and would wait
+    for the forward too.
+
+    Args:
+        barrier: waits until the grammars have seen the last tokens.
+    """
     if not batch.has_grammar:
-        return None
-    return build_grammar_vocab_mask(
+        return lambda: None
+    tree = GrammarTree.from_linear_chain(block)
+    return lambda: build_grammar_vocab_mask(
         reqs=batch.reqs,
-        tree=GrammarTree.from_linear_chain(block),
+        tree=tree,
         sampling_info=batch.sampling_info,
-        device=device,
+        device=block.device,
         barrier=barrier,
     )
 

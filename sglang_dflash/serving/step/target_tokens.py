@@ -38,7 +38,7 @@ class TargetTokens:
         output: sampling.LogitsProcessorOutput,
         block: Tensor,
         positions: Tensor,
-        barrier: Callable[[], None] | None,
+        grammar: Callable[[], Any],
     ) -> Tensor:
         """Tokens int64 `[R, B]` of the target.
 
@@ -49,11 +49,11 @@ class TargetTokens:
                 Gets the sampling masks, if a request asks for them.
             block: int64 `[R, B]`.
             positions: int64 `[R, B]`.
-            barrier: waits until the grammars have seen the last tokens.
+            grammar: from `sampling.grammar_mask`.
         """
         rows, width = block.shape
         logits = output.next_token_logits
-        mask = sampling.grammar_mask(batch, block, logits.device, barrier)
+        mask = grammar()
         info = batch.sampling_info
         if info is not None and sampling.adjusts_logits(info):
             by_position = logits.view(rows, width, -1)

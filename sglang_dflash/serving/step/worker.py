@@ -168,9 +168,10 @@ class DFlashWorker:
     def _verify(
         self, batch: ScheduleBatch, step: Step, block: Tensor, barrier: Barrier | None
     ) -> tuple[GenerationBatchResult, Accepted]:
+        grammar = sampling.grammar_mask(batch, block, barrier)
         target = self.target(batch, block, step.positions, step.slots)
         output = target.logits_output
-        tokens = self.target_tokens(batch, output, block, step.positions, barrier)
+        tokens = self.target_tokens(batch, output, block, step.positions, grammar)
         accepted = self.accept(self._acceptable(batch, step, block), tokens)
         self.target_tokens.penalties.commit(batch, accepted.tokens, accepted.lengths)
         if output.sampling_mask_output is not None:
