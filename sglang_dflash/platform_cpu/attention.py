@@ -106,11 +106,17 @@ class CpuAttentionBackend(AttentionBackend):
         """q `[N, H * D]`, k and v `[N, G * D]` of this forward's tokens; returns `[N, H * Dv]`.
 
         Raises:
-            NotImplementedError: the layer is a cross attention, or has attention sinks.
+            NotImplementedError: the layer is a cross attention, has attention sinks, or caps its
+                logits.
         """
-        if layer.is_cross_attention or others.get("sinks") is not None:
-            kind = "cross attention" if layer.is_cross_attention else "an attention sink"
-            raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
+        unserved = {
+            "cross attention": layer.is_cross_attention,
+            "an attention sink": others.get("sinks") is not None,
+            "a cap on attention logits": layer.logit_cap,
+        }
+        for kind, present in unserved.items():
+            if present:
+                raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
         if save_kv_cache and k is not None:
             where = KVWriteLoc(forward_batch.out_cache_loc, self.sliding_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)

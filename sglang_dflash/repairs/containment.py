@@ -130,7 +130,11 @@ def unserved(scheduler: Any) -> str | None:
         "diffusion decoding": scheduler.dllm_config is not None,
         "HiSparse": scheduler.enable_hisparse,
         "a hierarchical cache": scheduler.enable_hierarchical_cache or scheduler.enable_lmcache,
-        "an external cache": scheduler.enable_unified_cache_external_linker,
+        "an external cache": (
+            scheduler.enable_unified_cache_external_linker
+            or scheduler.server_args.enable_flexkv
+            or scheduler.server_args.radix_cache_backend is not None
+        ),
         "an embedding model": not scheduler.is_generation,
     }
     return next((name for name, given in found.items() if given), None)

@@ -48,11 +48,16 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
 
 @contextmanager
 def limit(seconds: float) -> Iterator[None]:
-    """Raise TooLong in the block after so many CPU seconds of this process. Main thread only: the
+    """Raise TooLong in the block after so many CPU seconds of this thread. Main thread only: the
     engine of `re` asks for signals while it searches, and for nothing else."""
+    began = time.thread_time()
 
     def stop(_number: int, _frame: Any) -> None:
-        raise TooLong
+        # The timer's seconds are those of all threads of the process.
+        left = seconds - (time.thread_time() - began)
+        if left <= 0:
+            raise TooLong
+        signal.setitimer(signal.ITIMER_VIRTUAL, max(left, OF_A_TOKEN))
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from huggingface_hub import snapshot_download
@@ -31,7 +31,9 @@ async def check_and_update(original: Any, manager: Any, obj: Any, request: Any =
     if not guard_off(manager.server_args):
         try:
             check_format(obj.load_format)
-            await asyncio.to_thread(check_folder, obj.model_path, manager.model_path)
+            given = manager.server_args
+            served = Served(manager.model_path, given.revision, given.download_dir)
+            await asyncio.to_thread(check_folder, obj.model_path, served)
         except ConfigError as error:
             return False, f"{error}. The weights are unchanged", 0
     return await original(manager, obj, request)
@@ -47,7 +49,15 @@ def check_format(load_format: str | None) -> None:
         raise ConfigError("load_format", load_format, required)
 
 
-def check_folder(folder: str, served: str) -> None:
+class Served(NamedTuple):
+    """Where SGLang has loaded the served checkpoint from: its arguments."""
+
+    model_path: str
+    revision: str | None = None
+    download_dir: str | None = None
+
+
+def check_folder(folder: str, served: Served) -> None:
     """Compare architecture, tensor names and shapes with those of the served checkpoint.
 
     Either may be a name on the hub. Weights of the served model that are no safetensors files are
@@ -57,21 +67,33 @@ def check_folder(folder: str, served: str) -> None:
         ConfigError: the folder does not hold weights of the served model, or one of the two cannot
             be had.
     """
-    folder, served = _local("model_path", folder), _local("served model", served)
-    new, old = architectures(folder), architectures(served)
+    folder, kept = _local("model_path", folder), _local_of(served)
+    new, old = architectures(folder), architectures(kept)
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
-    if any(Path(served).glob("*.safetensors")):
-        tensors = stored_tensors(served, "served")
+    if any(Path(kept).glob("*.safetensors")):
+        tensors = stored_tensors(kept, "served")
         check_tensors(folder, stored_tensors(folder, "new"), tensors)
 
 
-def _local(field: str, name: str) -> str:
-    """The local folder of a checkpoint, fetched from the hub if need be. Raises ConfigError."""
+def _local_of(served: Served) -> str:
+    # It was loaded, so it is here: nothing is fetched.
+    return _local(
+        "served model", served.model_path, revision=served.revision,
+        cache_dir=served.download_dir, local_files_only=True,
+    )  # fmt: skip
+
+
+def _local(field: str, name: str, **where: Any) -> str:
+    """The local folder of a checkpoint, fetched from the hub if need be. Raises ConfigError.
+
+    Args:
+        where: of `snapshot_download`.
+    """
     if exists(name):
         return name
     try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
+        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **where)
     except (HFValidationError, HfHubHTTPError, httpx.TransportError, OSError) as error:
         required = (
             f"neither a folder here nor on the hub, so nothing is compared ({cut(str(error))})"

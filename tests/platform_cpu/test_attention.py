@@ -74,8 +74,8 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
         set_kv_buffer=lambda *a: None,
     )
     fake = SimpleNamespace(
-        **layer().__dict__, is_cross_attention=False, layer_id=0, tp_k_head_num=GROUPS,
-        tp_q_head_num=GROUPS * SHARED, qk_head_dim=DIM, v_head_dim=DIM,
+        **layer().__dict__, is_cross_attention=False, logit_cap=0.0, layer_id=0,
+        tp_k_head_num=GROUPS, tp_q_head_num=GROUPS * SHARED, qk_head_dim=DIM, v_head_dim=DIM,
     )  # fmt: skip
     slots = torch.randperm(64)
     one, other = (
@@ -91,13 +91,20 @@ def test_a_request_does_not_depend_on_its_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("crosses", "others", "kind"),
-    [(True, {}, "cross attention"), (False, {"sinks": torch.zeros(2)}, "an attention sink")],
+    ("crosses", "cap", "others", "kind"),
+    [
+        (True, 0.0, {}, "cross attention"),
+        (False, 0.0, {"sinks": torch.zeros(2)}, "an attention sink"),
+        # Of Gemma 2.
+        (False, 50.0, {}, "a cap on attention logits"),
+    ],
 )
-def test_attention_of_another_kind_is_refused(crosses: bool, others: dict, kind: str) -> None:
+def test_attention_of_another_kind_is_refused(
+    crosses: bool, cap: float, others: dict, kind: str
+) -> None:
     """And not computed as if it were ordinary attention."""
     backend = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
-    fake = SimpleNamespace(**layer().__dict__, is_cross_attention=crosses)
+    fake = SimpleNamespace(**layer().__dict__, is_cross_attention=crosses, logit_cap=cap)
     q = torch.randn(1, GROUPS * SHARED * DIM)
     with pytest.raises(NotImplementedError, match=kind):
         backend.forward_extend(q, q, q, fake, SimpleNamespace(), **others)

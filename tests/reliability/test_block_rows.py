@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
@@ -81,6 +82,20 @@ def test_every_position_draws_its_own_random_number() -> None:
         batch_of(sampling_info()), output_of(logits), block, positions, lambda: None
     )
     assert sampler.positions.tolist() == [7, 8, 9, 20, 21, 22]
+
+
+def test_greedy_tokens_are_of_the_logits_that_sglangs_sampler_takes() -> None:
+    """With SGLANG_SANITIZE_NAN_LOGITS a NaN is the least likely token, and else the first."""
+    logits = torch.zeros(2 * BLOCK, VOCAB)
+    logits[:, 3], logits[:, 5] = 1.0, float("nan")
+    block, info = torch.zeros(2, BLOCK, dtype=torch.int64), sampling_info()
+    info.is_all_greedy = True
+    for sanitizes, token in ((False, 5), (True, 3)):
+        with envs.SGLANG_SANITIZE_NAN_LOGITS.override(sanitizes):
+            tokens = TargetTokens(NotedPositions(), Ranks(ONE_RANK), no_penalties())(
+                batch_of(info), output_of(logits.clone()), block, block, lambda: None
+            )
+        assert (tokens == token).all()
 
 
 def no_penalties() -> BlockPenalties:

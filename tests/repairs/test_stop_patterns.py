@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +52,26 @@ def test_others_are_looked_for_as_before(text: str, found: bool) -> None:
     began = time.process_time()
     while time.process_time() - began < 2 * stop_patterns.FIRST:
         pass
+
+
+def test_other_threads_do_not_count() -> None:
+    """Such as those of a forward, which may be busy for a while after it."""
+    ended = threading.Event()
+
+    def busy() -> None:
+        while not ended.is_set():
+            hashlib.sha256(bytes(1 << 24))
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for one in threads:
+        one.start()
+    try:
+        with stop_patterns.limit(stop_patterns.FIRST):
+            time.sleep(8 * stop_patterns.FIRST)
+    finally:
+        ended.set()
+        for one in threads:
+            one.join()
 
 
 def test_looks_that_are_slow_each_time_end_their_request_too() -> None:

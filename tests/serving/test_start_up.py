@@ -24,6 +24,7 @@ HYBRID_PAIR = server_flags(target=HYBRID.target, draft=HYBRID.draft)
 # What is added to the dense pair's flags.
 REFUSED = {
     r"--tp-size: 3; .*num_attention_heads": ["--tp-size", "3"],
+    r"--use-ray: True; leave it out": ["--use-ray"],
     r"--enable-streaming-session: not supported for targets with recurrent layers": [
         *(*HYBRID_PAIR, "--enable-streaming-session")
     ],
@@ -133,6 +134,7 @@ NOT_OURS: dict[str, dict[str, Any]] = {
         "enable_hierarchical_cache": True,
         "hicache_host_memory_mode": "buffer_only",
     },
+    "--enable-memory-saver": {"enable_memory_saver": True},
     "--enable-unified-memory": {"enable_unified_memory": True},
     "--device npu": {"device": "npu"},
 }

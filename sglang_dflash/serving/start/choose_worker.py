@@ -72,6 +72,9 @@ def check_pair(server_args: Any) -> None:
         flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
     try:
+        if settings.use_ray:
+            required = "leave it out: SGLang's Ray actors load no plugin, and so none of our checks"
+            raise ConfigError("--use-ray", True, required)
         if settings.speculative_draft_model_path is None:
             required = (
                 "missing: --speculative-algorithm DFLASH needs a draft, a folder or a hub name"
@@ -270,6 +273,7 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
         "--hicache-host-memory-mode buffer_only": settings.enable_hierarchical_cache
         and settings.hicache_host_memory_mode == "buffer_only",
+        "--enable-memory-saver": settings.enable_memory_saver,
         "--enable-unified-memory": settings.enable_unified_memory,
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
             settings

@@ -20,6 +20,7 @@ from sglang.srt.speculative.spec_utils import (
     check_simulate_acc_token_mode,
     sample_simulated_acc_len,
 )
+from sglang.srt.utils.async_probe import sanitize_nan_logits as sanitize_nan_logits
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted, simulate_acceptance

@@ -67,6 +67,8 @@ class TargetTokens:
         if mask is not None:
             mask.apply(logits)
         if info is None or (info.is_all_greedy and not sampling.asks_for_masks(info)):
+            # As SGLang's sampler does, of logits that are not a number.
+            sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
             tokens = logits.argmax(-1)
         else:
             tokens = self._sample(batch, output, positions)
