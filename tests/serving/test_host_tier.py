@@ -33,8 +33,13 @@ CACHES: dict[str, Callable[..., DraftKVCache]] = {
 
 
 def of(cache: DraftKVCache, window: int | None = None) -> tuple[HostTier, DraftKVCache]:
-    layers: Any = SimpleNamespace(reach=Reach(window))
-    return HostTier([KVGroup(layers, cache, SimpleNamespace())], running=1), cache  # type: ignore[arg-type]
+    return HostTier([group(cache, Reach(window))], running=1), cache
+
+
+def group(cache: DraftKVCache, reach: Reach) -> KVGroup:
+    layers: Any = SimpleNamespace(reach=reach)
+    attention: Any = None
+    return KVGroup(layers, cache, attention)
 
 
 def at(*slots: int) -> Tensor:
@@ -105,9 +110,8 @@ def test_of_every_part_of_a_prefix_the_last_tokens_come_back() -> None:
 
 
 def test_sinks_come_back_if_not_everything_fits() -> None:
-    layers: Any = SimpleNamespace(reach=Reach(2, 2))
     cache = RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu")
-    tier = HostTier([KVGroup(layers, cache, SimpleNamespace())], running=2)  # type: ignore[arg-type]
+    tier = HostTier([group(cache, Reach(2, 2))], running=2)
     there = [range(1, 5), range(5, 9)]
     for first, part in zip((30, 34), there, strict=True):
         write(cache, at(*part), [float(slot) for slot in part])
@@ -207,7 +211,7 @@ def test_a_step_reads_nothing_of_a_slots_last_owner(window: int | None) -> None:
 def test_a_server_that_sends_draft_kv_sends_nothing_of_a_slots_last_owner() -> None:
     """It sends slots as they are. What is not loaded back is zeros."""
     cache = TaggedKVCache(SLOTS, SHAPE, torch.float8_e4m3fn, "cpu")
-    tier = HostTier(of(cache)[0]._groups, running=1, sends=True)
+    tier = HostTier([group(cache, Reach())], running=1, sends=True)
     write(cache, at(1, 2, 5, 6, 7), [1.0, 2.0, 3.0, 4.0, 5.0])
     tier.plan_backup(at(1, 2), at(30, 31), HOST)
     tier.plan_loss(at(31))
