@@ -258,3 +258,31 @@ def test_a_result_processed_in_part_is_undone(fails_at: str) -> None:
         assert one.logprob.input_token_logprobs_val == [1.0]
         # What was sent is not sent again, and what was not is.
         assert one.send_token_offset == (2 if fails_at == "after" else 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, None),
+        ({"enable_flexkv": True}, "an external cache"),
+        ({"radix_cache_backend": "mine"}, "an external cache"),
+    ],
+)
+def test_caches_that_copy_by_themselves_turn_it_off(
+    given: dict[str, Any], named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that is emptied while they copy would get, or give, K/V of other tokens."""
+    parallel = SimpleNamespace(pp_size=1, attn_dp_enabled=False)
+    monkeypatch.setattr(containment, "get_parallel", lambda: parallel)
+    own: Any = SimpleNamespace(
+        server_args=SimpleNamespace(
+            **{"enable_flexkv": False, "radix_cache_backend": None, **given}
+        ),
+        disaggregation_mode=containment.DisaggregationMode.NULL, dllm_config=None,
+        is_generation=True,
+        **dict.fromkeys((
+            "enable_pdmux", "enable_overlap_mlx", "enable_hisparse", "enable_hierarchical_cache",
+            "enable_lmcache", "enable_unified_cache_external_linker",
+        ), False),
+    )  # fmt: skip
+    assert containment.unserved(own) == named
