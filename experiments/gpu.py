@@ -100,7 +100,7 @@ def self_check(config: DraftConfig, device: torch.device, dtype: torch.dtype) ->
     """
     model = random_model(config, device, dtype)
     head, found, failed = random_head(model), {}, []
-    ops = check_ops(model, config.block_size)
+    ops = check_ops(model, config.block_size, config.block_size)
     for name in ATTENTION:
         try:
             choose_attention(name, config, device, ATTENTION)

@@ -177,6 +177,6 @@ def kv_groups(
         cache = (TaggedKVCache if tagged else DraftKVCache)(slots, shape, dtype, device)
         if entries is not None and layers.reach.is_bounded:
             cache = RingKVCache(entries, slots, shape, dtype, device)
-        torch_attention = TorchAttention(layers.layers, options.block_size)
+        torch_attention = TorchAttention(layers.layers, options.draft_block)
         found.append(KVGroup(layers, cache, attention(layers) if attention else torch_attention))
     return found

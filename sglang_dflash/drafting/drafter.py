@@ -86,7 +86,7 @@ class Drafter:
         self.groups: Sequence[KVGroup] = tuple(groups)
         self.head, self._embed = make_head(model, target), target.embed
         self.counters = DraftCounters(model.fc.weight.device)
-        self.block_size = options.block_size
+        self.block_size = options.draft_block
         self._attend = {
             number: partial(group.attention.attend, i)
             for group in groups

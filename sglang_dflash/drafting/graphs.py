@@ -207,9 +207,8 @@ class GraphedDrafter:
         return Key(size, columns, self._drafter.block_size)
 
     def _key_of_commit(self, tokens: int) -> Key | None:
-        """For the tokens of a whole batch: B of every request."""
         width = self._drafter.block_size
-        size = None if tokens % width else _next(self._buckets, tokens // width)
+        size = _next(self._buckets, -(-tokens // width))
         return None if size is None else Key(size, 0, width)
 
 

@@ -101,10 +101,20 @@ class Lookup:
     """
 
     def __init__(
-        self, req_to_token: Tensor, ops: TorchOps, vocab_size: int, counters: DraftCounters
+        self,
+        req_to_token: Tensor,
+        ops: TorchOps,
+        block_size: int,
+        vocab_size: int,
+        counters: DraftCounters,
     ) -> None:
-        """`counters`: the drafter's."""
+        """
+        Args:
+            block_size: B, of the blocks that are verified. The draft's may be shorter.
+            counters: the drafter's.
+        """
         self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
+        self._block_size = block_size
         self._ops, self._vocab_size, self._counters = ops, vocab_size, counters
         self._taken: Tensor | None = None
 
@@ -117,9 +127,12 @@ class Lookup:
         """
         self.texts[rows, positions] = tokens.clamp(max=_NO_TOKEN).int()
 
-    def replace(self, block: Tensor, requests: RequestSlots) -> None:
-        """`continue_seen`, of the ops."""
+    def fill(self, drafted: Tensor, requests: RequestSlots) -> Tensor:
+        """Blocks int64 `[R, B]`: the draft's, of up to B tokens, or by `continue_seen`, of the ops.
+        After a draft's last token there is a token that is hardly accepted."""
+        block = F.pad(drafted, (0, self._block_size - drafted.shape[1]))
         self._taken = self._ops.continue_seen(block, self.texts, requests, self._vocab_size)
+        return block
 
     def learn(self, lengths: Tensor) -> None:
         """Count what was accepted of the block: int64 `[R]` tokens, bonus tokens included."""

@@ -46,7 +46,10 @@ class ResolvedOptions:
     """Options for one draft checkpoint, all decided.
 
     Attributes:
-        block_size: tokens verified per step, the bonus token included.
+        block_size: tokens verified per step, the bonus token included; at most, if widths adapt.
+        draft_block: tokens of the block that the draft fills, the bonus token included. Lookup
+            fills the rest.
+        looks_up: whether drafts are also looked up in the request's own text.
         reach: what the server lets drafts read of a request.
         draft_kv_tokens: entries of every ring; None for the default.
         recurrent_rollback: see `Options`.
@@ -54,6 +57,8 @@ class ResolvedOptions:
     """
 
     block_size: int
+    draft_block: int
+    looks_up: bool
     reach: Reach
     draft_kv_tokens: int | None
     recurrent_rollback: str
@@ -74,14 +79,17 @@ class ResolvedOptions:
             visible = min(visible, self.context)
         return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.block_size)
 
-    def warnings(self, config: DraftConfig, names: Mapping[str, str]) -> list[Notice]:
+    def warnings(
+        self, config: DraftConfig, names: Mapping[str, str], is_fixed: bool = False
+    ) -> list[Notice]:
         """What outputs survive and acceptance may not.
 
         Args:
             names: setting -> what the user types for it.
+            is_fixed: whether every step verifies the whole block.
         """
         found, context, trained = [], self.context, config.max_position_embeddings
-        if self.block_size > config.block_size:
+        if self.draft_block > config.block_size:
             found.append(
                 Notice(
                     "block-above-trained",
@@ -89,6 +97,16 @@ class ResolvedOptions:
                     f"{config.block_size} of a block that the draft was trained with: steps take "
                     "longer, for they compute the whole block, and acceptance may fall",
                     f"give {config.block_size}, or leave it out",
+                )
+            )
+        if is_fixed and self.block_size > self.draft_block:
+            found.append(
+                Notice(
+                    "lookup-block-fixed",
+                    f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
+                    f"{self.draft_block} of a block that the draft fills, and every step verifies "
+                    "the whole block, also where nothing is copied",
+                    f"set {names.get('width', 'the width')} to adaptive",
                 )
             )
         for name, tokens in (("window", self.reach.tokens), ("sinks", self.reach.sinks)):
@@ -120,6 +138,8 @@ class Options:
 
     Attributes:
         block_size: tokens verified per step, the bonus token included; None for the checkpoint's.
+            The draft fills them all, or with lookup no more than it was trained with.
+        looks_up: whether drafts are also looked up in the request's own text.
         window: committed tokens that the draft's attention reads; None for all.
         sinks: first tokens of a request that stay visible beside the window.
         draft_kv_tokens: entries of the draft KV cache of layers that do not read the whole context;
@@ -132,6 +152,7 @@ class Options:
     """
 
     block_size: int | None = None
+    looks_up: bool = False
     window: int | None = None
     sinks: int = 0
     draft_kv_tokens: int | None = None
@@ -199,6 +220,8 @@ class Options:
             )
         return ResolvedOptions(
             block_size=block_size,
+            draft_block=min(block_size, trained or block_size) if self.looks_up else block_size,
+            looks_up=self.looks_up,
             reach=Reach(self.window, self.sinks),
             draft_kv_tokens=self.draft_kv_tokens,
             recurrent_rollback=self.recurrent_rollback,

@@ -41,6 +41,7 @@ class SampledDrafts:
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
+        """`block_size`: B, or more."""
         self._hits = torch.zeros(len(RULES), block_size - 1, device=device)
 
     @property
@@ -55,7 +56,7 @@ class SampledDrafts:
             return drafted, None
         guesses = Guesses(drafted, noise.temperatures > 0)
         block = drafted[LIKELIEST].clone()
-        coupled = self.couples & guesses.is_sampled[:, None]
+        coupled = self.couples[: block.shape[1] - 1] & guesses.is_sampled[:, None]
         block[:, 1:] = drafted[COUPLED, :, 1:].where(coupled, block[:, 1:])
         return block, guesses
 
@@ -63,7 +64,7 @@ class SampledDrafts:
         """Count which guesses were the target's tokens, where all drafts before were accepted."""
         if guesses is None:
             return
-        drafts = accepted.tokens.shape[1] - 1
+        drafts = min(accepted.tokens.shape[1], guesses.by_rule.shape[2]) - 1
         at = torch.arange(drafts, device=accepted.lengths.device)
         reached = (at < accepted.lengths[:, None]) & guesses.is_sampled[:, None]
         hits = (guesses.by_rule[:, :, 1 : drafts + 1] == accepted.tokens[:, :drafts]) & reached

@@ -31,8 +31,12 @@ class SelfCheckFailed(ConfigError):
     """An operation gives another result than torch, or a recorded step than an eager one."""
 
 
-def check_ops(model: DraftModel, block_size: int) -> list[str]:
+def check_ops(model: DraftModel, block_size: int, verified: int) -> list[str]:
     """Compare the model's operations with torch's, at its shapes and with its weights.
+
+    Args:
+        block_size: tokens of the block that the draft fills.
+        verified: tokens of the block that the target verifies, at most.
 
     Returns:
         The names of the operations that were compared; none if they are torch's.
@@ -42,7 +46,7 @@ def check_ops(model: DraftModel, block_size: int) -> list[str]:
     """
     if type(model.ops) is TorchOps:
         return []
-    cases, twin = _cases(model, block_size), TorchOps()
+    cases, twin = _cases(model, block_size, verified), TorchOps()
     for name, run in cases.items():
         for got, expected in zip(run(model.ops), run(twin), strict=True):
             _compare(name, got, expected)
@@ -147,7 +151,9 @@ class _Random:
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
 
 
-def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequence[Tensor]]]:
+def _cases(
+    model: DraftModel, block: int, verified: int
+) -> dict[str, Callable[[TorchOps], Sequence[Tensor]]]:
     """Operation -> its results to compare. Each run has copies: operations may overwrite."""
     config, layers, draw = model.config, cast(Sequence[Any], model.layers), _Random(model)
     layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
@@ -165,7 +171,7 @@ def _cases(model: DraftModel, block: int) -> dict[str, Callable[[TorchOps], Sequ
     entry_of = draw.ints(0, CONTEXT, 2 * CONTEXT).int()
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
-    drafts, target = draw.ints(0, 2, *shape), draw.ints(0, 2, *shape)
+    drafts, target = (draw.ints(0, 2, REQUESTS, verified) for _ in range(2))
     texts = draw.ints(0, 3, REQUESTS + 1, 2 * CONTEXT).int()
     # With a greedy request.
     temperatures = draw.ints(0, 2, REQUESTS).float()

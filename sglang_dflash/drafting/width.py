@@ -260,11 +260,10 @@ class AdaptiveWidth:
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
     ) -> int:
-        allowed = self.widths[: max(1, bisect_right(self.widths, most))] if requests else (1,)
         step = _Chosen(1)
-        if len(allowed) > 1:
+        if requests and most > 1:
             place = Place.of(len(requests) + undrafted, context)
-            step = self._decide(requests, undrafted, self._seconds.at(place), allowed)
+            step = self._decide(requests, undrafted, self._seconds.at(place), most)
         self._open.append(step)
         self._steps[step.width] += 1
         self._probes += step.is_probe
@@ -278,16 +277,16 @@ class AdaptiveWidth:
         requests: Sequence[Hashable],
         undrafted: int,
         seconds: Mapping[int, float],
-        allowed: Sequence[int],
+        most: int,
     ) -> _Chosen:
-        unmeasured = self._to_measure(allowed)
+        unmeasured = self._to_measure()
         if unmeasured is not None:
             return _Chosen(unmeasured)
         running = len(requests) + undrafted
         survivors = (len(requests) * survival for survival in self._survival.of)
         tokens = list(accumulate(survivors, initial=float(running)))
-        rate = {width: tokens[width - 1] / seconds[width] for width in allowed}
-        best = max(allowed, key=rate.__getitem__)
+        rate = {width: tokens[min(width, most) - 1] / seconds[width] for width in self.widths}
+        best = max(rate, key=rate.__getitem__)
         if best != self._best:
             self._best, self._pause = best, 1.0
         if self._seen and 2 * len(self._seen.intersection(requests)) < len(requests):
@@ -299,18 +298,18 @@ class AdaptiveWidth:
         pays = running / len(requests) * (seconds[width] / seconds[1] - 1)
         return _Chosen(width, pays, self._best == 1 < width)
 
-    def _to_measure(self, allowed: Sequence[int]) -> int | None:
+    def _to_measure(self) -> int | None:
         """The width that is used while not all are measured; None if they are.
 
         Not for ever: a step that a prefill follows is not timed. Then it is as with a fixed width.
         """
         measured = self._seconds.measured
-        least = min(allowed, key=measured.__getitem__)
+        least = min(self.widths, key=measured.__getitem__)
         if measured[least] >= KEPT // 2:
             return None
         self._untimed += 1
         if self._cold or self._untimed > len(self.widths) * KEPT:
-            return min(self._best, allowed[-1])
+            return self._best
         return least
 
     def _to_try(
@@ -318,7 +317,7 @@ class AdaptiveWidth:
     ) -> int | None:
         """A width other than the best that is used for one step, if one is due."""
         again, self._again = self._again, 0
-        if again in rate and again != best:
+        if again and again != best:
             return again
         wider = [width for width in rate if width > best]
         if wider:

@@ -158,6 +158,7 @@ def draft_memory(
     config: DraftConfig,
     *,
     block_size: int,
+    verified: int,
     requests: int,
     columns: int,
     ring_columns: int = 0,
@@ -170,7 +171,8 @@ def draft_memory(
     """What a rank's largest draft steps take, without what depends on the attention backends.
 
     Args:
-        block_size: B, tokens of a block.
+        block_size: B, tokens of the block that the draft fills.
+        verified: tokens per request that a step verifies, and the drafter absorbs, at most.
         requests: R, --max-running-requests.
         columns: of a step's tables of entries.
         ring_columns: those of them whose entries may be missing.
@@ -187,7 +189,7 @@ def draft_memory(
         whole = columns - ring_columns
         table = requests * (whole * _PAGES_BYTES + ring_columns * _SORTED_PAGES_BYTES)
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / ranks)
-    tokens = requests * max(block_size, waiting_steps)
+    tokens = requests * max(verified, waiting_steps)
     return DraftMemory(
         slot_tables=table,
         graph_buffers=recorded * (4 * 8 + 4 + block_size * (4 * 8 + 1 + hidden)),

@@ -118,7 +118,7 @@ def inspect(
         "sinks": resolved.reach.sinks,
         "max_running_requests": serving.max_running_requests,
         "tp_size": serving.tp_size,
-        **_head_bytes(config, resolved.block_size),
+        **_head_bytes(config, resolved.draft_block),
         "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
         "draft_values": "finite" if config and draft.weights else None,
         **memory,
@@ -250,7 +250,8 @@ def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> i
     reaches = [group.reach for group in judged.config.groups(options.reach)]
     return sizes.draft_memory(
         judged.config,
-        block_size=options.block_size,
+        block_size=options.draft_block,
+        verified=options.block_size,
         requests=serving.max_running_requests,
         columns=sum(reach.of(options.context or 0) for reach in reaches),
         ranks=serving.tp_size,

@@ -61,9 +61,11 @@ def known_text_drafted(seen: Seen) -> None:
 
 
 def looked_up(seen: Seen) -> None:
-    """Drafts from either source are taken and accepted."""
+    """Drafts from either source are taken and accepted, also where the draft fills nothing."""
     for counts in (seen.report["steps_by_source"], seen.report["accepted_drafts_by_source"]):
         assert min(counts.values()) > 10, counts
+    beyond = seen.report["acceptance_by_position"][seen.report["trained_block_size"] - 1 :]
+    assert all(beyond), beyond
 
 
 def two_pools(seen: Seen) -> None:

@@ -89,6 +89,8 @@ PAGES = DFLASH.having(
     enable_custom_logit_processor=True,
 )
 LOOKUP = {"speculative_dflash_lookup": "on"}
+# Blocks that only lookup can fill.
+WIDE = {**LOOKUP, "speculative_num_draft_tokens": 20}
 # Sliding and full layers; the second is of DFlash2.
 MIXED = {"speculative_draft_model_path": f"{FILES}/mixed-draft", **LOOKUP}
 SECOND = {"speculative_draft_model_path": f"{FILES}/dflash2-draft", **LOOKUP}
@@ -123,7 +125,7 @@ TIGHT = (
         max_running_requests=8,
         enable_return_hidden_states=True,
         **WATCHED,
-        **SECOND,
+        **(SECOND | WIDE),
     )
     .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="15", **STRICT)
 )
@@ -159,7 +161,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED, **SECOND),
+    DFLASH.named("graphs").having(**RECORDED, **(SECOND | WIDE)),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 HYBRID_PAIR = demo_pair("hybrid")
@@ -202,9 +204,9 @@ SOAK_HYBRID = (
 CHANGING = {"speculative_dflash_extension": "tests.engine.extensions:random_widths"}
 # With an attention backend of the target per width, as on a GPU.
 BY_WIDTH = {"speculative_dflash_extension": "tests.engine.extensions:random_widths_with_backends"}
-RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **SECOND)
+RANDOM_WIDTHS_TP2 = TP2.named("random-widths-tp2").having(**CHANGING, **(SECOND | WIDE))
 HYBRID_PAIR_WIDTHS = HYBRID_PAIR_PLAIN.named("hybrid-pair-widths").having(
-    **drafting(f"{FILES}/dflash2-hybrid-draft"), **BY_WIDTH, **LOOKUP
+    **drafting(f"{FILES}/dflash2-hybrid-draft"), **BY_WIDTH, **WIDE
 )
 COUNTED = DFLASH.named("adaptive").having(enable_metrics=True, **MIXED)
 ADAPTIVE = COUNTED.having(speculative_dflash_width="adaptive")
@@ -249,7 +251,7 @@ BOUNDED = SIZED.named("bounded").having(**DFLASH_FLAGS, speculative_draft_window
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
 SEEDED_PLAIN = SIZED.named("seeded-plain").having(**DETERMINISTIC)
-SEEDED = DFLASH.named("seeded").having(**DETERMINISTIC, **LOOKUP)
+SEEDED = DFLASH.named("seeded").having(**DETERMINISTIC, **WIDE)
 CODE_PAIR = demo_pair("code")
 SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
 SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
@@ -306,7 +308,7 @@ FEATURES = PLAIN.having(
 )
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
-FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **LOOKUP)
+FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **WIDE)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )

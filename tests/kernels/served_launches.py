@@ -158,7 +158,7 @@ def launches() -> dict[str, list[str]]:
             # As a server starts: operations are checked, steps recorded, replay is warmed up.
             drafter, replay = drafter_of(window), replay_of()
             ops: Any = drafter.model.ops
-            for run in _cases(drafter.model, CONFIG.block_size).values():
+            for run in _cases(drafter.model, CONFIG.block_size, CONFIG.block_size).values():
                 run(ops)
             graphed = GraphedDrafter(drafter, TwoRuns(), table, REQUESTS)
             replay.warm_up()

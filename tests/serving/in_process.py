@@ -98,21 +98,24 @@ def worker_of(
     widths: StepWidths | None = None,
     labels: Mapping[str, Any] | None = None,
     looks_up: bool = False,
+    block_size: int | None = None,
     notices: Sequence[Notice] = (),
     hierarchical: bool = False,
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
-    `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any."""
+    `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any.
+    `block_size`: None for that of the draft."""
     with torch.device(device):
         model = random_model(RAW).freeze()
-    options = Options(window=window).resolve(model.config)
+    asked = Options(window=window, looks_up=looks_up, block_size=block_size)
+    options = asked.resolve(model.config)
     groups = kv_groups(model, options, SLOTS, entries, dtype=dtype, tagged=hierarchical)
     drafter = drafter_of(model, groups, options, device)
     block, ranks = options.block_size, Ranks(group)
     widths = widths or widths_of(FixedWidth(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
-    lookup = Lookup(table, model.ops, VOCAB, drafter.counters) if looks_up else None
+    lookup = Lookup(table, model.ops, block, VOCAB, drafter.counters) if looks_up else None
     target: Any = Target(model.config.target_hidden_width, device, padding)
     prefill = PrefillStep(target, drafter, table, ranks, 2, lookup)
     figures = Figures(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_dflash.drafting import plain_context
+from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.facts.errors import ConfigError
@@ -204,7 +205,7 @@ def test_a_prefill_comes_after_what_waits() -> None:
 
 
 def policy_of(
-    flags: dict[str, Any], settings: dict[str, Any] | None = None, block_size: int = 8
+    flags: dict[str, Any], settings: dict[str, Any] | None = None, block: int = 8, trained: int = 8
 ) -> WidthPolicy:
     """What `--speculative-dflash-NAME` flags give on a plain CPU with changed settings."""
     server_args = SimpleNamespace(
@@ -213,12 +214,20 @@ def policy_of(
     linear = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_verify_backend")
     plain = {"enable_deterministic_inference": False, "device": "cpu", "enable_lora": None}
     plain |= dict.fromkeys(linear)
-    return width_policy(server_args, SimpleNamespace(**(plain | (settings or {}))), block_size)
+    options = Options(block, looks_up=True).for_trained_block(trained)
+    return width_policy(server_args, SimpleNamespace(**(plain | (settings or {}))), options)
 
 
 def test_default_widths_end_with_the_block() -> None:
-    for block, widths in ((2, (1, 2)), (4, (1, 4)), (8, (1, 4, 8)), (16, (1, 4, 8, 16))):
-        policy = policy_of({"width": "adaptive"}, block_size=block)
+    for trained, block, widths in (
+        (2, 2, (1, 2)),
+        (8, 4, (1, 4)),
+        (8, 8, (1, 4, 8)),
+        (16, 16, (1, 4, 8, 16)),
+        (16, 40, (1, 4, 8, 16, 40)),
+        (6, 32, (1, 4, 6, 8, 32)),
+    ):
+        policy = policy_of({"width": "adaptive"}, block=block, trained=trained)
         assert isinstance(policy, AdaptiveWidth) and policy.widths == widths
 
 

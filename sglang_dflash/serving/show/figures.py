@@ -234,7 +234,7 @@ class Figures:
     @property
     def head_bytes(self) -> HeadBytes:
         itemsize = self.model.fc.weight.element_size()
-        return head_bytes(self.model.config, self.options.block_size, itemsize)
+        return head_bytes(self.model.config, self.options.draft_block, itemsize)
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""

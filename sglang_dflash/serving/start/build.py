@@ -129,7 +129,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         options = replace(self._asked.resolve(model.config), context=context)
         self._extension = load_extension(self._flags.extension, self._target_worker)
         if self._extension.width_policy is None:
-            self._policy = flags.width_policy(server_args, settings, options.block_size)
+            self._policy = flags.width_policy(server_args, settings, options)
         else:
             self._policy = self._extension.width_policy(options.block_size)
         asked_for = asked_attention(server_args)
@@ -153,7 +153,6 @@ class DFlashSpecWorker(BaseSpecWorker):
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
             server_args.max_running_requests or 48,
-            looks_up=self._flags.lookup == "on",
             disaggregated=role in ("prefill", "decode"),
             hierarchical=settings.enable_hierarchical_cache,
         )  # fmt: skip
@@ -162,7 +161,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
         memory.hand_plan_to_sizing(runner, plan)
         self._memory = plan.needed
-        self._notices = options.warnings(model.config, self._names)
+        is_fixed = len(self._policy.widths) == 1
+        self._notices = options.warnings(model.config, self._names, is_fixed)
         for notice in self._notices:
             logger.warning("%s", notice)
         sampling.warn_of_simulation()
@@ -205,8 +205,9 @@ class DFlashSpecWorker(BaseSpecWorker):
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
         lookup, vocab_size = None, setup.model.config.vocab_size
-        if setup.looks_up:
-            lookup = Lookup(req_to_token, setup.model.ops, vocab_size, drafter.counters)
+        if setup.options.looks_up:
+            ops, counters = setup.model.ops, drafter.counters
+            lookup = Lookup(req_to_token, ops, block, vocab_size, counters)
         if self._rollback is not None:
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())

@@ -104,7 +104,7 @@ def _check(server_args: Any, settings: Any) -> None:
     resolved = options.resolve(config)
     model = model_config_of(server_args)
     # Raises if the width flags do not fit the server.
-    flags.width_policy(server_args, settings, resolved.block_size)
+    flags.width_policy(server_args, settings, resolved)
     options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
     if mambaish_config(model) is not None:
         _check_recurrent_target(settings)

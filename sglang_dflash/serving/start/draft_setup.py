@@ -34,7 +34,6 @@ class DraftSetup:
         backend: of draft attention.
         kv_dtype: of draft K/V.
         running: --max-running-requests.
-        looks_up: whether drafts are also looked up in the request's text.
         disaggregated: whether draft K/V of prompts goes to another server, page by page as the
             target's.
         hierarchical: whether cached prefixes go to host memory and come back.
@@ -47,7 +46,6 @@ class DraftSetup:
     device: torch.device
     kv_dtype: torch.dtype
     running: int
-    looks_up: bool = False
     disaggregated: bool = False
     hierarchical: bool = False
 
@@ -79,7 +77,7 @@ class DraftSetup:
             scratch, holes: see `Setting`.
         """
         return Setting(
-            self.options.block_size,
+            self.options.draft_block,
             self.device,
             layers.layers,
             tp=self.tp,
@@ -100,7 +98,7 @@ class DraftSetup:
             rows, positions: of SGLang's request-to-token table.
         """
         per_slot = TaggedKVCache if self.hierarchical else DraftKVCache
-        scratch = rows * self.options.block_size if self.backend.capabilities.scratch else 0
+        scratch = rows * self.options.draft_block if self.backend.capabilities.scratch else 0
         found = []
         for layers in self.layer_groups:
             of_cache = layers.kv_shape(self.model.kv_shape), self.kv_dtype, self.device, scratch
@@ -123,9 +121,9 @@ class DraftSetup:
         Raises:
             SelfCheckFailed: one of them differs.
         """
-        began, block = time.perf_counter(), self.options.block_size
+        began, block = time.perf_counter(), self.options.draft_block
         with torch.no_grad():
-            checked = check_ops(self.model, block)
+            checked = check_ops(self.model, block, self.options.block_size)
             for group in groups:
                 if not isinstance(group.attention, TorchAttention):
                     dead: Dead = "any"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options
+from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
 from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
 from sglang_dflash.facts.command_line import end_in_one_line, setting
 from sglang_dflash.facts.errors import ConfigError, shown
@@ -34,7 +34,7 @@ ALIASES = {
 # Programs that listen on --port: `python -m sglang.launch_server` and `sglang serve`.
 LISTENING = ("launch_server.py", "sglang")
 WIDTH_FLAG = "--speculative-dflash-width"
-# Widths below the block size that an adaptive server chooses from.
+# Widths that an adaptive server chooses from, beside the draft's block and the whole one.
 NARROW_WIDTHS = (1, 4, 8)
 
 
@@ -83,7 +83,8 @@ class ServerFlags:
     lookup: str = setting(
         "off",
         "Whether drafts are also looked up in the request's own text: for answers that repeat "
-        "parts of it, such as edits and quotes. Default: off.",
+        "parts of it, such as edits and quotes. With more --speculative-num-draft-tokens than the "
+        "draft was trained with, lookup fills the rest of a block. Default: off.",
         choices=("on", "off"),
     )
     request_guard: str = setting(
@@ -225,6 +226,7 @@ def options(server_args: Any, resolved: Any) -> Options:
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=ours.draft_kv_tokens,
         recurrent_rollback=ours.recurrent_rollback,
+        looks_up=ours.lookup == "on",
     )
 
 
@@ -235,14 +237,14 @@ def names(server_args: Any) -> dict[str, str]:
     return {**TYPED, "block_size": BLOCK_ALIAS if is_alias else BLOCK_FLAG}
 
 
-def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolicy:
+def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> WidthPolicy:
     """The policy that the flags name.
 
     `auto` is `adaptive` on a plain CPU, unless a setting excludes it, and `fixed` elsewhere.
 
     Args:
         settings: SGLang's, resolved.
-        block_size: B.
+        options: with the sizes of blocks.
 
     Raises:
         ConfigError: `adaptive` is given with a setting that excludes it.
@@ -253,8 +255,10 @@ def width_policy(server_args: Any, settings: Any, block_size: int) -> WidthPolic
     if kind == "auto":
         kind = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
     if kind == "adaptive":
-        return AdaptiveWidth((*(w for w in NARROW_WIDTHS if w < block_size), block_size))
-    return FixedWidth(block_size)
+        block = options.block_size
+        widths = {*NARROW_WIDTHS, options.draft_block, block}
+        return AdaptiveWidth(sorted(width for width in widths if width <= block))
+    return FixedWidth(options.block_size)
 
 
 def _device(settings: Any) -> str:

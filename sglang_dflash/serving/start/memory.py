@@ -102,12 +102,14 @@ def draft_memory(
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         narrow: whether there are steps that draft nothing.
     """
-    config, requests, block = setup.model.config, setup.running, setup.options.block_size
+    config, requests, options = setup.model.config, setup.running, setup.options
+    block = options.draft_block
     settings = [setup.setting(layers, requests, positions) for layers in setup.layer_groups]
     paged = setup.backend.capabilities.scratch
     of_steps = sizes.draft_memory(
         config,
         block_size=block,
+        verified=options.block_size,
         requests=requests,
         columns=sum(setting.columns for setting in settings),
         ring_columns=sum(
@@ -123,7 +125,7 @@ def draft_memory(
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
-        texts=torch.int32.itemsize * (requests + 1) * positions if setup.looks_up else 0,
+        texts=torch.int32.itemsize * (requests + 1) * positions if options.looks_up else 0,
         scratch_kv=(1 + requests * block * paged) * token_bytes,
         attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )

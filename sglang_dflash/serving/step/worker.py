@@ -162,7 +162,7 @@ class DFlashWorker:
         drafted = self.drafter.propose(bonus, requests, noise)
         block, guesses = self._sampled_drafts.choose(drafted, noise)
         if self.lookup is not None:
-            self.lookup.replace(block, requests)
+            block = self.lookup.fill(block, requests)
         return self.ranks.drafts(block[:, : step.width].contiguous()), guesses
 
     def _verify(
