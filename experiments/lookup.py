@@ -69,18 +69,20 @@ def accepted(proposal: list[int], rest: list[int]) -> int:
     return next((i for i, same in enumerate(agree) if not same), min(len(proposal), len(rest)))
 
 
-def seen_from(least: int, width: int | None = None) -> Callable[[Position], list[int]]:
+def seen_from(least: int) -> Callable[[Position], list[int]]:
     """Lookup at a match of `least` tokens, else the draft."""
-    return lambda at: at.seen[: width or len(at.drafts)] if at.match >= least else at.drafts
+    return lambda at: at.seen[: len(at.drafts)] if at.match >= least else at.drafts
 
 
-def agreed(long: int, short: int, first: int = 1) -> Callable[[Position], list[int]]:
+def agreed(
+    long: int, short: int, first: int = 1, width: int | None = None
+) -> Callable[[Position], list[int]]:
     """And at a shorter match, if the draft begins with the same tokens."""
 
     def rule(at: Position) -> list[int]:
         same = at.seen[:first] == at.drafts[:first]
         taken = at.match >= long or (at.match >= short and same)
-        return at.seen[: len(at.drafts)] if taken else at.drafts
+        return at.seen[: width or len(at.drafts)] if taken else at.drafts
 
     return rule
 
@@ -97,7 +99,7 @@ RULES: dict[str, Callable[[Position], list[int]]] = {
     "match 4, or 1 and 1 agrees": agreed(4, 1),
     "match 8, or 2 and 2 agree": agreed(8, 2, 2),
     "best of both": best,
-    **{f"match {n}, width {w}": seen_from(n, w - 1) for n in (4, 8) for w in (16, 32)},
+    **{f"match 3, or 2 and 1 agrees, width {w}": agreed(3, 2, width=w - 1) for w in (16, 32)},
 }
 
 

@@ -1,8 +1,9 @@
 """Servers of the `code` pair with and without lookup, on text that copies and text that does not.
 
-Both run at once in turns, on the texts of the experiment `lookup`. A given text is what a grammar
-of token ids leaves of the target's answer, because the target is too small to copy. The two must
-answer alike, or nothing is reported.
+With `--block`, a third one has longer blocks, of which lookup fills the rest. All run at once in
+turns, on the texts of the experiment `lookup`. A given text is what a grammar of token ids leaves
+of the target's answer, because the target is too small to copy. They must answer alike, or nothing
+is reported.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Options:
     rounds: int = setting(4, "measured passes per arm, text and concurrency (default: {default})")
     texts: int = setting(8, "texts of each kind (default: {default})")
     kinds: str = setting(KINDS, "which of them (default: {default})")
-    width: str = setting("fixed", "--speculative-dflash-width of both (default: {default})")
+    width: str = setting("fixed", "--speculative-dflash-width of all (default: {default})")
+    block: int | None = setting(None, "block size of a third server, with lookup", type=int)
 
 
 class Asked(NamedTuple):
@@ -43,7 +45,7 @@ class Asked(NamedTuple):
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Raises RuntimeError if the two servers' outputs differ."""
+    """Raises RuntimeError if the servers' outputs differ."""
     from transformers import AutoTokenizer
 
     named = demo_pair("code")
@@ -51,9 +53,12 @@ def run(options: Options) -> dict[str, Any]:
     off = demo_config(named, dflash=True).with_flags(
         {"--incremental-streaming-output": True, "--speculative-dflash-width": options.width}
     )
-    on = off.with_flags({"--speculative-dflash-lookup": "on"})
+    configs = {"off": off, "on": off.with_flags({"--speculative-dflash-lookup": "on"})}
+    if options.block is not None:
+        wide = {"--speculative-num-draft-tokens": options.block}
+        configs["wide"] = configs["on"].with_flags(wide)
     rows, number = [], itertools.count()
-    with all_at_once({"off": off, "on": on}) as servers:
+    with all_at_once(configs) as servers:
         arms = {name: load.SGLang(server.url) for name, server in servers.items()}
         for kind in options.kinds.split(","):
             texts = [
@@ -65,7 +70,7 @@ def run(options: Options) -> dict[str, Any]:
                 rows.append({"text": kind, "concurrency": level, **found})
         shown = servers["on"].dflash()
     sources = {name: of for name, of in shown.items() if name.endswith("_by_source")}
-    return {"tokens": TOKENS, "rows": rows, **sources}
+    return {"tokens": TOKENS, "block": options.block, "rows": rows, **sources}
 
 
 def sampling(answer: list[int] | None, number: int) -> dict[str, Any]:
@@ -96,10 +101,16 @@ def compared(
 
     take_turns(arms, 1, turn, "warm-up, ")
     turns = take_turns(arms, rounds, turn)
-    if any(ids(a) != ids(b) for a, b in zip(*turns.values(), strict=True)):
-        raise RuntimeError("the two servers' outputs differ: no figure without exactness")
+    if any(
+        ids(one) != ids(first)
+        for first, *others in zip(*turns.values(), strict=True)
+        for one in others
+    ):
+        raise RuntimeError("the servers' outputs differ: no figure without exactness")
     speeds = {name: [one.tokens / one.seconds for one in passes] for name, passes in turns.items()}
     result: dict[str, Any] = {"identical": True, **ratio(speeds["on"], speeds["off"])}
+    if "wide" in speeds:
+        result |= {f"wide_{name}": of for name, of in ratio(speeds["wide"], speeds["off"]).items()}
     for name, passes in turns.items():
         steps = sum((one.speculation for one in passes), VerifySteps())
         result[f"{name}_tokens_per_second"] = round(statistics.median(speeds[name]), 1)
@@ -112,12 +123,11 @@ def ids(one: load.Pass) -> list[Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    lines = ["text       at once   off, on: tok/s     tok/step     ratio  at least"]
+    arms = ["off", "on", *(["wide"] if result["block"] else [])]
+    lines = [f"text       at once   {', '.join(arms)}: tok/s; tok/step; ratios, at least"]
     for row in result["rows"]:
         of = (f"{row[f'{arm}_{what}']:8.2f}" for what in ("tokens_per_second", "tokens_per_step")
-              for arm in ("off", "on"))  # fmt: skip
-        lines.append(
-            f"{row['text']:10}{row['concurrency']:8}{''.join(of)}{row['ratio']:10.3f}"
-            f"{row['lower']:10.3f}"
-        )
+              for arm in arms)  # fmt: skip
+        ratios = [f"{row[name]:10.3f}" for name in row if name.endswith(("ratio", "lower"))]
+        lines.append(f"{row['text']:10}{row['concurrency']:8}{''.join((*of, *ratios))}")
     return lines

@@ -86,7 +86,8 @@ class Drafter:
         self.groups: Sequence[KVGroup] = tuple(groups)
         self.head, self._embed = make_head(model, target), target.embed
         self.counters = DraftCounters(model.fc.weight.device)
-        self.block_size = options.draft_block
+        # Tokens of the block that is drafted; of a request that a step commits, at most.
+        self.block_size, self.verified = options.draft_block, options.block_size
         self._attend = {
             number: partial(group.attention.attend, i)
             for group in groups

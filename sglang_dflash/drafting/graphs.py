@@ -40,11 +40,10 @@ class Recorder(Protocol):
 
 
 class Key(NamedTuple):
-    """What a recording is for: R requests, C table columns (0 for a commit), B block positions."""
+    """What a recording is for: R requests, C table columns; 0 for a commit."""
 
     requests: int
     columns: int
-    width: int
 
 
 def column_buckets(columns: int) -> tuple[int, ...]:
@@ -103,7 +102,7 @@ class GraphedDrafter:
         self._static = _Static(drafter, self._buckets[-1])
         # The largest first: smaller ones reuse its memory.
         keys = [
-            Key(requests, columns, drafter.block_size)
+            Key(requests, columns)
             for requests in reversed(self._buckets)
             for columns in (*reversed(self._widths), 0)
         ]
@@ -140,7 +139,7 @@ class GraphedDrafter:
         s.ids[:, :n].copy_(self._drafter.propose(s.bonus[:n], requests, noise))
 
     def _commit(self, key: Key) -> None:
-        s, n = self._static, key.requests * key.width
+        s, n = self._static, key.requests * self._drafter.verified
         self._drafter.absorb(s.hidden[:n], s.positions[:n], s.slots[:n], keep=s.keep[:n])
 
     # -- replays -------------------------------------------------------------------------------
@@ -191,7 +190,7 @@ class GraphedDrafter:
             (s.keep, keep),
         ):
             static[:n].copy_(given)
-        padding = slice(n, key.requests * key.width)
+        padding = slice(n, key.requests * self._drafter.verified)
         s.keep[padding].fill_(False)
         s.slots[padding].fill_(PADDING_SLOT)
         self._graphs[key]()
@@ -204,19 +203,19 @@ class GraphedDrafter:
         columns = _next(self._widths, self._drafter.columns(of))
         if size is None or columns is None:
             return None
-        return Key(size, columns, self._drafter.block_size)
+        return Key(size, columns)
 
     def _key_of_commit(self, tokens: int) -> Key | None:
-        width = self._drafter.block_size
-        size = _next(self._buckets, -(-tokens // width))
-        return None if size is None else Key(size, 0, width)
+        """For the tokens of a whole batch."""
+        size = _next(self._buckets, -(-tokens // self._drafter.verified))
+        return None if size is None else Key(size, 0)
 
 
 class _Static:
     """The buffers that recordings read and write, for batches of up to R requests."""
 
     def __init__(self, drafter: Drafter, requests: int) -> None:
-        weight, tokens = drafter.model.fc.weight, requests * drafter.block_size
+        weight, tokens = drafter.model.fc.weight, requests * drafter.verified
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=weight.device)

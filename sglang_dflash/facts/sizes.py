@@ -192,7 +192,7 @@ def draft_memory(
     tokens = requests * max(verified, waiting_steps)
     return DraftMemory(
         slot_tables=table,
-        graph_buffers=recorded * (4 * 8 + 4 + block_size * (4 * 8 + 1 + hidden)),
+        graph_buffers=recorded * (4 * 8 + 4 + block_size * 2 * 8 + verified * (2 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
         activations=tokens * _activations(config, ranks) * itemsize,
         # And their concatenation.

@@ -78,11 +78,17 @@ BACKENDS = {
 
 
 def setup_of(
-    backend: str, window: int | None, config: DraftConfig, device: torch.device = CPU
+    backend: str,
+    window: int | None,
+    config: DraftConfig,
+    device: torch.device = CPU,
+    blocks: int = 1,
 ) -> DraftSetup:
+    """`blocks`: of the draft's, what a step verifies."""
     dtype = torch.float32 if device == CPU else torch.bfloat16
     model = random_model(config, device, dtype)
-    options = Options(window=window).resolve(config)
+    asked = Options(window=window, looks_up=True, block_size=blocks * config.block_size)
+    options = asked.resolve(config)
     return DraftSetup(model, options, BACKENDS[backend], TensorParallel(), device, dtype, RUNNING)
 
 
@@ -102,11 +108,13 @@ def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | 
 
 @pytest.mark.parametrize("hierarchical", [False, True], ids=["device", "hierarchical"])
 @pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_kept_is_what_was_reserved(
-    backend: str, window: int | None, hierarchical: bool
+    backend: str, blocks: int, window: int | None, hierarchical: bool
 ) -> None:
-    setup = setup_of(backend, window, DraftConfig.from_dict(raw_config(**SLIDING)))
+    config = DraftConfig.from_dict(raw_config(**SLIDING))
+    setup = setup_of(backend, window, config, blocks=blocks)
     setup = replace(setup, hierarchical=hierarchical)
     tags = (BYTES_PER_ENTRY + BYTES_PER_TARGET_SLOT) * hierarchical
     needed = draft_memory(setup, POSITIONS, recorded=4)
@@ -175,11 +183,12 @@ class Alive(TorchDispatchMode):
             self.alive -= size
 
 
+@pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize("backend", ["triton", "pages"])
 @pytest.mark.parametrize("shape", ["Qwen3-8B-DFlash-b16", "Qwen3.5-35B-A3B-DFlash"])
 def test_a_step_takes_no_more_than_was_reserved(
-    shape: str, backend: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    shape: str, backend: str, window: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On tensors without memory, at published shapes: proposal and commit of the largest batch."""
     if backend == "pages":
@@ -195,7 +204,7 @@ def test_a_step_takes_no_more_than_was_reserved(
             ),
         )  # fmt: skip
     with FakeTensorMode(), torch.no_grad():
-        setup = setup_of(backend, window, config_of(f"z-lab/{shape}"), CUDA)
+        setup = setup_of(backend, window, config_of(f"z-lab/{shape}"), CUDA, blocks)
         needed = draft_memory(setup, POSITIONS, recorded=0)
         block, config = setup.options.block_size, setup.model.config
         drafter = drafter_of(setup, RUNNING * POSITIONS)
