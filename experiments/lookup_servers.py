@@ -34,7 +34,7 @@ class Options:
     texts: int = setting(8, "texts of each kind (default: {default})")
     kinds: str = setting(KINDS, "which of them (default: {default})")
     width: str = setting("fixed", "--speculative-dflash-width of all (default: {default})")
-    block: int | None = setting(None, "block size of a third server, with lookup", type=int)
+    block: int | None = setting(None, "block size of a third server, with lookup")
 
 
 class Asked(NamedTuple):
