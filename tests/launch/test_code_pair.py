@@ -13,12 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from launch.demo_training import card, continuations, data, draft, figures, pair, unloop
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from demo_training import card, continuations, data, draft, figures, pair, unloop
 
 ROOT = Path(__file__).parents[2]
 TRAIN = {f"t{i}.py": f"def train_{i}(a, b):\n    return a * {i} + b\n\n" * 40 for i in range(4)}
