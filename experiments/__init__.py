@@ -1,1 +1,1 @@
-"""Experiments about our own design, beside their results: `python -m experiments --list`."""
+"""Experiments about our own design, beside their results: `python -m experiments --help`."""

@@ -46,8 +46,6 @@ LOADS = (
     Load(32, 131072, 4096),
 )
 TINY_LOADS = (Load(1, 96, None), Load(3, 200, 64))
-# Requests in which recorded steps are compared; the check itself takes shorter ones.
-CHECKED = Load(requests=4, context=256, window=None)
 PHASES = ("propose", "commit", "absorb", "step")
 REPEATS = 30
 # Bytes of a copy that measures bandwidth; two of these must fit.
@@ -104,7 +102,9 @@ def self_check(config: DraftConfig, device: torch.device, dtype: torch.dtype) ->
     for name in ATTENTION:
         try:
             choose_attention(name, config, device, ATTENTION)
-            one = loaded(model, head, CHECKED, name, device)
+            # For recorded steps; the check of attention takes shorter requests.
+            load = Load(requests=4, context=256, window=None)
+            one = loaded(model, head, load, name, device)
         # A package may be missing, or be for another GPU.
         except (ConfigError, ImportError) as error:
             found[name] = str(error)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments import texts
+from experiments.draft_kv import length_of
 from experiments.runner import one_after_another
 from sglang_dflash.bench.server import ServerConfig, demo_config
-from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 
@@ -42,9 +42,8 @@ class Options:
 def arms(pair: str, options: Options) -> dict[str, ServerConfig]:
     flags = {"--max-running-requests": AT_A_TIME, "--max-total-tokens": options.pool}
     hierarchical = {"--enable-hierarchical-cache": True, "--hicache-ratio": 20}
-    fixed = {"--speculative-dflash-width": "fixed"}
     plain = demo_config(demo_pair(pair), dflash=False).with_flags(flags)
-    ours = demo_config(demo_pair(pair), dflash=True).with_flags({**flags, **fixed})
+    ours = demo_config(demo_pair(pair), dflash=True).with_flags(flags)
     return {
         PLAIN: plain.with_flags(hierarchical),
         HOST: ours.with_flags(hierarchical),
@@ -110,7 +109,6 @@ def _ask(server: Server, ids: list[int]) -> dict[str, Any]:
 def _summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     infos = [answer["meta_info"] for answer in answers]
     details = [info.get("cached_tokens_details") or {} for info in infos]
-    steps = (of_answer(i.get("spec_verify_ct") or 0, i["completion_tokens"]) for i in infos)
     cached = sum(info["cached_tokens"] for info in infos)
     firsts = sorted(answer["first_token_s"] for answer in answers)
     return {
@@ -118,7 +116,7 @@ def _summary(answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         "prompt_tokens": sum(info["prompt_tokens"] for info in infos),
         "cached_tokens": cached,
         "from_host": round(sum(of.get("host", 0) for of in details) / max(cached, 1), 4),
-        "acceptance_length": round(sum(steps, VerifySteps()).acceptance_length or 0.0, 4),
+        "acceptance_length": length_of(answers),
         "first_token_ms": round(1000 * firsts[len(firsts) // 2]),
         "output_tok_s": round(len(answers) * NEW_TOKENS / seconds, 1),
     }

@@ -19,7 +19,6 @@ LONG_BYTES = (12_500, 24_500)
 AGENTS, TURNS, SHARED_TURNS = 16, 5, 2
 # A phase is this many requests: all easy, then all hard.
 PHASE = 4
-RANDOM_TEXTS, RANDOM_CHARACTERS = 64, 200
 
 
 def load(name: str, count: int, pair: str) -> list[Prompt]:
@@ -94,7 +93,4 @@ def random_texts() -> list[Prompt]:
     """Letters, digits and marks, drawn evenly."""
     rng = random.Random(0)
     letters = string.ascii_letters + string.digits + string.punctuation + " \n"
-    return [
-        Prompt(("".join(rng.choices(letters, k=RANDOM_CHARACTERS)),), chat=False)
-        for _ in range(RANDOM_TEXTS)
-    ]
+    return [Prompt(("".join(rng.choices(letters, k=200)),), chat=False) for _ in range(64)]

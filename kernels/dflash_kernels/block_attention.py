@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_kernels.slot_table import limit_and_sinks
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.facts.draft_config import LayerAttention
 
@@ -204,12 +203,12 @@ def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -
     """Splits that give every multiprocessor a program, if the columns suffice.
 
     Args:
-        requests: R of the largest batch of a bucket.
+        requests: R; 0 counts as 1.
         columns: C.
         processors: multiprocessors of the GPU.
     """
     most = triton.cdiv(columns, 256)
-    return max(1, min(most, triton.cdiv(processors, requests * kv_heads)))
+    return max(1, min(most, triton.cdiv(processors, max(requests, 1) * kv_heads)))
 
 
 def block_attention(
@@ -244,7 +243,7 @@ def block_attention(
     requests, block, heads, head_dim = q.shape
     _check(out, q, k, v, old, entries)
     groups, splits = heads // k.shape[2], 1 if workspace is None else workspace.lse.shape[2]
-    limit, sinks = limit_and_sinks(entries.shape[1], layer.reach)
+    limit, sinks = layer.reach.of(entries.shape[1]), layer.reach.sinks
     partial, lse = workspace or (out, out)
     if not requests:
         return
@@ -309,7 +308,7 @@ def traffic(
     groups, rows = heads // kv_heads, block * heads
     tile = tiles(block, groups, head_dim, itemsize, cache_itemsize)
     row_tiles = triton.cdiv(block * groups, tile.rows)
-    limit, sinks = limit_and_sinks(columns, layer.reach)
+    limit, sinks = layer.reach.of(columns), layer.reach.sinks
     in_sight = programs = 0
     for length in seq_lens:
         used, first = min(length, limit), 0

@@ -38,7 +38,7 @@ class TritonAttention:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         entries, seq_lens = self._table
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        splits = _splits(len(q), k.shape[2], entries.shape[1], self._processors)
+        splits = choose_splits(len(q), k.shape[2], entries.shape[1], self._processors)
         space = self._workspace(len(q), k.shape[2], splits)
         block_attention(
             out, q, k, v, self._kv[:, layer], entries, seq_lens, self._layers[layer], space
@@ -55,10 +55,6 @@ class TritonAttention:
         )
 
 
-def _splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
-    return choose_splits(max(requests, 1), kv_heads, columns, processors)
-
-
 def workspace_shape(config: DraftConfig, setting: Setting, processors: int) -> tuple[int, int, int]:
     """Programs, rows of each, and head dim: of the outputs of splits, of the batch that has the
     most."""
@@ -68,7 +64,7 @@ def workspace_shape(config: DraftConfig, setting: Setting, processors: int) -> t
         (
             requests * kv_heads * splits
             for requests in range(1, setting.requests + 1)
-            if (splits := _splits(requests, kv_heads, setting.columns, processors)) > 1
+            if (splits := choose_splits(requests, kv_heads, setting.columns, processors)) > 1
         ),
         default=0,
     )

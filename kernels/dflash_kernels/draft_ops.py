@@ -69,7 +69,8 @@ class TritonOps(TorchOps):
         if residual is None and bias is not None:
             raise ValueError("bias: without a residual, the sum would not be stored")
         out = torch.empty_like(x) if residual is None else x
-        add_rms_norm(_rows(out), _rows(x), _rows_or_none(residual), weight, eps, bias, needs_sum)
+        sums = None if residual is None else _rows(residual)
+        add_rms_norm(_rows(out), _rows(x), sums, weight, eps, bias, needs_sum)
         return out, x if residual is None else residual
 
     def qk_norm_rope(
@@ -165,7 +166,3 @@ class TritonOps(TorchOps):
 def _rows(x: Tensor) -> Tensor:
     """`[..., E]` as `[N, E]`, without a copy."""
     return x.view(-1, x.shape[-1])
-
-
-def _rows_or_none(x: Tensor | None) -> Tensor | None:
-    return None if x is None else _rows(x)

@@ -28,12 +28,24 @@ def mix(i_hash, b_word):
 
 
 @triton.jit
-def gumbel(b_hash):
-    """Noise of hashes that have all their words: -log(-log(x)) of x = hash / (2 ** 32 - 1)."""
-    b_hash ^= 16
+def begin_hash(i_seed, i_position):
+    """The state of MurmurHash3 after a seed and a position, for the noise of any token there."""
+    i_hash = mix(tl.zeros((), tl.uint32), i_seed.to(tl.uint32))
+    return mix(mix(i_hash, (i_seed >> 32).to(tl.uint32)), i_position.to(tl.uint32))
+
+
+@triton.jit
+def end_hash(i_hash, b_tokens):
+    """MurmurHash3 of a seed, a position and each token."""
+    b_hash = mix(i_hash, b_tokens.to(tl.uint32)) ^ 16
     b_hash = (b_hash ^ (b_hash >> 16)) * 0x85EBCA6B
     b_hash = (b_hash ^ (b_hash >> 13)) * 0xC2B2AE35
-    b_hash ^= b_hash >> 16
+    return b_hash ^ (b_hash >> 16)
+
+
+@triton.jit
+def gumbel(b_hash):
+    """Noise of hashes: -log(-log(x)) of x = hash / (2 ** 32 - 1)."""
     # The largest noise decides, and has x close to 1, where float32 has few values: so -log(x) is
     # the series of -log(1 - y) there.
     b_y = (0xFFFFFFFF - b_hash).to(tl.float32) * (1.0 / 4294967295.0)
@@ -68,8 +80,7 @@ def largest_kernel(
     i_position = tl.load(p_seq_lens + i_r) + i_n % DRAFTS
     # A request without noise divides by 1.
     i_scale = 1.0 / tl.where(is_sampled, i_temperature, 1.0)
-    i_hash = mix(tl.zeros((), tl.uint32), i_seed.to(tl.uint32))
-    i_hash = mix(mix(i_hash, (i_seed >> 32).to(tl.uint32)), i_position.to(tl.uint32))
+    i_hash = begin_hash(i_seed, i_position)
     b_best = tl.full((BLOCK,), float("-inf"), tl.float32)
     b_ids = tl.zeros((BLOCK,), tl.int32)
     b_noisy_best, b_noisy_ids = b_best, b_ids
@@ -90,7 +101,7 @@ def largest_kernel(
                 # tanh(x) = 2 sigmoid(2 x) - 1
                 b_capped = SOFTCAP * (2.0 * tl.sigmoid(2.0 * b_scaled / SOFTCAP) - 1.0)
                 b_scaled = tl.where(tl.abs(b_scaled) == float("inf"), b_scaled, b_capped)
-            b_noisy = b_scaled * i_scale + gumbel(mix(i_hash, b_token.to(tl.uint32)))
+            b_noisy = b_scaled * i_scale + gumbel(end_hash(i_hash, b_token))
             b_noisy_ids = tl.where(b_noisy > b_noisy_best, b_id, b_noisy_ids)
             b_noisy_best = tl.maximum(b_noisy, b_noisy_best)
     i_best, i_id = first_largest(b_best, b_ids)

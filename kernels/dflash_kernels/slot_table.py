@@ -24,12 +24,12 @@ def slot_table_kernel(
     s_entries_r, s_entries_c, s_req_to_token_r, C, LIMIT, SINKS, POSITIONS,
     RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per request and BLOCK columns."""
+    """One program per request and BLOCK columns. A request uses LIMIT columns at most."""
     i_r = tl.program_id(0).to(tl.int64)
     o_c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
     i_used = tl.minimum(i_len, LIMIT)
-    # The sinks, then the newest tokens.
+    # The sinks, then the newest tokens, as in `context_positions`.
     o_position = tl.where(o_c < SINKS, o_c, o_c + i_len - i_used)
     m_c = (o_c < i_used) & (o_position < POSITIONS)
     p_row = p_req_to_token + tl.load(p_rows + i_r).to(tl.int64) * s_req_to_token_r
@@ -42,15 +42,6 @@ def slot_table_kernel(
         tl.store(p_in_use + b_entry, m_live, mask=m_live)
         b_entry = tl.where(m_live, b_entry, -1)
     tl.store(p_entries + i_r * s_entries_r + o_c * s_entries_c, b_entry.to(tl.int32), mask=o_c < C)
-
-
-def limit_and_sinks(columns: int, reach: Reach) -> tuple[int, int]:
-    """Most columns that a request uses of a table `columns` wide, and how many of them are sinks.
-
-    Column c of a request with n tokens and u = min(n, limit) used columns stands for position c if
-    c < sinks, and c + n - u otherwise, as in `context_positions`.
-    """
-    return reach.of(columns), reach.sinks
 
 
 def slot_table(
@@ -89,7 +80,7 @@ def slot_table(
     slot_table_kernel[(requests, triton.cdiv(columns, BLOCK))](
         entries, req_to_token, rows, seq_lens, entry_of, owner, in_use,
         *entries.stride(), req_to_token.stride(0),
-        columns, *limit_and_sinks(columns, reach), req_to_token.shape[1],
+        columns, reach.of(columns), reach.sinks, req_to_token.shape[1],
         RING=ring is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
@@ -105,9 +96,8 @@ def traffic(
         ring: whether the cache is a ring.
         dead: tokens in sight whose K/V is dead, over all requests.
     """
-    limit, _ = limit_and_sinks(columns, reach)
     programs = len(seq_lens) * triton.cdiv(columns, BLOCK)
-    seen = sum(min(n, limit) for n in seq_lens)
+    seen = sum(min(n, reach.of(columns)) for n in seq_lens)
     per_column = 12 if ring else 4
     return Traffic(
         read=programs * 16 + seen * per_column,

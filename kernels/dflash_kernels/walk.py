@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dflash_kernels.largest import mix
+from dflash_kernels.largest import begin_hash, end_hash
 from dflash_kernels.traffic import Traffic
 from sglang_dflash.drafting.noise import COUPLED, RULES, BlockNoise
 
@@ -18,16 +18,9 @@ _COUPLED = tl.constexpr(COUPLED)
 
 
 @triton.jit
-def _gumbel(i_seed, i_position, b_ids):
-    """`drafting.noise.gumbel`, float32."""
-    b_h = mix(tl.zeros_like(b_ids).to(tl.uint32), i_seed.to(tl.uint32))
-    b_h = mix(b_h, (i_seed >> 32).to(tl.uint32))
-    b_h = mix(b_h, i_position.to(tl.uint32))
-    b_h = mix(b_h, b_ids.to(tl.uint32)) ^ 16
-    b_h = (b_h ^ (b_h >> 16)) * 0x85EBCA6B
-    b_h = (b_h ^ (b_h >> 13)) * 0xC2B2AE35
-    b_h = b_h ^ (b_h >> 16)
-    b_log = tl.log(b_h.to(tl.float64) / 4294967295.0)
+def _gumbel(b_hash):
+    """`drafting.noise.gumbel` of hashes, float32. (`largest.gumbel` is less exact.)"""
+    b_log = tl.log(b_hash.to(tl.float64) / 4294967295.0)
     # -(2 ** -32), and the smallest number that is finite.
     b_log = tl.minimum(tl.maximum(b_log, -1.7976931348623157e308), -2.3283064365386963e-10)
     return (-tl.log(-b_log)).to(tl.float32)
@@ -66,7 +59,7 @@ def walk_kernel(
             i_position = i_start + i_p
             if is_noisy:
                 b_scores = tl.div_rn(b_scores, temperature)
-                b_scores += _gumbel(i_seed, i_position, b_ids)
+                b_scores += _gumbel(end_hash(begin_hash(i_seed, i_position), b_ids))
         # NaN counts as the largest, as in torch.
         b_scores = tl.where(b_scores != b_scores, float("inf"), b_scores)
         b_scores = tl.where(m_k, b_scores, float("-inf"))

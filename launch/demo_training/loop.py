@@ -19,7 +19,7 @@ SAVE_EVERY_S = 60.0
 TABLES = ("embed", "lm_head", "codebook")
 
 
-def make_optimizers(model: nn.Module, codebooks: float = 1.0) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, codebooks: float) -> list[torch.optim.Optimizer]:
     """`codebooks`: how much faster tables of a selector learn than the rest."""
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     kinds: dict[str, list[nn.Parameter]] = {"matrix": [], "codebook": [], "rest": []}
@@ -31,12 +31,11 @@ def make_optimizers(model: nn.Module, codebooks: float = 1.0) -> list[torch.opti
     return [muon, torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def lr_scale(step: int, steps: int, warmup: int = 30, hold: float = 0.5) -> float:
-    """Linear warm-up, a plateau until `hold` of the run, then linearly down to 1 %."""
+def lr_scale(step: int, steps: int, warmup: int) -> float:
+    """Linear warm-up, a plateau until half of the run, then linearly down to 1 %."""
     if step < warmup:
         return (step + 1) / warmup
-    left = (steps - step) / (steps * (1 - hold))
-    return max(0.01, min(1.0, left))
+    return max(0.01, min(1.0, 2 * (steps - step) / steps))
 
 
 def train(

@@ -51,7 +51,7 @@ def make_target(split: data.Split, tokenizer: Tokenizer, work: Path, out: Path, 
         return loss, {"accuracy": accuracy}
 
     train("target", model, loss_of, steps=steps, lr=5e-3, work=work)
-    train_unloop(model, stream, tokenizer, work)
+    train_unloop(model, windows, work)
     save_target(model, tokenizer, out / "target")
 
 

@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import data
-from .continuations import generate
+from .continuations import cut_prompts, generate
 from .figures import loop_start
 from .loop import train
 from .target import next_token_loss
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 256, (48, 160), 128
+PROMPTS, NEW_TOKENS = 256, 128
 LOOPS = 8
-WINDOW = 448
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,8 @@ def collect_loops(
 
     The share is that of loop tokens in all new tokens.
     """
-    length = rng.randrange(*PROMPT_TOKENS)
-    starts = [rng.randrange(len(stream) - length) for _ in range(PROMPTS)]
-    prompts = torch.stack([stream[s : s + length] for s in starts])
+    prompts = cut_prompts(stream, rng, PROMPTS)
+    length = prompts.shape[1]
     rows, marks, looped = [], [], 0
     for batch in prompts.split(128):
         text = generate(model, batch, NEW_TOKENS)[:, length:]
@@ -100,9 +97,12 @@ def loop_period(tokens: list[int]) -> int:
 
 
 def train_unloop(
-    model: PreTrainedModel, stream: Tensor, tokenizer: Tokenizer, work: Path
+    model: PreTrainedModel, windows: data.WindowSampler, work: Path
 ) -> PreTrainedModel:
-    """The average of `model` and of what the `COURSES` make of it. Interrupted courses resume."""
+    """The average of `model` and of what the `COURSES` make of it. Interrupted courses resume.
+
+    `windows`: of library text, on which it was trained.
+    """
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     average = {
         name: value * (1 - sum(course.share for course in COURSES))
@@ -110,7 +110,7 @@ def train_unloop(
     }
     for course in COURSES:
         model.load_state_dict(trained)
-        run_course(course, model, stream, tokenizer, work)
+        run_course(course, model, windows, work)
         for name, value in model.state_dict().items():
             average[name] += course.share * value
     model.load_state_dict(average)
@@ -118,10 +118,9 @@ def train_unloop(
 
 
 def run_course(
-    course: Course, model: PreTrainedModel, stream: Tensor, tokenizer: Tokenizer, work: Path
+    course: Course, model: PreTrainedModel, windows: data.WindowSampler, work: Path
 ) -> None:
     """Train `model` in place."""
-    windows = data.WindowSampler(stream, tokenizer, WINDOW, chat_share=0.1)
     loops: dict[str, Tensor] = {}
 
     def collect(step: int) -> None:
@@ -131,7 +130,7 @@ def run_course(
         file = work / f"{course.name}.{number}.pt"
         if not file.exists():
             rng = random.Random(f"loops-{number}")
-            ids, repeats, share = collect_loops(model, stream, rng, course.allowed)
+            ids, repeats, share = collect_loops(model, windows.stream, rng, course.allowed)
             print(f"{course.name} {step}: {share:.1%} of greedy tokens in loops", flush=True)
             torch.save({"ids": ids, "repeats": repeats}, file.with_suffix(".tmp"))
             file.with_suffix(".tmp").replace(file)

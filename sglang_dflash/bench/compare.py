@@ -21,8 +21,6 @@ from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
-WARM_UP_TOKENS = 16
-
 # Data set -> its prompts.
 Prompts = dict[str, list[Prompt]]
 Ask = Callable[[load.Endpoint, Prompt, list[str]], load.Answer]
@@ -126,7 +124,7 @@ def measure(
     """
     found = Measured()
     simulated = settings.simulated_acceptance is not None
-    few = asking(encode, min(WARM_UP_TOKENS, settings.max_new_tokens), simulated)
+    few = asking(encode, settings.warm_up_tokens, simulated)
     ask = asking(encode, settings.max_new_tokens, simulated)
 
     def level(name: str, concurrency: int, endpoints: Mapping[str, load.Endpoint]) -> None:

@@ -94,7 +94,6 @@ ALL = 10**9
 # The library modules that the embedded pairs were not trained on: HELD_OUT of
 # launch/demo_training/data.py.
 HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
-_LEAST_LINES = 8
 
 
 def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> list[Prompt]:
@@ -122,7 +121,8 @@ def select(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]:
 
 
 def stdlib_functions() -> list[Prompt]:
-    """The first half of every function of the held-out modules, to be continued."""
+    """The first half of every function of the held-out modules that is not too short, to be
+    continued."""
     found = []
     for module in HELD_OUT:
         source = inspect.getsource(importlib.import_module(module))
@@ -131,7 +131,7 @@ def stdlib_functions() -> list[Prompt]:
             if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
                 continue
             length = node.end_lineno - node.lineno + 1
-            if length >= _LEAST_LINES:
+            if length >= 8:
                 half = lines[node.lineno - 1 : node.lineno - 1 + length // 2]
                 found.append(Prompt((textwrap.dedent("".join(half)),), chat=False))
     # Overloads for other Pythons begin alike.

@@ -35,10 +35,7 @@ from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair
 
-PROMPTS, NEW_TOKENS = 12, 128
-SAMPLING = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-# Of them, those that a terminal shows first.
-SHOWN = 3
+SAMPLING = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True}
 
 
 @dataclass
@@ -173,8 +170,8 @@ def run(args: argparse.Namespace) -> None:
     with ExitStack() as servers:
         servers.enter_context(together((plain, dflash)))
         if sys.stdout.isatty():
-            show({"plain decoding": plain.url, "DFLASH": dflash.url}, pair.prompts[:SHOWN])
-        found = compare(DemoArm(plain), DemoArm(dflash), pair.prompts[:PROMPTS])
+            show({"plain decoding": plain.url, "DFLASH": dflash.url}, pair.prompts[:3])
+        found = compare(DemoArm(plain), DemoArm(dflash), pair.prompts[:12])
         result = {"text": pair.text, **found}
         plain.stop()
         print(summary(result))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sglang_dflash.bench import datasets, load, report
-from sglang_dflash.bench.compare import WARM_UP_TOKENS, Ask, load_prompts
+from sglang_dflash.bench.compare import Ask, load_prompts
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Endpoint, Pass, RequestFailed
 from sglang_dflash.bench.progress import progress_bar
@@ -48,7 +48,6 @@ DEFAULTS: dict[str, Any] = {
     "concurrency": "1",
     "thinking": "off",
 }
-RULE = "=" * 50
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,8 +175,7 @@ def measure_server(
             "server's prefix cache",
             file=sys.stderr,
         )
-    few = min(WARM_UP_TOKENS, settings.max_new_tokens)
-    load.run(to, prompts[:concurrency], concurrency, asking(few))
+    load.run(to, prompts[:concurrency], concurrency, asking(settings.warm_up_tokens))
     with progress_bar(count) as bar:
         ask = asking(settings.max_new_tokens)
         done = load.run(to, prompts[concurrency:], concurrency, ask, bar.update)
@@ -241,4 +239,5 @@ def server_lines(result: dict[str, Any]) -> list[str]:
         ]
     for name, title in report.TIMES.items():
         lines.append(f"{title} p50/p95/p99: {report.times(result, name)}")
-    return [RULE, *lines, RULE]
+    rule = "=" * 50
+    return [rule, *lines, rule]

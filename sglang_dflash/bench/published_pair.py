@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import distributed
 
-from sglang_dflash.bench.compare import WARM_UP_TOKENS
 from sglang_dflash.bench.datasets import Prompt, encode_turn
 from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
@@ -100,8 +99,7 @@ def _measure(
     measured: list[PairAnswer] = []
     shown = progress_bar(len(own)) if rank == 0 else nullcontext()
     with shown as bar:
-        few = min(WARM_UP_TOKENS, settings.max_new_tokens)
-        answered(settings, pair, options, 0, prompts[0], [], few)
+        answered(settings, pair, options, 0, prompts[0], [], settings.warm_up_tokens)
         for index in own:
             # A turn continues DFlash's answers to those before it.
             answers: list[str] = []

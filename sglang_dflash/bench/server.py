@@ -13,15 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from sglang_dflash.facts.embedded import DemoPair
-
-LAUNCH_SERVER = "sglang.launch_server"
 
 # True is a flag without a value; a tuple is a flag with several.
 FlagValue = str | int | float | bool | tuple[str | int | float, ...]
@@ -42,7 +40,7 @@ class ServerConfig:
     flags: Mapping[str, FlagValue] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    module: str = LAUNCH_SERVER
+    module: str = "sglang.launch_server"
 
     def args(self) -> list[str]:
         """The command line after `python -m MODULE`."""
@@ -108,25 +106,18 @@ class Server:
     """A server on a free port of 127.0.0.1. As a context manager it ends the process it started.
 
     Args:
-        config: what to start; or a plain list of arguments, with `env` and `module` beside it.
+        config: what to start.
         timeout_s: how long `wait` waits, in seconds.
         log: file that gets the server's output; a temporary one by default.
     """
 
     def __init__(
-        self,
-        config: ServerConfig | Sequence[str],
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 300,
-        log: Path | None = None,
-        module: str = LAUNCH_SERVER,
+        self, config: ServerConfig, timeout_s: float = 300, log: Path | None = None
     ) -> None:
-        if not isinstance(config, ServerConfig):
-            config = ServerConfig(extra_args=tuple(config), env=env or {}, module=module)
         self.config, self.timeout_s = config, timeout_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.args, self.module = config.args(), config.module
+        self.args = config.args()
         self.log = log or Path(tempfile.mkstemp(prefix="sglang-server-", suffix=".log")[1])
         self._env = {**os.environ, **config.env}
 
@@ -148,7 +139,7 @@ class Server:
         at = ["--host", "127.0.0.1", "--port", str(self.port)]
         # A session of its own, so that its children end with it.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, *at, *self.args],
+            [sys.executable, "-m", self.config.module, *at, *self.args],
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -162,6 +162,11 @@ class BenchSettings:
         return {"temperature": self.temperature, "top_p": self.top_p, **top_k, seed: self.seed}
 
     @property
+    def warm_up_tokens(self) -> int:
+        """New tokens of an answer that is not measured."""
+        return min(16, self.max_new_tokens)
+
+    @property
     def servers(self) -> dict[str, str]:
         """Running servers: name -> URL."""
         return {name: url for name, _, url in (one.partition("=") for one in self.base_url)}

@@ -13,14 +13,9 @@ from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
 
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 # The pools of a tiny model: some tens of thousands of tokens.
-LEAST_BYTES = 256 * MIB
-
-
-def spared_bytes(weight_bytes: int) -> int:
-    """Bytes for the pools of a model: as many as its weights take, `LEAST_BYTES` at least."""
-    return max(LEAST_BYTES, weight_bytes)
+LEAST_BYTES = 256 << 20
 
 
 def profile_available_bytes(original: Any, configurator: Any, pre_model_load_memory: float) -> int:
@@ -44,7 +39,8 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
         # It raises, and says why.
         return original(configurator, pre_model_load_memory)
     weights = sum(p.nbytes for p in configurator.model.parameters())
-    spared = min(free, spared_bytes(weights) / GIB)
+    # As much as the weights take.
+    spared = min(free, max(LEAST_BYTES, weights) / GIB)
     sized_states = asked.get("max_mamba_cache_size") is not None
     states = _state_gib(configurator, free if sized_states else spared)
     kv = spared if sized_states else spared - states

@@ -15,10 +15,8 @@ from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
 logger = Log(__name__)
 
-# Our worker's draft attention on every device, as --speculative-draft-attention-backend names it.
-DRAFT_BACKEND = "torch"
-# SGLang's default for --lora-backend needs Triton; this one of its backends needs only torch.
-LORA_DEFAULT, LORA_BACKEND = "csgmv", "torch_native"
+# Of SGLang's backends for LoRA the one that needs only torch.
+LORA_BACKEND = "torch_native"
 
 
 def torch_backends(server_args: Any) -> None:
@@ -36,8 +34,8 @@ def torch_backends(server_args: Any) -> None:
         "decode_attention_backend",
         "speculative_draft_attention_backend",
     )
-    if settings.speculative_draft_attention_backend == DRAFT_BACKEND:
-        # SGLang's name for it.
+    if settings.speculative_draft_attention_backend == "torch":
+        # As we name ours on every device; SGLang has another name.
         declare_resolution(
             server_args, "plain_cpu_platform", speculative_draft_attention_backend=ATTENTION_BACKEND
         )
@@ -47,7 +45,8 @@ def torch_backends(server_args: Any) -> None:
         if value not in (None, ATTENTION_BACKEND):
             required = f"cannot run on a plain CPU; give {ATTENTION_BACKEND!r} for each backend"
             raise ConfigError(flag, value, required)
-    if settings.lora_backend not in (LORA_DEFAULT, LORA_BACKEND):
+    # SGLang's default, which needs Triton, is not the user's choice.
+    if settings.lora_backend not in ("csgmv", LORA_BACKEND):
         required = f"cannot run on a plain CPU; {LORA_BACKEND!r} can"
         raise ConfigError("--lora-backend", settings.lora_backend, required)
     ours = {

@@ -14,6 +14,7 @@ of a plain request, which is tried after many failures in a row.
 from __future__ import annotations
 
 import traceback
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,9 +50,6 @@ BATCH_OF = {
 PLANS, PLANS_PREFILL = "get_next_batch_to_run", "_get_new_batch_prefill_raw"
 # After so many failures without a step that succeeds, a plain request is tried.
 PATIENCE = 16
-# How long a rank waits for the others to fail, in seconds.
-AGREEMENT_S = 10
-MOST_CHARACTERS = 500
 
 
 # -- seams -----------------------------------------------------------------------------------------
@@ -79,8 +77,8 @@ def run_loop(original: Any, scheduler: Any) -> None:
 
 def plan(original: Any, scheduler: Any, *args: Any, **batches: Any) -> Any:
     """Around `Scheduler.get_next_batch_to_run`: during a probation, admit some only."""
-    containment = getattr(scheduler, ATTRIBUTE, None)
-    if containment is None or containment.why_off is not None:
+    containment = _active(scheduler)
+    if containment is None:
         return original(scheduler, *args, **batches)
     with containment.planning():
         # It may have emptied the batches that the caller gave.
@@ -90,15 +88,15 @@ def plan(original: Any, scheduler: Any, *args: Any, **batches: Any) -> Any:
 
 def note_result(scheduler: Any, batch: Any, _result: Any) -> None:
     """Before `Scheduler.process_batch_result`."""
-    containment = getattr(scheduler, ATTRIBUTE, None)
-    if containment is not None and containment.why_off is None:
+    containment = _active(scheduler)
+    if containment is not None:
         containment.result = [recovery.Before.of(request) for request in batch.reqs]
 
 
 def take_in(original: Any, scheduler: Any, received: Sequence[Any]) -> None:
     """Around `Scheduler.process_input_requests`: a request that cannot be queued is ended."""
-    containment = getattr(scheduler, ATTRIBUTE, None)
-    if containment is None or containment.why_off is not None or not received:
+    containment = _active(scheduler)
+    if containment is None or not received:
         return original(scheduler, received)
     for one in received:
         try:
@@ -113,6 +111,12 @@ def add_report(_result: None, controller: Any, state: dict[str, Any]) -> None:
     containment = getattr(controller.scheduler, ATTRIBUTE, None)
     if containment is not None:
         state["containment"] = containment.report()
+
+
+def _active(scheduler: Any) -> Containment | None:
+    """The scheduler's containment, if it is on."""
+    found = getattr(scheduler, ATTRIBUTE, None)
+    return None if found is None or found.why_off is not None else found
 
 
 # -- what failed -----------------------------------------------------------------------------------
@@ -208,8 +212,9 @@ class Containment:
         self._before: list[list[Any]] = []
         self._ranks: Any = None
         if why_off is None and get_parallel().tp_size > 1:
-            # Of its own: a rank that does not fail waits in a collective of another group.
-            limit = timedelta(seconds=AGREEMENT_S)
+            # Of its own: a rank that does not fail waits in a collective of another group. A rank
+            # that fails waits so long for the others to fail.
+            limit = timedelta(seconds=10)
             self._ranks = torch.distributed.new_group(backend="gloo", timeout=limit)
         self._series = _series(scheduler)
 
@@ -345,7 +350,7 @@ class Containment:
         params.normalize(None)
         self._scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
-                rid=rid, input_text="", input_ids=recovery.tokens([0]), input_embeds=None,
+                rid=rid, input_text="", input_ids=array("q", [0]), input_embeds=None,
                 mm_inputs=None, token_type_ids=None, sampling_params=params, return_logprob=False,
                 logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
             )
@@ -364,8 +369,8 @@ PLAIN_REQUEST = f"{HEALTH_CHECK_RID_PREFIX}_after_failures"
 
 
 def _short(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
+    text, most = f"{type(error).__name__}: {error}", 500
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _series(scheduler: Any) -> list[Any]:

@@ -7,7 +7,6 @@ are built from the output.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,11 +17,6 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
-
-
-def tokens(ids: Iterable[int]) -> array[int]:
-    """As SGLang keeps them."""
-    return array("q", ids)
 
 
 def distinct(lists: Iterable[Iterable[Any]]) -> list[Any]:

@@ -9,8 +9,6 @@ from typing import Any
 _OF_SERVER = ("api_key", "admin_api_key", "ssl_keyfile_password")
 FIELDS = frozenset({"watermark_key", "watermark_key_b", "watermark_config", *_OF_SERVER})
 _FLAGS = tuple(f"--{name.replace('_', '-')}" for name in _OF_SERVER)
-# argparse takes a flag's beginning for it, if no other flag begins so.
-_SHORTEST = 4
 _REDACTED = "<redacted>"
 
 
@@ -22,7 +20,8 @@ def hide_in_command(original: Any, argv: Sequence[str], *args: Any, **named: Any
         if is_value:
             hidden.append(_REDACTED)
             is_value = False
-        elif len(flag) >= _SHORTEST and any(one.startswith(flag) for one in _FLAGS):
+        # argparse takes a flag's beginning for it, if no other flag begins so.
+        elif len(flag) >= 4 and any(one.startswith(flag) for one in _FLAGS):
             hidden.append(f"{flag}={_REDACTED}" if equals else flag)
             is_value = not equals
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from huggingface_hub import snapshot_download
@@ -32,8 +32,10 @@ async def check_and_update(original: Any, manager: Any, obj: Any, request: Any =
         try:
             check_format(obj.load_format)
             given = manager.server_args
-            served = Served(manager.model_path, given.revision, given.download_dir)
-            await asyncio.to_thread(check_folder, obj.model_path, served)
+            await asyncio.to_thread(
+                check_folder, obj.model_path, manager.model_path,
+                revision=given.revision, cache_dir=given.download_dir,
+            )  # fmt: skip
         except ConfigError as error:
             return False, f"{error}. The weights are unchanged", 0
     return await original(manager, obj, request)
@@ -49,39 +51,28 @@ def check_format(load_format: str | None) -> None:
         raise ConfigError("load_format", load_format, required)
 
 
-class Served(NamedTuple):
-    """Where SGLang has loaded the served checkpoint from: its arguments."""
-
-    model_path: str
-    revision: str | None = None
-    download_dir: str | None = None
-
-
-def check_folder(folder: str, served: Served) -> None:
+def check_folder(folder: str, served: str, **where: Any) -> None:
     """Compare architecture, tensor names and shapes with those of the served checkpoint.
 
     Either may be a name on the hub. Weights of the served model that are no safetensors files are
     not compared.
 
+    Args:
+        where: of `snapshot_download`: where SGLang has loaded the served checkpoint from.
+
     Raises:
         ConfigError: the folder does not hold weights of the served model, or one of the two cannot
             be had.
     """
-    folder, kept = _local("model_path", folder), _local_of(served)
+    folder = _local("model_path", folder)
+    # It was loaded, so it is here: nothing is fetched.
+    kept = _local("served model", served, local_files_only=True, **where)
     new, old = architectures(folder), architectures(kept)
     if new != old:
         raise ConfigError("model_path", folder, f"it holds {new}; the served model is {old}")
     if any(Path(kept).glob("*.safetensors")):
         tensors = stored_tensors(kept, "served")
         check_tensors(folder, stored_tensors(folder, "new"), tensors)
-
-
-def _local_of(served: Served) -> str:
-    # It was loaded, so it is here: nothing is fetched.
-    return _local(
-        "served model", served.model_path, revision=served.revision,
-        cache_dir=served.download_dir, local_files_only=True,
-    )  # fmt: skip
 
 
 def _local(field: str, name: str, **where: Any) -> str:

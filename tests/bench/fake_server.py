@@ -53,15 +53,12 @@ class FakeServer(ThreadingHTTPServer):
         deterministic: bool = False,
     ) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.deterministic = deterministic
         self.dtype = dtype
         self.name, self.answer, self.log = name, answer, log
         self.sglang, self.incremental, self.undrafted = sglang, incremental, undrafted
         self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
-
-    @property
-    def base(self) -> str:
-        return f"{self.name}=http://127.0.0.1:{self.server_port}"
 
     def __enter__(self) -> FakeServer:
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -93,7 +90,7 @@ class Started(FakeServer):
             speculates=drafts,
             dtype=None,
         )
-        self.url, self.is_up = self.base[1:], False
+        self.is_up = False
         self.made.append(self)
 
     def start(self) -> None:

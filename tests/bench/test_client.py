@@ -24,7 +24,7 @@ def test_the_clock_of_the_first_token(sglang: bool) -> None:
     with FakeServer(
         "a", lambda _: ["x"] * 5, [], sglang=sglang, delay_s=0.3, piece_s=0.1
     ) as server:
-        to = load.endpoint(server.base[2:] + "/v1")
+        to = load.endpoint(server.url + "/v1")
         assert isinstance(to, load.SGLang if sglang else load.OpenAI)
         got = to.ask("hi", 5, True)
     assert (got.tokens, got.text) == (5, "xxxxx")
@@ -38,7 +38,7 @@ def test_the_clock_of_the_first_token(sglang: bool) -> None:
 @pytest.mark.parametrize("incremental", [True, False])
 def test_both_ways_of_streaming_tell_the_same(incremental: bool) -> None:
     with FakeServer("a", echo, [], sglang=True, incremental=incremental) as server:
-        got = load.endpoint(server.base[2:]).ask("one two", 5, True)
+        got = load.endpoint(server.url).ask("one two", 5, True)
     assert (got.text, got.tokens, got.verify_steps) == ("one two end", 3, 1)
     assert got.ids is not None and len(got.ids) == 3
 
@@ -58,7 +58,7 @@ def test_a_pass_runs_so_many_at_a_time_and_counts_speculation(
     server = FakeServer("a", echo, [], sglang=sglang, delay_s=0.2, undrafted=undrafted)
     with server:
         began = time.perf_counter()
-        done = load.run(load.endpoint(server.base[2:]), SIX, 3, ask)
+        done = load.run(load.endpoint(server.url), SIX, 3, ask)
         # Two waves of three.
         assert 0.4 <= done.seconds <= time.perf_counter() - began < 1.1
     assert [turns[0].text for turns in done.answers] == [f"p {i} end" for i in range(6)]
@@ -69,12 +69,12 @@ def test_sampling_and_chats_travel() -> None:
     log: list[Any] = []
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 4}
     with FakeServer("a", lambda _: ["x"] * 6, log, sglang=True) as server:
-        got = load.SGLang(server.base[2:], sampling).ask("hi", 6, False)
+        got = load.SGLang(server.url, sampling).ask("hi", 6, False)
     assert got.verify_steps == 2
     assert sampling.items() <= log[0][2]["sampling_params"].items()
     chat = [{"role": "user", "content": "one two"}]
     with FakeServer("b", echo, log) as server:
-        to = load.OpenAI(server.base[2:], "m", sampling, thinking=True)
+        to = load.OpenAI(server.url, "m", sampling, thinking=True)
         assert to.ask(chat, 6, False).text == "one two end"
     sent = log[1][2]
     assert sent["chat_template_kwargs"] == {"enable_thinking": True}
@@ -92,7 +92,7 @@ def test_the_first_failure_cancels_the_rest() -> None:
         FakeServer("a", echo, [], sglang=True) as server,
         pytest.raises(load.RequestFailed, match="made to fail"),
     ):
-        load.run(load.endpoint(server.base[2:]), SIX * 50, 1, fails)
+        load.run(load.endpoint(server.url), SIX * 50, 1, fails)
     assert len(asked) < 300
 
 

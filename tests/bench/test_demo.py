@@ -26,7 +26,7 @@ def test_both_answers_are_shown_side_by_side(capsys: pytest.CaptureFixture[str])
         for name in ("left", "right")
     )
     with one, other:
-        urls = {name: server.base.split("=")[1] for name, server in (("A", one), ("B", other))}
+        urls = {name: server.url for name, server in (("A", one), ("B", other))}
         show(urls, ["first", "second"])
     shown = capsys.readouterr().out
     assert "[left]" in shown and "[right]" in shown

@@ -129,7 +129,7 @@ def test_an_sglang_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     log: list[Any] = []
     with FakeServer("a", eight, log, sglang=True) as server:
         code = run(
-            f"--backend sglang --base-url {server.base[2:]} --model {TARGET} --dataset demo "
+            f"--backend sglang --base-url {server.url} --model {TARGET} --dataset demo "
             f"--num-prompts 40 --concurrency 4 --output-file {tmp_path / 'out.json'}"
         )
     shown = capsys.readouterr()
@@ -158,7 +158,7 @@ def test_chats_go_through_the_template_with_thinking_as_asked(tmp_path: Path) ->
         log: list[Any] = []
         with FakeServer("a", eight, log, sglang=True) as server:
             code = run(
-                f"--backend sglang --base-url {server.base[2:]} --model {TARGET} --num-prompts 1 "
+                f"--backend sglang --base-url {server.url} --model {TARGET} --num-prompts 1 "
                 f"--dataset-file {file} {'--enable-thinking' * thinking} --max-new-tokens 20"
             )
         sampling = log[-1][2]["sampling_params"]
@@ -177,7 +177,7 @@ def test_a_vllm_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     file.write_text('{"turns": ["What is it?"]}\n{"prompt": "Once upon"}\n')
     with FakeServer("a", eight, log) as server:
         code = run(
-            f"--backend vllm --base-url {server.base[2:]} --model served-name --num-prompts 4 "
+            f"--backend vllm --base-url {server.url} --model served-name --num-prompts 4 "
             f"--dataset-file {file} --enable-thinking --temperature 0.5 --top-p 0.9"
         )
     shown = capsys.readouterr()
@@ -194,7 +194,7 @@ def test_a_vllm_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_server_without_a_draft_has_no_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer("a", eight, [], sglang=True, speculates=False) as server:
         code = run(
-            f"--backend sglang --base-url {server.base[2:]} --model {TARGET} --dataset demo "
+            f"--backend sglang --base-url {server.url} --model {TARGET} --dataset demo "
             "--num-prompts 2"
         )
     shown = capsys.readouterr().out
@@ -203,11 +203,11 @@ def test_a_server_without_a_draft_has_no_acceptance(capsys: pytest.CaptureFixtur
 
 def test_what_cannot_be_measured_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer("a", eight, []) as server:
-        ask = f"--backend sglang --base-url {server.base[2:]} --dataset demo --num-prompts 1 "
+        ask = f"--backend sglang --base-url {server.url} --dataset demo --num-prompts 1 "
         assert run(f"{ask} --model {TARGET}") == 1
         assert "no SGLang server, but one of the OpenAI API" in capsys.readouterr().err
     with FakeServer("a", eight, [], sglang=True) as server:
-        ask = f"--backend sglang --base-url {server.base[2:]} --dataset demo --num-prompts 1 "
+        ask = f"--backend sglang --base-url {server.url} --dataset demo --num-prompts 1 "
         assert run(f"{ask} --model ./nonesuch") == 1
         assert "--model: './nonesuch'; it has no tokenizer" in capsys.readouterr().err
     gone = f"--backend sglang --base-url http://127.0.0.1:9 --dataset demo --model {TARGET}"

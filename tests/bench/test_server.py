@@ -24,7 +24,7 @@ class Interrupted(Server):
 
 
 def test_an_interrupted_start_leaves_nothing_behind() -> None:
-    server = Interrupted([])
+    server = Interrupted(ServerConfig())
     with pytest.raises(KeyboardInterrupt), server:
         pass
     assert server.process.poll() is not None
@@ -32,7 +32,7 @@ def test_an_interrupted_start_leaves_nothing_behind() -> None:
 
 SIGTERM = """
 import subprocess
-from sglang_dflash.bench.server import Server, sigterm_as_exit, together
+from sglang_dflash.bench.server import Server, ServerConfig, sigterm_as_exit, together
 
 class Sleeping(Server):
     def start(self):
@@ -42,7 +42,7 @@ class Sleeping(Server):
         print(self.process.pid, flush=True)
         self.process.wait()
 
-with sigterm_as_exit(), together([Sleeping([])]):
+with sigterm_as_exit(), together([Sleeping(ServerConfig())]):
     pass
 """
 

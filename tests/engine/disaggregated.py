@@ -9,7 +9,6 @@ from typing import Any
 
 from sglang_dflash.bench.server import Server, free_port
 from sglang_dflash.bench.server import together as side_by_side
-from tests.engine.nursery import ForkedServer
 from tests.engine.router import post, router
 from tests.engine.servers import ServerConfig
 from tests.engine.session import ServerSession
@@ -54,13 +53,9 @@ def disaggregated(
     session: ServerSession, config: ServerConfig, decode: ServerConfig | None = None
 ) -> Iterator[Pair]:
     """A pair of servers of that configuration; the decode server of another one if given."""
-    session.stop()
     bootstrap = free_port()
     first, second = roles(config, bootstrap)[0], roles(decode or config, bootstrap)[1]
-    servers = [
-        ForkedServer(session.nursery, session.arguments(of), env=of.env, module=of.module)
-        for of in (first, second)
-    ]
+    servers = [session.own(of) for of in (first, second)]
     with side_by_side(servers), pair_router(servers[0], servers[1], bootstrap) as url:
         yield Pair(servers[0], servers[1], bootstrap, url)
 

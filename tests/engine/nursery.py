@@ -186,7 +186,7 @@ class ForkedServer(Server):
         self.log.touch()
         args = ["--host", "127.0.0.1", "--port", str(self.port), *self.args]
         self.process = Forked(
-            self._nursery, module=self.module, args=args, env=self._env, log=str(self.log)
+            self._nursery, module=self.config.module, args=args, env=self._env, log=str(self.log)
         )
 
     def stop(self) -> None:

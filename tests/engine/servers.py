@@ -72,11 +72,8 @@ PLAIN = ServerConfig(name="plain").having(
 
 def drafting(draft: object) -> dict[str, Any]:
     """Flags of a server that drafts whole blocks in every step, however little they pay."""
-    return {
-        "speculative_algorithm": "DFLASH",
-        "speculative_draft_model_path": draft,
-        "speculative_dflash_width": "fixed",
-    }
+    flags = server.dflash_flags(str(draft))
+    return {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
 
 
 DFLASH_FLAGS = drafting(PAIR.draft)

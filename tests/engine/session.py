@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,15 @@ class ServerSession:
         """The running server of that configuration; another one is stopped first."""
         if self._live is not None and self._live[0] == config:
             return self._live[1]
-        self.stop()
-        env = {name: self._rendered(value) for name, value in config.env.items()}
-        server = ForkedServer(self.nursery, self.arguments(config), env=env, module=config.module)
+        server = self.own(config)
         server.__enter__()
         self._live = config, server
         return server
+
+    def own(self, config: ServerConfig) -> ForkedServer:
+        """A server for one test to start; the running one is stopped."""
+        self.stop()
+        return ForkedServer(self.nursery, self.filled(config))
 
     def stop(self) -> None:
         """End the running server, if there is one."""
@@ -55,9 +59,18 @@ class ServerSession:
         self.stop()
         self.nursery.close()
 
-    def arguments(self, config: ServerConfig) -> list[str]:
-        """The command line of a configuration, with the files that it names made."""
-        return [self._rendered(word) for word in config.args()]
+    def filled(self, config: ServerConfig) -> ServerConfig:
+        """The configuration with the session's folder for `{files}`, and the files that it names
+        made."""
+        return replace(
+            config,
+            flags={
+                name: value if value is True else self._rendered(str(value))
+                for name, value in config.flags.items()
+            },
+            extra_args=tuple(map(self._rendered, config.extra_args)),
+            env={name: self._rendered(value) for name, value in config.env.items()},
+        )
 
     def path(self, text: str) -> Path:
         """A path that starts with `{files}`."""

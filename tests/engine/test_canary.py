@@ -17,8 +17,6 @@ from tests.engine import client, workload
 from tests.engine.servers import DFLASH, TIGHT, ServerConfig
 from tests.engine.session import ServerSession
 
-INTERPRETED = {"TRITON_INTERPRET": "1"}
-
 
 def watched(config: ServerConfig, mode: str) -> ServerConfig:
     return config.named("canary").having(
@@ -29,8 +27,8 @@ def watched(config: ServerConfig, mode: str) -> ServerConfig:
 def canary_log(servers: ServerSession, config: ServerConfig, **env: str) -> str:
     """The server's log after some requests of every kind."""
     servers.stop()
-    env = {**config.env, **INTERPRETED, **env}
-    with Server(servers.arguments(config), env=env, module=config.module) as server:
+    config = config.with_env(TRITON_INTERPRET="1", **env)
+    with Server(servers.filled(config)) as server:
         workload.run_some(server, 4)
         client.at_rest(server)
         return server.log.read_text(errors="replace")

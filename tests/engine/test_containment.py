@@ -26,7 +26,6 @@ from sglang_dflash.bench.server import Server
 from tests.conftest import FUZZ
 from tests.engine import client, faults, workload
 from tests.engine import feature_requests as features
-from tests.engine.nursery import ForkedServer
 from tests.engine.servers import (
     CODE_PAIR,
     FEATURES_DFLASH,
@@ -179,13 +178,8 @@ def test_the_guilty_get_500_and_others_their_answers(
 
 def test_the_server_ends_without_the_rows(servers: ServerSession) -> None:
     config = faulty(PLAIN, "no_containment")
-    servers.stop()
     servers.path(FAULTS).mkdir(exist_ok=True)
-    env = {"CHANGED": "no_containment", "FAULTS": str(servers.path(FAULTS))}
-    offered = ForkedServer(
-        servers.nursery, servers.arguments(config), env=env, module=config.module
-    )
-    with offered as server:
+    with servers.own(config) as server:
         with pytest.raises(requests.ConnectionError):
             body = {"text": "x", "rid": "guilty.prefill.0"}
             requests.post(f"{server.url}/generate", json=body, timeout=30)

@@ -242,9 +242,8 @@ def test_a_killed_decode_server_leaks_nothing(servers: ServerSession) -> None:
         print(f"\nanswers after the decode server was killed: {found}")
         assert all(status >= 500 for status in found)
         at_rest(both.prefill)
-        config = both.decode.config
         with (
-            ForkedServer(servers.nursery, both.decode.args, env=config.env) as second,
+            ForkedServer(servers.nursery, both.decode.config) as second,
             pair_router(both.prefill, second, both.bootstrap) as url,
         ):
             again = post(url, prompts[0], **GREEDY).json()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import cli
+from sglang_dflash.bench.server import ServerConfig
 from sglang_dflash.transformers_loop import load
 from tests.engine import client
 from tests.engine.nursery import ForkedServer
@@ -21,7 +22,8 @@ def test_a_server_that_trusts_the_targets_code(tmp_path: Path, servers: ServerSe
     mistral(draft)
     flags = ["--dtype", "float32", "--max-total-tokens", "4096"]
     servers.stop()
-    with ForkedServer(servers.nursery, draft.command(TRUST, *flags)) as server:
+    config = ServerConfig(extra_args=tuple(draft.command(TRUST, *flags)))
+    with ForkedServer(servers.nursery, config) as server:
         client.ask(server, "import os\n")
         # Our worker drafts with this folder's weights.
         assert server.dflash()["acceptance_length"] > 1

@@ -23,7 +23,6 @@ import requests
 
 from sglang_dflash.bench.server import Server, free_port
 from tests.engine import workload
-from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH, PLAIN, TP2, ServerConfig
 from tests.engine.session import ServerSession
 
@@ -86,10 +85,7 @@ def started(
     servers: ServerSession, config: ServerConfig, **env: str
 ) -> Iterator[tuple[Server, ThreadPoolExecutor]]:
     """A server of the test's own that has answered once."""
-    servers.stop()
-    env = {**config.env, **env}
-    arguments = servers.arguments(config)
-    server = ForkedServer(servers.nursery, arguments, env=env, module=config.module)
+    server = servers.own(config.with_env(**env))
     with server, ThreadPoolExecutor(4) as pool:
         assert send(server, 8).how == "200"
         yield server, pool
@@ -156,14 +152,8 @@ def test_a_killed_scheduler_ends_the_server(
 @contextmanager
 def two_nodes(servers: ServerSession) -> Iterator[list[Server]]:
     """`--nnodes 2 --tp-size 2` on the loopback (gloo); the first one answers."""
-    servers.stop()
     config = TP2.having(nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}")
-    nodes: list[Server] = [
-        ForkedServer(
-            servers.nursery, servers.arguments(config.having(node_rank=rank)), env=config.env
-        )
-        for rank in range(2)
-    ]
+    nodes: list[Server] = [servers.own(config.having(node_rank=rank)) for rank in range(2)]
     try:
         for node in nodes:
             node.start()

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_dflash.bench.server import ServerFailed
+from sglang_dflash.bench.server import ServerConfig, ServerFailed
 from tests.broken_drafts import BROKEN, PAIR, fields, server_flags
 from tests.conftest import FUZZ
 from tests.engine import client
@@ -112,7 +112,8 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     servers.stop()
     # More requests or longer blocks need more memory than there is, which is found before.
     args = server_flags("--max-running-requests", "2", draft=draft)
-    server = ForkedServer(servers.nursery, args, log=log)
+    config = ServerConfig(extra_args=tuple(args))
+    server = ForkedServer(servers.nursery, config, log=log)
     with pytest.raises(ServerFailed):
         server.__enter__()
     assert server.process.poll() not in (None, 0)
@@ -134,7 +135,8 @@ def test_no_draft_is_refused_later_than_by_the_launcher(
     numbers = {*range(DAMAGED * FUZZ), OF_ANOTHER_KIND}
     for number in numbers:
         (folder, what), log = damaged(number, tmp_path), tmp_path / f"log{number}"
-        server = ForkedServer(servers.nursery, server_flags(draft=folder), log=log)
+        config = ServerConfig(extra_args=tuple(server_flags(draft=folder)))
+        server = ForkedServer(servers.nursery, config, log=log)
         try:
             with server:
                 client.ask(server, "x = ")

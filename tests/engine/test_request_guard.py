@@ -15,7 +15,6 @@ from sglang_dflash.bench.server import Server
 from tests.engine import client, workload
 from tests.engine.bad_requests import ENDS, ENDS_PLAIN, FAILS, REFUSED, Row
 from tests.engine.engine_calls import CALLS
-from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH, PAIR, PLAIN, ServerConfig
 from tests.engine.session import ServerSession
 
@@ -143,9 +142,7 @@ SELDOM = {**dict.fromkeys(set(ENDS) - set(ENDED), OFF), **dict.fromkeys(ENDS_PLA
 def test_the_server_ends_without_the_guard(name: str, servers: ServerSession) -> None:
     """The requests of `ENDS` are what they are called. Each needs a server of its own."""
     config = {**ENDED, **SELDOM}[name]
-    servers.stop()
-    offered = ForkedServer(servers.nursery, servers.arguments(config), env=config.env)
-    with offered as server:
+    with servers.own(config) as server:
         if config == PLAIN_OFF:
             answers = {name: send(server, row).status_code for name, row in FAILS.items()}
             assert {k: v for k, v in answers.items() if v != 500} == {}

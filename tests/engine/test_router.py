@@ -15,7 +15,6 @@ import requests
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
 from tests.engine.client import until
-from tests.engine.nursery import ForkedServer
 from tests.engine.router import post, router
 from tests.engine.servers import DFLASH
 from tests.engine.session import ServerSession
@@ -34,11 +33,10 @@ def running_in(server: Server) -> int:
 
 @pytest.mark.long
 def test_a_killed_replica_loses_no_request(servers: ServerSession) -> None:
-    servers.stop()
     texts = workload.prompts()["demo"][:CLIENTS]
     with (
-        ForkedServer(servers.nursery, servers.arguments(DFLASH)) as first,
-        ForkedServer(servers.nursery, servers.arguments(DFLASH)) as second,
+        servers.own(DFLASH) as first,
+        servers.own(DFLASH) as second,
         router("--policy", "round_robin", "--worker-urls", first.url, second.url) as url,
     ):
         expected = [generate(first.url, text).json()["output_ids"] for text in texts]

@@ -7,7 +7,6 @@ import requests
 
 from sglang_dflash.bench.server import Server
 from tests.engine import client, workload
-from tests.engine.nursery import ForkedServer
 from tests.engine.servers import DFLASH, PAIR
 from tests.engine.session import ServerSession
 
@@ -28,8 +27,7 @@ def output(server: Server) -> list[int]:
 
 def test_outputs_are_wrong_without_the_row(servers: ServerSession) -> None:
     """With the guard off. The last update ruins the weights, so the server is the test's own."""
-    servers.stop()
-    with ForkedServer(servers.nursery, servers.arguments(OFF), env=OFF.env) as server:
+    with servers.own(OFF) as server:
         before = output(server)
         assert update(server, str(PAIR.target)).json()["success"]
         assert output(server) == before

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, ServerConfig
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
@@ -88,8 +88,8 @@ def test_its_worker_serves_away_from_the_checkout(
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    pair = ["--model-path", target, "--speculative-draft-model-path", draft]
-    with Server([*pair, "--speculative-algorithm", "DFLASH"]) as server:
+    pair = {"--model-path": target, "--speculative-draft-model-path": draft}
+    with Server(ServerConfig({**pair, "--speculative-algorithm": "DFLASH"})) as server:
         text = 'def fnmatch(name, pat):\n    """Test whether FILENAME'
         server.generate(text, temperature=0, max_new_tokens=32, ignore_eos=True)
         assert server.dflash()["acceptance_length"] > 2

@@ -1,10 +1,15 @@
-"""Shared by the kernel tests: outputs between canaries, and a count of the interpreter's bytes."""
+"""Shared by the kernel tests: outputs between canaries, a count of the interpreter's bytes, and
+processes without the interpreter."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from dflash_kernels.traffic import Traffic
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # What SGLang's request-to-token table may hold past a request's tokens.
 GARBAGE = 2147480000
@@ -77,3 +83,18 @@ def counted_bytes() -> Iterator[Counted]:
         patch.setattr(InterpreterBuilder, "create_masked_load", counting_load)
         patch.setattr(InterpreterBuilder, "create_masked_store", counting_store)
         yield count
+
+
+def run(*arguments: str, **environment: str) -> str:
+    """What a Python process prints that has not loaded Triton's interpreter."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = f"{ROOT}:{ROOT / 'kernels'}"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**inherited, "PYTHONPATH": path, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu import flash_attention
 from tests.conftest import raw_config
 from tests.kernels.compile_flash_attention import kinds
-
-ROOT = Path(__file__).parents[2]
-
-
-def run(*arguments: str, **environment: str) -> str:
-    """What a Python process prints that has not loaded Triton's interpreter."""
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = f"{ROOT}:{ROOT / 'kernels'}"
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**inherited, "PYTHONPATH": path, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+from tests.kernels.support import run
 
 
 @pytest.mark.compile

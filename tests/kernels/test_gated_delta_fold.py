@@ -15,10 +15,9 @@ from sglang.kernels.ops.mamba import causal_conv1d_triton
 
 from sglang_dflash.drafting.recurrent import gated_delta, replay
 from sglang_dflash.facts.errors import ConfigError
-from tests.kernels.support import counted_bytes, needs_interpreter
+from tests.kernels.support import DEVICE, counted_bytes, needs_interpreter
 from tests.seam.originals import original
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # key heads, value heads, key dim, value dim, conv width, block
 SHAPES = {
     "grouped": (2, 4, 8, 8, 4, 3),

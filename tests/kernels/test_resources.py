@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sglang_dflash.serving.gpu.backends import FP8_CAPABILITY
 from tests.kernels import compile_kernels
+from tests.kernels.support import run
 
-ROOT = Path(__file__).parents[2]
 TABLE = json.loads(Path(__file__).with_name("registers.json").read_text())
 # Bytes of shared memory per program. GPUs of capability 8.6 and 8.9 run what is compiled for 8.0.
 SHARED = {"80": 101376, "90": 232448, "100": 232448, "120": 101376}
@@ -22,26 +18,9 @@ SHARED = {"80": 101376, "90": 232448, "100": 232448, "120": 101376}
 MAY_SPILL = "block_attention fp32-fp32"
 
 
-def printed(module: str, *arguments: str) -> Any:
-    """What a module prints as JSON, of a process without the interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
-def compiled(*arguments: str) -> dict[str, dict[str, dict[str, int]]]:
-    return printed("tests.kernels.compile_kernels", *arguments)
-
-
 def test_a_server_launches_every_kernel_and_compiles_none_while_it_serves() -> None:
     """After its start: for batches and prompts of any size."""
-    found = printed("tests.kernels.served_launches")
+    found = json.loads(run("-m", "tests.kernels.served_launches"))
     assert found["launched"] == found["kernels"]
     assert found["late"] == []
 
@@ -71,7 +50,8 @@ def test_compiled_kernels_are_those_of_the_table(capability: str) -> None:
     expected = {
         name: {capability: row[capability]} for name, row in TABLE.items() if capability in row
     }
-    assert {name: row for name, row in compiled(capability).items() if row} == expected
+    found = json.loads(run("-m", "tests.kernels.compile_kernels", capability))
+    assert {name: row for name, row in found.items() if row} == expected
 
 
 E4M3 = """
@@ -92,12 +72,4 @@ for name in (attention, "write_context fp8e4nv g8 d128"):
 def test_e4m3_compiles_where_it_is_served(capability: int, printed: str) -> None:
     """Draft K/V of that dtype is refused before `FP8_CAPABILITY`."""
     assert (capability >= 10 * FP8_CAPABILITY[0] + FP8_CAPABILITY[1]) == (printed == "0")
-    done = subprocess.run(
-        [sys.executable, "-c", E4M3, str(capability)],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == [printed] * 2
+    assert run("-c", E4M3, str(capability)).split() == [printed] * 2

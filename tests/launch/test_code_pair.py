@@ -13,12 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from launch.demo_training import card, continuations, data, draft, figures, pair, unloop
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from demo_training import card, continuations, data, draft, figures, pair, unloop
 
 ROOT = Path(__file__).parents[2]
 TRAIN = {f"t{i}.py": f"def train_{i}(a, b):\n    return a * {i} + b\n\n" * 40 for i in range(4)}
@@ -80,11 +78,9 @@ def test_the_whole_recipe_makes_a_pair(
         (unloop, "COURSES", courses),
         (unloop, "PROMPTS", 8),
         (unloop, "LOOPS", 2),
-        (unloop, "WINDOW", 128),
         (continuations, "BATCH", 4),
         (continuations, "WINDOW", 64),
         (continuations, "PROMPT_TOKENS", (16, 24)),
-        (unloop, "PROMPT_TOKENS", (16, 24)),
         (card, "PROMPTS", 2),
         (card, "NEW_TOKENS", 12),
     ):
@@ -230,7 +226,7 @@ def test_the_target_is_the_average_of_its_courses(
         model.load_state_dict({n: v + course.steps for n, v in model.state_dict().items()})
 
     monkeypatch.setattr(unloop, "run_course", course)
-    unloop.train_unloop(model, torch.zeros(9), tokenizer, tmp_path)
+    unloop.train_unloop(model, data.WindowSampler(torch.zeros(9), tokenizer, 4, 0.0), tmp_path)
     added = sum(course.share * course.steps for course in unloop.COURSES)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name] + added)

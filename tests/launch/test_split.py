@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from demo_training.data import split
+from launch.demo_training.data import split
 
 
 def lines(start: int, count: int) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
-from demo_training import loop
+from launch.demo_training import loop
 
 
 class Cut(Exception):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 FREE_GIB = 20.0
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
-def published_by_sglang(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, mem_fraction_static: float
-) -> None:
-    """`FREE_GIB` are free, and the resolved settings of a server without graphs are published."""
+def published_by_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`FREE_GIB` are free, of which SGLang takes three quarters; the resolved settings of a server
+    without graphs are published."""
     schedule = SimpleNamespace(
-        mem_fraction_static=mem_fraction_static,
+        mem_fraction_static=0.75,
         prefill_max_requests=None,
         max_mamba_cache_size=None,
     )
@@ -33,10 +33,9 @@ def published_by_sglang(
         "get_mm": SimpleNamespace(mm_feature_transport="default"),
     }
     for name, value in values.items():
-        for place in (module, "sglang.srt.runtime_context"):
-            target = f"{place}.{name}" if isinstance(place, str) else f"{place.__name__}.{name}"
-            monkeypatch.setattr(target, lambda value=value: value)
-    for place in (module.__name__, "sglang.srt.utils.common"):
+        for place in (CONFIGURATOR, "sglang.srt.runtime_context"):
+            monkeypatch.setattr(f"{place}.{name}", lambda value=value: value)
+    for place in (CONFIGURATOR, "sglang.srt.utils.common"):
         monkeypatch.setattr(f"{place}.get_available_gpu_memory", lambda *_, **__: FREE_GIB)
 
 

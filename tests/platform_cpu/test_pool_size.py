@@ -17,9 +17,7 @@ SGLANGS = 15 * GIB
 
 @pytest.fixture(autouse=True)
 def _published(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.mem_cache import kv_cache_configurator
-
-    published_by_sglang(monkeypatch, kv_cache_configurator, mem_fraction_static=0.75)
+    published_by_sglang(monkeypatch)
 
 
 def sized(gib: float, flags: dict[str, Any], state_gib: float | None = None) -> int:

@@ -113,19 +113,17 @@ def test_triton_needs_a_gpu(row: Seam) -> None:
     failures = (RuntimeError, ValueError, AssertionError, AttributeError)
     with pytest.raises(failures, match=r"driver|CUDA|torch\.cpu"):
         original(row.target)(*arguments)
-    row.ours(*arguments)
+    row.value(*arguments)
 
 
 def test_the_pools_take_most_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """15 of 20 GiB for a model without a weight."""
-    from sglang.srt.mem_cache import kv_cache_configurator as theirs
-
     (row,) = [row for row in SEAMS if row.target.endswith("._profile_available_bytes")]
-    published_by_sglang(monkeypatch, theirs, mem_fraction_static=0.75)
+    published_by_sglang(monkeypatch)
     configurator = configurator_of(torch.nn.Module(), {})
     assert original(row.target)(configurator, 20.0) == 15 << 30
     monkeypatch.setattr("sglang.srt.utils.common.get_available_gpu_memory", lambda *_, **__: 20.0)
-    assert row.ours(original(row.target), configurator, 20.0) == 256 << 20
+    assert row.value(original(row.target), configurator, 20.0) == 256 << 20
 
 
 def test_sglang_selects_amx_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.repairs.weight_update import Served, check_folder, check_format
+from sglang_dflash.repairs.weight_update import check_and_update, check_folder, check_format
 from tests.conftest import rewrite
 
 PAIR = demo_pair("dense")
@@ -49,31 +51,31 @@ def test_other_tensors_are_refused(what: str, folder: Path) -> None:
     change, message = BAD[what]
     rewrite(folder, change)
     with pytest.raises(ConfigError, match=message):
-        check_folder(str(folder), Served(str(PAIR.target)))
+        check_folder(str(folder), str(PAIR.target))
 
 
 def test_the_draft_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"holds \['DFlash\w*'\]; the served model is \['Qwen3"):
-        check_folder(str(PAIR.draft), Served(str(PAIR.target)))
+        check_folder(str(PAIR.draft), str(PAIR.target))
 
 
 def test_a_folder_without_a_config_or_weights_is_refused(folder: Path) -> None:
     (folder / "config.json").rename(folder / "else.json")
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        check_folder(str(folder), Served(str(PAIR.target)))
+        check_folder(str(folder), str(PAIR.target))
     (folder / "else.json").rename(folder / "config.json")
     next(folder.glob("*.safetensors")).unlink()
     with pytest.raises(ConfigError, match=r"no \.safetensors file"):
-        check_folder(str(folder), Served(str(PAIR.target)))
+        check_folder(str(folder), str(PAIR.target))
 
 
 @pytest.mark.parametrize("name", [5000 * "a", "dra\0ft", "/no/such/folder"])
 def test_what_cannot_be_had_is_refused(name: str, folder: Path) -> None:
     """Of the new weights, and of the served ones that they are compared with."""
     with pytest.raises(ConfigError, match="neither a folder here nor on the hub"):
-        check_folder(name, Served(str(PAIR.target)))
+        check_folder(name, str(PAIR.target))
     with pytest.raises(ConfigError, match="served model"):
-        check_folder(str(folder), Served(name))
+        check_folder(str(folder), name)
 
 
 def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +83,15 @@ def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyP
     fetched = "sglang_dflash.repairs.weight_update.snapshot_download"
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(fetched, lambda name, **where: asked.append(where) or places[name])
-    check_folder("a/target", Served(str(PAIR.target)))
-    check_folder(str(PAIR.target), Served("a/target", "a-revision", "/models"))
+    check_folder("a/target", str(PAIR.target))
+    given = SimpleNamespace(revision="a-revision", download_dir="/models")
+    manager = SimpleNamespace(server_args=given, model_path="a/target")
+    update = SimpleNamespace(model_path=str(PAIR.target), load_format=None)
+
+    async def original(*_: Any) -> str:
+        return "updated"
+
+    assert asyncio.run(check_and_update(original, manager, update)) == "updated"
     new, served = asked
     assert "local_files_only" not in new
     # Nothing is fetched, from where SGLang has loaded it.
@@ -91,7 +100,7 @@ def test_names_on_the_hub_are_compared(folder: Path, monkeypatch: pytest.MonkeyP
         "revision": "a-revision", "cache_dir": "/models", "local_files_only": True,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="DFlash"):
-        check_folder("a/draft", Served("a/target"))
+        check_folder("a/draft", "a/target")
 
 
 @pytest.mark.parametrize("load_format", ["nonesuch", "npcache", "pt", "dummy", ""])
@@ -105,4 +114,4 @@ def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**raw, "max_position_embeddings": 1}))
     rewrite(folder, lambda tensors: [tensor.mul_(2) for tensor in tensors.values()])
-    check_folder(str(folder), Served(str(PAIR.target)))
+    check_folder(str(folder), str(PAIR.target))
