@@ -123,7 +123,7 @@ def ids(one: load.Pass) -> list[Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    arms = ["off", "on", *(["wide"] if result["block"] else [])]
+    arms = ["off", "on", *(["wide"] if result.get("block") else [])]
     lines = [f"text       at once   {', '.join(arms)}: tok/s; tok/step; ratios, at least"]
     for row in result["rows"]:
         of = (f"{row[f'{arm}_{what}']:8.2f}" for what in ("tokens_per_second", "tokens_per_step")

@@ -107,15 +107,13 @@ def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | 
 
 
 @pytest.mark.parametrize("hierarchical", [False, True], ids=["device", "hierarchical"])
-@pytest.mark.parametrize("window", [None, 300])
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(("window", "blocks"), [(None, 1), (300, 1), (300, 3)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_kept_is_what_was_reserved(
     backend: str, blocks: int, window: int | None, hierarchical: bool
 ) -> None:
     config = DraftConfig.from_dict(raw_config(**SLIDING))
-    setup = setup_of(backend, window, config, blocks=blocks)
-    setup = replace(setup, hierarchical=hierarchical)
+    setup = replace(setup_of(backend, window, config, CPU, blocks), hierarchical=hierarchical)
     tags = (BYTES_PER_ENTRY + BYTES_PER_TARGET_SLOT) * hierarchical
     needed = draft_memory(setup, POSITIONS, recorded=4)
     slots = 9000
@@ -183,8 +181,7 @@ class Alive(TorchDispatchMode):
             self.alive -= size
 
 
-@pytest.mark.parametrize("blocks", [1, 4])
-@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize(("window", "blocks"), [(None, 1), (1024, 1), (1024, 4)])
 @pytest.mark.parametrize("backend", ["triton", "pages"])
 @pytest.mark.parametrize("shape", ["Qwen3-8B-DFlash-b16", "Qwen3.5-35B-A3B-DFlash"])
 def test_a_step_takes_no_more_than_was_reserved(
