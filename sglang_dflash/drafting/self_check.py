@@ -25,6 +25,8 @@ from sglang_dflash.facts.errors import ConfigError
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
 Dead = Literal["any", "oldest", "none"]
+# Operation -> its results to compare.
+Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
 
 
 class SelfCheckFailed(ConfigError):
@@ -151,10 +153,8 @@ class _Random:
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
 
 
-def _cases(
-    model: DraftModel, block: int, verified: int
-) -> dict[str, Callable[[TorchOps], Sequence[Tensor]]]:
-    """Operation -> its results to compare. Each run has copies: operations may overwrite."""
+def _cases(model: DraftModel, block: int, verified: int) -> Cases:
+    """Each run has copies: operations may overwrite."""
     config, layers, draw = model.config, cast(Sequence[Any], model.layers), _Random(model)
     layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
     x, residual = (draw.floats(*shape, config.hidden_size) for _ in range(2))
@@ -196,7 +196,7 @@ def _cases(
         ids = drafts.clone()
         return ops.continue_seen(ids, texts, requests, 2), ids
 
-    cases: dict[str, Callable[[TorchOps], Sequence[Tensor]]] = {
+    cases: Cases = {
         "add_rms_norm": lambda ops: ops.add_rms_norm(
             x.clone(), residual.clone(), layer.input_layernorm.weight, eps
         ),
