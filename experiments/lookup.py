@@ -96,7 +96,6 @@ RULES: dict[str, Callable[[Position], list[int]]] = {
     "lookup": lambda at: at.seen[: len(at.drafts)] if at.match >= 3 else [],
     **{f"match {n}": seen_from(n) for n in (2, 3, 4, 6, 8, 12)},
     **{f"match {n}, or 2 and 1 agrees": agreed(n, 2) for n in (3, 4, 6, 8)},
-    "match 4, or 1 and 1 agrees": agreed(4, 1),
     "match 8, or 2 and 2 agree": agreed(8, 2, 2),
     "best of both": best,
     **{f"match 3, or 2 and 1 agrees, width {w}": agreed(3, 2, width=w - 1) for w in (16, 32)},

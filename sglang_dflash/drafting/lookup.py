@@ -36,8 +36,9 @@ class Seen(NamedTuple):
     """What the newest tokens of R requests stood before, the last time.
 
     Attributes:
-        lengths: int64 `[R, 1]`, how many of them stood there, up to `LONGEST_MATCH`.
-        tokens: int64 `[R, N]`, what followed; anything if none stood there.
+        lengths: int64 `[R, 1]`, how many of them stood there, up to `LONGEST_MATCH`; 0 for fewer
+            than `SHORT_MATCH`.
+        tokens: int64 `[R, N]`, what followed; anything if the length is 0.
     """
 
     lengths: Tensor
@@ -81,7 +82,12 @@ def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     columns = min(requests.longest, texts.shape[1] - 1) + 1
     text = texts[requests.rows, :columns].scatter_(1, seq_lens, bonus.int())  # [R, C]
     agrees = (text == bonus) & (torch.arange(columns, device=device) < seq_lens)
-    of, ends = agrees.nonzero(as_tuple=True)  # [M]: places where the newest token stood
+    before = text.gather(1, (seq_lens - 1).clamp(min=0))
+    agrees = agrees[:, 1:] & (text[:, :-1] == before)
+    of, ends = agrees.nonzero(as_tuple=True)  # [M]: places where the newest two tokens stood
+    if not len(of):
+        return Seen(torch.zeros_like(bonus), bonus.expand(-1, count))
+    ends = ends + 1
     up_to = F.pad(text, (LONGEST_MATCH - 1, 0), value=_NOT_THERE).unfold(1, LONGEST_MATCH, 1)
     newest = up_to[of, requests.seq_lens[of]]
     counts = (up_to[of, ends] == newest).flip(1).cumprod(1).sum(1)
