@@ -100,9 +100,9 @@ def test_a_failed_verify_publishes_and_commits_nothing() -> None:
         raise RuntimeError("out of memory")
 
     worker.target_worker.forward_batch_generation = fails
-    before, batch = worker.drafter.groups[0].cache.entry_of.clone(), decode_of([9, 14])
+    before, batch = worker.drafter.groups[0].cache.tags.entry_of.clone(), decode_of([9, 14])
     with pytest.raises(RuntimeError, match="out of memory"):
         worker.forward_batch_generation(batch, published.append)
-    after = worker.drafter.groups[0].cache.entry_of
+    after = worker.drafter.groups[0].cache.tags.entry_of
     assert published == [] and torch.equal(after, before)
     assert batch.seq_lens_cpu.tolist() == [9, 14] and batch.seq_lens_sum == 23

@@ -110,11 +110,11 @@ def count_overwrites(cache: RingKVCache, rare: Counter[str]) -> None:
         target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
     ) -> Tensor:
         everything = torch.arange(cache.num_entries)
-        owner = cache.owner[: cache.num_entries].long()
-        live = (owner >= 0) & (cache.entry_of[owner.clamp(min=0)] == everything)
-        used = cache.in_use[: cache.num_entries].clone()
+        owner = cache.tags.owner[: cache.num_entries].long()
+        live = (owner >= 0) & (cache.tags.entry_of[owner.clamp(min=0)] == everything)
+        used = cache.tags.in_use[: cache.num_entries].clone()
         entries = place(target_slots, keep, quota)
-        now = cache.owner[: cache.num_entries].long()
+        now = cache.tags.owner[: cache.num_entries].long()
         lost = live & (now != owner) & ~torch.isin(owner, target_slots)
         rare["overwritten live entries"] += int(lost.sum())
         rare["overwritten entries in use"] += int((lost & used).sum())
