@@ -11,7 +11,7 @@ from typing import Any
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
 from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
-from sglang_dflash.facts.published import ModelFacts, collection
+from sglang_dflash.facts.published import ModelFacts, published_pairs
 from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
@@ -100,7 +100,7 @@ def other_target(target: str, draft: str) -> list[str]:
     """A warning if the collection lists the draft for other targets."""
     listed = [
         pair.target
-        for pair in collection().pairs
+        for pair in published_pairs()
         if draft.casefold() in (name.casefold() for name in pair.drafts)
     ]
     if not listed or target.casefold() in (name.casefold() for name in listed):

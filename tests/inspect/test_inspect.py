@@ -16,7 +16,7 @@ from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.published import ModelFacts, collection
+from sglang_dflash.facts.published import ModelFacts, published_pairs
 from sglang_dflash.facts.sizes import GroupKV, draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB, DraftGroup, split_kv
 from sglang_dflash.inspect.pair import other_target
@@ -344,7 +344,7 @@ def test_names_are_found_in_any_case_and_near_ones_are_suggested(
         assert "did you mean 'Qwen/Qwen3-8B'" in shown and "gpt-oss" not in shown
     shown = refusal(capsys, "Qwen/Nonesuch", draft)
     assert "'Qwen/Nonesuch'" in shown and "did you mean" not in shown
-    assert all(pair.target in shown for pair in collection().pairs)
+    assert all(pair.target in shown for pair in published_pairs())
 
 
 def test_what_cannot_be_read_and_a_swapped_pair_are_named(
