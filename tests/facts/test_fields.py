@@ -91,4 +91,4 @@ def test_an_error_without_a_value_is_the_same_in_another_process() -> None:
     error = ConfigError("width in the target's config.json", required="missing; give {window}")
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and vars(again) == vars(error)
-    assert again.in_words({"window": "--window"}).endswith(": missing; give --window")
+    assert str(again.named({"window": "--window"})).endswith(": missing; give --window")

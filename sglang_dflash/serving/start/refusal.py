@@ -53,6 +53,6 @@ def ends_the_server(names: Mapping[str, str]) -> Iterator[None]:
     except ConfigError as error:
         if multiprocessing.parent_process() is None:
             raise
-        logger.error("%s", error.in_words(names))
+        logger.error("%s", error.named(names))
         os.kill(os.getppid(), signal.SIGQUIT)
         raise SystemExit(1) from error
