@@ -192,7 +192,7 @@ def draft_memory(
         slot_tables=table,
         graph_buffers=recorded * (4 * 8 + 4 + block_size * (4 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
-        activations=tokens * _activations(config, ranks) * itemsize,
+        activations=tokens * _activations(draft_of_rank(config, ranks)) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * waiting_steps * requests * (2 * 8 + hidden),
     )
@@ -205,21 +205,17 @@ def _candidate_bytes(config: DraftConfig) -> int:
     return 0 if of is None else of.top_k * (8 + 4 + 8) + 4 * of.rank
 
 
-def _activations(config: DraftConfig, ranks: int) -> int:
+def _activations(config: DraftConfig) -> int:
     """Numbers per token that are alive at once, at most: of a layer residual, input, q, k and v,
     attention's output, gate and up, and their product; of a commit features and K/V of all
     layers."""
-    heads = config.num_attention_heads // ranks
-    kv_heads = max(config.num_key_value_heads // ranks, 1)
-    attention = 2 * (heads + kv_heads) * config.head_dim
-    inner = 3 * (config.intermediate_size // ranks)
-    of_layer = 3 * config.hidden_size + attention + inner
+    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    of_layer = 3 * config.hidden_size + attention + 3 * config.intermediate_size
     if config.convolution is not None:
         # Its input and output, and the kernels of both, which are projected at once.
         taps, groups = config.convolution.kernel_size, config.convolution.group_size
         of_layer += 2 * config.hidden_size + 2 * taps * config.hidden_size // groups
-    kv = len(config.layers) * 2 * kv_heads * config.head_dim
-    return max(of_layer, 3 * config.hidden_size + 2 * kv)
+    return max(of_layer, 3 * config.hidden_size + 2 * math.prod(config.kv_shape))
 
 
 def narrow_width_bytes(
