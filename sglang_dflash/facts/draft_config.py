@@ -287,7 +287,7 @@ class DraftConfig:
 
 def draft_fields(raw: Mapping[str, Any]) -> Fields:
     """The fields of a draft's config.json, those of its `dflash_config` included."""
-    return Fields.of(flat(raw), "draft", sections=("dflash_config",))
+    return Fields.of(flat(raw), "draft", section="dflash_config")
 
 
 def draft_kv_shape(fields: Fields) -> tuple[int, int, int, int]:
