@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import check_files, read_json_object
-from sglang_dflash.facts.hub import CONFIG, check_path, exists, fetch_config, hub_tensors
+from sglang_dflash.facts.hub import check_path, exists, fetch_config, hub_tensors
 from sglang_dflash.facts.tensors import (
     StoredTensor,
     has_weights,
@@ -182,7 +182,7 @@ def check_target_folder(name: str) -> None:
     """Raise ConfigError unless the target `name` is a folder with another model than a draft, or a
     name on the hub, which is not asked."""
     check_path("target", name)
-    config = Path(name) / CONFIG
+    config = Path(name) / "config.json"
     if exists(str(config)):
         refuse_draft_as_target(name, read_json_object(config, "target checkpoint"))
 

@@ -64,7 +64,7 @@ class DFlashDraftModel(DraftModel):
         del trust_remote_code
         device = _device(device_map)
         wanted = None if dtype in (None, "auto") else dtype_named("dtype", dtype)
-        folder = draft_folder("draft", str(name), revision=revision)
+        folder = draft_folder(str(name), revision=revision)
         kind = wanted or _stored_dtype(folder)
         return cast("DFlashDraftModel", load_model(folder, dtype=kind, device=device, of=cls))
 
