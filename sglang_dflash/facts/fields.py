@@ -16,6 +16,8 @@ from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
 
 # Counts and sizes of a model are 32-bit in SGLang and in kernels.
 _MOST_INT = 2**31 - 1
+# Of a layer: far above any published draft, and below what makes the arithmetic of sizes overflow.
+MOST_WIDTH = 2**18
 # Files beside config.json and weights that SGLang reads of a draft.
 READ_BY_SGLANG = (
     "adapter_config.json", "generation_config.json", "head.pt", "hf_quant_config.json",
