@@ -35,19 +35,11 @@ _BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
 # Of a ring, per entry: whose it is, and whether it is in use; and per target token: which entry it
 # has.
 BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
-# Of a step's table, per request and column. For a kernel that reads pages the table is copied, and
-# of a bounded cache its live entries are sorted to the front, with int64 numbers
-# (`drafting.attention.paged`).
-_TABLE_BYTES, _PAGES_BYTES, _SORTED_PAGES_BYTES = 4, 12, 48
 
 # --swa-full-tokens-ratio, where it is not given.
 SLIDING_SHARE = Fraction(8, 10)
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
-# Parts into which the Triton backend splits a request at most, by default.
-_TRITON_SPLITS = 8
-# Of each FlashInfer wrapper; there is one per captured batch size, and some for eager steps.
-_FLASHINFER_WORKSPACE, _FLASHINFER_EAGER = 8 << 20, 4
 
 
 class GroupKV(NamedTuple):
@@ -182,10 +174,11 @@ def draft_memory(
             most (`drafting.plain_context`); 0 if every step drafts.
     """
     hidden = config.target_hidden_width * itemsize
-    table = requests * columns * _TABLE_BYTES
+    table = 4 * requests * columns
     if paged:
-        whole = columns - ring_columns
-        table = requests * (whole * _PAGES_BYTES + ring_columns * _SORTED_PAGES_BYTES)
+        # The table is copied, and of a bounded cache its live entries are sorted to the front, with
+        # int64 numbers (`drafting.attention.paged`).
+        table = requests * (12 * (columns - ring_columns) + 48 * ring_columns)
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / ranks)
     tokens = requests * max(block_size, waiting_steps)
     return DraftMemory(
@@ -244,12 +237,11 @@ def narrow_width_bytes(
 
     def tables(backend: str, width: int) -> int:
         if backend == "triton":
-            # Indices (int64), a mask, and partial results.
-            parts = 4 * requests * width * query_width * _TRITON_SPLITS
-            return (9 * width + 4) * cells + parts
+            # Indices (int64), a mask, and results of the 8 parts that a request has at most.
+            return (9 * width + 4) * cells + 8 * 4 * requests * width * query_width
         if backend == "flashinfer":
-            wrappers = len(captured) + _FLASHINFER_EAGER
-            return 5 * width * cells + wrappers * _FLASHINFER_WORKSPACE
+            # A wrapper with 8 MiB per captured batch size, and 4 for eager steps.
+            return 5 * width * cells + (len(captured) + 4) * (8 << 20)
         # FA3 has four page tables, others fewer.
         return 16 * cells
 

@@ -16,8 +16,6 @@ from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
 
-UNKNOWN = "unknown"
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -25,7 +23,7 @@ class Judged:
 
     Attributes:
         config: of the draft; None if our worker does not serve it or a field is unknown.
-        worker: `OURS`, `BUILTIN` or `UNKNOWN`.
+        worker: `OURS`, `BUILTIN` or "unknown".
         reason: why it is not ours.
     """
 
@@ -47,7 +45,7 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
     geometry = TargetGeometry.from_dict(target.config)
     config, worker, reason = None, OURS, None
     if draft.unknown:
-        worker = UNKNOWN
+        worker = "unknown"
         reason = f"no source shows {', '.join(draft.unknown)} of the draft's config.json"
     else:
         try:
