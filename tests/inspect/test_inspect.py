@@ -29,7 +29,6 @@ from tests.inspect.pairs import PAIR, facts, inspected, refusal
 
 SERVING = Serving(kv_memory_gib=1)
 HYBRID = {**TARGET, "full_attention_interval": 2, **GDN}
-QUANTIZED = {**TARGET, "quantization_config": {"quant_method": "gptq", "lm_head": True}}
 OTHER_HEAD = raw_config(projector_type="domino")
 
 
@@ -97,9 +96,8 @@ def test_both_configs_are_described() -> None:
         ({"projector_type": "domino"}, "2 sliding (window 8), 1 full"),
     ]:
         assert found_of(target, {**draft, **change})["draft_layers"] == words
-    own = dict(zip(("conv_kernel_size", "conv_group_size"), (2, 8), strict=True))
-    second = with_own(selector_rank=256, selector_top_k=16, **own)
-    assert found_of(target, {**draft, **second})["draft_kind"] == (
+    own = with_own(selector_rank=256, selector_top_k=16, conv_kernel_size=2, conv_group_size=8)
+    assert found_of(target, {**draft, **own})["draft_kind"] == (
         "DFlash2: selector of rank 256 over 16 candidates, convolution of 2 taps"
     )
 
