@@ -10,7 +10,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.facts.draft_config import Reach
-from tests.conftest import find
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 
 SLOTS = 64
@@ -77,7 +76,7 @@ def test_it_finds_what_the_cache_finds(reach: Reach) -> None:
     positions = context_positions(seq_lens, width, reach)
     visible = positions < seq_lens[:, None]
     slots = table[rows[:, None], positions.clamp(max=13)].long().where(visible, 0)
-    found, live = find(ring, slots)
+    found, live = ring.find(slots)
     live = live & visible
     assert live.any() and not live[visible].all()
     assert torch.equal(entries.long(), found.where(live, -1))

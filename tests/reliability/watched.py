@@ -21,7 +21,6 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
-from tests.conftest import find
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
@@ -59,7 +58,7 @@ class WatchedDrafter(Drafter):
     def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
         free = free_slots(self.runner.token_to_kv_pool_allocator)
         for group in self.groups:
-            entries, live = find(group.cache, free)
+            entries, live = group.cache.find(free)
             group.cache.kv[entries[live]] = float("nan")
             self.rare["poisoned entries"] += int(live.sum())
         return super().propose(bonus, requests, noise)
