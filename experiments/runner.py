@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
         with sigterm_as_exit():
             found = module.run(options)
     except ConfigError as error:
-        print(f"{name}: {error.in_words(flag_names(own))}", file=sys.stderr)
+        print(f"{name}: {error.named(flag_names(own))}", file=sys.stderr)
         return 1
     result = {"command": repeated(name, options), "hardware": hardware(), **found}
     print(*module.table(result), sep="\n")

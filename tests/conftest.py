@@ -38,11 +38,6 @@ if not torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]
 
 
-def find(cache: DraftKVCache, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entry numbers int64 `[...]` of target slots `[...]`, and whether each is live, bool."""
-    return cache.find(slots)
-
-
 KERNELS, ENGINE = (Path(__file__).parent / name for name in ("kernels", "engine"))
 # Tiers that take many minutes.
 ON_REQUEST = ("long", "compile")

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if measured is not None:
             show(settings, *measured)
     except ConfigError as error:
-        message = error.in_words(flag_names(parser))
+        message = str(error.named(flag_names(parser)))
     except RequestFailed as error:
         message = str(error)
     else:

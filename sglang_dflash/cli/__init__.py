@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         # `head`, say, has read enough. Python would print an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
-        words = error.in_words({**_OTHERS, **flag_names(parsers[args.verb])})
-        print(f"sglang-dflash: {words}", file=sys.stderr)
+        named = error.named({**_OTHERS, **flag_names(parsers[args.verb])})
+        print(f"sglang-dflash: {named}", file=sys.stderr)
         return 1
     except Failed as error:
         print(f"sglang-dflash: {error}", file=sys.stderr)

@@ -15,11 +15,6 @@ from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, 
 from sglang_dflash.drafting.options import Notice
 from sglang_dflash.facts.server import ENOUGH_STEPS, ServerInfo
 
-# An acceptance length below this may be slower than plain decoding.
-USEFUL = 2.0
-# More steps without drafts than this share are worth a word.
-UNDRAFTED_SHARE = 0.25
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -197,7 +192,7 @@ def _acceptance(server: ServerInfo) -> Iterator[Notice]:
             f"acceptance length {length:.2f}: next to no draft is accepted",
             look_for + until_found,
         )
-    elif length is not None and length < USEFUL and not _is_adaptive(server):
+    elif length is not None and length < 2.0 and not _is_adaptive(server):
         yield Notice(
             "acceptance-below-2",
             f"acceptance length {length:.2f}: plain decoding may be faster; with "
@@ -233,7 +228,7 @@ def _requests(server: ServerInfo) -> Iterator[Notice]:
     # With an adaptive width, most of them are its choice.
     undrafted = 0 if _is_adaptive(server) else sum(server.values("undrafted_steps"))
     steps = undrafted + sum(server.values("verify_steps"))
-    if undrafted >= ENOUGH_STEPS and undrafted > UNDRAFTED_SHARE * steps:
+    if undrafted >= ENOUGH_STEPS and undrafted > 0.25 * steps:
         yield Notice(
             "many-undrafted",
             f"{undrafted / steps:.0%} of the decode steps had no drafts: their requests have a "

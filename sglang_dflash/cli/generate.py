@@ -17,9 +17,6 @@ from sglang_dflash.facts.errors import ConfigError
 if TYPE_CHECKING:
     from sglang_dflash.transformers_loop import LoadedPair
 
-# What ended a text, in words.
-ENDS = {"stop": "by a stop token", "length": "at --max-new-tokens"}
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -69,11 +66,12 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"target": args.target, "draft": args.draft, **figures}))
         return
+    ended = {"stop": "by a stop token", "length": "at --max-new-tokens"}
     print(
         f"{len(figures['tokens'])} tokens in {figures['seconds']:.2f} s: "
         f"{figures['tokens_per_second']:.1f} tokens/s, "
         f"acceptance length {figures['acceptance_length']:.2f}; "
-        f"ended {ENDS[figures['finish_reason']]}",
+        f"ended {ended[figures['finish_reason']]}",
         file=sys.stderr,
     )
 

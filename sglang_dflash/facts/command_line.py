@@ -77,7 +77,7 @@ def given(args: argparse.Namespace, of: type) -> dict[str, Any]:
 
 
 def flag_names(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What an error calls each setting of a command: see `ConfigError.in_words`."""
+    """What an error calls each setting of a command: see `ConfigError.named`."""
     return {one.dest: (*one.option_strings, one.dest.upper())[0] for one in parser._actions}
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_dflash.facts.fields import Fields
-
-# Bounds far above any published draft.
-_MOST_TAPS, _MOST_CANDIDATES = 64, 1024
+from sglang_dflash.facts.fields import MOST_WIDTH, Fields
 
 
 @dataclass(frozen=True)
@@ -27,20 +24,24 @@ class Selector:
     top_k: int
 
 
-def read_convolution(fields: Fields, most_width: int) -> Convolution | None:
+def read_convolution(fields: Fields) -> Convolution | None:
     """None in a draft of v1. Raises ConfigError."""
-    given = _together(fields, conv_kernel_size=_MOST_TAPS, conv_group_size=most_width)
+    given = _together(fields, conv_kernel_size=64, conv_group_size=MOST_WIDTH)
     return Convolution(*given) if given else None
 
 
-def read_selector(fields: Fields, most_width: int) -> Selector | None:
+def read_selector(fields: Fields) -> Selector | None:
     """None in a draft of v1. Raises ConfigError."""
-    given = _together(fields, selector_rank=most_width, selector_top_k=_MOST_CANDIDATES)
+    given = _together(fields, selector_rank=MOST_WIDTH, selector_top_k=1024)
     return Selector(*given) if given else None
 
 
 def _together(fields: Fields, **most: int) -> list[int] | None:
-    """Numbers that are given together or not at all: null and 0 are as good as missing."""
+    """Numbers that are given together or not at all: null and 0 are as good as missing.
+
+    Args:
+        most: name -> a bound far above any published draft.
+    """
     given = [name for name in most if fields.get(name)]
     for name in most if given else ():
         if name not in given:

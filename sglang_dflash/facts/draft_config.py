@@ -16,14 +16,9 @@ from sglang_dflash.facts.dflash2 import (
 from sglang_dflash.facts.draft_keys import check_keys, flat
 from sglang_dflash.facts.draft_rope import RopeConfig, read_rope
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
-from sglang_dflash.facts.fields import Fields, read_json_object
+from sglang_dflash.facts.fields import MOST_WIDTH, Fields, read_json_object
 
 _FILE = "the draft's config.json"
-# Bounds far above any published draft, and below what makes the arithmetic of sizes overflow.
-_MOST_LAYERS = 256
-_MOST_WIDTH = 2**18
-# Published drafts have 1e-6 and 1e-5.
-_MOST_EPS = 0.1
 
 
 @dataclass(frozen=True)
@@ -152,15 +147,16 @@ class DraftConfig:
         targets = "num_target_layers"
         num_target_layers = fields.positive_int(targets) if targets in fields else None
         config = cls(
-            hidden_size=fields.positive_int("hidden_size", most=_MOST_WIDTH),
-            intermediate_size=fields.positive_int("intermediate_size", most=_MOST_WIDTH),
+            hidden_size=fields.positive_int("hidden_size", most=MOST_WIDTH),
+            intermediate_size=fields.positive_int("intermediate_size", most=MOST_WIDTH),
             num_hidden_layers=depth,
-            num_attention_heads=fields.positive_int("num_attention_heads", most=_MOST_WIDTH),
+            num_attention_heads=fields.positive_int("num_attention_heads", most=MOST_WIDTH),
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=fields.positive_int("vocab_size"),
+            # Published drafts have 1e-6 and 1e-5.
             rms_norm_eps=float(
-                fields.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=_MOST_EPS)
+                fields.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=0.1)
             ),
             rope=read_rope(fields),
             max_position_embeddings=fields.positive_int("max_position_embeddings", default=32768),
@@ -173,8 +169,8 @@ class DraftConfig:
             draft_vocab_size=_draft_vocab_size(fields),
             output_multiplier=float(fields.positive_number("output_multiplier", default=1)),
             final_logit_softcapping=_softcap(fields),
-            convolution=read_convolution(fields, _MOST_WIDTH),
-            selector=read_selector(fields, _MOST_WIDTH),
+            convolution=read_convolution(fields),
+            selector=read_selector(fields),
         )
         config._check_consistent()
         config._check_repeated(fields)
@@ -287,7 +283,7 @@ class DraftConfig:
 
 def draft_fields(raw: Mapping[str, Any]) -> Fields:
     """The fields of a draft's config.json, those of its `dflash_config` included."""
-    return Fields.of(flat(raw), "draft", sections=("dflash_config",))
+    return Fields.of(flat(raw), "draft", section="dflash_config")
 
 
 def draft_kv_shape(fields: Fields) -> tuple[int, int, int, int]:
@@ -296,13 +292,13 @@ def draft_kv_shape(fields: Fields) -> tuple[int, int, int, int]:
     Raises:
         ConfigError: a field is missing or invalid.
     """
-    heads = fields.positive_int("num_attention_heads", most=_MOST_WIDTH)
-    width = fields.positive_int("hidden_size", most=_MOST_WIDTH)
+    heads = fields.positive_int("num_attention_heads", most=MOST_WIDTH)
+    width = fields.positive_int("hidden_size", most=MOST_WIDTH)
     return (
-        fields.positive_int("num_hidden_layers", most=_MOST_LAYERS),
+        fields.positive_int("num_hidden_layers", most=256),
         2,
-        fields.positive_int("num_key_value_heads", default=heads, most=_MOST_WIDTH),
-        fields.positive_int("head_dim", default=width // heads, most=_MOST_WIDTH),
+        fields.positive_int("num_key_value_heads", default=heads, most=MOST_WIDTH),
+        fields.positive_int("head_dim", default=width // heads, most=MOST_WIDTH),
     )
 
 

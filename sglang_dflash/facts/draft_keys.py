@@ -196,7 +196,7 @@ def check_keys(raw: Mapping[str, Any]) -> None:
         ConfigError: SGLang or Transformers cannot read a value.
         UnsupportedDraft: a key that only drafts of another kind have, or one that is unknown.
     """
-    top = Fields.of(raw, "draft", sections=())
+    top = Fields.of(raw, "draft", section=None)
     own = top.block("dflash_config")
     _check_form(top)
     present = [
@@ -266,7 +266,7 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if not isinstance(raw.get(_KIND), str):
         return raw
-    top = Fields.of(raw, "draft", sections=())
+    top = Fields.of(raw, "draft", section=None)
     if raw[_KIND] not in ("dflash", "dflash2"):
         raise top.error(_KIND, "dflash or dflash2, for SGLang reads no draft of that library,")
     network, ids = top.block(_NETWORK).values, raw.get(_LAYERS)

@@ -31,10 +31,6 @@ _SCALING_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 # What a scaling block holds besides its kind's fields.
 _BESIDE_SCALING = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-# Within these bounds frequencies stay finite in float32. Published thetas are 1e4 to 1e7, factors
-# up to 64.
-_LEAST_THETA, _MOST_THETA = 1.001, 1e15
-_LEAST_SCALE, _MOST_SCALE = 1e-9, 1e9
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,9 @@ def read_rope(fields: Fields) -> RopeConfig:
 
 def _theta(*places: Fields) -> float:
     given = [place for place in places if "rope_theta" in place] or [places[0]]
+    # Within the bounds frequencies stay finite in float32. Published ones are 1e4 to 1e7.
     thetas = [
-        place.positive_number("rope_theta", 10000.0, least=_LEAST_THETA, most=_MOST_THETA)
-        for place in given
+        place.positive_number("rope_theta", 10000.0, least=1.001, most=1e15) for place in given
     ]
     for place, theta in zip(given, thetas, strict=True):
         if theta != thetas[0]:
@@ -99,7 +95,8 @@ def _refuse_other_layouts(fields: Fields, block: Fields) -> None:
 
 
 def _scale(place: Fields, name: str) -> float:
-    return place.positive_number(name, least=_LEAST_SCALE, most=_MOST_SCALE)
+    # As for theta. Published factors are up to 64.
+    return place.positive_number(name, least=1e-9, most=1e9)
 
 
 def _scaling(block: Fields, kind: str) -> dict[str, Any]:

@@ -9,9 +9,6 @@ from pathlib import Path
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.target_config import TargetGeometry
 
-# Pairs whose prompts are from files that were held out of the training of both models.
-_UNSEEN = frozenset({"code", "code-dflash2"})
-
 
 @dataclass(frozen=True)
 class DemoPair:
@@ -36,7 +33,8 @@ class DemoPair:
     @property
     def text(self) -> str:
         """What its prompts are cut from, in words."""
-        if self.kind in _UNSEEN:
+        # Of these the prompts are from files that were held out of the training of both models.
+        if self.kind in ("code", "code-dflash2"):
             return "Python code from files that neither model has seen"
         return "Python code that both models have memorized"
 

@@ -37,10 +37,6 @@ class ConfigError(ValueError):
         field = names.get(self.field, self.field)
         return type(self)(field, self.value, _filled(self.required, names))
 
-    def in_words(self, names: Mapping[str, str]) -> str:
-        """The message of `named`, in one line."""
-        return str(self.named(names))
-
 
 class UnsupportedDraft(ConfigError):
     """A valid draft or server setting that is not implemented here. SGLang's built-in worker may

@@ -16,6 +16,8 @@ from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut, shown
 
 # Counts and sizes of a model are 32-bit in SGLang and in kernels.
 _MOST_INT = 2**31 - 1
+# Of a layer: far above any published draft, and below what makes the arithmetic of sizes overflow.
+MOST_WIDTH = 2**18
 # Files beside config.json and weights that SGLang reads of a draft.
 READ_BY_SGLANG = (
     "adapter_config.json", "generation_config.json", "head.pt", "hf_quant_config.json",
@@ -46,21 +48,19 @@ class Fields:
         raw: Mapping[str, Any],
         model: Literal["target", "draft"],
         *,
-        sections: tuple[str, ...] = ("text_config",),
+        section: str | None = "text_config",
     ) -> Fields:
-        """Merge a parsed config.json with its `sections`, objects whose fields override it.
+        """Merge a parsed config.json with its `section`, an object whose fields override it.
 
         Raises:
-            ConfigError: a section is not an object.
+            ConfigError: the section is not an object.
         """
         top = cls(raw, {}, "", f"the {model}'s config.json")
-        values, paths = dict(raw), dict(top.paths)
-        for section in sections:
-            inner = top.block(section)
-            given = {name: value for name, value in inner.values.items() if name in inner}
-            values |= given
-            paths |= {name: inner.path(name) for name in given}
-        return cls(values, paths, "", top.file)
+        if section is None:
+            return top
+        inner = top.block(section)
+        given = {name: value for name, value in inner.values.items() if name in inner}
+        return cls({**raw, **given}, {name: inner.path(name) for name in given}, "", top.file)
 
     def block(self, name: str) -> Fields:
         """The fields of the object `name`, none if it is missing. Raises ConfigError."""

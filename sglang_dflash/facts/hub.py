@@ -11,10 +11,6 @@ from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import check_files
 from sglang_dflash.facts.tensors import MASK_EMBEDDING, StoredTensor
 
-CONFIG = "config.json"
-# How long the hub may take to begin its answer.
-_ANSWER_SECONDS = 5.0
-
 
 def exists(name: str) -> bool:
     """Whether `name` is a path here; False for a name that no path can have."""
@@ -47,13 +43,10 @@ def _near_folder(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(str(path), beside, 1, cutoff=0.8)), None)
 
 
-def draft_folder(
-    field: str, name: str, *, revision: str | None = None, weights: bool = True
-) -> str:
+def draft_folder(name: str, *, revision: str | None = None, weights: bool = True) -> str:
     """The local folder of a draft, fetched from the hub if `name` is no path.
 
     Args:
-        field: what errors call the draft.
         weights: whether to fetch the weights too; without them only JSON files are fetched.
 
     Raises:
@@ -62,11 +55,11 @@ def draft_folder(
     if exists(name):
         check_files(name)
         return name
-    check_path(field, name)
+    check_path("draft", name)
     # A mask embedding is fetched to be refused by name: it is never read.
     patterns = ["*.json", "*.safetensors", MASK_EMBEDDING] if weights else ["*.json"]
     required = "it is neither a folder here nor a draft that could be fetched from the hub"
-    with _hub_errors(field, name, required):
+    with _hub_errors("draft", name, required):
         from huggingface_hub import snapshot_download
 
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
@@ -106,13 +99,14 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, 
         unreachable = "--offline: the hub is not asked"
         if not offline:
             try:
-                # `hf_hub_download` would retry a connection that fails for half a minute.
-                get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=_ANSWER_SECONDS)
-                return Path(hf_hub_download(name, CONFIG)), True
+                # 5 s for the answer to begin: `hf_hub_download` would retry a connection that fails
+                # for half a minute.
+                get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=5.0)
+                return Path(hf_hub_download(name, "config.json")), True
             except (httpx.TransportError, OfflineModeIsEnabled) as error:
                 unreachable = f"the hub cannot be reached: {error}"
         try:
-            return Path(hf_hub_download(name, CONFIG, local_files_only=True)), False
+            return Path(hf_hub_download(name, "config.json", local_files_only=True)), False
         except LocalEntryNotFoundError as error:
             raise OSError(
                 unreachable if offline else f"{unreachable}, and it is not in the local cache"

@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import check_files, read_json_object
-from sglang_dflash.facts.hub import CONFIG, check_path, exists, fetch_config, hub_tensors
+from sglang_dflash.facts.hub import check_path, exists, fetch_config, hub_tensors
 from sglang_dflash.facts.tensors import (
     StoredTensor,
     has_weights,
@@ -35,7 +35,6 @@ class ModelFacts:
         weight_bytes: bytes of its weights as served; None if unknown.
         source: where the facts were read.
         unknown: fields of the config.json that serving needs and that the source does not show.
-        file: the shipped file with these facts; None if they are not shipped.
         tensors: a draft's tensors by name, from the headers of its weights; None if no weights are
             at hand.
         weights: the local folder that holds the draft's weights; None if they are not here.
@@ -46,34 +45,23 @@ class ModelFacts:
     weight_bytes: int | None
     source: str
     unknown: tuple[str, ...] = ()
-    file: str | None = None
     tensors: Mapping[str, StoredTensor] | None = None
     weights: Path | None = None
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A published target, the drafts for it, and whether it has recurrent layers."""
+    """A published target, and the drafts for it."""
 
     target: str
     drafts: tuple[str, ...]
-    hybrid: bool
-
-
-@dataclass(frozen=True)
-class Collection:
-    """The published drafts."""
-
-    pairs: tuple[Pair, ...]
-    source: str
 
 
 @cache
-def collection() -> Collection:
+def published_pairs() -> tuple[Pair, ...]:
     """The collection of published drafts, from the file beside this one."""
     raw = json.loads((FOLDER / "collection.json").read_text())
-    pairs = tuple(Pair(p["target"], tuple(p["drafts"]), p["hybrid"]) for p in raw["pairs"])
-    return Collection(pairs, raw["source"])
+    return tuple(Pair(each["target"], tuple(each["drafts"])) for each in raw["pairs"])
 
 
 @cache
@@ -89,14 +77,13 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
                 weight_bytes=raw.get("weight_bytes"),
                 source=raw["source"],
                 unknown=tuple(raw.get("unknown", ())),
-                file=path.name,
             )
     return found
 
 
 def published_draft(target: str) -> str:
     """The name of the first draft published for a target. Raises ConfigError if there is none."""
-    for pair in collection().pairs:
+    for pair in published_pairs():
         if pair.target.casefold() == target.casefold():
             return pair.drafts[0]
     required = f"give a folder or a hub name: no draft is known that is published for {target!r}"
@@ -195,7 +182,7 @@ def check_target_folder(name: str) -> None:
     """Raise ConfigError unless the target `name` is a folder with another model than a draft, or a
     name on the hub, which is not asked."""
     check_path("target", name)
-    config = Path(name) / CONFIG
+    config = Path(name) / "config.json"
     if exists(str(config)):
         refuse_draft_as_target(name, read_json_object(config, "target checkpoint"))
 

@@ -35,19 +35,11 @@ _BF16, _FP32 = KV_DTYPES["bfloat16"], KV_DTYPES["float32"]
 # Of a ring, per entry: whose it is, and whether it is in use; and per target token: which entry it
 # has.
 BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
-# Of a step's table, per request and column. For a kernel that reads pages the table is copied, and
-# of a bounded cache its live entries are sorted to the front, with int64 numbers
-# (`drafting.attention.paged`).
-_TABLE_BYTES, _PAGES_BYTES, _SORTED_PAGES_BYTES = 4, 12, 48
 
 # --swa-full-tokens-ratio, where it is not given.
 SLIDING_SHARE = Fraction(8, 10)
 # What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
 GRAPH_BYTES_PER_REQUEST = 2 << 20
-# Parts into which the Triton backend splits a request at most, by default.
-_TRITON_SPLITS = 8
-# Of each FlashInfer wrapper; there is one per captured batch size, and some for eager steps.
-_FLASHINFER_WORKSPACE, _FLASHINFER_EAGER = 8 << 20, 4
 
 
 class GroupKV(NamedTuple):
@@ -184,17 +176,18 @@ def draft_memory(
             most (`drafting.plain_context`); 0 if every step drafts.
     """
     hidden = config.target_hidden_width * itemsize
-    table = requests * columns * _TABLE_BYTES
+    table = 4 * requests * columns
     if paged:
-        whole = columns - ring_columns
-        table = requests * (whole * _PAGES_BYTES + ring_columns * _SORTED_PAGES_BYTES)
+        # The table is copied, and of a bounded cache its live entries are sorted to the front, with
+        # int64 numbers (`drafting.attention.paged`).
+        table = requests * (12 * (columns - ring_columns) + 48 * ring_columns)
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / ranks)
     tokens = requests * max(verified, waiting_steps)
     return DraftMemory(
         slot_tables=table,
         graph_buffers=recorded * (4 * 8 + 4 + block_size * 2 * 8 + verified * (2 * 8 + 1 + hidden)),
         logits=requests * (block_size - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
-        activations=tokens * _activations(config, ranks) * itemsize,
+        activations=tokens * _activations(draft_of_rank(config, ranks)) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * waiting_steps * requests * (2 * 8 + hidden),
     )
@@ -207,21 +200,17 @@ def _candidate_bytes(config: DraftConfig) -> int:
     return 0 if of is None else of.top_k * (8 + 4 + 8) + 4 * of.rank
 
 
-def _activations(config: DraftConfig, ranks: int) -> int:
+def _activations(config: DraftConfig) -> int:
     """Numbers per token that are alive at once, at most: of a layer residual, input, q, k and v,
     attention's output, gate and up, and their product; of a commit features and K/V of all
     layers."""
-    heads = config.num_attention_heads // ranks
-    kv_heads = max(config.num_key_value_heads // ranks, 1)
-    attention = 2 * (heads + kv_heads) * config.head_dim
-    inner = 3 * (config.intermediate_size // ranks)
-    of_layer = 3 * config.hidden_size + attention + inner
+    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    of_layer = 3 * config.hidden_size + attention + 3 * config.intermediate_size
     if config.convolution is not None:
         # Its input and output, and the kernels of both, which are projected at once.
         taps, groups = config.convolution.kernel_size, config.convolution.group_size
         of_layer += 2 * config.hidden_size + 2 * taps * config.hidden_size // groups
-    kv = len(config.layers) * 2 * kv_heads * config.head_dim
-    return max(of_layer, 3 * config.hidden_size + 2 * kv)
+    return max(of_layer, 3 * config.hidden_size + 2 * math.prod(config.kv_shape))
 
 
 def narrow_width_bytes(
@@ -250,12 +239,11 @@ def narrow_width_bytes(
 
     def tables(backend: str, width: int) -> int:
         if backend == "triton":
-            # Indices (int64), a mask, and partial results.
-            parts = 4 * requests * width * query_width * _TRITON_SPLITS
-            return (9 * width + 4) * cells + parts
+            # Indices (int64), a mask, and results of the 8 parts that a request has at most.
+            return (9 * width + 4) * cells + 8 * 4 * requests * width * query_width
         if backend == "flashinfer":
-            wrappers = len(captured) + _FLASHINFER_EAGER
-            return 5 * width * cells + wrappers * _FLASHINFER_WORKSPACE
+            # A wrapper with 8 MiB per captured batch size, and 4 for eager steps.
+            return 5 * width * cells + (len(captured) + 4) * (8 << 20)
         # FA3 has four page tables, others fewer.
         return 16 * cells
 

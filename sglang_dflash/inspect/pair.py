@@ -11,12 +11,10 @@ from typing import Any
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, draft_fields
 from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
-from sglang_dflash.facts.published import ModelFacts, collection
+from sglang_dflash.facts.published import ModelFacts, published_pairs
 from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
-
-UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Judged:
 
     Attributes:
         config: of the draft; None if our worker does not serve it or a field is unknown.
-        worker: `OURS`, `BUILTIN` or `UNKNOWN`.
+        worker: `OURS`, `BUILTIN` or "unknown".
         reason: why it is not ours.
     """
 
@@ -47,7 +45,7 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
     geometry = TargetGeometry.from_dict(target.config)
     config, worker, reason = None, OURS, None
     if draft.unknown:
-        worker = UNKNOWN
+        worker = "unknown"
         reason = f"no source shows {', '.join(draft.unknown)} of the draft's config.json"
     else:
         try:
@@ -100,7 +98,7 @@ def other_target(target: str, draft: str) -> list[str]:
     """A warning if the collection lists the draft for other targets."""
     listed = [
         pair.target
-        for pair in collection().pairs
+        for pair in published_pairs()
         if draft.casefold() in (name.casefold() for name in pair.drafts)
     ]
     if not listed or target.casefold() in (name.casefold() for name in listed):

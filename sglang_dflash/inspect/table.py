@@ -9,7 +9,6 @@ from typing import Any
 from sglang_dflash.facts.server import BUILTIN
 from sglang_dflash.inspect.kv import GIB
 
-_WIDTH = 120
 # Heading -> facts of it. Without those that are unknown or 0.
 _GROUPS = {
     "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
@@ -81,7 +80,7 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
 
 def _filled(text: str, indent: str = "") -> str:
     # A flag is not cut.
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _weights_verdict(facts: Mapping[str, Any]) -> str:

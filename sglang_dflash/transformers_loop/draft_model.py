@@ -19,11 +19,6 @@ from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.transformers_loop.checks import device_named, dtype_named, stop_ids
 from sglang_dflash.transformers_loop.generation import sampler, spec_generate
 
-# How Accelerate spreads a model over devices. A draft is small and stays on one.
-_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-# Below it z-lab's code takes the argmax.
-_GREEDY_BELOW = 1e-5
-
 
 class DFlashDraftModel(DraftModel):
     """A DFlash draft over Transformers, called as z-lab's model cards show.
@@ -64,7 +59,7 @@ class DFlashDraftModel(DraftModel):
         del trust_remote_code
         device = _device(device_map)
         wanted = None if dtype in (None, "auto") else dtype_named("dtype", dtype)
-        folder = draft_folder("draft", str(name), revision=revision)
+        folder = draft_folder(str(name), revision=revision)
         kind = wanted or _stored_dtype(folder)
         return cast("DFlashDraftModel", load_model(folder, dtype=kind, device=device, of=cls))
 
@@ -108,7 +103,7 @@ class DFlashDraftModel(DraftModel):
             ConfigError: see `transformers_loop.spec_generate`; the temperature is out of range.
         """
         choose = sampler(temperature)
-        if temperature < _GREEDY_BELOW:
+        if temperature < 1e-5:  # There z-lab's code takes the argmax.
             choose = sampler(0.0)
         new = spec_generate(
             self,
@@ -142,7 +137,8 @@ def _device(device_map: str | int | torch.device | Mapping[str, Any] | None) -> 
     (name,) = named
     if name is None:
         name = "cpu"
-    if name in _SPREAD:
+    # How Accelerate spreads a model over devices. A draft is small and stays on one.
+    if name in ("auto", "balanced", "balanced_low_0", "sequential"):
         name = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     return device_named("device_map", name)
 

@@ -62,7 +62,7 @@ def load(
     on = device_named("device", device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype_named("dtype", dtype or ("float32" if on.type == "cpu" else "bfloat16"))
     check_target_folder(target)
-    folder = draft_folder("draft", draft)
+    folder = draft_folder(draft)
     config = DraftConfig.from_pretrained(folder)
     resolved = options.resolve(config)
     try:

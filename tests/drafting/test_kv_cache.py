@@ -12,7 +12,6 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
-from tests.conftest import find
 
 TARGET_SLOTS = 24
 SHAPE = (1, 2, 1, 1)
@@ -141,7 +140,7 @@ def test_a_slot_is_dead_once_its_token_was_rejected() -> None:
     cache.write(slots, stamped([4, 5, 6]), torch.tensor([True, False, False]))
     entries = read_by_request(cache, [7, 8, 9])
     assert entries[1:] == [-1, -1] and cache.kv[entries[0]].unique().item() == 4
-    assert find(cache, slots)[1].tolist() == [True, False, False]
+    assert cache.find(slots)[1].tolist() == [True, False, False]
 
 
 def test_an_overwritten_entry_is_not_found_by_its_last_owner() -> None:
@@ -168,8 +167,8 @@ def test_a_prompt_yields_to_what_is_read() -> None:
         cache.write(mine, stamped([1, 2, 3, 4]))
         read_by_request(cache, mine.tolist())
         cache.write(torch.arange(7), stamped(list(range(7))), quota=quota)
-        assert find(cache, torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
-        assert int(find(cache, mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
+        assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
+        assert int(cache.find(mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
 
 
 def test_fresh_entries_are_marked_in_use() -> None:
@@ -178,7 +177,7 @@ def test_fresh_entries_are_marked_in_use() -> None:
     cache.write(torch.tensor([0, 1]), stamped([1, 2]))
     cache.cursor.zero_()
     cache.write(torch.tensor([2, 3]), stamped([3, 4]))
-    assert find(cache, torch.arange(4))[1].all()
+    assert cache.find(torch.arange(4))[1].all()
 
 
 def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
@@ -206,6 +205,6 @@ def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
         cache = RingKVCache(8, TARGET_SLOTS, SHAPE, dtype, "cpu")
     kept, limit = torch.tensor([True, True, False, True]), torch.finfo(dtype).max
     cache.write(torch.tensor([4, 5, 6, 7]), stamped([1, 10**6, 3, -(10**6)]), kept)
-    entries, live = find(cache, torch.tensor([4, 5, 7]))
+    entries, live = cache.find(torch.tensor([4, 5, 7]))
     assert live.all()
     assert cache.kv.float()[entries][:, 0, 0, 0, 0].tolist() == [1, limit, -limit]

@@ -212,10 +212,10 @@ def test_padding_touches_the_padding_slot_only() -> None:
     (group,) = drafter.groups
     cache: Any = group.cache
     for _ in range(12):
-        before = cache.entry_of.clone()
+        before = cache.tags.entry_of.clone()
         rows_before = requests.lengths.clone()
         requests.step(3)
-        changed = (cache.entry_of != before).nonzero().flatten().tolist()
+        changed = (cache.tags.entry_of != before).nonzero().flatten().tolist()
         active = (requests.lengths != rows_before).nonzero().flatten()
         allowed = {0, *slots[active].flatten().tolist()}
         assert set(changed) <= allowed

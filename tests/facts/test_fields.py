@@ -19,11 +19,12 @@ RAW = {
 }
 
 
-def test_sections_override_the_top_level_in_order() -> None:
+def test_a_section_overrides_the_top_level() -> None:
     text = Fields.of(RAW, "draft")
     assert (text.positive_int("hidden_size"), text.positive_int("block_size")) == (16, 4)
-    either = Fields.of(RAW, "draft", sections=("text_config", "dflash_config"))
-    assert (either.positive_int("hidden_size"), either.positive_int("block_size")) == (16, 6)
+    own = Fields.of(RAW, "draft", section="dflash_config")
+    assert (own.positive_int("hidden_size"), own.positive_int("block_size")) == (8, 6)
+    assert Fields.of(RAW, "draft", section=None).positive_int("block_size") == 4
     assert Fields.of({"text_config": None, "depth": 2}, "draft").positive_int("depth") == 2
 
 
@@ -91,4 +92,4 @@ def test_an_error_without_a_value_is_the_same_in_another_process() -> None:
     error = ConfigError("width in the target's config.json", required="missing; give {window}")
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and vars(again) == vars(error)
-    assert again.in_words({"window": "--window"}).endswith(": missing; give --window")
+    assert str(again.named({"window": "--window"})).endswith(": missing; give --window")

@@ -16,7 +16,7 @@ from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.facts.published import ModelFacts, collection
+from sglang_dflash.facts.published import ModelFacts, published_pairs
 from sglang_dflash.facts.sizes import GroupKV, draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB, DraftGroup, split_kv
 from sglang_dflash.inspect.pair import other_target
@@ -29,7 +29,6 @@ from tests.inspect.pairs import PAIR, facts, inspected, refusal
 
 SERVING = Serving(kv_memory_gib=1)
 HYBRID = {**TARGET, "full_attention_interval": 2, **GDN}
-QUANTIZED = {**TARGET, "quantization_config": {"quant_method": "gptq", "lm_head": True}}
 OTHER_HEAD = raw_config(projector_type="domino")
 
 
@@ -97,9 +96,8 @@ def test_both_configs_are_described() -> None:
         ({"projector_type": "domino"}, "2 sliding (window 8), 1 full"),
     ]:
         assert found_of(target, {**draft, **change})["draft_layers"] == words
-    own = dict(zip(("conv_kernel_size", "conv_group_size"), (2, 8), strict=True))
-    second = with_own(selector_rank=256, selector_top_k=16, **own)
-    assert found_of(target, {**draft, **second})["draft_kind"] == (
+    own = with_own(selector_rank=256, selector_top_k=16, conv_kernel_size=2, conv_group_size=8)
+    assert found_of(target, {**draft, **own})["draft_kind"] == (
         "DFlash2: selector of rank 256 over 16 candidates, convolution of 2 taps"
     )
 
@@ -344,7 +342,7 @@ def test_names_are_found_in_any_case_and_near_ones_are_suggested(
         assert "did you mean 'Qwen/Qwen3-8B'" in shown and "gpt-oss" not in shown
     shown = refusal(capsys, "Qwen/Nonesuch", draft)
     assert "'Qwen/Nonesuch'" in shown and "did you mean" not in shown
-    assert all(pair.target in shown for pair in collection().pairs)
+    assert all(pair.target in shown for pair in published_pairs())
 
 
 def test_what_cannot_be_read_and_a_swapped_pair_are_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,8 +11,7 @@ import pytest
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import UnsupportedDraft
-from sglang_dflash.facts.published import Pair, collection, shipped
-from sglang_dflash.facts.target_config import TargetGeometry
+from sglang_dflash.facts.published import FOLDER, published_pairs, shipped
 from sglang_dflash.inspect.report import Serving, inspect
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -25,15 +25,15 @@ ROWS = [dict(zip(LINES[0], cells, strict=True)) for cells in LINES[2:]]
 
 
 def test_every_published_draft_is_a_row() -> None:
-    published = [draft for pair in collection().pairs for draft in pair.drafts]
+    published = [draft for pair in published_pairs() for draft in pair.drafts]
     assert sorted(row["draft"] for row in ROWS) == sorted(published)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["draft"])
 def test_a_row_shows_what_its_facts_file_decides(row: dict[str, str]) -> None:
     facts = shipped("draft")[row["draft"]]
-    assert row["facts"] == f"[source](../sglang_dflash/facts/published/{facts.file})"
-    assert facts.config is not None
+    file = re.fullmatch(r"\[source\]\(../sglang_dflash/facts/published/(.*)\)", row["facts"])
+    assert file and json.loads((FOLDER / file[1]).read_text())["name"] == facts.name
     raw = facts.config
     own = raw["dflash_config"]
     assert int(row["block"]) == own.get("block_size", raw.get("block_size"))
@@ -56,10 +56,3 @@ def test_a_row_shows_what_its_facts_file_decides(row: dict[str, str]) -> None:
         assert row["served by"] == "sglang-dflash"
     except UnsupportedDraft as reason:
         assert row["served by"] == f"SGLang's built-in worker: {reason}"
-
-
-@pytest.mark.parametrize("pair", collection().pairs, ids=lambda pair: pair.target)
-def test_hybrid_agrees_with_the_geometry(pair: Pair) -> None:
-    known = shipped("target")[pair.target].config
-    assert known is not None
-    assert pair.hybrid == bool(TargetGeometry.from_dict(known).recurrent_layers)

@@ -49,7 +49,6 @@ def test_ranks_that_do_not_divide_are_refused() -> None:
 def test_a_window_beyond_a_context_that_is_not_known_is_warned_of() -> None:
     """The draft's own context bounds what requests can have; memory is not blamed."""
     draft = raw_config(max_position_embeddings=4096)
-    target = {k: v for k, v in TARGET.items() if k != "max_position_embeddings"}
-    found = inspect(facts(target, 0), facts(draft), Options(window=999_999_999), Serving())
+    found = inspect(facts(TARGET), facts(draft), Options(window=999_999_999), Serving())
     (warning,) = found["warnings"]
     assert warning.startswith("window: 999999999 is the whole of a context of 4096 tokens")

@@ -10,7 +10,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.facts.draft_config import Reach
-from tests.conftest import find
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 
 SLOTS = 64
@@ -52,7 +51,7 @@ def test_the_kernel_is_its_twin(lengths: list[int], reach: Reach, kind: str, spa
         entries = canaries.around(empty_table(len(lengths), columns))
         used = None
         if ring is not None:
-            used = ring.tags._replace(in_use=canaries.around(torch.ones_like(ring.in_use)))
+            used = ring.tags._replace(in_use=canaries.around(torch.ones_like(ring.tags.in_use)))
         with counted_bytes() as count:
             run(entries, table, rows, seq_lens, reach, used)
         if run is slot_table.slot_table:
@@ -77,13 +76,13 @@ def test_it_finds_what_the_cache_finds(reach: Reach) -> None:
     positions = context_positions(seq_lens, width, reach)
     visible = positions < seq_lens[:, None]
     slots = table[rows[:, None], positions.clamp(max=13)].long().where(visible, 0)
-    found, live = find(ring, slots)
+    found, live = ring.find(slots)
     live = live & visible
     assert live.any() and not live[visible].all()
     assert torch.equal(entries.long(), found.where(live, -1))
-    expected = torch.zeros_like(ring.in_use)
+    expected = torch.zeros_like(ring.tags.in_use)
     expected[found[live]] = True
-    assert torch.equal(ring.in_use, expected)
+    assert torch.equal(ring.tags.in_use, expected)
 
 
 @pytest.mark.parametrize("kind", ["ring", "direct"])
@@ -98,7 +97,7 @@ def test_torch_fills_it_piece_by_piece(
         monkeypatch.setattr("sglang_dflash.drafting.attention.table.PIECE", piece)
         entries = empty_table(4, 12)
         fill_table(entries, table, rows, seq_lens, reach, ring and ring.tags)
-        outputs.append((entries, ring and ring.in_use.clone()))
+        outputs.append((entries, ring and ring.tags.in_use.clone()))
     for entries, in_use in outputs[1:]:
         assert torch.equal(entries, outputs[0][0])
         assert in_use is None or torch.equal(in_use, outputs[0][1])

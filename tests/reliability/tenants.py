@@ -17,7 +17,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from torch import Tensor
 
 from sglang_dflash.serving.step.batch import GenerationBatchResult
-from tests.conftest import find
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
@@ -181,7 +180,7 @@ class Served:
         del self.running[row]
         slots = self.table[row].long()
         for group in self.worker.drafter.groups:
-            entries, live = find(group.cache, slots)
+            entries, live = group.cache.find(slots)
             group.cache.kv[entries[live]] = float("nan")
         self.free += slots.tolist()
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from sglang_dflash.serving.step.batch import DFlashVerifyInput
-from tests.conftest import find
 from tests.reliability.tenants import Request, Served, prepared
 from tests.serving.in_process import decode_of, filled, prefill_of, worker_of
 
@@ -65,9 +64,9 @@ def test_a_long_prompt_leaves_nothing_of_its_slots_last_owner() -> None:
     that finds them in the prefix cache would read another one's K/V."""
     worker = filled(worker_of(7), [12])
     slots = worker.req_to_token[1].long()
-    assert find(worker.drafter.groups[0].cache, slots[5:12])[1].all()
+    assert worker.drafter.groups[0].cache.find(slots[5:12])[1].all()
     worker.forward_batch_generation(prefill_of([0], [20]))
-    live = find(worker.drafter.groups[0].cache, slots[:20])[1]
+    live = worker.drafter.groups[0].cache.find(slots[:20])[1]
     assert live.tolist() == [False] * 13 + [True] * 7
 
 
@@ -88,7 +87,7 @@ def test_a_step_keeps_the_committed_tokens_and_no_other(window: int | None) -> N
             changed = (cache.kv != before).flatten(1).any(1)
             assert changed[slots[block]].tolist() == expected
         else:
-            assert find(cache, slots[block])[1].tolist() == expected
+            assert cache.find(slots[block])[1].tolist() == expected
     assert len(lengths) > 1
 
 
@@ -100,9 +99,9 @@ def test_a_failed_verify_publishes_and_commits_nothing() -> None:
         raise RuntimeError("out of memory")
 
     worker.target_worker.forward_batch_generation = fails
-    before, batch = worker.drafter.groups[0].cache.entry_of.clone(), decode_of([9, 14])
+    before, batch = worker.drafter.groups[0].cache.tags.entry_of.clone(), decode_of([9, 14])
     with pytest.raises(RuntimeError, match="out of memory"):
         worker.forward_batch_generation(batch, published.append)
-    after = worker.drafter.groups[0].cache.entry_of
+    after = worker.drafter.groups[0].cache.tags.entry_of
     assert published == [] and torch.equal(after, before)
     assert batch.seq_lens_cpu.tolist() == [9, 14] and batch.seq_lens_sum == 23

@@ -50,5 +50,5 @@ def test_a_full_disk_during_a_download_is_one_line(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     with pytest.raises(ConfigError, match="No space left on device") as error:
-        draft_folder("--speculative-draft-model-path", "somebody/a-draft")
+        draft_folder("somebody/a-draft")
     assert "\n" not in str(error.value) and "'somebody/a-draft'" in str(error.value)

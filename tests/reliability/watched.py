@@ -21,7 +21,6 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
-from tests.conftest import find
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
@@ -59,7 +58,7 @@ class WatchedDrafter(Drafter):
     def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
         free = free_slots(self.runner.token_to_kv_pool_allocator)
         for group in self.groups:
-            entries, live = find(group.cache, free)
+            entries, live = group.cache.find(free)
             group.cache.kv[entries[live]] = float("nan")
             self.rare["poisoned entries"] += int(live.sum())
         return super().propose(bonus, requests, noise)
@@ -110,11 +109,11 @@ def count_overwrites(cache: RingKVCache, rare: Counter[str]) -> None:
         target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
     ) -> Tensor:
         everything = torch.arange(cache.num_entries)
-        owner = cache.owner[: cache.num_entries].long()
-        live = (owner >= 0) & (cache.entry_of[owner.clamp(min=0)] == everything)
-        used = cache.in_use[: cache.num_entries].clone()
+        owner = cache.tags.owner[: cache.num_entries].long()
+        live = (owner >= 0) & (cache.tags.entry_of[owner.clamp(min=0)] == everything)
+        used = cache.tags.in_use[: cache.num_entries].clone()
         entries = place(target_slots, keep, quota)
-        now = cache.owner[: cache.num_entries].long()
+        now = cache.tags.owner[: cache.num_entries].long()
         lost = live & (now != owner) & ~torch.isin(owner, target_slots)
         rare["overwritten live entries"] += int(lost.sum())
         rare["overwritten entries in use"] += int((lost & used).sum())

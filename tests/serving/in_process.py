@@ -33,7 +33,7 @@ from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
-from tests.conftest import find, kv_groups, random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config
 
 RAW = raw_config()
 VOCAB, HIDDEN = RAW["vocab_size"], RAW["hidden_size"]
@@ -193,5 +193,5 @@ def filled(worker: Any, lengths: Sequence[int]) -> Any:
 def draft_kv(worker: Any, slots: Tensor) -> Tensor:
     """K/V of target slots, NaN for those that are not live."""
     (group,) = worker.drafter.groups
-    entries, live = find(group.cache, slots)
+    entries, live = group.cache.find(slots)
     return group.cache.kv[entries].masked_fill(~live[:, None, None, None, None], float("nan"))

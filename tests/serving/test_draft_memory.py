@@ -129,9 +129,9 @@ def test_what_is_kept_is_what_was_reserved(
         assert cache.kv[0].nbytes + tags == kv.token_bytes
         if group.reach.is_bounded:
             assert isinstance(cache, RingKVCache) and entries == kv.ring
-            of_entries = cache.owner.nbytes + cache.in_use.nbytes
+            of_entries = cache.tags.owner.nbytes + cache.tags.in_use.nbytes
             assert of_entries == BYTES_PER_ENTRY * (entries + 1)
-            assert cache.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
+            assert cache.tags.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
     assert needed.scratch_kv == scratch if not hierarchical else needed.scratch_kv > scratch
     if backend == "triton":
         assert needed.attention_workspace == workspaces > 0

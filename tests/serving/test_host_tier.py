@@ -20,7 +20,6 @@ from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.facts.draft_config import Reach
 from sglang_dflash.serving.fleet import host_tier
 from sglang_dflash.serving.fleet.host_tier import HostTier
-from tests.conftest import find
 from tests.seam.originals import original
 from tests.serving.in_process import draft_kv, prefill_of, worker_of
 
@@ -52,7 +51,7 @@ def write(cache: DraftKVCache, slots: Tensor, numbers: list[float]) -> None:
 
 
 def read(cache: DraftKVCache, slots: Tensor) -> list[float | None]:
-    entries, live = find(cache, slots)
+    entries, live = cache.find(slots)
     values = cache.kv[entries].float().flatten(1)[:, 0].tolist()
     return [value if lives else None for value, lives in zip(values, live.tolist(), strict=True)]
 

@@ -24,7 +24,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.step.prefill import PromptTokens
-from tests.conftest import find, random_model, raw_config
+from tests.conftest import random_model, raw_config
 from tests.drafting.reference import draft_block
 from tests.serving.test_draft_memory import BACKENDS
 
@@ -138,7 +138,7 @@ class Pool:
     def compare(self, request: Request, bonus: int, found: Tensor) -> None:
         lost = {}
         for group in self.groups:
-            live = find(group.cache, torch.tensor(request.slots))[1]
+            live = group.cache.find(torch.tensor(request.slots))[1]
             dead = {p for p, there in enumerate(live.tolist()) if not there}
             reach, length = group.reach, len(request.slots)
             sees = {p for p in range(length) if reach.tokens is None or p >= length - reach.tokens}

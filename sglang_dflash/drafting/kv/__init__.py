@@ -46,10 +46,11 @@ class DraftKVCache:
         kv: `[num_entries + 1 + scratch, L, 2, G, D]`, always finite. The entry after the last one
             is padding; scratch entries are for an attention backend. Writes that are not kept go
             to the last of all.
-        has_holes: whether entries of committed tokens may be missing.
+        tags: for the table of a step, which marks what it finds as in use; None if every token has
+            draft K/V, at its target slot.
     """
 
-    has_holes = False
+    tags: Tags | None = None
 
     def __init__(
         self,
@@ -66,10 +67,9 @@ class DraftKVCache:
         self.kv = torch.zeros(num_entries + spare, *kv_shape, dtype=dtype, device=device)
 
     @property
-    def tags(self) -> Tags | None:
-        """For the table of a step, which marks what it finds as in use; None if every token has
-        draft K/V, at its target slot."""
-        return None
+    def has_holes(self) -> bool:
+        """Whether entries of committed tokens may be missing."""
+        return self.tags is not None
 
     def write(
         self,
@@ -107,6 +107,8 @@ class DraftKVCache:
 
     def forget(self, target_slots: Tensor) -> None:
         """Mark target slots `[N]` dead: they hold tokens whose K/V is not written yet, or never."""
+        if self.tags is not None:
+            self.tags.entry_of.index_fill_(0, target_slots, self.num_entries)
 
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         """Which prompt tokens to project, in the order in which to write them.
@@ -125,7 +127,9 @@ class DraftKVCache:
         return 1.0
 
     def clear(self) -> None:
-        """Forget everything. Here a slot is read only after it was written again."""
+        """Forget everything. Without tags a slot is read only after it was written again."""
+        if self.tags is not None:
+            self.tags.entry_of.fill_(self.num_entries)
 
 
 def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:

@@ -18,7 +18,7 @@ class RingKVCache(DraftKVCache):
     forgotten, they disagree.
     """
 
-    has_holes = True
+    tags: Tags
 
     def __init__(
         self,
@@ -30,22 +30,18 @@ class RingKVCache(DraftKVCache):
         scratch: int = 0,
     ) -> None:
         super().__init__(num_entries, kv_shape, dtype, device, scratch)
-        self.owner = torch.full((num_entries + 1,), -1, dtype=torch.int32, device=device)
-        self.in_use = torch.zeros(num_entries + 1, dtype=torch.bool, device=device)
-        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
-        self.entry_of = torch.full(
-            (num_target_slots,), num_entries, dtype=torch.int32, device=device
+        self.tags = Tags(
+            torch.full((num_target_slots,), num_entries, dtype=torch.int32, device=device),
+            torch.full((num_entries + 1,), -1, dtype=torch.int32, device=device),
+            torch.zeros(num_entries + 1, dtype=torch.bool, device=device),
         )
-
-    @property
-    def tags(self) -> Tags | None:
-        return Tags(self.entry_of, self.owner, self.in_use)
+        self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
 
     def place(
         self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
     ) -> Tensor:
-        padding = self.num_entries
-        unused = ~self.in_use[: self.num_entries]
+        padding, (entry_of, owner, in_use) = self.num_entries, self.tags
+        unused = ~in_use[: self.num_entries]
         limit: Tensor | int = self.num_entries
         if quota is not None:
             limit = unused.sum().clamp(min=quota, max=self.num_entries)
@@ -56,11 +52,11 @@ class RingKVCache(DraftKVCache):
         keep = keep & (rank >= 0)
         entries = self._next_entries(unused, rank, total.clamp(max=limit))
         entries = torch.where(keep, entries, padding)
-        self.owner[entries] = target_slots.int()
+        owner[entries] = target_slots.int()
         # `owner[padding] = -1` would copy a host scalar to the device.
-        self.owner[padding:].fill_(-1)
-        self.entry_of[target_slots] = entries.int()
-        self.in_use.index_fill_(0, entries, True)
+        owner[padding:].fill_(-1)
+        entry_of[target_slots] = entries.int()
+        in_use.index_fill_(0, entries, True)
         advance = torch.where(keep, (entries - self.cursor) % self.num_entries + 1, 0)
         self.cursor.add_(advance.amax(0, keepdim=True)).remainder_(self.num_entries)
         return torch.where(keep, entries, -1)
@@ -73,22 +69,19 @@ class RingKVCache(DraftKVCache):
         before = upto.index_select(0, self.cursor) - free.index_select(0, self.cursor).long()
         return torch.searchsorted(upto, (before + rank) % upto[-1:] + 1)
 
-    def forget(self, target_slots: Tensor) -> None:
-        self.entry_of.index_fill_(0, target_slots, self.num_entries)
-
     def prompt_tokens_to_write(self, visible: Tensor, age: Tensor) -> Tensor | slice:
         chosen = visible.nonzero()[:, 0]
         # Newest last: of a write that does not fit, the last tokens stay.
         return chosen[age[chosen].argsort(descending=True, stable=True)]
 
     def live_share(self) -> float:
-        owner = self.owner[: self.num_entries]
+        owner = self.tags.owner[: self.num_entries]
         entries = torch.arange(self.num_entries, device=owner.device)
-        live = (owner >= 0) & (self.entry_of[owner.clamp(min=0).long()] == entries)
+        live = (owner >= 0) & (self.tags.entry_of[owner.clamp(min=0).long()] == entries)
         return live.float().mean().item()
 
     def clear(self) -> None:
-        self.entry_of.fill_(self.num_entries)
-        self.owner.fill_(-1)
-        self.in_use.zero_()
+        super().clear()
+        self.tags.owner.fill_(-1)
+        self.tags.in_use.zero_()
         self.cursor.zero_()

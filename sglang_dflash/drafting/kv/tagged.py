@@ -14,7 +14,7 @@ class TaggedKVCache(DraftKVCache):
     """An entry's number is the slot, and a tag tells whether it lives: tokens may come into a slot
     that no forward here has computed."""
 
-    has_holes = True
+    tags: Tags
 
     def __init__(self, num_entries: int, *shape: Any, **more: Any) -> None:
         super().__init__(num_entries, *shape, **more)
@@ -23,25 +23,15 @@ class TaggedKVCache(DraftKVCache):
         owner = torch.arange(num_entries + 1, dtype=torch.int32, device=device)
         owner[num_entries] = -1
         in_use = torch.zeros(num_entries + 1, dtype=torch.bool, device=device)
-        self._tags = Tags(dead, owner, in_use)
-
-    @property
-    def tags(self) -> Tags:
-        return self._tags
+        self.tags = Tags(dead, owner, in_use)
 
     def place(
         self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
     ) -> Tensor:
         entries = super().place(target_slots, keep, quota)
         kept = torch.where(entries < 0, self.num_entries, entries)
-        self._tags.entry_of[target_slots] = kept.int()
+        self.tags.entry_of[target_slots] = kept.int()
         return entries
 
-    def forget(self, target_slots: Tensor) -> None:
-        self._tags.entry_of.index_fill_(0, target_slots, self.num_entries)
-
     def live_share(self) -> float:
-        return (self._tags.entry_of < self.num_entries).float().mean().item()
-
-    def clear(self) -> None:
-        self._tags.entry_of.fill_(self.num_entries)
+        return (self.tags.entry_of < self.num_entries).float().mean().item()

@@ -165,7 +165,6 @@ def dummy_weights(settings: Any) -> bool:
 def _folder(settings: Any, weights: bool = True) -> str:
     """The local folder of the draft checkpoint. Raises ConfigError."""
     return draft_folder(
-        "draft",
         settings.speculative_draft_model_path,
         revision=settings.speculative_draft_model_revision,
         weights=weights and not dummy_weights(settings),

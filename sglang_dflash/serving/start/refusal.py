@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
-
-ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 logger = Log(__name__)
 
@@ -22,20 +19,15 @@ logger = Log(__name__)
 def use_one_line() -> None:
     """Show ConfigErrors that end this process in one line. For processes that a command line
     started; a script that makes an `Engine` keeps its tracebacks."""
-    sys.excepthook = functools.partial(_show, sys.excepthook)
+    before = sys.excepthook  # Packages that SGLang imports set one, too.
 
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ConfigError):
+            print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
 
-def _show(
-    before: ExceptHook,
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    """A `sys.excepthook`. Packages that SGLang imports set one, too: `before`."""
-    if isinstance(error, ConfigError):
-        print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
-    else:
-        before(kind, error, trace)
+    sys.excepthook = show
 
 
 @contextmanager
@@ -53,6 +45,6 @@ def ends_the_server(names: Mapping[str, str]) -> Iterator[None]:
     except ConfigError as error:
         if multiprocessing.parent_process() is None:
             raise
-        logger.error("%s", error.in_words(names))
+        logger.error("%s", error.named(names))
         os.kill(os.getppid(), signal.SIGQUIT)
         raise SystemExit(1) from error
