@@ -120,6 +120,26 @@ def test_options_take_the_checkpoints_block_size_and_size_the_cache() -> None:
     assert chosen.ring_entries(chosen.reach, 16) == 7
 
 
+@pytest.mark.parametrize(
+    ("asked", "looks_up", "draft_block", "fixed", "adaptive"),
+    [
+        (None, True, 4, [], []),
+        (4, True, 4, [], []),
+        (3, True, 3, [], []),
+        (12, True, 4, ["lookup-block-fixed"], []),
+        (12, False, 12, ["block-above-trained"], ["block-above-trained"]),
+    ],
+)
+def test_lookup_fills_what_the_draft_was_not_trained_for(
+    asked: int | None, looks_up: bool, draft_block: int, fixed: list[str], adaptive: list[str]
+) -> None:
+    config = DraftConfig.from_dict(raw_config())
+    resolved = Options(asked, looks_up=looks_up).resolve(config)
+    assert (resolved.block_size, resolved.draft_block) == (asked or 4, draft_block)
+    for is_fixed, expected in ((True, fixed), (False, adaptive)):
+        assert [found.name for found in resolved.warnings(config, {}, is_fixed)] == expected
+
+
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
