@@ -11,12 +11,15 @@ from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
 
+# Most blocks have no more positions: one compilation serves every verify width.
+BLOCK = 64
+
 
 # Otherwise a row of `[2, R]`, aligned or not by whether R is even, would choose the compilation and
-# make one while serving.
-@triton.jit(do_not_specialize=["p_lengths", "p_bonus"])
+# make one while serving; so would the width.
+@triton.jit(do_not_specialize=["p_lengths", "p_bonus", "s_block", "s_target", "B"])
 def accept_kernel(
-    p_block, p_target, p_lengths, p_bonus, s_block, s_target, B: tl.constexpr, BLOCK_B: tl.constexpr
+    p_block, p_target, p_lengths, p_bonus, s_block, s_target, B, BLOCK_B: tl.constexpr
 ):
     """One program per request."""
     i_r = tl.program_id(0).to(tl.int64)
@@ -48,7 +51,7 @@ def accept(lengths: Tensor, bonus: Tensor, block: Tensor, target_tokens: Tensor)
         return
     accept_kernel[(requests,)](
         block, target_tokens, lengths, bonus, block.stride(0), target_tokens.stride(0),
-        B=size, BLOCK_B=triton.next_power_of_2(size), num_warps=1,
+        size, BLOCK_B=max(BLOCK, triton.next_power_of_2(size)), num_warps=1,
     )  # fmt: skip
 
 

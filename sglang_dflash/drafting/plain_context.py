@@ -25,8 +25,9 @@ class PlainContext:
     changes, or by a prefill: everything must be absorbed before.
     """
 
-    def __init__(self, drafter: Proposer) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Proposer, most: int) -> None:
+        """`most`: steps that wait at most."""
+        self._drafter, self._most = drafter, most
         self._requests: list[Hashable] = []
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -49,7 +50,7 @@ class PlainContext:
             self.absorb()
             self._requests = requests
         self._waiting.append((target_hidden.clone(), positions.flatten(), slots.flatten()))
-        if len(self._waiting) >= MOST_STEPS:
+        if len(self._waiting) >= self._most:
             self.absorb()
 
     def absorb(self) -> bool:

@@ -70,7 +70,7 @@ def cached_config(name: str, revision: str | None = None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     file = Path(name) / "config.json"
-    if not file.parent.exists():
+    if not exists(name):
         file = Path(try_to_load_from_cache(name, file.name, revision=revision) or file)
     return file if file.is_file() else None
 

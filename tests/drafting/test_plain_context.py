@@ -30,7 +30,7 @@ def add(context: PlainContext, requests: list[str], step: int) -> Tensor:
 
 def test_steps_wait_and_are_absorbed_in_order() -> None:
     drafter = Absorbed()
-    context = PlainContext(drafter)  # type: ignore[arg-type]
+    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
     for step in range(3):
         add(context, ["a", "b"], step)
     assert not drafter.calls
@@ -41,7 +41,7 @@ def test_steps_wait_and_are_absorbed_in_order() -> None:
 
 def test_a_captured_graph_may_overwrite_its_hidden_states() -> None:
     drafter = Absorbed()
-    context = PlainContext(drafter)  # type: ignore[arg-type]
+    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
     add(context, ["a"], 5).fill_(-1)
     context.absorb()
     assert drafter.calls[0][0] == [5]
@@ -50,7 +50,7 @@ def test_a_captured_graph_may_overwrite_its_hidden_states() -> None:
 def test_another_batch_does_not_wait() -> None:
     """A request that has ended frees its slots, and one of the others may get them."""
     drafter = Absorbed()
-    context = PlainContext(drafter)  # type: ignore[arg-type]
+    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
     add(context, ["a", "b"], 1)
     add(context, ["b"], 2)
     assert [call[0] for call in drafter.calls] == [[1, 1]]
@@ -60,7 +60,7 @@ def test_another_batch_does_not_wait() -> None:
 
 def test_no_more_than_a_few_steps_wait() -> None:
     drafter = Absorbed()
-    context = PlainContext(drafter)  # type: ignore[arg-type]
+    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
     for step in range(MOST_STEPS):
         add(context, ["a"], step)
     assert [len(call[0]) for call in drafter.calls] == [MOST_STEPS]
@@ -68,7 +68,7 @@ def test_no_more_than_a_few_steps_wait() -> None:
 
 def test_an_emptied_cache_gets_nothing() -> None:
     drafter = Absorbed()
-    context = PlainContext(drafter)  # type: ignore[arg-type]
+    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
     add(context, ["a"], 1)
     context.clear()
     context.absorb()

@@ -178,7 +178,6 @@ def step_cases(config: DraftConfig) -> list[Case]:
     block = config.block_size
     sizes = {"B": block, "BLOCK": prepare_block.BLOCK}
     wide = triton.next_power_of_2(block)
-    positions = {"B": block, "BLOCK_B": wide}
     taken = {
         "LONG": lookup.LONG_MATCH,
         "SHORT": lookup.SHORT_MATCH,
@@ -188,7 +187,6 @@ def step_cases(config: DraftConfig) -> list[Case]:
     one_warp = {"num_warps": 1}
     return [
         Case(f"prepare_block b{block}", prepare_block.prepare_block_kernel, sizes),
-        Case(f"accept b{block}", accept.accept_kernel, positions, options=one_warp),
         Case(f"take_match b{wide}", lookup.take_match_kernel, taken, options=one_warp),
     ]
 
@@ -268,6 +266,8 @@ def cases() -> dict[str, Case]:
         Case("largest scaled", largest.largest_kernel, scaled, types=scales),
         Case("merge_largest", largest.merge_largest_kernel, merge, types=parts, options=options),
     ]
+    one = {"BLOCK_B": accept.BLOCK}
+    found.append(Case("accept", accept.accept_kernel, one, options=options))
     found.append(Case("silu_mul", silu_mul.silu_mul_kernel, {"BLOCK": silu_mul.BLOCK}))
     found += dflash2_cases()
     drafts = published()

@@ -134,6 +134,8 @@ def serve(drafter: Any, ops: TritonOps, replay: Replay) -> None:
     for count in REQUESTS:
         rows = torch.arange(count)
         ids = torch.zeros(count, block, dtype=torch.int64)
+        # Of a narrow step, and of a whole block.
+        ops.accept(ids[:, :3].contiguous(), ids[:, :3].clone())
         accepted = ops.accept(ids, ids.clone())
         requests = RequestSlots(table, rows, torch.zeros_like(rows), COLUMNS)
         drafter.propose(accepted.bonus, requests)

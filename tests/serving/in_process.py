@@ -18,6 +18,7 @@ from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
@@ -99,6 +100,7 @@ def worker_of(
     labels: Mapping[str, Any] | None = None,
     looks_up: bool = False,
     block_size: int | None = None,
+    waiting_steps: int = MOST_STEPS,
     notices: Sequence[Notice] = (),
     hierarchical: bool = False,
 ) -> Any:
@@ -128,7 +130,7 @@ def worker_of(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
-        host_tier=HostTier(groups, 2) if hierarchical else None,
+        host_tier=HostTier(groups, 2) if hierarchical else None, waiting_steps=waiting_steps,
         seeds=Seeds(ROWS, 0, table.device), figures=figures, observer=StepObserver(),
     )  # fmt: skip
     # For tests to change.

@@ -228,7 +228,7 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
     with FakeTensorMode(), torch.no_grad():
         setup = setup_of("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
         needed = draft_memory(setup, POSITIONS, recorded=0, narrow=True)
-        waiting = PlainContext(drafter_of(setup, RUNNING * POSITIONS))
+        waiting = PlainContext(drafter_of(setup, RUNNING * POSITIONS), setup.waiting_steps)
         width = setup.model.config.target_hidden_width
         hidden = setup.model.fc.weight.new_empty(RUNNING, width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]

@@ -78,6 +78,24 @@ def test_8_bit_kv_is_served(
         choose_worker._check_device(given, settings, config, torch.device("cuda"))
 
 
+ASKED = "--speculative-draft-model-quantization"
+
+
+@pytest.mark.parametrize(
+    ("flags", "worker"),
+    [
+        ((ASKED, "fp8"), "builtin"),
+        ((ASKED, "unquant", "--quantization", "fp8"), "ours"),
+        (("--quantization", "fp8"), "ours"),
+    ],
+)
+def test_a_draft_is_quantized_by_sglang_only(
+    flags: tuple[str, ...], worker: str, resolve: Any
+) -> None:
+    """A quantization of the target is none of the draft, which stays as it is stored."""
+    assert worker_of(resolve(server_flags(*flags))) == worker
+
+
 NO_4_BIT = "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype"
 # SGLang takes these on a Blackwell GPU only: the settings as they would arrive there, why our
 # worker does not serve, and the dtype of its draft K/V if it does.

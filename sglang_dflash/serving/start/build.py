@@ -227,6 +227,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             ranks=ranks,
             lookup=lookup,
             host_tier=self._host_tier,
+            waiting_steps=setup.waiting_steps,
             seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
             figures=self._figures(drafter, lookup, widths),
             observer=self._extension.observer,

@@ -43,7 +43,8 @@ from sglang_dflash.serving.start.draft_files import (
 
 logger = Log(__name__)
 
-# Values of --dtype; with auto, the models' configs decide.
+# Values of --dtype that are not 16-bit brain floats. With auto, the worker judges what the models'
+# configs decide.
 FLOATS = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -240,6 +241,12 @@ def _has_4bit_draft_kv(settings: Any) -> bool:
     )
 
 
+def _has_quantized_draft(settings: Any) -> bool:
+    """Whether a quantization of the draft was asked for. If none was, SGLang notes the target's."""
+    explicit = settings._speculative_draft_quantization_explicitly_set
+    return bool(explicit and settings.speculative_draft_model_quantization)
+
+
 def unserved_setting(settings: Any, folder: str) -> str | None:
     """The first draft feature or server setting that our worker does not serve, or None."""
     try:
@@ -272,6 +279,7 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
         "--hicache-host-memory-mode buffer_only": settings.enable_hierarchical_cache
         and settings.hicache_host_memory_mode == "buffer_only",
+        "--speculative-draft-model-quantization": _has_quantized_draft(settings),
         "--enable-memory-saver": settings.enable_memory_saver,
         "--enable-unified-memory": settings.enable_unified_memory,
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(

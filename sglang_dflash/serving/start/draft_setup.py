@@ -18,6 +18,7 @@ from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
 from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.log import Log
@@ -52,6 +53,12 @@ class DraftSetup:
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         return self.model.config.groups(self.options.reach)
+
+    @property
+    def waiting_steps(self) -> int:
+        """Plain steps whose hidden states wait to be absorbed, at most. Beside another server none:
+        what it sends may be in their slots before they are absorbed."""
+        return 1 if self.disaggregated else MOST_STEPS
 
     def group_kv(self, layers: LayerGroup) -> GroupKV:
         """What sizes the draft KV cache of a group of layers."""

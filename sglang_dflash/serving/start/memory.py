@@ -27,7 +27,6 @@ from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state imp
 from sglang.srt.runtime_context import attention_backends, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.facts import sizes
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
@@ -121,7 +120,7 @@ def draft_memory(
         ranks=setup.tp.size,
         paged=paged,
         recorded=recorded,
-        waiting_steps=MOST_STEPS if narrow else 0,
+        waiting_steps=setup.waiting_steps if narrow else 0,
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(

@@ -61,6 +61,7 @@ class DFlashWorker:
         ranks: their common choices.
         lookup: of drafts in the requests' texts; None without.
         host_tier: of draft K/V in host memory; None without a hierarchical cache.
+        waiting_steps: plain steps whose hidden states wait for the drafter, at most.
         seeds: of the running requests.
         figures: what /server_info and /metrics show.
     """
@@ -77,13 +78,14 @@ class DFlashWorker:
     ranks: sampling.Ranks
     lookup: Lookup | None
     host_tier: HostTier | None = None
+    waiting_steps: int
     seeds: Seeds
     figures: Figures
     observer: StepObserver
 
     def __post_init__(self) -> None:
         self._offsets = torch.arange(self.block_size, device=self.req_to_token.device)
-        self._plain_context = PlainContext(self.drafter)
+        self._plain_context = PlainContext(self.drafter, self.waiting_steps)
         self._sampled_drafts = SampledDrafts(self.block_size, self.req_to_token.device)
 
     def forward_batch_generation(
