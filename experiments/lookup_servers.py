@@ -34,7 +34,7 @@ class Options:
     texts: int = setting(8, "texts of each kind (default: {default})")
     kinds: str = setting(KINDS, "which of them (default: {default})")
     width: str = setting("fixed", "--speculative-dflash-width of all (default: {default})")
-    block: int | None = setting(None, "block size of a third server, with lookup")
+    block: int = setting(0, "block size of a third server, 0 for none (default: {default})")
 
 
 class Asked(NamedTuple):
@@ -54,7 +54,7 @@ def run(options: Options) -> dict[str, Any]:
         {"--incremental-streaming-output": True, "--speculative-dflash-width": options.width}
     )
     configs = {"off": off, "on": off.with_flags({"--speculative-dflash-lookup": "on"})}
-    if options.block is not None:
+    if options.block:
         wide = {"--speculative-num-draft-tokens": options.block}
         configs["wide"] = configs["on"].with_flags(wide)
     rows, number = [], itertools.count()
