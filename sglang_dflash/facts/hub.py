@@ -68,10 +68,14 @@ def draft_folder(name: str, *, revision: str | None = None, weights: bool = True
 def cached_config(name: str, revision: str | None = None) -> Path | None:
     """The config.json of a folder, or of a name of the hub that was fetched before; or None."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     file = Path(name) / "config.json"
     if not exists(name):
-        file = Path(try_to_load_from_cache(name, file.name, revision=revision) or file)
+        try:
+            file = Path(try_to_load_from_cache(name, file.name, revision=revision) or "")
+        except HFValidationError:  # No name of the hub.
+            return None
     return file if file.is_file() else None
 
 
