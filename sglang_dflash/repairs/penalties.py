@@ -7,8 +7,8 @@ request's prefill comes in between, the host catches up: one token is never coun
 twice. A retracted request starts from zero. So an answer depends on what else was served.
 
 Here, under overlap, the newest tokens are counted where they are known, on the device right before
-the forward that reads them (`count_newest`). A request that comes back after a retraction begins
-with the counts of its output (`count_from_the_start`). In plain decoding without overlap SGLang's
+the forward that reads them (`count_newest`). A request that comes back after a retraction, also to
+a decode server, begins with the counts of its output (`count_from_the_start`). In plain decoding without overlap SGLang's
 own counting is right and stays. Our worker commits several tokens per step, which SGLang never
 counts: they are always counted here (`BlockPenalties`).
 """
@@ -91,9 +91,12 @@ def count_from_the_start(_result: None, orchestrator: Any, *_: Any, **__: Any) -
     )
     orchestrator.penalizers = dict(ordered)
     batch = orchestrator.batch
-    if not orchestrator.is_required or not batch.forward_mode.is_extend():
+    mode = batch.forward_mode
+    if not orchestrator.is_required or not (mode.is_extend() or mode.is_prebuilt()):
         return
-    outputs = [request.output_ids for request in batch.reqs]
+    # The first decode step behind a prompt of another server counts the newest token.
+    known = -1 if mode.is_prebuilt() else None
+    outputs = [request.output_ids[:known] for request in batch.reqs]
     if any(outputs):
         rows = [row for row, output in enumerate(outputs) for _ in output]
         tokens = [token for output in outputs for token in output]

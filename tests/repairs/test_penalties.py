@@ -201,14 +201,17 @@ def test_retraction_forgets_the_output_without_the_row(sglangs_init: Any) -> Non
         torch.testing.assert_close(applied(made)[row], expected(way, written[row], sglangs_init))
 
 
-def test_a_request_that_another_server_has_begun_is_left_to_sglang(sglangs_init: Any) -> None:
-    """Its one output token is counted by its first decode step (disaggregation)."""
-    begun = batch(request([4], frequency_penalty=0.5), mode=ForwardMode.PREBUILT)
-    made = orchestrator(begun, sglangs_init)
+@pytest.mark.parametrize("output", [[4], [4, 4, 7, 9]], ids=["begun", "retracted"])
+def test_a_decode_server_leaves_the_newest_token_to_the_first_step(
+    output: list[int], sglangs_init: Any
+) -> None:
+    """Disaggregation: of a request that has just come from the prefill server nothing is counted,
+    of one that comes back after a retraction all but the newest token."""
+    way = {"frequency_penalty": 0.5}
+    come = batch(request(output, **way), mode=ForwardMode.PREBUILT)
+    made = orchestrator(come, sglangs_init)
     penalties.count_from_the_start(None, made)
-    torch.testing.assert_close(
-        applied(made)[0], expected({"frequency_penalty": 0.5}, [], sglangs_init)
-    )
+    torch.testing.assert_close(applied(made)[0], expected(way, output[:-1], sglangs_init))
 
 
 def test_factors_are_applied_after_terms(sglangs_init: Any) -> None:
