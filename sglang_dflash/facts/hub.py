@@ -43,11 +43,18 @@ def _near_folder(name: str) -> str | None:
     return next(iter(difflib.get_close_matches(str(path), beside, 1, cutoff=0.8)), None)
 
 
-def draft_folder(name: str, *, revision: str | None = None, weights: bool = True) -> str:
+def draft_folder(
+    name: str,
+    *,
+    revision: str | None = None,
+    weights: bool = True,
+    download_dir: str | None = None,
+) -> str:
     """The local folder of a draft, fetched from the hub if `name` is no path.
 
     Args:
         weights: whether to fetch the weights too; without them only JSON files are fetched.
+        download_dir: where to; None for the hub's cache. SGLang's --download-dir.
 
     Raises:
         ConfigError: `name` is neither a path nor a draft that can be fetched.
@@ -62,7 +69,12 @@ def draft_folder(name: str, *, revision: str | None = None, weights: bool = True
     with _hub_errors("draft", name, required):
         from huggingface_hub import snapshot_download
 
-        return snapshot_download(name, revision=revision, allow_patterns=patterns)
+        if download_dir is not None:
+            # SGLang, as Transformers, looks for a config.json there and nowhere else.
+            snapshot_download(name, revision=revision, allow_patterns=["*.json"])
+        return snapshot_download(
+            name, revision=revision, allow_patterns=patterns, cache_dir=download_dir
+        )
 
 
 def cached_config(name: str, revision: str | None = None) -> Path | None:

@@ -8,9 +8,9 @@ twice. A retracted request starts from zero. So an answer depends on what else w
 
 Here, under overlap, the newest tokens are counted where they are known, on the device right before
 the forward that reads them (`count_newest`). A request that comes back after a retraction, also to
-a decode server, begins with the counts of its output (`count_from_the_start`). In plain decoding without overlap SGLang's
-own counting is right and stays. Our worker commits several tokens per step, which SGLang never
-counts: they are always counted here (`BlockPenalties`).
+a decode server, begins with the counts of its output (`count_from_the_start`). In plain decoding
+without overlap SGLang's own counting is right and stays. Our worker commits several tokens per
+step, which SGLang never counts: they are always counted here (`BlockPenalties`).
 """
 
 from __future__ import annotations

@@ -153,6 +153,32 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
     assert unserved_setting(Arrived(given, NOT_OURS[reason]), str(PAIR.draft)) == reason
 
 
+def test_a_draft_of_the_hub_is_fetched_to_the_download_dir(
+    resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its config.json to the hub's cache too, where SGLang reads it."""
+    import huggingface_hub
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_dflash.serving.start import choose_worker
+
+    fetched = []
+
+    def fetch(name: str, *, allow_patterns: list[str], cache_dir: Any = None, **_: Any) -> str:
+        fetched.append((name, "*.safetensors" in allow_patterns, cache_dir))
+        return str(PAIR.draft)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    asked = {"speculative_draft_model_path": "z-lab/a-draft", "download_dir": "/models"}
+    given = resolve(server_flags())
+    settings = Arrived(resolving_view(given), asked)
+    monkeypatch.setattr(choose_worker, "resolving_view", lambda _: settings)
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(given)
+    assert worker.keywords["load_draft"].args == (str(PAIR.draft),)
+    assert fetched == [("z-lab/a-draft", False, None), ("z-lab/a-draft", True, "/models")]
+
+
 def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:
     from sglang_dflash.serving.start import flags
 

@@ -169,6 +169,7 @@ def _folder(settings: Any, weights: bool = True) -> str:
         settings.speculative_draft_model_path,
         revision=settings.speculative_draft_model_revision,
         weights=weights and not dummy_weights(settings),
+        download_dir=settings.download_dir,
     )
 
 
