@@ -90,12 +90,17 @@ def test_the_whole_recipe_makes_a_pair(
         pair.make_target(SPLIT, tokenizer, work, out, steps=2)
         pair.make_continuations(SPLIT, tokenizer, work, out, shards=1)
         pair.make_draft(tokenizer, work, out, steps=2)
+        pair.make_dflash2(work, out, steps=2)
     card.write_card(out, SPLIT, tokenizer, pair.cpu_seconds(work))
     made = load_model(out / "draft", dtype=torch.float32)
     assert made.config.target_layer_ids == draft.TARGET_LAYERS
     text = (out / "README.md").read_text()
     assert "outside loops" in text and SPLIT.digest() in text and "`h.py`" in text
-    assert set(pair.cpu_seconds(work)) == {"target", "unloop", "draft", "continuations"}
+    stages = {"target", "unloop", "draft", "dflash2", "continuations"}
+    assert set(pair.cpu_seconds(work)) == stages
+    second = load_model(out / "dflash2", dtype=torch.float32).candidate_selector
+    # Zeros at first: two steps have moved them.
+    assert second is not None and second.successor_codebook.any()
     (work / "continuations" / "target.sha256").write_text("another")
     with pytest.raises(ValueError, match="another target"):
         pair.make_continuations(SPLIT, tokenizer, work, out, 1)
@@ -109,6 +114,28 @@ def test_a_draft_begins_with_the_targets_last_layers(
     for own, of in zip(model.layers, tiny.model.layers[-3:], strict=True):
         assert torch.equal(own.o_proj.weight, of.self_attn.o_proj.weight)
         assert torch.equal(own.qkv_proj.weight[:64], of.self_attn.q_proj.weight)
+
+
+def test_a_dflash2_draft_begins_as_the_v1_draft(
+    tiny: Qwen3ForCausalLM, tokenizer: Tokenizer
+) -> None:
+    """The same hidden states, and a selector that changes no logits yet."""
+    raw = draft.draft_config(tiny, tokenizer)
+    first = DraftModel(DraftConfig.from_dict(raw))
+    draft.init_from_target(first, tiny)
+    second = DraftModel(DraftConfig.from_dict(draft.dflash2_config(raw)))
+    draft.init_from_draft(second, first)
+    selector = second.candidate_selector
+    assert selector is not None
+    torch.manual_seed(0)
+    ids = torch.randint(0, 300, (1, 20))
+    given = (torch.randn(1, 20, first.config.target_hidden_width), ids, torch.tensor([[4, 9]]))
+    embed = tiny.get_input_embeddings().weight
+    with torch.no_grad():
+        hidden, logits = draft.block_logits(second, embed, *given)
+        torch.testing.assert_close(logits, draft.block_logits(first, embed, *given)[1])
+        added = draft.edge_logits(selector, hidden, logits.argmax(-1))
+    assert not added.any() and selector.predecessor_codebook.any()
 
 
 def test_a_cut_run_of_continuations_writes_the_same_texts(
