@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+from torch.profiler import ProfilerActivity
 
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND
 
@@ -63,3 +64,9 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return self.get_torch_profiler_activity().name
+
+    def get_torch_profiler_activity(self) -> ProfilerActivity:
+        return ProfilerActivity.CPU

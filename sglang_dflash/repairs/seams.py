@@ -69,6 +69,11 @@ SEAMS = (
          ".SchedulerInternalStateController._add_topology", "containment:add_report",
          "/server_info does not show what was contained.",
          "tests/engine/test_containment.py::test_the_guilty_get_500_and_others_their_answers"),
+        *((Kind.AROUND, "managers.scheduler_components.profiler_manager"
+           f".SchedulerProfilerManager.{method}", f"profiles:{ours}",
+           "A profile that cannot be made ends the server.",
+           "tests/repairs/test_operators.py::test_a_profile_that_cannot_be_made_is_an_answer")
+          for method, ours in (("_profile", "answer"), ("_profile_batch_predicate", "follow"))),
         *((Kind.AROUND, f"entrypoints.openai.serving_{endpoint}._convert_to_internal_request",
            "bad_bodies:convert",
            "chat_template_kwargs with a name of SGLang's own arguments are an HTTP 500.",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fastapi import HTTPException
 from sglang.srt.eplb.expert_distribution import get_global_expert_distribution_recorder
+from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
+from sglang.srt.managers.scheduler_components import profiler_manager
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.watermarking import core
 
-from sglang_dflash.repairs import bad_bodies, secrets
+from sglang_dflash.repairs import bad_bodies, profiles, secrets
 from tests.seam.originals import original
 
 ARGUMENTS = {"model_path": "m", "api_key": "k1", "internal_states": [{"admin_api_key": "k2"}]}
@@ -51,3 +56,46 @@ def test_the_recorder_raises_without_the_rows() -> None:
         bad_bodies.refuse_without_recorder(manager(None))
     assert refused.value.status_code == 400
     bad_bodies.refuse_without_recorder(manager("stat"))
+
+
+MANAGER = "sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager"
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can be profiled")
+
+
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's, in a process of one rank."""
+    monkeypatch.setattr(
+        profiler_manager, "get_dp_tp_group", lambda: SimpleNamespace(cpu_group=None)
+    )
+    return profiler_manager.SchedulerProfilerManager(get_forward_ct=lambda: 0)
+
+
+@NO_GPU
+@pytest.mark.parametrize("activity", ["GPU", "MEM", "RPD"])
+@pytest.mark.parametrize("by_stage", [False, True], ids=["at-once", "in-a-step"])
+def test_a_profile_that_cannot_be_made_is_an_answer(
+    activity: str, by_stage: bool, profiler: Any, tmp_path: Path
+) -> None:
+    asked = ProfileReq(
+        req_type=ProfileReqType.START_PROFILE, output_dir=str(tmp_path), num_steps=1,
+        activities=["CPU", activity] if activity != "GPU" else [activity], profile_id="x",
+        profile_by_stage=by_stage,
+    )  # fmt: skip
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    request, step = original(f"{MANAGER}._profile"), original(f"{MANAGER}._profile_batch_predicate")
+    if by_stage:
+        assert request(profiler, asked).success
+        with pytest.raises(Exception):  # noqa: B017  # Of many types.
+            step(profiler, batch)
+        profiles.follow(step, profiler, batch)
+    else:
+        with pytest.raises(Exception):  # noqa: B017
+            request(profiler, asked)
+        answer = profiles.answer(request, profiler, asked)
+        assert not answer.success and "no profile can be made" in answer.message
+    # Nothing is left that fails in later steps, and another profile can be made.
+    step(profiler, batch)
+    asked.activities, asked.profile_by_stage, asked.num_steps = ["CPU"], False, None
+    assert profiles.answer(request, profiler, asked).success
+    profiler.torch_profiler.stop()
