@@ -11,6 +11,8 @@ from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
 
+# Of --log-requests-level.
+LOG_LEVELS = range(4)
 # What code raises that takes a value for one of another type.
 _OF_OTHER_TYPES = (AttributeError, IndexError, KeyError, TypeError)
 
@@ -59,6 +61,27 @@ def refuse_without_recorder(manager: Any) -> None:
     """
     if manager.server_args.expert_distribution_recorder_mode is None:
         raise HTTPException(400, "start the server with --expert-distribution-recorder-mode")
+
+
+def refuse_without_memory_saver(manager: Any, *_: Any, **__: Any) -> None:
+    """Before the methods of `TokenizerManager` that release and resume memory.
+
+    Raises:
+        HTTPException: status 400, if there is no memory that can be released.
+    """
+    if not manager.server_args.enable_memory_saver:
+        raise HTTPException(400, "start the server with --enable-memory-saver")
+
+
+def check_logging(_manager: Any, settings: Any) -> None:
+    """Before `TokenizerManager.configure_logging`.
+
+    Raises:
+        HTTPException: status 400, for a level that SGLang does not know.
+    """
+    level = settings.log_requests_level
+    if level is not None and level not in LOG_LEVELS:
+        raise HTTPException(400, f"log_requests_level: {level}; 0 to 3 is required")
 
 
 def _unreadable(error: Exception) -> str:

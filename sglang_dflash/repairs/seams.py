@@ -85,6 +85,15 @@ SEAMS = (
            "Without --expert-distribution-recorder-mode, it ends the server.",
            "tests/repairs/test_operators.py::test_the_recorder_raises_without_the_rows")
           for action in ("start", "stop", "dump")),
+        *((Kind.BEFORE, f"managers.tokenizer_manager.TokenizerManager.{action}_memory_occupation",
+           "bad_bodies:refuse_without_memory_saver",
+           "While a request runs, or without a release before, it ends the server.",
+           "tests/repairs/test_operators.py::test_memory_that_was_not_released_without_the_rows")
+          for action in ("release", "resume")),
+        (Kind.BEFORE, "managers.tokenizer_manager.TokenizerManager.configure_logging",
+         "bad_bodies:check_logging",
+         "After a level that SGLang does not know, every request is an HTTP 500.",
+         "tests/repairs/test_operators.py::test_a_level_without_the_row"),
     ),
     Seam(
         "fastapi.dependencies.utils.request_body_to_args", Kind.AROUND,

@@ -138,4 +138,14 @@ SILENT: dict[str, Row] = {
     "logit_bias": sampling(("logit_bias[5]", "1e+300", "3.4e+38"), logit_bias={"5": 1e300}),
     "return_logprob, a list": native(("return_logprob", "one value"), return_logprob=[False]),
 }
-REFUSED = {**ENDS, **ENDS_PLAIN, **FAILS, **SILENT}
+SAVER = ("--enable-memory-saver",)
+OPERATORS: dict[str, Row] = {
+    "a release of memory": ("release_memory_occupation", {}, SAVER),
+    "memory that was not released": ("resume_memory_occupation", {}, SAVER),
+    "a level of the log": (
+        "configure_logging",
+        {"log_requests": True, "log_requests_level": 9},
+        ("log_requests_level", "9", "0 to 3"),
+    ),
+}
+REFUSED = {**ENDS, **ENDS_PLAIN, **FAILS, **SILENT, **OPERATORS}

@@ -48,6 +48,29 @@ def test_bad_requests_are_a_400_that_names_field_value_and_bound(
 
 
 @pytest.mark.server(DFLASH)
+def test_a_profile_is_made_and_one_that_cannot_be_made_is_an_error(
+    server: Server, tmp_path: Path
+) -> None:
+    """No GPU can be profiled here. A later step, with the profile by stage, ends nothing either."""
+
+    def ask(action: str, **body: Any) -> int:
+        body = {"output_dir": str(tmp_path), **body} if action == "start" else {}
+        return requests.post(f"{server.url}/{action}_profile", json=body, timeout=60).status_code
+
+    prompt = workload.prompts()["demo"][0]
+    before = client.ask(server, prompt)["output_ids"]
+    for activity in ("GPU", "MEM"):
+        assert ask("start", activities=[activity]) == 500
+        assert ask("start", activities=[activity], num_steps=2, profile_by_stage=True) == 200
+        assert client.ask(server, prompt)["output_ids"] == before
+    assert not list(tmp_path.iterdir())
+    assert ask("start", activities=["CPU"]) == 200
+    assert client.ask(server, prompt)["output_ids"] == before
+    assert ask("stop") == 200
+    assert [file.name for file in tmp_path.glob("*.trace.json.gz")]
+
+
+@pytest.mark.server(DFLASH)
 def test_a_streamed_bad_request_ends_with_the_error(server: Server) -> None:
     """SGLang has sent status 200 by then; the event holds the 400."""
     path, body, words = ENDS["top_k 2**40"]

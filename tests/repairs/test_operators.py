@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from sglang.srt.managers.io_struct import ProfileReq, ProfileReqType
 from sglang.srt.managers.scheduler_components import profiler_manager
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.watermarking import core
+from sglang.srt.utils.request_logger import RequestLogger
 
 from sglang_dflash.repairs import bad_bodies, profiles, secrets
 from tests.seam.originals import original
@@ -56,6 +58,37 @@ def test_the_recorder_raises_without_the_rows() -> None:
         bad_bodies.refuse_without_recorder(manager(None))
     assert refused.value.status_code == 400
     bad_bodies.refuse_without_recorder(manager("stat"))
+
+
+def test_memory_that_was_not_released_without_the_rows() -> None:
+    """The first would end the scheduler; the second is refused before it asks the scheduler."""
+    updater = SimpleNamespace(offload_tags=set())
+    asked = SimpleNamespace(tags=["kv_cache"])
+    resume = original(
+        "sglang.srt.managers.scheduler_components.weight_updater"
+        ".SchedulerWeightUpdaterManager.resume_memory_occupation"
+    )
+    with pytest.raises(KeyError):
+        resume(updater, asked)
+    for saver in (False, True):
+        manager = SimpleNamespace(server_args=SimpleNamespace(enable_memory_saver=saver))
+        with nullcontext() if saver else pytest.raises(HTTPException, match="memory-saver"):
+            bad_bodies.refuse_without_memory_saver(manager, asked)
+
+
+def test_a_level_without_the_row() -> None:
+    own = RequestLogger(
+        log_requests=False, log_requests_level=0, log_requests_format="text", log_requests_target=[]
+    )
+    with pytest.raises(ValueError, match="Invalid --log-requests-level"):
+        own.configure(log_requests=True, log_requests_level=9)
+    assert own.log_requests_level == 9  # It stays, and every request would fail.
+    for level in bad_bodies.LOG_LEVELS:
+        own.configure(log_requests=True, log_requests_level=level)
+        bad_bodies.check_logging(None, SimpleNamespace(log_requests_level=level))
+    bad_bodies.check_logging(None, SimpleNamespace(log_requests_level=None))
+    with pytest.raises(HTTPException, match="log_requests_level: 9"):
+        bad_bodies.check_logging(None, SimpleNamespace(log_requests_level=9))
 
 
 MANAGER = "sglang.srt.managers.scheduler_components.profiler_manager.SchedulerProfilerManager"
