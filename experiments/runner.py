@@ -47,7 +47,7 @@ class NoOptions:
 
 @contextmanager
 def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]:
-    """All arms' servers side by side. Raises ServerFailed."""
+    """All arms' servers side by side. Raises Failed."""
     from sglang_dflash.bench.server import Server, together
 
     servers = {name: Server(config, timeout_s=START_TIMEOUT_S) for name, config in arms.items()}
@@ -58,7 +58,7 @@ def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]
 def one_after_another(
     arms: Mapping[str, ServerConfig], work: Callable[[Server], T]
 ) -> dict[str, T]:
-    """`work(server)` on each arm's server, one server at a time. Raises ServerFailed."""
+    """`work(server)` on each arm's server, one server at a time. Raises Failed."""
     from sglang_dflash.bench.server import Server
 
     results = {}

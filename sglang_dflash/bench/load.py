@@ -14,16 +14,13 @@ import requests
 
 from sglang_dflash.bench.datasets import Input, Prompt
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
+from sglang_dflash.facts.errors import Failed
 from sglang_dflash.facts.server import NOT_KNOWN, ServerInfo
 
 TIMEOUT_S = 600
 GREEDY: Mapping[str, float] = {"temperature": 0}
 # The label of a server whose requests are sampled: "on" where a seed decides all tokens.
 SEEDED = "deterministic inference"
-
-
-class RequestFailed(RuntimeError):
-    """A server refused a request, broke off, or could not be reached."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +67,20 @@ class Pass:
 def chunks(
     url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S
 ) -> Iterator[dict[str, Any]]:
-    """POST and yield the JSON objects of the event stream as they come. Raises RequestFailed."""
+    """POST and yield the JSON objects of the event stream as they come. Raises Failed."""
     try:
         with requests.post(url, json=body, stream=True, timeout=timeout_s) as response:
             if not response.ok:
-                raise RequestFailed(f"{url}: status {response.status_code}, {response.text[:300]}")
+                raise Failed(f"{url}: status {response.status_code}, {response.text[:300]}")
             # Without chunked encoding a read waits until its buffer is full, and tokens come late.
             for line in response.iter_lines(chunk_size=512 if response.raw.chunked else 1):
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
-                        raise RequestFailed(f"{url}: {chunk['error']}")
+                        raise Failed(f"{url}: {chunk['error']}")
                     yield chunk
     except requests.RequestException as error:
-        raise RequestFailed(f"{url}: {error}") from error
+        raise Failed(f"{url}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ class SGLang:
     timeout_s: float = TIMEOUT_S
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
-        """Stream one answer. Raises RequestFailed."""
+        """Stream one answer. Raises Failed."""
         ends = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
         body = {
             "text" if isinstance(prompt, str) else "input_ids": prompt,
@@ -120,9 +117,9 @@ class SGLang:
         ended = time.perf_counter()
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
-            raise RequestFailed(f"{self.url}: the answer was ended: {reason.get('message')}")
+            raise Failed(f"{self.url}: the answer was ended: {reason.get('message')}")
         if first is None or len(ids) != meta["completion_tokens"]:
-            raise RequestFailed(
+            raise Failed(
                 f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"
             )
         steps = meta.get("spec_verify_ct") or 0
@@ -172,7 +169,7 @@ class OpenAI:
     thinking: bool = False
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
-        """Stream one answer; reasoning counts as its text. Raises RequestFailed."""
+        """Stream one answer; reasoning counts as its text. Raises Failed."""
         path, what = "/v1/completions", dict[str, Any](prompt=prompt)
         if isinstance(prompt[0], dict):
             path = "/v1/chat/completions"
@@ -200,7 +197,7 @@ class OpenAI:
                     text += piece
             tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
         if first is None or not tokens:
-            raise RequestFailed(
+            raise Failed(
                 f"{self.url}: an answer without text, or without `usage`, "
                 "whose tokens cannot be counted"
             )
@@ -234,7 +231,7 @@ def endpoint(url: str) -> Endpoint:
     """The kind of server at that address.
 
     Raises:
-        RequestFailed: neither kind answers, or our worker simulates its acceptance.
+        Failed: neither kind answers, or our worker simulates its acceptance.
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
@@ -242,7 +239,7 @@ def endpoint(url: str) -> Endpoint:
         if info.ok and "internal_states" in info.json():
             length = ServerInfo(info.json()).least("simulated_acceptance")
             if length:
-                raise RequestFailed(
+                raise Failed(
                     f"{url}: simulates an acceptance of {length:g}; "
                     "restart it without SGLANG_SIMULATE_ACC_LEN"
                 )
@@ -251,7 +248,7 @@ def endpoint(url: str) -> Endpoint:
         models.raise_for_status()
         return OpenAI(url, models.json()["data"][0]["id"])
     except (requests.RequestException, KeyError, IndexError) as error:
-        raise RequestFailed(
+        raise Failed(
             f"{url}: neither SGLang nor a server of the OpenAI API "
             f"({type(error).__name__}: {error})"
         ) from error

@@ -19,11 +19,11 @@ import numpy as np
 from sglang_dflash.bench import datasets, load, report
 from sglang_dflash.bench.compare import Ask, load_prompts
 from sglang_dflash.bench.datasets import Prompt
-from sglang_dflash.bench.load import Endpoint, Pass, RequestFailed
+from sglang_dflash.bench.load import Endpoint, Pass
 from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, Failed
 
 FOR_ALL = spelled(
     (
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(settings, *measured)
     except ConfigError as error:
         message = str(error.named(flag_names(parser)))
-    except RequestFailed as error:
+    except Failed as error:
         message = str(error)
     else:
         return 0
@@ -153,7 +153,7 @@ def measure_server(
 
     Raises:
         ConfigError: the tokenizer is not available.
-        RequestFailed: the server refused a request or broke off.
+        Failed: the server refused a request or broke off.
     """
     count, (concurrency,) = settings.num_prompts, settings.levels
     # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
@@ -185,7 +185,7 @@ def measure_server(
 
 
 def _endpoint(settings: BenchSettings) -> Endpoint:
-    """Raises RequestFailed if the server is of another kind than the backend."""
+    """Raises Failed if the server is of another kind than the backend."""
     found = load.endpoint(settings.url)
     if settings.backend == "vllm":
         thinking = settings.thinking == "on"
@@ -193,7 +193,7 @@ def _endpoint(settings: BenchSettings) -> Endpoint:
         sampling = settings.sampling(load.OpenAI.SEED)
         return load.OpenAI(found.url, model, sampling, settings.timeout_s, thinking)
     if not isinstance(found, load.SGLang):
-        raise RequestFailed(
+        raise Failed(
             f"{settings.url}: no SGLang server, but one of the OpenAI API; give --backend vllm"
         )
     return load.SGLang(found.url, settings.sampling(load.SGLang.SEED), settings.timeout_s)

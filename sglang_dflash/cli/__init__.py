@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from sglang_dflash.facts.command_line import Parser, flag_names
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, Failed
 
 # Settings that errors name and the command has no flag for.
 _OTHERS = {"worker": "--speculative-dflash-worker", "server_flags": "flags after --"}
@@ -23,10 +23,6 @@ VERBS = {
     "bench": "compare ways of decoding: throughput, latency, acceptance, and that outputs are the "
     "same",
 }
-
-
-class Failed(Exception):
-    """A valid request that could not be carried out. The message gives the reason."""
 
 
 class _Version(argparse.Action):

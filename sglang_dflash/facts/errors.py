@@ -1,4 +1,4 @@
-"""The errors of bad input."""
+"""The errors that a command tells in a line."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class ConfigError(ValueError):
 class UnsupportedDraft(ConfigError):
     """A valid draft or server setting that is not implemented here. SGLang's built-in worker may
     serve it."""
+
+
+class Failed(Exception):
+    """A valid request could not be carried out. The message gives the reason."""
 
 
 def _filled(text: str, names: Mapping[str, str]) -> str:
