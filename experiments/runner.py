@@ -31,6 +31,7 @@ from sglang_dflash.facts.command_line import add_flags, flag_names, given
 from sglang_dflash.facts.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sglang_dflash.bench.load import Pass
     from sglang_dflash.bench.server import Server
 
 HOME = Path(__file__).parent
@@ -38,6 +39,7 @@ HOME = Path(__file__).parent
 START_TIMEOUT_S = 1800
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Pass")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,19 @@ def take_turns(
                 results[name].append(work(name, i))
                 bar.update()
     return results
+
+
+def exact_turns(
+    names: Iterable[str], rounds: int, work: Callable[[str, int], P], label: str = ""
+) -> dict[str, list[P]]:
+    """`take_turns` with passes, after a round to warm up. Raises RuntimeError if the answers of a
+    round are not the same for all names."""
+    take_turns(names, 1, work, f"{label}warm-up, ")
+    turns = take_turns(names, rounds, work, label)
+    for first, *others in zip(*turns.values(), strict=True):
+        if any(other.ids != first.ids for other in others):
+            raise RuntimeError("the servers' outputs differ: no figure without exactness")
+    return turns
 
 
 def experiments() -> dict[str, str]:

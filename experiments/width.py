@@ -221,14 +221,14 @@ def widths(server: Server) -> tuple[dict[str, int], float]:
 
 
 def row(point: Point, found: Measured) -> dict[str, Any]:
-    speeds = {name: [p.tokens / p.seconds for p in passes] for name, passes in found.passes.items()}
+    speeds = {name: [p.tokens_per_second for p in passes] for name, passes in found.passes.items()}
     # Two passes of plain decoding per round halve its noise.
     both = zip(speeds[PLAIN], speeds[AGAIN], strict=True)
     plain = [2 / (1 / a + 1 / b) for a, b in both]
     fixed = {name: of for name, of in speeds.items() if name.startswith("fixed")}
     best = max(fixed, key=lambda name: statistics.median(fixed[name]))
     fixed_8 = sum((of.speculation for of in found.passes["fixed 8"]), VerifySteps())
-    outputs = {name: [answer_ids(p) for p in passes] for name, passes in found.passes.items()}
+    outputs = {name: [p.ids for p in passes] for name, passes in found.passes.items()}
     return {
         **point._asdict(),
         "plain_tokens_per_second": round(statistics.median(plain), 1),
@@ -246,13 +246,9 @@ def row(point: Point, found: Measured) -> dict[str, Any]:
     }
 
 
-def answer_ids(one: Pass) -> list[tuple[int, ...] | None]:
-    return [answer.ids for turns in one.answers for answer in turns]
-
-
 def step_ms(passes: Sequence[Pass]) -> float:
     """Median over answers of the mean time between two tokens, in milliseconds."""
-    answers = (answer for one in passes for turns in one.answers for answer in turns)
+    answers = (answer for one in passes for answer in one.every)
     return 1000 * statistics.median(answer.per_token_s or 0.0 for answer in answers)
 
 

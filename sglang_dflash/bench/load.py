@@ -60,8 +60,21 @@ class Pass:
     speculation: VerifySteps
 
     @property
+    def every(self) -> list[Answer]:
+        """The answers in this order."""
+        return [answer for turns in self.answers for answer in turns]
+
+    @property
+    def ids(self) -> list[tuple[int, ...] | None]:
+        return [answer.ids for answer in self.every]
+
+    @property
     def tokens(self) -> int:
-        return sum(answer.tokens for turns in self.answers for answer in turns)
+        return sum(answer.tokens for answer in self.every)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
 
 def chunks(

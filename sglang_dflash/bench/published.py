@@ -180,7 +180,7 @@ def measure_server(
         ask = asking(settings.max_new_tokens)
         done = load.run(to, prompts[concurrency:], concurrency, ask, bar.update)
     result = server_figures(settings, name, done)
-    answers = [{"text": one.text, "tokens": one.tokens} for (one,) in done.answers]
+    answers = [{"text": one.text, "tokens": one.tokens} for one in done.every]
     return result, server_lines(result), answers
 
 
@@ -201,8 +201,7 @@ def _endpoint(settings: BenchSettings) -> Endpoint:
 
 def server_figures(settings: BenchSettings, dataset: str, done: Pass) -> dict[str, Any]:
     """The figures of a pass, by name. Times of single tokens and answers are in ms."""
-    answers = [answer for turns in done.answers for answer in turns]
-    own = [one.tokens / one.verify_steps for one in answers if one.verify_steps]
+    own = [one.tokens / one.verify_steps for one in done.every if one.verify_steps]
     return {
         "backend": settings.backend,
         "model": settings.target,
@@ -211,11 +210,11 @@ def server_figures(settings: BenchSettings, dataset: str, done: Pass) -> dict[st
         "concurrency": settings.levels[0],
         "latency_s": done.seconds,
         "output_tokens": done.tokens,
-        "output_tok_s": done.tokens / done.seconds,
+        "output_tok_s": done.tokens_per_second,
         "acceptance_length": done.speculation.acceptance_length,
         "spec_accept_length": float(np.mean(own)) if own else None,
         "verify_steps": done.speculation.steps,
-        **report.percentiles(answers),
+        **report.percentiles(done.every),
     }
 
 
