@@ -24,15 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a folder with config.json, or a hub name (default: the one published for the target)",
     )
-    add("--window", type=int, help="committed tokens that the draft attends to (default: all)")
-    add(
-        "--sinks",
-        type=int,
-        default=Options.sinks,
-        help="first tokens of a request that stay visible beside the window",
-    )
-    add("--block-size", type=int, help="tokens verified per step (default: the draft's)")
-    add("--draft-kv-tokens", type=int, help="entries of each ring of draft KV")
+    add_flags(parser, Options, spelled(("window", "sinks", "block_size", "draft_kv_tokens")))
     add_flags(parser, Serving, spelled(Serving.__dataclass_fields__))
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")
