@@ -91,8 +91,7 @@ NAMES = (*BUILT_IN, *HUB)
 # A count that no set reaches.
 ALL = 10**9
 
-# The library modules that the embedded pairs were not trained on: HELD_OUT of
-# launch/demo_training/data.py.
+# The library modules that the embedded pairs were not trained on.
 HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
 
 
