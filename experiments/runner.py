@@ -20,14 +20,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.bench.server import ServerConfig, sigterm_as_exit
 from sglang_dflash.drafting.machine import hardware
-from sglang_dflash.facts.command_line import add_flags, flag_names, given
+from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.facts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(found, module.Options, {one.name: _flag(one.name) for one in fields(module.Options)})
+    add_flags(found, module.Options, spelled(module.Options.__dataclass_fields__))
     found.add_argument("--out", type=Path, metavar="FILE", help="also write the result to it")
     return found
 
@@ -162,14 +162,10 @@ def main(argv: Sequence[str]) -> int:
 def repeated(name: str, options: Any) -> str:
     """The command line that repeats a run, with every option that is not empty."""
     words = ["python", "-m", "experiments", name]
-    for one in fields(options):
-        value = getattr(options, one.name)
+    for field, flag in spelled(options.__dataclass_fields__).items():
+        value = getattr(options, field)
         if value is True:
-            words.append(_flag(one.name))
+            words.append(flag)
         elif value is not False and value != "":
-            words += [_flag(one.name), str(value)]
+            words += [flag, str(value)]
     return shlex.join(words)
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
