@@ -113,13 +113,13 @@ _EITHER = _rows(
      Foreign("a draft from the bonus token's position (DSpark)", "true, false or null")),
     ("selector_rank selector_top_k", Read("selector", "an integer or null")),
     ("conv_kernel_size conv_group_size", Read("convolution", "an integer or null")),
+    ("target_hidden_size", Read("hidden_size")),
     ("num_anchors max_anchors loss_decay_gamma", Idle(_TRAINING)),
 )  # fmt: skip
 IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(
     ("causal causal_head", Read("layers", "true, false or null")),
     ("use_swa", Read("layers", "true, false or null")),
     ("swa_window_size", Read("layers")),
-    ("target_hidden_size", Read("hidden_size")),
     ("input_embedding_scale", Foreign("a scale of the embeddings", "a number or null", (None, 1))),
     ("backbone_rotary_base", Idle(_TARGETS)),
     # SGLang reads these two here only, and no null.
@@ -141,7 +141,6 @@ AT_TOP: Mapping[str, Key] = _EITHER | _rows(
     ("sliding_window", Read("layers", "a positive integer")),
     ("use_sliding_window", Read("layers", "true or false")),
     ("max_window_layers", Read("layers", "an integer")),
-    ("target_hidden_size", Read("hidden_size")),
     ("draft_vocab_size", Read()),
     ("eagle_aux_hidden_state_layer_ids", Read("target_layer_ids")),
     ("has_embed_tokens", Foreign("an embedding of its own", "true, false or null")),
