@@ -46,16 +46,14 @@ def loop_share(answers: Iterable[Generation]) -> float:
     return sum(inside for inside, _ in ended) / max(1, sum(total for _, total in ended))
 
 
-def loop_start(tokens: list[int], longest: int = 40, repeats: int = 3) -> int:
-    """Start of a tail that repeats one period `repeats` times or more; the end if there is none.
-
-    `longest`: the longest period, in tokens.
-    """
-    for period in range(1, longest + 1):
+def loop_start(tokens: list[int]) -> int:
+    """Start of a tail that repeats one period of at most 40 tokens three times or more; the end if
+    there is none."""
+    for period in range(1, 41):
         n = len(tokens)
         while n > period and tokens[n - 1] == tokens[n - 1 - period]:
             n -= 1
-        if len(tokens) - n >= (repeats - 1) * period and len(tokens) - n > period:
+        if len(tokens) - n >= 2 * period:
             return max(0, n - period)
     return len(tokens)
 

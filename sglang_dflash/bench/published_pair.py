@@ -142,7 +142,7 @@ def answered(
     """The next turn of prompt `index`, in both ways, with at most `limit` new tokens."""
     stops = pair.stop_token_ids
     ids = encode_turn(pair.tokenizer, prompt, answers, settings.thinking)
-    start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.device))
+    start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.draft.device))
 
     # The seed depends on the prompt, not on the rank that answers it.
     seed = settings.seed + index
@@ -164,11 +164,11 @@ def answered(
 
     # The order changes from prompt to prompt, like the arms of `sglang-dflash bench`.
     if index % 2:
-        out, dflash_s = timed(dflash, pair.device)
-        tokens, plain_s = timed(plain, pair.device)
+        out, dflash_s = timed(dflash, pair.draft.device)
+        tokens, plain_s = timed(plain, pair.draft.device)
     else:
-        tokens, plain_s = timed(plain, pair.device)
-        out, dflash_s = timed(dflash, pair.device)
+        tokens, plain_s = timed(plain, pair.draft.device)
+        out, dflash_s = timed(dflash, pair.draft.device)
     return PairAnswer(
         index,
         len(answers),

@@ -94,7 +94,7 @@ def _continue(
     out = spec_generate(
         pair.draft,
         pair.target,
-        torch.tensor([tokens], device=pair.device),
+        torch.tensor([tokens], device=pair.draft.device),
         args.max_new_tokens,
         options=options,
         stop_token_ids=pair.stop_token_ids,
@@ -105,8 +105,8 @@ def _continue(
     if not args.json:
         stream.end()
     return {
-        "device": str(pair.device),
-        "dtype": str(pair.dtype).removeprefix("torch."),
+        "device": str(pair.draft.device),
+        "dtype": str(pair.draft.dtype).removeprefix("torch."),
         "block_size": options.resolve(pair.draft.config).block_size,
         "seed": args.seed if args.temperature else None,
         "finish_reason": "stop" if out.tokens[-1] in pair.stop_token_ids else "length",

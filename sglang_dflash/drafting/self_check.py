@@ -141,8 +141,7 @@ class _Random:
     """Values for a model: on its device, in its dtype, always the same ones."""
 
     def __init__(self, model: DraftModel) -> None:
-        weight = model.fc.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = model.device, model.dtype
         # On the host, so that every device gets the same values.
         self._generator = torch.Generator().manual_seed(0)
 

@@ -58,13 +58,13 @@ def check_pair(draft: DraftModel, target: Any) -> None:
     draft.config.check_target(
         hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_layers=text.num_hidden_layers
     )
-    own, embedding = draft.fc.weight, target.get_input_embeddings().weight
+    embedding = target.get_input_embeddings().weight
     devices = sorted({str(p.device) for p in target.parameters()})
-    if devices != [str(own.device)]:
-        required = f"the target has to be on one device, that of the draft ({own.device})"
+    if devices != [str(draft.device)]:
+        required = f"the target has to be on one device, that of the draft ({draft.device})"
         raise ConfigError("device_map", ", ".join(devices), required)
-    if embedding.dtype != own.dtype:
-        required = f"target and draft have to be of one dtype, and the draft is of {own.dtype}"
+    if embedding.dtype != draft.dtype:
+        required = f"target and draft have to be of one dtype, and the draft is of {draft.dtype}"
         raise ConfigError("dtype", embedding.dtype, required)
 
 

@@ -64,14 +64,6 @@ class DFlashDraftModel(DraftModel):
         return cast("DFlashDraftModel", load_model(folder, dtype=kind, device=device, of=cls))
 
     @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
     def block_size(self) -> int:
         return self.config.block_size
 

@@ -203,7 +203,7 @@ def _drafter(
     groups = [
         KVGroup(
             of,
-            DraftKVCache(total, of.kv_shape(draft.kv_shape), draft.fc.weight.dtype, device),
+            DraftKVCache(total, of.kv_shape(draft.kv_shape), draft.dtype, device),
             TorchAttention(of.layers, options.block_size),
         )
         for of in draft.config.groups(options.reach)
