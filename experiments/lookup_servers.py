@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from transformers import AutoTokenizer
+
 from experiments.lookup import TOKENS, asked
 from experiments.runner import all_at_once, exact_turns
 from experiments.width import ratio
@@ -46,8 +48,6 @@ class Asked(NamedTuple):
 
 def run(options: Options) -> dict[str, Any]:
     """Raises RuntimeError if the servers' outputs differ."""
-    from transformers import AutoTokenizer
-
     named = demo_pair("code")
     tokenizer: Any = AutoTokenizer.from_pretrained(named.target)
     off = demo_config(named, dflash=True).with_flags(

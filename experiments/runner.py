@@ -25,14 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.server import ServerConfig, sigterm_as_exit
+from sglang_dflash.bench.server import Server, ServerConfig, sigterm_as_exit, together
 from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.facts.errors import ConfigError
 
 if TYPE_CHECKING:
     from sglang_dflash.bench.load import Pass
-    from sglang_dflash.bench.server import Server
 
 HOME = Path(__file__).parent
 # A server that starts slowly must not end a run of an hour.
@@ -50,8 +49,6 @@ class NoOptions:
 @contextmanager
 def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]:
     """All arms' servers side by side. Raises Failed."""
-    from sglang_dflash.bench.server import Server, together
-
     servers = {name: Server(config, timeout_s=START_TIMEOUT_S) for name, config in arms.items()}
     with together(servers.values()):
         yield servers
@@ -61,8 +58,6 @@ def one_after_another(
     arms: Mapping[str, ServerConfig], work: Callable[[Server], T]
 ) -> dict[str, T]:
     """`work(server)` on each arm's server, one server at a time. Raises Failed."""
-    from sglang_dflash.bench.server import Server
-
     results = {}
     with progress_bar(len(arms)) as bar:
         for name, config in arms.items():

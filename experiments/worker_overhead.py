@@ -17,20 +17,17 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiments.runner import all_at_once, exact_turns
 from sglang_dflash.bench import load
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Pass
-from sglang_dflash.bench.server import FlagValue, demo_config
+from sglang_dflash.bench.server import FlagValue, Server, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sglang_dflash.bench.server import Server
 
 NEW_TOKENS = 96
 LEVELS = (1, 8)
