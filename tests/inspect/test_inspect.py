@@ -25,20 +25,10 @@ from sglang_dflash.inspect.table import as_table
 from tests.commands import ROOT
 from tests.conftest import raw_config, with_own
 from tests.facts.target_fields import GDN, TARGET
-from tests.inspect.pairs import PAIR, facts, inspected, refusal
+from tests.inspect.pairs import PAIR, SERVING, facts, found_of, inspected, refusal
 
-SERVING = Serving(kv_memory_gib=1)
 HYBRID = {**TARGET, "full_attention_interval": 2, **GDN}
 OTHER_HEAD = raw_config(projector_type="domino")
-
-
-def found_of(
-    target: dict[str, Any],
-    draft: dict[str, Any],
-    options: Options | None = None,
-    serving: Serving = SERVING,
-) -> dict[str, Any]:
-    return inspect(facts(target), facts(draft), options or Options(), serving)
 
 
 # -- facts ---------------------------------------------------------------------------------------
