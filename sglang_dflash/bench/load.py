@@ -77,6 +77,14 @@ class Pass:
         return self.tokens / self.seconds
 
 
+def _answered(method: str, url: str, **how: Any) -> requests.Response:
+    """Of any status. Raises Failed if there is no answer."""
+    try:
+        return requests.request(method, url, timeout=60, **how)
+    except requests.RequestException as error:
+        raise Failed(f"{url}: {error}") from error
+
+
 def chunks(
     url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S
 ) -> Iterator[dict[str, Any]]:
@@ -140,11 +148,11 @@ class SGLang:
 
     def flush(self) -> bool:
         """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
-        return requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).ok
+        return _answered("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
 
     def info(self) -> ServerInfo:
         """What it tells of itself."""
-        return ServerInfo(requests.get(f"{self.url}/server_info", timeout=60).json())
+        return ServerInfo(_answered("GET", f"{self.url}/server_info").json())
 
     def describe(self) -> dict[str, str]:
         """Labels for a report, all of them read from the server."""
@@ -218,7 +226,7 @@ class OpenAI:
 
     def flush(self) -> bool:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
-        return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
+        return _answered("POST", f"{self.url}/reset_prefix_cache").ok
 
     def describe(self) -> dict[str, str]:
         """See `SGLang.describe`. The API tells the model's name only."""
