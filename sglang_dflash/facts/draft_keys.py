@@ -253,8 +253,6 @@ def _check_kind(top: Fields) -> None:
 
 _KIND, _NETWORK = "speculators_model_type", "transformer_layer_config"
 _LAYERS, _NON_CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
-# Of the library itself, and of how it was trained and is to be served.
-_IDLE = ("speculators_config", "speculators_version")
 
 
 def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -272,7 +270,11 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
         # 0 is the embedding, which no layer gives.
         raise top.error(_LAYERS, "a non-empty list of positive integers")
-    consumed = (_KIND, _NETWORK, _LAYERS, _NON_CAUSAL, "model_type", *_IDLE)
+    # The last two are of the library itself, and of how it was trained and is to be served.
+    consumed = (
+        _KIND, _NETWORK, _LAYERS, _NON_CAUSAL, "model_type", "speculators_config",
+        "speculators_version",
+    )  # fmt: skip
     beside = {name: raw[name] for name in raw if name in top and name not in consumed}
     for name in beside:
         other = network.get(name, beside[name])

@@ -8,8 +8,6 @@ from typing import Self
 
 # Of an error about something that is missing as a whole. Processes send errors to each other.
 _NO_VALUE = ...
-# A longer value is cut in messages.
-_LONGEST = 160
 
 
 class ConfigError(ValueError):
@@ -68,6 +66,6 @@ def shown_pair(draft: object, target: object) -> str:
 def cut(text: str) -> str:
     """The first line of `text`, its middle left out if it is long."""
     line = text.strip().split("\n")[0]
-    if len(line) <= _LONGEST:
+    if len(line) <= 160:
         return line
     return f"{line[:100]}...{line[-40:]} ({len(line)} characters)"

@@ -23,8 +23,6 @@ from sglang_dflash.facts.fields import is_file, read_json_object
 from sglang_dflash.facts.vocabulary import D2T, T2D, check_map, token_ids
 
 INDEX = "model.safetensors.index.json"
-# Copies of the target's embedding and head are ignored: the draft borrows the target's.
-_BORROWED = ("embed_tokens.weight", "lm_head.weight")
 # A trained embedding of the mask token, which some training code writes beside the weights.
 MASK_EMBEDDING = "mask_embedding.pt"
 # dtype of a draft's weights in a header -> the unsigned integer of its width, and the bits of
@@ -179,7 +177,9 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> N
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
             raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
-    unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED) - check_map(config, tensors))
+    # Copies of the target's embedding and head are ignored: the draft borrows the target's.
+    known = {*expected, "embed_tokens.weight", "lm_head.weight"} | check_map(config, tensors)
+    unexpected = sorted(tensors.keys() - known)
     if unexpected:
         required = f"no draft of this config has this tensor{_more(unexpected)}"
         raise ConfigError("draft checkpoint", unexpected[0], required)
