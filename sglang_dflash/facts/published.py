@@ -49,19 +49,10 @@ class ModelFacts:
     weights: Path | None = None
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A published target, and the drafts for it."""
-
-    target: str
-    drafts: tuple[str, ...]
-
-
 @cache
-def published_pairs() -> tuple[Pair, ...]:
-    """The collection of published drafts, from the file beside this one."""
-    raw = json.loads((FOLDER / "collection.json").read_text())
-    return tuple(Pair(each["target"], tuple(each["drafts"])) for each in raw["pairs"])
+def published_pairs() -> Mapping[str, list[str]]:
+    """Published targets, each with the drafts for it."""
+    return json.loads((FOLDER / "collection.json").read_text())["pairs"]
 
 
 @cache
@@ -83,9 +74,9 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
 
 def published_draft(target: str) -> str:
     """The name of the first draft published for a target. Raises ConfigError if there is none."""
-    for pair in published_pairs():
-        if pair.target.casefold() == target.casefold():
-            return pair.drafts[0]
+    for known, drafts in published_pairs().items():
+        if known.casefold() == target.casefold():
+            return drafts[0]
     required = f"give a folder or a hub name: no draft is known that is published for {target!r}"
     raise ConfigError("draft", None, required)
 
