@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments import traffic
 from experiments.drafters import TINY, Load, Loaded, loaded, random_head, random_model
-from experiments.traffic import SHAPES, absorb_floor, commit_floor, config_of, propose_floor
+from experiments.traffic import SHAPES, config_of
 from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
@@ -185,14 +186,9 @@ def fold(
     }
 
 
-def floors(config: DraftConfig, load: Load, itemsize: int = 2) -> dict[str, int]:
+def floors(config: DraftConfig, load: Load, itemsize: int) -> dict[str, int]:
     """The fewest bytes of each phase, and of the step that they make up."""
-    tokens = load.requests * config.block_size
-    found = {
-        "propose": propose_floor(config, [load.context] * load.requests, load.window, itemsize),
-        "commit": commit_floor(load.requests, config.block_size),
-        "absorb": absorb_floor(config, tokens, itemsize),
-    }
+    found = traffic.floors(config, *load, itemsize)
     return found | {"step": sum(found.values())}
 
 
