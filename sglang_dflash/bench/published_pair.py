@@ -24,7 +24,6 @@ from sglang_dflash.transformers_loop.generation import (
     Prefill,
     Sampler,
     prefill,
-    sampler,
     spec_generate,
 )
 from sglang_dflash.transformers_loop.pair import LoadedPair, load
@@ -146,7 +145,7 @@ def answered(
 
     # The seed depends on the prompt, not on the rank that answers it.
     seed = settings.seed + index
-    choose = sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
+    choose = Sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
 
     def plain() -> list[int]:
         return plain_generate(pair.target, start, limit, stops, choose)

@@ -47,13 +47,13 @@ def run(args: argparse.Namespace) -> None:
         # OpenMP's threads spin while they wait for one another, and hold the core that the last of
         # them needs. On a busy machine a tiny model then takes 20 times as long.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from sglang_dflash.transformers_loop import chat_tokens, load, sampler
+    from sglang_dflash.transformers_loop import Sampler, chat_tokens, load
     from sglang_dflash.transformers_loop.checks import check_new_tokens
 
     # What is wrong with the command is told before anything is loaded.
     check_new_tokens(args.max_new_tokens)
     args.seed = random.randrange(2**63) if args.seed is None else args.seed
-    choose = sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
     options = Options(**given(args, Options))
     loaded = load(args.target, args.draft, options, args.dtype, args.device)
     if args.chat:
