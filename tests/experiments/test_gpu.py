@@ -75,7 +75,7 @@ def test_a_part_that_fails_does_not_stop_the_others(
 def test_a_backend_that_differs_fails_its_part_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(gpu, "check_attention", broken)
