@@ -198,7 +198,7 @@ def block_loss(model: DraftModel, embed: Tensor, batch: Batch) -> tuple[Tensor, 
 
 def train_draft(
     model: DraftModel, embed: Tensor, shards: Sequence[Shard], work: Path, steps: int
-) -> DraftModel:
+) -> None:
     """Train `model` in place; an interrupted run resumes."""
 
     def loss_of(rng: random.Random) -> tuple[Tensor, dict[str, float]]:
@@ -208,7 +208,6 @@ def train_draft(
     is_second = model.candidate_selector is not None
     name, lr = ("dflash2", LR2) if is_second else ("draft", LR)
     train(name, model, loss_of, steps=steps, lr=lr, work=work, codebooks=CODEBOOKS)
-    return model
 
 
 def init_from_draft(model: DraftModel, first: DraftModel) -> None:

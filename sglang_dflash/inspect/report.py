@@ -95,16 +95,16 @@ def inspect(
         ConfigError: the pair or an option does not fit, a needed fact is unknown, or no memory is
             left for KV.
     """
-    judged = judge(target, draft)
+    judged, names = judge(target, draft), names or {}
     geometry, config = judged.geometry, judged.config
     # Of a target whose context is not known the draft's tells what requests can have, at most.
     context = context_of(target) or (config.max_position_embeddings if config else None)
     resolved = replace(_resolve(options, draft, config), context=context)
     memory = _memory(target, draft, judged, resolved, serving)
     options.check_room(resolved, context=context, kv_tokens=memory["target_tokens"])
-    notices = resolved.warnings(config, names or {}) if config else []
+    notices = resolved.warnings(config, names) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
-    warnings += _capped(memory, serving, names or {})
+    warnings += _capped(memory, serving, names)
     facts = {
         "warnings": warnings + [str(found) for found in notices],
         "target": target.name,
