@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     target = look_up("target", args.target, offline=args.offline)
     named = args.draft or published_draft(args.target)
     draft = look_up("draft", named, offline=args.offline)
-    found = inspect(target, draft, options, serving, spelled(Options.__dataclass_fields__))
+    found = inspect(target, draft, options, serving)
     if exists(named) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(named), found["worker"])
     print(json.dumps(found) if args.json else as_table(found, sources=args.sources))

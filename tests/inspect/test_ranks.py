@@ -49,4 +49,4 @@ def test_a_window_beyond_a_context_that_is_not_known_is_warned_of() -> None:
     draft = raw_config(max_position_embeddings=4096)
     found = found_of(TARGET, draft, Options(window=999_999_999), Serving())
     (warning,) = found["warnings"]
-    assert warning.startswith("window: 999999999 is the whole of a context of 4096 tokens")
+    assert warning.startswith("--window: 999999999 is the whole of a context of 4096 tokens")
