@@ -17,7 +17,7 @@ from sglang_dflash.bench.arms import Arms, arms_of, opened
 from sglang_dflash.bench.datasets import Encode, Prompt
 from sglang_dflash.bench.progress import progress_bar, waiting
 from sglang_dflash.bench.report import Measured
-from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.bench.settings import BenchSettings, made_folder
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError, Failed
 
@@ -43,8 +43,7 @@ def main(given: Mapping[str, Any]) -> None:
     # What would fail at the end fails at the beginning.
     if settings.picture:
         picture.check()
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = made_folder("out", Path(settings.out))
     arms, prompts = arms_of(settings, accelerator), load_prompts(settings, settings.num_prompts)
     for name, found in prompts.items():
         if len(found) < max(settings.levels):

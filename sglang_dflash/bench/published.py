@@ -21,7 +21,7 @@ from sglang_dflash.bench.compare import Ask, load_prompts
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Endpoint, Pass
 from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.bench.settings import BenchSettings, made_folder
 from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.facts.errors import ConfigError, Failed
 
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--backend and --model are required")
     try:
         settings = settings_of(values)
+        if settings.output_file is not None:
+            made_folder("output_file", Path(settings.output_file).parent)
         is_first = os.environ.get("RANK", "0") == "0"
         for line in without_effect(settings, values) if is_first else ():
             print(f"warning: {line}", file=sys.stderr)
