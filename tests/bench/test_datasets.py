@@ -46,6 +46,9 @@ def test_a_file_holds_texts_and_chats(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             datasets.from_file(file)
         assert (refused.value.field, refused.value.value) == ("dataset_file", bad or str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        datasets.from_file(file)
     with pytest.raises(ConfigError, match="no such file"):
         datasets.from_file(tmp_path / "none.jsonl")
 
