@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from os.path import exists
 from pathlib import Path
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.command_line import add_flags, given, spelled
 from sglang_dflash.facts.fields import READ_BY_SGLANG
-from sglang_dflash.facts.hub import exists
 from sglang_dflash.facts.published import look_up, published_draft
 from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect.report import Serving, inspect

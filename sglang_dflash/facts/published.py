@@ -8,12 +8,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import check_files, read_json_object
-from sglang_dflash.facts.hub import check_path, exists, fetch_config, hub_tensors
+from sglang_dflash.facts.hub import check_path, fetch_config, hub_tensors
 from sglang_dflash.facts.tensors import (
     StoredTensor,
     has_weights,
@@ -174,7 +175,7 @@ def check_target_folder(name: str) -> None:
     name on the hub, which is not asked."""
     check_path("target", name)
     config = Path(name) / "config.json"
-    if exists(str(config)):
+    if exists(config):
         refuse_draft_as_target(name, read_json_object(config, "target checkpoint"))
 
 

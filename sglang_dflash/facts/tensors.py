@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os.path import isfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, cut, shown
-from sglang_dflash.facts.fields import is_file, read_json_object
+from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.vocabulary import D2T, T2D, check_map, token_ids
 
 INDEX = "model.safetensors.index.json"
@@ -335,7 +336,7 @@ def _check_index(kind: str, folder: Path, has_files: bool = True) -> int:
         raise ConfigError(f"weight_map of {INDEX}", names, required)
     if not isinstance(metadata, dict):
         raise ConfigError(f"metadata of {INDEX}", metadata, "an object of fields is required")
-    absent = [name for name in sorted(set(names.values())) if not is_file(folder / name)]
+    absent = [name for name in sorted(set(names.values())) if not isfile(folder / name)]
     if absent and has_files:
         required = f"{INDEX} names {shown(absent[0])}{_more(absent)}; download what is missing"
         raise ConfigError(what, str(folder), required)
