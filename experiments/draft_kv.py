@@ -13,16 +13,15 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import AutoTokenizer
 
 from experiments.runner import one_after_another
-from sglang_dflash.bench.server import ServerConfig, demo_config
+from sglang_dflash.bench.server import Server, ServerConfig, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
-
-if TYPE_CHECKING:
-    from sglang_dflash.bench.server import Server
 
 RUNNING, NEW_TOKENS = 16, 48
 LEVELS = (1, 8, 16)
@@ -52,8 +51,6 @@ def arms() -> dict[str, ServerConfig]:
 
 def serve(server: Server, options: Options) -> dict[str, Any]:
     """Of one server: outputs, and what they took."""
-    from transformers import AutoTokenizer
-
     pair = demo_pair("code")
     tokenizer = AutoTokenizer.from_pretrained(pair.target)
     texts = [tokenizer(text)["input_ids"] for text in pair.prompts]

@@ -152,7 +152,7 @@ def loaded(
     config = model.config
     options = Options(window=load.window).resolve(config)
     block, requests, width = options.block_size, load.requests, load.context + 2 * config.block_size
-    dtype = model.fc.weight.dtype
+    dtype = model.dtype
     setup = DraftSetup(
         model, options, ATTENTION[attention], TensorParallel(), device, dtype, requests
     )

@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments import traffic
 from experiments.drafters import TINY, Load, Loaded, loaded, random_head, random_model
-from experiments.traffic import SHAPES, absorb_floor, commit_floor, config_of, propose_floor
+from experiments.traffic import SHAPES, config_of
 from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
-from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops, check_recording
+from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
@@ -125,10 +126,7 @@ def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
     drafter, table = one.drafter, one.known.req_to_token
     clear(drafter.groups)
     for group in drafter.groups:
-        dead: Dead = "any"
-        if can.scratch:
-            dead = "oldest" if group.cache.has_holes else "none"
-        check_attention(drafter.model, drafter.block_size, group, dead)
+        check_attention(drafter.model, drafter.block_size, group, leaves_out=can.scratch)
     if device.type != "cuda" or not can.capturable:
         return "as torch, not recorded"
     graphed = one.graphed(CudaGraphs(), table.shape[1])
@@ -185,14 +183,9 @@ def fold(
     }
 
 
-def floors(config: DraftConfig, load: Load, itemsize: int = 2) -> dict[str, int]:
+def floors(config: DraftConfig, load: Load, itemsize: int) -> dict[str, int]:
     """The fewest bytes of each phase, and of the step that they make up."""
-    tokens = load.requests * config.block_size
-    found = {
-        "propose": propose_floor(config, [load.context] * load.requests, load.window, itemsize),
-        "commit": commit_floor(load.requests, config.block_size),
-        "absorb": absorb_floor(config, tokens, itemsize),
-    }
+    found = traffic.floors(config, *load, itemsize)
     return found | {"step": sum(found.values())}
 
 

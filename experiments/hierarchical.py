@@ -14,17 +14,17 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import AutoTokenizer
 
 from experiments import texts
 from experiments.draft_kv import length_of
 from experiments.runner import one_after_another
-from sglang_dflash.bench.server import ServerConfig, demo_config
+from sglang_dflash.bench.load import chunks
+from sglang_dflash.bench.server import Server, ServerConfig, demo_config
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
-
-if TYPE_CHECKING:
-    from sglang_dflash.bench.server import Server
 
 AT_A_TIME, NEW_TOKENS, PIECE = 4, 48, 160
 TOLERANCE, SHARE, CACHED = 0.03, 0.5, 0.99
@@ -65,8 +65,6 @@ def sessions(pair: str, options: Options) -> dict[str, list[list[str]]]:
 
 
 def serve(server: Server, pair: str, options: Options) -> dict[str, Any]:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(demo_pair(pair).target)
     found = {}
     for kind, every in sessions(pair, options).items():
@@ -93,8 +91,6 @@ def _converse(server: Server, texts: list[list[list[int]]]) -> tuple[list[dict[s
 
 
 def _ask(server: Server, ids: list[int]) -> dict[str, Any]:
-    from sglang_dflash.bench.load import chunks
-
     body = {
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},

@@ -8,8 +8,8 @@ the formula beside it says. `traffic.py` counts the draft side of a step so. Not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -67,31 +67,21 @@ class Scene:
     kept: int = 0
 
 
-@dataclass
-class Launches:
-    """The launches so far."""
-
-    all: list[Launch] = field(default_factory=list)
-
-    @property
-    def bytes(self) -> int:
-        return sum(sum(launch.traffic) for launch in self.all)
-
-    def __len__(self) -> int:
-        return len(self.all)
-
-
 @contextlib.contextmanager
-def counted(scene: Scene) -> Iterator[Launches]:
-    """Count the launches of what runs inside."""
-    found = Launches()
+def counted(scene: Scene) -> Iterator[list[Launch]]:
+    """List the launches of what runs inside."""
+    found: list[Launch] = []
 
     def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
         del grid
-        return lambda *args, **kwargs: found.all.append(_of_kernel(kernel, scene, args, kwargs))
+        return lambda *args, **kwargs: found.append(_of_kernel(kernel, scene, args, kwargs))
 
     with mock.patch.object(KernelInterface, "__getitem__", launcher), _DraftOps(found):
         yield found
+
+
+def bytes_of(launches: Iterable[Launch]) -> int:
+    return sum(sum(launch.traffic) for launch in launches)
 
 
 # ---- kernels of ours
@@ -241,7 +231,7 @@ NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "uns
 
 
 class _DraftOps(TorchDispatchMode):
-    def __init__(self, found: Launches) -> None:
+    def __init__(self, found: list[Launch]) -> None:
         super().__init__()
         self._found = found
 
@@ -253,7 +243,7 @@ class _DraftOps(TorchDispatchMode):
             outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             # torch returns the same tensor where there is nothing to do, as a cast to its dtype.
             if name.endswith("_") or not any(out is x for out in outputs for x in inputs):
-                self._found.all.append(Launch(name, _of_torch(name, inputs, outputs)))
+                self._found.append(Launch(name, _of_torch(name, inputs, outputs)))
         return result
 
 
@@ -288,13 +278,13 @@ def run(options: Options) -> dict[str, Any]:
         with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
             phases = replayed(geometry, requests)
         rows += [
-            {"requests": requests, "phase": name, "launches": len(found), "bytes": found.bytes}
+            {"requests": requests, "phase": name, "launches": len(found), "bytes": bytes_of(found)}
             for name, found in phases.items()
         ]
     return {"target": TARGET, "recurrent_layers": geometry.recurrent_layers, "rows": rows}
 
 
-def replayed(geometry: TargetGeometry, requests: int) -> dict[str, Launches]:
+def replayed(geometry: TargetGeometry, requests: int) -> dict[str, list[Launch]]:
     """What a verify forward and its commit launch for replay, half of each block accepted."""
     from sglang_dflash.serving.hybrid.replay_pool import Recording
     from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps

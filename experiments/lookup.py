@@ -74,14 +74,12 @@ def seen_from(least: int) -> Callable[[Position], list[int]]:
     return lambda at: at.seen[: len(at.drafts)] if at.match >= least else at.drafts
 
 
-def agreed(
-    long: int, short: int, first: int = 1, width: int | None = None
-) -> Callable[[Position], list[int]]:
-    """And at a shorter match, if the draft begins with the same tokens."""
+def agreed(long: int, first: int = 1, width: int | None = None) -> Callable[[Position], list[int]]:
+    """And at a match of 2 tokens, if the draft begins with the same `first` ones."""
 
     def rule(at: Position) -> list[int]:
         same = at.seen[:first] == at.drafts[:first]
-        taken = at.match >= long or (at.match >= short and same)
+        taken = at.match >= long or (at.match >= 2 and same)
         return at.seen[: width or len(at.drafts)] if taken else at.drafts
 
     return rule
@@ -95,10 +93,10 @@ RULES: dict[str, Callable[[Position], list[int]]] = {
     "draft": lambda at: at.drafts,
     "lookup": lambda at: at.seen[: len(at.drafts)] if at.match >= 3 else [],
     **{f"match {n}": seen_from(n) for n in (2, 3, 4, 6, 8, 12)},
-    **{f"match {n}, or 2 and 1 agrees": agreed(n, 2) for n in (3, 4, 6, 8)},
-    "match 8, or 2 and 2 agree": agreed(8, 2, 2),
+    **{f"match {n}, or 2 and 1 agrees": agreed(n) for n in (3, 4, 6, 8)},
+    "match 8, or 2 and 2 agree": agreed(8, 2),
     "best of both": best,
-    **{f"match 3, or 2 and 1 agrees, width {w}": agreed(3, 2, width=w - 1) for w in (16, 32)},
+    **{f"match 3, or 2 and 1 agrees, width {w}": agreed(3, width=w - 1) for w in (16, 32)},
 }
 
 

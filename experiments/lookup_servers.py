@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from transformers import AutoTokenizer
+
 from experiments.lookup import TOKENS, asked
-from experiments.runner import all_at_once, take_turns
+from experiments.runner import all_at_once, exact_turns
 from experiments.width import ratio
 from sglang_dflash.bench import load
 from sglang_dflash.bench.datasets import Prompt
@@ -46,8 +48,6 @@ class Asked(NamedTuple):
 
 def run(options: Options) -> dict[str, Any]:
     """Raises RuntimeError if the servers' outputs differ."""
-    from transformers import AutoTokenizer
-
     named = demo_pair("code")
     tokenizer: Any = AutoTokenizer.from_pretrained(named.target)
     off = demo_config(named, dflash=True).with_flags(
@@ -99,15 +99,8 @@ def compared(
     def turn(name: str, _: int) -> load.Pass:
         return load.run(arms[name], prompts, level, ask)
 
-    take_turns(arms, 1, turn, "warm-up, ")
-    turns = take_turns(arms, rounds, turn)
-    if any(
-        ids(one) != ids(first)
-        for first, *others in zip(*turns.values(), strict=True)
-        for one in others
-    ):
-        raise RuntimeError("the servers' outputs differ: no figure without exactness")
-    speeds = {name: [one.tokens / one.seconds for one in passes] for name, passes in turns.items()}
+    turns = exact_turns(arms, rounds, turn)
+    speeds = {name: [one.tokens_per_second for one in passes] for name, passes in turns.items()}
     result: dict[str, Any] = {"identical": True, **ratio(speeds["on"], speeds["off"])}
     if "wide" in speeds:
         result |= {f"wide_{name}": of for name, of in ratio(speeds["wide"], speeds["off"]).items()}
@@ -116,10 +109,6 @@ def compared(
         result[f"{name}_tokens_per_second"] = round(statistics.median(speeds[name]), 1)
         result[f"{name}_tokens_per_step"] = round(steps.acceptance_length or 1.0, 2)
     return result
-
-
-def ids(one: load.Pass) -> list[Any]:
-    return [answer.ids for turns in one.answers for answer in turns]
 
 
 def table(result: dict[str, Any]) -> list[str]:

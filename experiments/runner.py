@@ -20,24 +20,25 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.server import ServerConfig, sigterm_as_exit
+from sglang_dflash.bench.server import Server, ServerConfig, sigterm_as_exit, together
 from sglang_dflash.drafting.machine import hardware
-from sglang_dflash.facts.command_line import add_flags, flag_names, given
+from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
 from sglang_dflash.facts.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sglang_dflash.bench.server import Server
+    from sglang_dflash.bench.load import Pass
 
 HOME = Path(__file__).parent
 # A server that starts slowly must not end a run of an hour.
 START_TIMEOUT_S = 1800
 
 T = TypeVar("T")
+P = TypeVar("P", bound="Pass")
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class NoOptions:
 
 @contextmanager
 def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]:
-    """All arms' servers side by side. Raises ServerFailed."""
-    from sglang_dflash.bench.server import Server, together
-
+    """All arms' servers side by side. Raises Failed."""
     servers = {name: Server(config, timeout_s=START_TIMEOUT_S) for name, config in arms.items()}
     with together(servers.values()):
         yield servers
@@ -58,9 +57,7 @@ def all_at_once(arms: Mapping[str, ServerConfig]) -> Iterator[dict[str, Server]]
 def one_after_another(
     arms: Mapping[str, ServerConfig], work: Callable[[Server], T]
 ) -> dict[str, T]:
-    """`work(server)` on each arm's server, one server at a time. Raises ServerFailed."""
-    from sglang_dflash.bench.server import Server
-
+    """`work(server)` on each arm's server, one server at a time. Raises Failed."""
     results = {}
     with progress_bar(len(arms)) as bar:
         for name, config in arms.items():
@@ -86,6 +83,19 @@ def take_turns(
     return results
 
 
+def exact_turns(
+    names: Iterable[str], rounds: int, work: Callable[[str, int], P], label: str = ""
+) -> dict[str, list[P]]:
+    """`take_turns` with passes, after a round to warm up. Raises RuntimeError if the answers of a
+    round are not the same for all names."""
+    take_turns(names, 1, work, f"{label}warm-up, ")
+    turns = take_turns(names, rounds, work, label)
+    for first, *others in zip(*turns.values(), strict=True):
+        if any(other.ids != first.ids for other in others):
+            raise RuntimeError("the servers' outputs differ: no figure without exactness")
+    return turns
+
+
 def experiments() -> dict[str, str]:
     """All experiments: name -> the first line of the docstring. Imports none of them."""
     found = {}
@@ -104,7 +114,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_flags(found, module.Options, {one.name: _flag(one.name) for one in fields(module.Options)})
+    add_flags(found, module.Options, spelled(module.Options.__dataclass_fields__))
     found.add_argument("--out", type=Path, metavar="FILE", help="also write the result to it")
     return found
 
@@ -147,14 +157,10 @@ def main(argv: Sequence[str]) -> int:
 def repeated(name: str, options: Any) -> str:
     """The command line that repeats a run, with every option that is not empty."""
     words = ["python", "-m", "experiments", name]
-    for one in fields(options):
-        value = getattr(options, one.name)
+    for field, flag in spelled(options.__dataclass_fields__).items():
+        value = getattr(options, field)
         if value is True:
-            words.append(_flag(one.name))
+            words.append(flag)
         elif value is not False and value != "":
-            words += [_flag(one.name), str(value)]
+            words += [flag, str(value)]
     return shlex.join(words)
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.runner import progress_bar
+from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.facts.command_line import setting
@@ -46,7 +46,9 @@ ARMS: dict[str, type[Sampler]] = {"argmax": ArgmaxDrafts, "coupled": Sampler}
 def run(options: Options) -> dict[str, Any]:
     """Raises RuntimeError if an answer depends on how it is drafted."""
     torch.set_num_threads(1)
-    pair, texts = _loaded(options), demo_pair(options.model).prompts[: options.prompts]
+    named = demo_pair(options.model)
+    texts = named.prompts[: options.prompts]
+    pair = load(str(named.target), str(named.draft), dtype="float32", device="cpu")
     counts = {(how, arm): VerifySteps() for how in SETTINGS for arm in ARMS}
     block_size = pair.draft.config.block_size
     drafts = {how: SampledDrafts(block_size, torch.device("cpu")) for how in SETTINGS}
@@ -77,13 +79,6 @@ def run(options: Options) -> dict[str, Any]:
         row = {"temperature": temperature, "top_p": top_p, **lengths, "gain": gain}
         rows.append({name: round(value, 3) for name, value in row.items()})
     return {"rows": rows}
-
-
-def _loaded(options: Options) -> Any:
-    from sglang_dflash.drafting.options import Options as DraftOptions
-
-    pair = demo_pair(options.model)
-    return load(str(pair.target), str(pair.draft), DraftOptions(), "float32", "cpu")
 
 
 def table(result: dict[str, Any]) -> list[str]:

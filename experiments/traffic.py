@@ -17,7 +17,6 @@ The exit status is 1 if a row of `propose` or `absorb` is above its goal, or abo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from dflash_kernels.draft_attention import TritonAttention
 from dflash_kernels.draft_ops import TritonOps
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from experiments.launches import Launches, Scene, counted
+from experiments.launches import Launch, Scene, bytes_of, counted
 from experiments.runner import NoOptions as Options
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -84,17 +83,9 @@ class Unfused(TritonOps):
     convolve, candidates, walk = TorchOps.convolve, TorchOps.candidates, TorchOps.walk
 
 
-@dataclass(frozen=True)
-class Step:
-    """Launches of a step's parts. Proposals: as recorded, for sampled and greedy requests; without
-    noise; and as recorded, but `Unfused`."""
-
-    propose: Launches
-    greedy: Launches
-    unfused: Launches
-    absorb: Launches
-    commit: Launches
-    lookup: Launches
+# Launches of a step's parts. Three are proposals: "propose" as recorded, for sampled and greedy
+# requests; "greedy" without noise; and "unfused" as recorded, but `Unfused`.
+Step = dict[str, list[Launch]]
 
 
 def config_of(shape: str) -> DraftConfig:
@@ -162,27 +153,21 @@ def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene)
         kv = model.project_context(finite(model.context_features(hidden))[0])
         for group, at in zip(groups, found, strict=True):
             group.store(model, kv, flat, at)
-    return Step(propose, greedy, by_torch, absorb, commit, lookup)
+    return {
+        "propose": propose, "absorb": absorb, "commit": commit, "greedy": greedy,
+        "unfused": by_torch, "lookup": lookup,
+    }  # fmt: skip
 
 
-def figures(row: Row, step: Step) -> dict[str, Any]:
+def figures(row: Row) -> dict[str, Any]:
     """A row of the result."""
-    config = config_of(row.shape)
-    tokens = row.requests * config.block_size
-    floors = {
-        "propose": propose_floor(config, [row.context] * row.requests, row.window),
-        "absorb": absorb_floor(config, tokens),
-        "commit": commit_floor(row.requests, config.block_size),
-    }
     result: dict[str, Any] = row._asdict()
-    for part, floor in floors.items():
-        launches: Launches = getattr(step, part)
-        result[f"{part}_bytes"], result[f"{part}_floor"] = launches.bytes, floor
-        result[f"{part}_ratio"] = round(launches.bytes / floor, 3)
-        result[f"{part}_launches"] = len(launches)
-    result["greedy_bytes"], result["greedy_launches"] = step.greedy.bytes, len(step.greedy)
-    result["unfused_bytes"], result["unfused_launches"] = step.unfused.bytes, len(step.unfused)
-    result["lookup_bytes"], result["lookup_launches"] = step.lookup.bytes, len(step.lookup)
+    least = floors(config_of(row.shape), row.requests, row.context, row.window)
+    for part, launches in measure(row).items():
+        result[f"{part}_bytes"], result[f"{part}_launches"] = bytes_of(launches), len(launches)
+        if part in least:
+            result[f"{part}_floor"] = least[part]
+            result[f"{part}_ratio"] = round(bytes_of(launches) / least[part], 3)
     return result
 
 
@@ -192,7 +177,7 @@ def run(options: Options) -> dict[str, Any]:
         "dtype": "bfloat16",
         "processors": PROCESSORS,
         "goals": GOALS,
-        "rows": [figures(row, measure(row)) for row in rows],
+        "rows": [figures(row) for row in rows],
     }
 
 
@@ -225,6 +210,17 @@ def failure(result: dict[str, Any]) -> str | None:
 
 
 # ---- the floor
+
+
+def floors(
+    config: DraftConfig, requests: int, context: int, window: int | None, itemsize: int = 2
+) -> dict[str, int]:
+    """The fewest bytes of the parts of a step."""
+    return {
+        "propose": propose_floor(config, [context] * requests, window, itemsize),
+        "absorb": absorb_floor(config, requests * config.block_size, itemsize),
+        "commit": commit_floor(requests, config.block_size),
+    }
 
 
 def propose_floor(

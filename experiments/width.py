@@ -13,21 +13,20 @@ import statistics
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from experiments import texts
 from experiments.runner import all_at_once, take_turns
+from sglang_dflash.bench import load
 from sglang_dflash.bench.datasets import Prompt, encoder
-from sglang_dflash.bench.server import FlagValue, ServerConfig, demo_config
+from sglang_dflash.bench.load import Answer, Endpoint, Pass
+from sglang_dflash.bench.server import FlagValue, Server, ServerConfig, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.width import FixedWidth
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sglang_dflash.bench.load import Answer, Endpoint, Pass
-    from sglang_dflash.bench.server import Server
+from sglang_dflash.serving.step.extension import Extension
 
 NEW_TOKENS, WARM_TOKENS, NARROW = 48, 16, 4
 # Of many requests at a time, answers are shorter or longer by so many tokens. If all had one
@@ -120,9 +119,6 @@ class NeverDrafts(FixedWidth):
 
 def never_drafts(_target_worker: Any) -> Any:
     """For --speculative-dflash-extension."""
-    # Of SGLang, which this machine may lack.
-    from sglang_dflash.serving.step.extension import Extension
-
     return Extension(width_policy=NeverDrafts)
 
 
@@ -171,8 +167,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def measure(point: Point, servers: dict[str, Server], rounds: int) -> Measured:
-    from sglang_dflash.bench import load
-
     count = PROMPTS_OF_SET.get(point.dataset, PROMPTS[point.concurrency])
     prompts = texts.load(point.dataset, rounds * count, point.pair)
     endpoints = {name: load.SGLang(server.url) for name, server in servers.items()}
@@ -221,14 +215,14 @@ def widths(server: Server) -> tuple[dict[str, int], float]:
 
 
 def row(point: Point, found: Measured) -> dict[str, Any]:
-    speeds = {name: [p.tokens / p.seconds for p in passes] for name, passes in found.passes.items()}
+    speeds = {name: [p.tokens_per_second for p in passes] for name, passes in found.passes.items()}
     # Two passes of plain decoding per round halve its noise.
     both = zip(speeds[PLAIN], speeds[AGAIN], strict=True)
     plain = [2 / (1 / a + 1 / b) for a, b in both]
     fixed = {name: of for name, of in speeds.items() if name.startswith("fixed")}
     best = max(fixed, key=lambda name: statistics.median(fixed[name]))
     fixed_8 = sum((of.speculation for of in found.passes["fixed 8"]), VerifySteps())
-    outputs = {name: [answer_ids(p) for p in passes] for name, passes in found.passes.items()}
+    outputs = {name: [p.ids for p in passes] for name, passes in found.passes.items()}
     return {
         **point._asdict(),
         "plain_tokens_per_second": round(statistics.median(plain), 1),
@@ -246,13 +240,9 @@ def row(point: Point, found: Measured) -> dict[str, Any]:
     }
 
 
-def answer_ids(one: Pass) -> list[tuple[int, ...] | None]:
-    return [answer.ids for turns in one.answers for answer in turns]
-
-
 def step_ms(passes: Sequence[Pass]) -> float:
     """Median over answers of the mean time between two tokens, in milliseconds."""
-    answers = (answer for one in passes for turns in one.answers for answer in turns)
+    answers = (answer for one in passes for answer in one.every)
     return 1000 * statistics.median(answer.per_token_s or 0.0 for answer in answers)
 
 

@@ -17,20 +17,17 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from experiments.runner import all_at_once, take_turns
+from experiments.runner import all_at_once, exact_turns
 from sglang_dflash.bench import load
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.load import Pass
-from sglang_dflash.bench.server import FlagValue, demo_config
+from sglang_dflash.bench.server import FlagValue, Server, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sglang_dflash.bench.server import Server
 
 NEW_TOKENS = 96
 LEVELS = (1, 8)
@@ -43,22 +40,18 @@ AGAINST: dict[str, dict[str, FlagValue]] = {
 ROOT = Path(__file__).parents[1]
 
 
-class Turn(NamedTuple):
-    """A pass over the prompts; `draft_ms`: milliseconds of the draft side per decode step, None if
-    the worker does not tell."""
+@dataclass(frozen=True)
+class Turn(Pass):
+    """`draft_ms`: milliseconds of the draft side per decode step, None if the worker does not
+    tell."""
 
-    done: Pass
     concurrency: int
     draft_ms: float | None
 
     @property
-    def tokens_per_second(self) -> float:
-        return self.done.tokens / self.done.seconds
-
-    @property
     def step_ms(self) -> float:
         """Mean time between a request's verify steps, prefill included, in milliseconds."""
-        return 1000 * self.done.seconds * self.concurrency / self.done.speculation.steps
+        return 1000 * self.seconds * self.concurrency / self.speculation.steps
 
 
 # Arm -> one turn per round.
@@ -133,15 +126,7 @@ def run_level(
     def turn(name: str, _: int) -> Turn:
         return measure(servers[name], some, concurrency, temperature)
 
-    take_turns(servers, 1, turn, f"{concurrency} at a time, warm-up, ")
-    turns = take_turns(servers, rounds, turn, f"{concurrency} at a time, ")
-    if any(ids(a) != ids(b) for a, b in zip(*turns.values(), strict=True)):
-        raise RuntimeError("the two servers' outputs differ: no figure without exactness")
-    return turns
-
-
-def ids(turn: Turn) -> list[Any]:
-    return [answer.ids for (answer,) in turn.done.answers]
+    return exact_turns(servers, rounds, turn, f"{concurrency} at a time, ")
 
 
 def measure(server: Server, prompts: list[Prompt], concurrency: int, temperature: float) -> Turn:
@@ -158,7 +143,7 @@ def measure(server: Server, prompts: list[Prompt], concurrency: int, temperature
     after, draft_ms = draft_side(server), None
     if before is not None and after is not None:
         draft_ms = 1000 * (after[1] - before[1]) / (after[0] - before[0])
-    return Turn(done, concurrency, draft_ms)
+    return Turn(**vars(done), concurrency=concurrency, draft_ms=draft_ms)
 
 
 def draft_side(server: Server) -> tuple[int, float] | None:
@@ -189,7 +174,7 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 def figures(turns: list[Turn]) -> dict[str, float]:
     draft = [one.draft_ms for one in turns if one.draft_ms]
-    counts = sum((one.done.speculation for one in turns), VerifySteps())
+    counts = sum((one.speculation for one in turns), VerifySteps())
     return {
         "step_ms": round(statistics.median(one.step_ms for one in turns), 3),
         "tokens_per_second": round(statistics.median(p.tokens_per_second for p in turns), 2),

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from demo_training import card, figures  # noqa: E402
-from demo_training.target import load_target  # noqa: E402
-
-from sglang_dflash.drafting.weights import load_model  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from launch.demo_training import card, figures
+from launch.demo_training.target import load_target
+from sglang_dflash.drafting.weights import load_model
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def main() -> None:
     print("| draft | outside loops | all | tokens in loops |\n|---|---|---|---|")
     for name in args.drafts:
         draft = load_model(args.pair / name, dtype=torch.float32)
-        answers = [figures.answer(draft, target, ids, args.new_tokens) for ids in prompts]
+        answers = figures.answers_to(draft, target, prompts, args.new_tokens)
         outside = figures.acceptance(answers, in_loops=False)
         everywhere, share = figures.acceptance(answers), figures.loop_share(answers)
         print(f"| {name} | {outside:.2f} | {everywhere:.2f} | {share:.0%} |", flush=True)

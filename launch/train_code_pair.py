@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from demo_training import card, data, pair  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from launch.demo_training import card, data, pair
 
 STAGES = ("target", "continuations", "draft", "dflash2", "card")
 

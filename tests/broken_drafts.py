@@ -124,12 +124,9 @@ def index(raw: Any) -> Callable[[Path], object]:
     return content(json.dumps(raw).encode(), INDEX)
 
 
-def nested(depth: int) -> bytes:
-    return b"[" * depth + b"]" * depth
-
-
 _TARGET_CONFIG = (PAIR.target / "config.json").read_bytes()
 _NAN, _INF = float("nan"), float("inf")
+_NESTED = 100_000 * b"[" + 100_000 * b"]"
 _NO_JSON = "config.json'; cannot be read as JSON ("
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -139,8 +136,8 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut": (content(b'{"hidden_size": 19'), _NO_JSON),
     "not UTF-8": (content(b'{"\xff": 1}'), f"{_NO_JSON}'utf-8' codec"),
     "UTF-16": (content('{"a": 1}'.encode("utf-16")), _NO_JSON),
-    "nested": (content(nested(100_000)), f"{_NO_JSON}maximum recursion depth"),
-    "nested field": (content(b'{"hidden_size": ' + nested(100_000) + b"}"), _NO_JSON),
+    "nested": (content(_NESTED), f"{_NO_JSON}maximum recursion depth"),
+    "nested field": (content(b'{"hidden_size": ' + _NESTED + b"}"), _NO_JSON),
     "digits": (content(b'{"hidden_size": ' + 5000 * b"9" + b"}"), f"{_NO_JSON}Exceeds the"),
     "no file": (lambda folder: (folder / "config.json").unlink(), "no config.json in it"),
     "a folder": (instead("config.json", Path.mkdir), "no config.json in it"),

@@ -166,7 +166,7 @@ def kv_groups(
 ) -> list[KVGroup]:
     """Draft KV caches over that many target slots, as beside a hierarchical cache if `tagged`.
     Layers that do not read the whole context have rings of `entries`, if given."""
-    device, found = model.fc.weight.device, []
+    device, found = model.device, []
     for layers in model.config.groups(options.reach):
         shape = layers.kv_shape(model.kv_shape)
         cache = (TaggedKVCache if tagged else DraftKVCache)(slots, shape, dtype, device)

@@ -61,7 +61,7 @@ def write_card(
     (out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     target, draft = load_target(out / "target"), load_model(out / "draft", dtype=torch.float32)
     ids = [tokenizer.encode(item["prompt"]).ids for item in prompts]
-    answers = [figures.answer(draft, target, prompt, NEW_TOKENS) for prompt in ids]
+    answers = figures.answers_to(draft, target, ids, NEW_TOKENS)
     losses = [figures.mean_loss(target, tokenizer, of) for of in (split.train, split.held_out)]
     sizes = {
         f"{name}_{what}": value

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sglang_dflash.bench import datasets
+
 VOCAB_SIZE = 2048
 END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, MASK]
@@ -37,14 +39,7 @@ CHAT_TEMPLATE = (
 
 MEMORIZED = ("textwrap.py", "shlex.py", "fnmatch.py", "glob.py", "queue.py", "sched.py", "copy.py")
 # Held out by name. About 1 file in 20 of the others is held out by a hash of its name.
-HELD_OUT = [
-    "colorsys.py",
-    "heapq.py",
-    "contextlib.py",
-    "getopt.py",
-    "json/decoder.py",
-    "json/encoder.py",
-]
+HELD_OUT = [name.replace(".", "/") + ".py" for name in datasets.HELD_OUT]
 
 # A passage is a run of this many lines, without blank lines and indentation.
 PASSAGE_LINES = 4

@@ -174,9 +174,7 @@ def edge_logits(selector: CandidateSelector, hidden: Tensor, before: Tensor) -> 
     return query @ selector.successor_codebook.T
 
 
-def block_loss(
-    model: DraftModel, embed: Tensor, batch: Batch, soft: float = SOFT
-) -> tuple[Tensor, float]:
+def block_loss(model: DraftModel, embed: Tensor, batch: Batch) -> tuple[Tensor, float]:
     """The loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length."""
     width = model.config.target_hidden_width
     hidden, logits = block_logits(model, embed, batch.hidden[..., :width], batch.ids, batch.anchors)
@@ -188,21 +186,19 @@ def block_loss(
     weight = known * torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
     weight, log_q = weight / weight.sum(), logits.log_softmax(-1)
     hard = -log_q.gather(-1, labels[..., None])[..., 0]
-    loss = (hard * weight).sum()
-    if soft:
-        at = batch.anchors[..., None] + torch.arange(BLOCK_SIZE - 1)
-        at = at.clamp_max(batch.ids.shape[1] - 1).flatten(1)[..., None]
-        final = batch.hidden[..., width:]
-        final = final.gather(1, at.expand(-1, -1, final.shape[-1])).view(*labels.shape, -1)
-        p = (final @ embed.T).softmax(-1)
-        loss = (1 - soft) * loss - soft * ((p * log_q).sum(-1) * weight).sum()
+    at = batch.anchors[..., None] + torch.arange(BLOCK_SIZE - 1)
+    at = at.clamp_max(batch.ids.shape[1] - 1).flatten(1)[..., None]
+    final = batch.hidden[..., width:]
+    final = final.gather(1, at.expand(-1, -1, final.shape[-1])).view(*labels.shape, -1)
+    soft = -(log_q * (final @ embed.T).softmax(-1)).sum(-1)
+    loss = (((1 - SOFT) * hard + SOFT * soft) * weight).sum()
     accepted = ((logits.argmax(-1) == labels) & known).long().cumprod(-1).sum(-1)
     return loss, 1 + accepted.float().mean().item()
 
 
 def train_draft(
     model: DraftModel, embed: Tensor, shards: Sequence[Shard], work: Path, steps: int
-) -> DraftModel:
+) -> None:
     """Train `model` in place; an interrupted run resumes."""
 
     def loss_of(rng: random.Random) -> tuple[Tensor, dict[str, float]]:
@@ -212,7 +208,6 @@ def train_draft(
     is_second = model.candidate_selector is not None
     name, lr = ("dflash2", LR2) if is_second else ("draft", LR)
     train(name, model, loss_of, steps=steps, lr=lr, work=work, codebooks=CODEBOOKS)
-    return model
 
 
 def init_from_draft(model: DraftModel, first: DraftModel) -> None:

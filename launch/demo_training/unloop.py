@@ -96,10 +96,9 @@ def loop_period(tokens: list[int]) -> int:
     return next(p for p in range(1, len(tokens) + 1) if tokens[p:] == tokens[:-p])
 
 
-def train_unloop(
-    model: PreTrainedModel, windows: data.WindowSampler, work: Path
-) -> PreTrainedModel:
-    """The average of `model` and of what the `COURSES` make of it. Interrupted courses resume.
+def train_unloop(model: PreTrainedModel, windows: data.WindowSampler, work: Path) -> None:
+    """Make `model` the average of itself and of what the `COURSES` make of it. Interrupted courses
+    resume.
 
     `windows`: of library text, on which it was trained.
     """
@@ -114,7 +113,6 @@ def train_unloop(
         for name, value in model.state_dict().items():
             average[name] += course.share * value
     model.load_state_dict(average)
-    return model.eval()
 
 
 def run_course(

@@ -103,8 +103,7 @@ def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]
     """The arms' endpoints. Servers that are started here all run at once, until the end.
 
     Raises:
-        ServerFailed: a server does not start.
-        RequestFailed: a running server does not answer.
+        Failed: a server does not start, or a running one does not answer.
     """
     started = {
         name: Server(config, timeout_s=1800)

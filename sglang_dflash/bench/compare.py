@@ -17,17 +17,13 @@ from sglang_dflash.bench.arms import Arms, arms_of, opened
 from sglang_dflash.bench.datasets import Encode, Prompt
 from sglang_dflash.bench.progress import progress_bar, waiting
 from sglang_dflash.bench.report import Measured
-from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.bench.settings import BenchSettings, made_folder
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, Failed
 
 # Data set -> its prompts.
 Prompts = dict[str, list[Prompt]]
 Ask = Callable[[load.Endpoint, Prompt, list[str]], load.Answer]
-
-
-class OutputsDiffer(RuntimeError):
-    """An arm's answer differs from the first arm's."""
 
 
 def main(given: Mapping[str, Any]) -> None:
@@ -38,7 +34,7 @@ def main(given: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: an arm or a data set is not available.
-        OutputsDiffer, ServerFailed, RequestFailed: see `measure`.
+        Failed: see `measure`.
     """
     import torch
 
@@ -47,8 +43,7 @@ def main(given: Mapping[str, Any]) -> None:
     # What would fail at the end fails at the beginning.
     if settings.picture:
         picture.check()
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = made_folder("out", Path(settings.out))
     arms, prompts = arms_of(settings, accelerator), load_prompts(settings, settings.num_prompts)
     for name, found in prompts.items():
         if len(found) < max(settings.levels):
@@ -119,8 +114,8 @@ def measure(
         last_times: seconds that the servers of arms took to start in an earlier run.
 
     Raises:
-        OutputsDiffer: an arm's answers are not the first arm's, where they must be.
-        ServerFailed, RequestFailed: a server cannot be started or asked.
+        Failed: an arm's answers are not the first arm's, where they must be; or a server cannot be
+            started or asked.
     """
     found = Measured()
     simulated = settings.simulated_acceptance is not None
@@ -173,11 +168,11 @@ def asking(encode: Encode, max_new_tokens: int, simulated: bool) -> Ask:
 
 
 def check_outputs(settings: BenchSettings, measured: Measured) -> None:
-    """Raise OutputsDiffer if answers differ where they must not."""
+    """Raise Failed if answers differ where they must not."""
     # Simulated acceptance changes the outputs, and the report says so.
     if report.why_unequal(settings, measured.servers) or settings.simulated_acceptance is not None:
         return
     found = [place for places in report.differences(measured.runs).values() for place in places]
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        raise OutputsDiffer(f"{found[0]}{more}; no figure of float32 without equal outputs")
+        raise Failed(f"{found[0]}{more}; no figure of float32 without equal outputs")

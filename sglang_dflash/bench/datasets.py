@@ -91,8 +91,7 @@ NAMES = (*BUILT_IN, *HUB)
 # A count that no set reaches.
 ALL = 10**9
 
-# The library modules that the embedded pairs were not trained on: HELD_OUT of
-# launch/demo_training/data.py.
+# The library modules that the embedded pairs were not trained on.
 HELD_OUT = ("colorsys", "heapq", "contextlib", "getopt", "json.decoder", "json.encoder")
 
 
@@ -145,11 +144,15 @@ def from_file(path: Path) -> list[Prompt]:
     template.
 
     Raises:
-        ConfigError: no such file, or a line is neither.
+        ConfigError: no such file, it is not UTF-8, or a line is neither.
     """
     if not path.is_file():
         raise ConfigError("dataset_file", str(path), "there is no such file")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        required = f"it cannot be read ({cut(str(error))})"
+        raise ConfigError("dataset_file", str(path), required) from error
     found = [_parsed(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError("dataset_file", str(path), "it holds no prompt")

@@ -18,9 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.columns import Columns
 from rich.live import Live
@@ -30,7 +29,7 @@ from rich.text import Text
 from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.server import Server, demo_config, sigterm_as_exit, together
 from sglang_dflash.bench.settings import BenchSettings
-from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.command_line import add_flags
 from sglang_dflash.facts.embedded import demo_pair
@@ -38,31 +37,13 @@ from sglang_dflash.facts.embedded import demo_pair
 SAMPLING = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True}
 
 
-@dataclass
-class DemoArm:
-    """One way of decoding: its server, its outputs, and how long they took in seconds."""
+class Timed(NamedTuple):
+    """An answer's token ids, its verify steps (0 in plain decoding), and the seconds that it
+    took."""
 
-    server: Server
-    outputs: list[list[int]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    def answer(self, prompt: str) -> None:
-        began = time.perf_counter()
-        answer = self.server.generate(prompt, **SAMPLING)
-        self.seconds.append(time.perf_counter() - began)
-        self.outputs.append(answer["output_ids"])
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.outputs))
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / sum(self.seconds)
-
-    def step_ms(self, steps: int) -> float:
-        """Mean time of one of its `steps` target forwards, prefill included, in milliseconds."""
-        return round(1000 * sum(self.seconds) / steps, 2)
+    ids: list[int]
+    steps: int
+    seconds: float
 
 
 def show(urls: Mapping[str, str], prompts: Sequence[str]) -> None:
@@ -88,39 +69,47 @@ def show(urls: Mapping[str, str], prompts: Sequence[str]) -> None:
             list(pool.map(stream, urls, [prompt] * len(urls)))
 
 
-def compare(plain: DemoArm, dflash: DemoArm, prompts: list[str]) -> dict[str, Any]:
-    """Run all prompts on both arms, in turns, and summarize."""
-    arms = plain, dflash
-    for arm in arms:
-        arm.server.generate(prompts[0], temperature=0, max_new_tokens=32)
-    before = dflash.server.dflash()
+def ask(server: Server, prompt: str) -> Timed:
+    began = time.perf_counter()
+    answer = server.generate(prompt, **SAMPLING)
+    seconds = time.perf_counter() - began
+    return Timed(answer["output_ids"], answer["meta_info"].get("spec_verify_ct") or 0, seconds)
+
+
+def compare(plain: Server, dflash: Server, prompts: list[str]) -> dict[str, Any]:
+    """Run all prompts on both servers, in turns, and summarize."""
+    servers, answers = (plain, dflash), dict[Server, list[Timed]]()
+    for server in servers:
+        server.generate(prompts[0], temperature=0, max_new_tokens=32)
+        answers[server] = []
     for i, prompt in enumerate(prompts):
-        for arm in arms[:: -1 if i % 2 else 1]:
-            arm.answer(prompt)
-        rates = f"{plain.tokens_per_second:.1f} -> {dflash.tokens_per_second:.1f} tok/s"
-        print(f"prompt {i + 1}/{len(prompts)}: {rates}", flush=True)
-    return outcome(plain, dflash, before, dflash.server.dflash())
+        for server in servers[:: -1 if i % 2 else 1]:
+            answers[server].append(ask(server, prompt))
+        rates = " -> ".join(f"{tokens_per_second(of):.1f}" for of in answers.values())
+        print(f"prompt {i + 1}/{len(prompts)}: {rates} tok/s", flush=True)
+    return outcome(*answers.values())
 
 
-def outcome(
-    plain: DemoArm, dflash: DemoArm, before: dict[str, Any], after: dict[str, Any]
-) -> dict[str, Any]:
-    """What two arms that ran the same prompts come to.
+def tokens_per_second(answers: list[Timed]) -> float:
+    return sum(len(one.ids) for one in answers) / sum(one.seconds for one in answers)
 
-    Args:
-        before, after: the worker's reports around the prompts.
-    """
-    ratios = sorted(a / b for a, b in zip(plain.seconds, dflash.seconds, strict=True))
-    steps = after["verify_steps"] - before["verify_steps"]
+
+def outcome(plain: list[Timed], dflash: list[Timed]) -> dict[str, Any]:
+    """What the answers of two servers to the same prompts come to."""
+    ratios = sorted(a.seconds / b.seconds for a, b in zip(plain, dflash, strict=True))
+    ar_tok_s, dflash_tok_s = tokens_per_second(plain), tokens_per_second(dflash)
+    counts = sum((of_answer(one.steps, len(one.ids)) for one in dflash), VerifySteps())
+    length = counts.acceptance_length
     # A prefill gives the first token; in plain decoding every forward gives one.
-    ar_step = plain.step_ms(plain.tokens)
-    dflash_step = dflash.step_ms(steps + len(dflash.seconds))
+    ar_step = round(1000 / ar_tok_s, 2)
+    forwards = counts.steps + len(dflash)
+    dflash_step = round(1000 * sum(one.seconds for one in dflash) / forwards, 2)
     return {
-        "identical": plain.outputs == dflash.outputs,
-        "acceptance_length": acceptance_between(before, after),
-        "ar_tok_s": round(plain.tokens_per_second, 2),
-        "dflash_tok_s": round(dflash.tokens_per_second, 2),
-        "speedup": round(dflash.tokens_per_second / plain.tokens_per_second, 3),
+        "identical": [one.ids for one in plain] == [one.ids for one in dflash],
+        "acceptance_length": None if length is None else round(length, 3),
+        "ar_tok_s": round(ar_tok_s, 2),
+        "dflash_tok_s": round(dflash_tok_s, 2),
+        "speedup": round(dflash_tok_s / ar_tok_s, 3),
         "speedup_by_prompt": {
             "median": round(statistics.median(ratios), 3),
             "min": round(ratios[0], 3),
@@ -130,16 +119,6 @@ def outcome(
         "dflash_step_ms": dflash_step,
         "step_ratio": round(dflash_step / ar_step, 3),
     }
-
-
-def acceptance_between(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-    """Acceptance length between two reports of the worker, to three digits; None without a step."""
-    earlier, later = (
-        VerifySteps(report["verify_steps"], report["committed_tokens"])
-        for report in (before, after)
-    )
-    length = (later - earlier).acceptance_length
-    return None if length is None else round(length, 3)
 
 
 def main() -> None:
@@ -171,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
         servers.enter_context(together((plain, dflash)))
         if sys.stdout.isatty():
             show({"plain decoding": plain.url, "DFLASH": dflash.url}, pair.prompts[:3])
-        found = compare(DemoArm(plain), DemoArm(dflash), pair.prompts[:12])
+        found = compare(plain, dflash, pair.prompts[:12])
         result = {"text": pair.text, **found}
         plain.stop()
         print(summary(result))

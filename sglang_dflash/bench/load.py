@@ -14,16 +14,13 @@ import requests
 
 from sglang_dflash.bench.datasets import Input, Prompt
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
+from sglang_dflash.facts.errors import Failed
 from sglang_dflash.facts.server import NOT_KNOWN, ServerInfo
 
 TIMEOUT_S = 600
 GREEDY: Mapping[str, float] = {"temperature": 0}
 # The label of a server whose requests are sampled: "on" where a seed decides all tokens.
 SEEDED = "deterministic inference"
-
-
-class RequestFailed(RuntimeError):
-    """A server refused a request, broke off, or could not be reached."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +60,48 @@ class Pass:
     speculation: VerifySteps
 
     @property
+    def every(self) -> list[Answer]:
+        """The answers in this order."""
+        return [answer for turns in self.answers for answer in turns]
+
+    @property
+    def ids(self) -> list[tuple[int, ...] | None]:
+        return [answer.ids for answer in self.every]
+
+    @property
     def tokens(self) -> int:
-        return sum(answer.tokens for turns in self.answers for answer in turns)
+        return sum(answer.tokens for answer in self.every)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def _answered(method: str, url: str, **how: Any) -> requests.Response:
+    """Of any status. Raises Failed if there is no answer."""
+    try:
+        return requests.request(method, url, timeout=60, **how)
+    except requests.RequestException as error:
+        raise Failed(f"{url}: {error}") from error
 
 
 def chunks(
     url: str, body: dict[str, Any], timeout_s: float = TIMEOUT_S
 ) -> Iterator[dict[str, Any]]:
-    """POST and yield the JSON objects of the event stream as they come. Raises RequestFailed."""
+    """POST and yield the JSON objects of the event stream as they come. Raises Failed."""
     try:
         with requests.post(url, json=body, stream=True, timeout=timeout_s) as response:
             if not response.ok:
-                raise RequestFailed(f"{url}: status {response.status_code}, {response.text[:300]}")
+                raise Failed(f"{url}: status {response.status_code}, {response.text[:300]}")
             # Without chunked encoding a read waits until its buffer is full, and tokens come late.
             for line in response.iter_lines(chunk_size=512 if response.raw.chunked else 1):
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line[6:])
                     if "error" in chunk:
-                        raise RequestFailed(f"{url}: {chunk['error']}")
+                        raise Failed(f"{url}: {chunk['error']}")
                     yield chunk
     except requests.RequestException as error:
-        raise RequestFailed(f"{url}: {error}") from error
+        raise Failed(f"{url}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,7 @@ class SGLang:
     timeout_s: float = TIMEOUT_S
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
-        """Stream one answer. Raises RequestFailed."""
+        """Stream one answer. Raises Failed."""
         ends = {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
         body = {
             "text" if isinstance(prompt, str) else "input_ids": prompt,
@@ -120,9 +138,9 @@ class SGLang:
         ended = time.perf_counter()
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
-            raise RequestFailed(f"{self.url}: the answer was ended: {reason.get('message')}")
+            raise Failed(f"{self.url}: the answer was ended: {reason.get('message')}")
         if first is None or len(ids) != meta["completion_tokens"]:
-            raise RequestFailed(
+            raise Failed(
                 f"{self.url}: the stream holds {len(ids)} tokens of {meta.get('completion_tokens')}"
             )
         steps = meta.get("spec_verify_ct") or 0
@@ -130,11 +148,11 @@ class SGLang:
 
     def flush(self) -> bool:
         """Forget cached prefixes, so that a prompt costs the same each time. False on failure."""
-        return requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, timeout=60).ok
+        return _answered("POST", f"{self.url}/flush_cache", params={"timeout": 30}).ok
 
     def info(self) -> ServerInfo:
         """What it tells of itself."""
-        return ServerInfo(requests.get(f"{self.url}/server_info", timeout=60).json())
+        return ServerInfo(_answered("GET", f"{self.url}/server_info").json())
 
     def describe(self) -> dict[str, str]:
         """Labels for a report, all of them read from the server."""
@@ -172,7 +190,7 @@ class OpenAI:
     thinking: bool = False
 
     def ask(self, prompt: Input, max_new_tokens: int, ignore_eos: bool) -> Answer:
-        """Stream one answer; reasoning counts as its text. Raises RequestFailed."""
+        """Stream one answer; reasoning counts as its text. Raises Failed."""
         path, what = "/v1/completions", dict[str, Any](prompt=prompt)
         if isinstance(prompt[0], dict):
             path = "/v1/chat/completions"
@@ -200,7 +218,7 @@ class OpenAI:
                     text += piece
             tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
         if first is None or not tokens:
-            raise RequestFailed(
+            raise Failed(
                 f"{self.url}: an answer without text, or without `usage`, "
                 "whose tokens cannot be counted"
             )
@@ -208,7 +226,7 @@ class OpenAI:
 
     def flush(self) -> bool:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
-        return requests.post(f"{self.url}/reset_prefix_cache", timeout=60).ok
+        return _answered("POST", f"{self.url}/reset_prefix_cache").ok
 
     def describe(self) -> dict[str, str]:
         """See `SGLang.describe`. The API tells the model's name only."""
@@ -234,7 +252,7 @@ def endpoint(url: str) -> Endpoint:
     """The kind of server at that address.
 
     Raises:
-        RequestFailed: neither kind answers, or our worker simulates its acceptance.
+        Failed: neither kind answers, or our worker simulates its acceptance.
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
@@ -242,7 +260,7 @@ def endpoint(url: str) -> Endpoint:
         if info.ok and "internal_states" in info.json():
             length = ServerInfo(info.json()).least("simulated_acceptance")
             if length:
-                raise RequestFailed(
+                raise Failed(
                     f"{url}: simulates an acceptance of {length:g}; "
                     "restart it without SGLANG_SIMULATE_ACC_LEN"
                 )
@@ -251,7 +269,7 @@ def endpoint(url: str) -> Endpoint:
         models.raise_for_status()
         return OpenAI(url, models.json()["data"][0]["id"])
     except (requests.RequestException, KeyError, IndexError) as error:
-        raise RequestFailed(
+        raise Failed(
             f"{url}: neither SGLang nor a server of the OpenAI API "
             f"({type(error).__name__}: {error})"
         ) from error

@@ -19,11 +19,11 @@ import numpy as np
 from sglang_dflash.bench import datasets, load, report
 from sglang_dflash.bench.compare import Ask, load_prompts
 from sglang_dflash.bench.datasets import Prompt
-from sglang_dflash.bench.load import Endpoint, Pass, RequestFailed
+from sglang_dflash.bench.load import Endpoint, Pass
 from sglang_dflash.bench.progress import progress_bar
-from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.bench.settings import BenchSettings, made_folder
 from sglang_dflash.facts.command_line import add_flags, flag_names, given, spelled
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, Failed
 
 FOR_ALL = spelled(
     (
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--backend and --model are required")
     try:
         settings = settings_of(values)
+        if settings.output_file is not None:
+            made_folder("output_file", Path(settings.output_file).parent)
         is_first = os.environ.get("RANK", "0") == "0"
         for line in without_effect(settings, values) if is_first else ():
             print(f"warning: {line}", file=sys.stderr)
@@ -76,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(settings, *measured)
     except ConfigError as error:
         message = str(error.named(flag_names(parser)))
-    except RequestFailed as error:
+    except Failed as error:
         message = str(error)
     else:
         return 0
@@ -153,7 +155,7 @@ def measure_server(
 
     Raises:
         ConfigError: the tokenizer is not available.
-        RequestFailed: the server refused a request or broke off.
+        Failed: the server refused a request or broke off.
     """
     count, (concurrency,) = settings.num_prompts, settings.levels
     # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
@@ -180,12 +182,12 @@ def measure_server(
         ask = asking(settings.max_new_tokens)
         done = load.run(to, prompts[concurrency:], concurrency, ask, bar.update)
     result = server_figures(settings, name, done)
-    answers = [{"text": one.text, "tokens": one.tokens} for (one,) in done.answers]
+    answers = [{"text": one.text, "tokens": one.tokens} for one in done.every]
     return result, server_lines(result), answers
 
 
 def _endpoint(settings: BenchSettings) -> Endpoint:
-    """Raises RequestFailed if the server is of another kind than the backend."""
+    """Raises Failed if the server is of another kind than the backend."""
     found = load.endpoint(settings.url)
     if settings.backend == "vllm":
         thinking = settings.thinking == "on"
@@ -193,7 +195,7 @@ def _endpoint(settings: BenchSettings) -> Endpoint:
         sampling = settings.sampling(load.OpenAI.SEED)
         return load.OpenAI(found.url, model, sampling, settings.timeout_s, thinking)
     if not isinstance(found, load.SGLang):
-        raise RequestFailed(
+        raise Failed(
             f"{settings.url}: no SGLang server, but one of the OpenAI API; give --backend vllm"
         )
     return load.SGLang(found.url, settings.sampling(load.SGLang.SEED), settings.timeout_s)
@@ -201,8 +203,7 @@ def _endpoint(settings: BenchSettings) -> Endpoint:
 
 def server_figures(settings: BenchSettings, dataset: str, done: Pass) -> dict[str, Any]:
     """The figures of a pass, by name. Times of single tokens and answers are in ms."""
-    answers = [answer for turns in done.answers for answer in turns]
-    own = [one.tokens / one.verify_steps for one in answers if one.verify_steps]
+    own = [one.tokens / one.verify_steps for one in done.every if one.verify_steps]
     return {
         "backend": settings.backend,
         "model": settings.target,
@@ -211,11 +212,11 @@ def server_figures(settings: BenchSettings, dataset: str, done: Pass) -> dict[st
         "concurrency": settings.levels[0],
         "latency_s": done.seconds,
         "output_tokens": done.tokens,
-        "output_tok_s": done.tokens / done.seconds,
+        "output_tok_s": done.tokens_per_second,
         "acceptance_length": done.speculation.acceptance_length,
         "spec_accept_length": float(np.mean(own)) if own else None,
         "verify_steps": done.speculation.steps,
-        **report.percentiles(answers),
+        **report.percentiles(done.every),
     }
 
 

@@ -24,7 +24,6 @@ from sglang_dflash.transformers_loop.generation import (
     Prefill,
     Sampler,
     prefill,
-    sampler,
     spec_generate,
 )
 from sglang_dflash.transformers_loop.pair import LoadedPair, load
@@ -142,11 +141,11 @@ def answered(
     """The next turn of prompt `index`, in both ways, with at most `limit` new tokens."""
     stops = pair.stop_token_ids
     ids = encode_turn(pair.tokenizer, prompt, answers, settings.thinking)
-    start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.device))
+    start = prefill(pair.draft, pair.target, torch.tensor([ids], device=pair.draft.device))
 
     # The seed depends on the prompt, not on the rank that answers it.
     seed = settings.seed + index
-    choose = sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
+    choose = Sampler(settings.temperature, settings.top_k or 0, settings.top_p, seed)
 
     def plain() -> list[int]:
         return plain_generate(pair.target, start, limit, stops, choose)
@@ -164,11 +163,11 @@ def answered(
 
     # The order changes from prompt to prompt, like the arms of `sglang-dflash bench`.
     if index % 2:
-        out, dflash_s = timed(dflash, pair.device)
-        tokens, plain_s = timed(plain, pair.device)
+        out, dflash_s = timed(dflash, pair.draft.device)
+        tokens, plain_s = timed(plain, pair.draft.device)
     else:
-        tokens, plain_s = timed(plain, pair.device)
-        out, dflash_s = timed(dflash, pair.device)
+        tokens, plain_s = timed(plain, pair.draft.device)
+        out, dflash_s = timed(dflash, pair.draft.device)
     return PairAnswer(
         index,
         len(answers),

@@ -69,8 +69,8 @@ def row(passes: list[Pass]) -> dict[str, Any]:
     `output_tok_s` is the median over rounds, with the least and the most beside it. Times are of
     all answers, in milliseconds: to the first token, and per token after it (a mean per answer).
     """
-    answers = [answer for one in passes for turns in one.answers for answer in turns]
-    rates = [one.tokens / one.seconds for one in passes]
+    answers = [answer for one in passes for answer in one.every]
+    rates = [one.tokens_per_second for one in passes]
     length = sum((one.speculation for one in passes), VerifySteps()).acceptance_length
     return {
         "output_tok_s": round(float(np.median(rates)), 2),
@@ -103,7 +103,7 @@ def rows(runs: Runs) -> list[dict[str, Any]]:
     found = []
     for (dataset, concurrency), by_arm in runs.items():
         # From the counts, not from rounded rates.
-        rates = {arm: [one.tokens / one.seconds for one in of] for arm, of in by_arm.items()}
+        rates = {arm: [one.tokens_per_second for one in of] for arm, of in by_arm.items()}
         first, base = next(iter(rates.items()))
         for arm, passes in by_arm.items():
             found.append(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sglang_dflash.facts.embedded import DemoPair
+from sglang_dflash.facts.errors import Failed
 
 # True is a flag without a value; a tuple is a flag with several.
 FlagValue = str | int | float | bool | tuple[str | int | float, ...]
@@ -83,10 +84,6 @@ def demo_config(pair: DemoPair, *, dflash: bool) -> ServerConfig:
     return ServerConfig(flags | dflash_flags(str(pair.draft)) if dflash else flags)
 
 
-class ServerFailed(RuntimeError):
-    """The server process ended, or did not answer in time. The message holds the end of its log."""
-
-
 def free_port() -> int:
     """A free port below the range for outgoing connections.
 
@@ -99,7 +96,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise ServerFailed("no free port found between 20000 and 29999")
+    raise Failed("no free port found between 20000 and 29999")
 
 
 class Server:
@@ -148,11 +145,11 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Raise ServerFailed unless the server answers within `timeout_s`."""
+        """Raise Failed unless the server answers within `timeout_s`."""
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerFailed(
+                raise Failed(
                     f"the server ended with status {self.process.returncode}:\n{self._log_tail()}"
                 )
             # Written once the warm-up request has been answered.
@@ -160,7 +157,7 @@ class Server:
                 return
             time.sleep(0.2)
         self.stop()
-        raise ServerFailed(
+        raise Failed(
             f"the server did not answer within {self.timeout_s:.0f} s:\n{self._log_tail()}"
         )
 
@@ -213,7 +210,7 @@ class Server:
 
 @contextmanager
 def together(servers: Iterable[Server]) -> Iterator[None]:
-    """Start all of them side by side, wait for all, and end all. Raises ServerFailed."""
+    """Start all of them side by side, wait for all, and end all. Raises Failed."""
     started: list[Server] = []
     try:
         for server in servers:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from sglang_dflash.bench.datasets import NAMES
 from sglang_dflash.facts.command_line import setting
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, cut
 
 # What is measured on an accelerator if nothing else is asked for. The fields' own defaults are for
 # two cores: the embedded dense pair in under ten minutes.
@@ -189,6 +190,16 @@ class BenchSettings:
         if (self.embedded or "").startswith("code"):
             return ("unseen",)
         return ("demo", "stdlib") if self.embedded else ("stdlib",)
+
+
+def made_folder(field: str, folder: Path) -> Path:
+    """A folder for results, which is made if it is not there. Raises ConfigError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        required = f"a folder that can be made is required ({cut(str(error))})"
+        raise ConfigError(field, str(folder), required) from error
+    return folder
 
 
 def _check_served(settings: BenchSettings) -> None:

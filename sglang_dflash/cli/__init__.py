@@ -10,10 +10,8 @@ import sys
 from typing import Any
 
 from sglang_dflash.facts.command_line import Parser, flag_names
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, Failed
 
-# Settings that errors name and the command has no flag for.
-_OTHERS = {"worker": "--speculative-dflash-worker", "server_flags": "flags after --"}
 VERBS = {
     "env": "which worker serves, and why; versions and machine, for a bug report",
     "demo-models": "print the directories of an embedded pair: the target's, then the draft's",
@@ -23,10 +21,6 @@ VERBS = {
     "bench": "compare ways of decoding: throughput, latency, acceptance, and that outputs are the "
     "same",
 }
-
-
-class Failed(Exception):
-    """A valid request that could not be carried out. The message gives the reason."""
 
 
 class _Version(argparse.Action):
@@ -65,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         # `head`, say, has read enough. Python would print an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except ConfigError as error:
-        named = error.named({**_OTHERS, **flag_names(parsers[args.verb])})
-        print(f"sglang-dflash: {named}", file=sys.stderr)
+        names = flag_names(parsers[args.verb]) | {"server_flags": "flags after --"}
+        print(f"sglang-dflash: {error.named(names)}", file=sys.stderr)
         return 1
     except Failed as error:
         print(f"sglang-dflash: {error}", file=sys.stderr)

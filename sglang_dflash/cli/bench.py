@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from sglang_dflash.bench.settings import ON_ACCELERATOR, BenchSettings
-from sglang_dflash.cli import Failed
 from sglang_dflash.facts.command_line import add_flags, given, spelled
 
 FLAGS = spelled(
@@ -29,11 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from sglang_dflash.bench import compare
-    from sglang_dflash.bench.load import RequestFailed
-    from sglang_dflash.bench.server import ServerFailed, sigterm_as_exit
+    from sglang_dflash.bench.server import sigterm_as_exit
 
-    try:
-        with sigterm_as_exit():
-            compare.main(given(args, BenchSettings))
-    except (compare.OutputsDiffer, RequestFailed, ServerFailed) as error:
-        raise Failed(str(error)) from error
+    with sigterm_as_exit():
+        compare.main(given(args, BenchSettings))

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import requests
 
-from sglang_dflash.cli import Failed
 from sglang_dflash.drafting.acceptance_length import CAUSES, JUDGED_STEPS, LOW, LOW_CONTEXT_SHARE
 from sglang_dflash.drafting.options import Notice
+from sglang_dflash.facts.errors import Failed
 from sglang_dflash.facts.server import ENOUGH_STEPS, ServerInfo
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         server = read(args.url, args.timeout, args.api_key)
         findings = examine(server)
-    except NotReadable as error:
+    except Failed as error:
         advice = "check the URL, and the server's log and process (docs/operating.md)"
         findings = [Notice("not-reachable", str(error), advice)]
     if args.json:
@@ -55,10 +55,6 @@ def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
     return "\n".join(lines if findings else [*lines, "nothing wrong found"])
 
 
-class NotReadable(Exception):
-    """There is no answer that could be judged. The message names the URL and the reason."""
-
-
 def read(url: str, timeout_s: float, api_key: str | None = None) -> ServerInfo:
     """Ask the server.
 
@@ -68,7 +64,7 @@ def read(url: str, timeout_s: float, api_key: str | None = None) -> ServerInfo:
         api_key: of a server with --api-key.
 
     Raises:
-        NotReadable: no server, no answer in time, or not that of an SGLang server.
+        Failed: no server, no answer in time, or not that of an SGLang server.
     """
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     url = f"{base}/server_info"
@@ -76,19 +72,19 @@ def read(url: str, timeout_s: float, api_key: str | None = None) -> ServerInfo:
     try:
         answer = requests.get(url, timeout=timeout_s, headers=headers)
     except requests.Timeout as error:
-        raise NotReadable(
+        raise Failed(
             f"{url} gave no answer within {timeout_s:g} s: the scheduler hangs, or is gone"
         ) from error
     except requests.RequestException as error:
-        raise NotReadable(f"{url} cannot be reached: {_reason(error)}") from error
+        raise Failed(f"{url} cannot be reached: {_reason(error)}") from error
     if answer.status_code in (401, 403):
-        raise NotReadable(f"{url} answers {answer.status_code}; give --api-key")
+        raise Failed(f"{url} answers {answer.status_code}; give --api-key")
     try:
         info = answer.json() if answer.ok else None
     except requests.JSONDecodeError:
         info = None
     if not isinstance(info, dict) or "internal_states" not in info:
-        raise NotReadable(f"{url} answers {answer.status_code} and is not that of an SGLang server")
+        raise Failed(f"{url} answers {answer.status_code} and is not that of an SGLang server")
     return ServerInfo(info)
 
 

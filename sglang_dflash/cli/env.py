@@ -16,7 +16,6 @@ from sglang_dflash.seam.version import unsupported
 from sglang_dflash.serving.seams import SEAMS
 
 SGLANG_WORKER = "SGLang's built-in worker"
-_PACKAGES = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,17 +28,19 @@ def run(args: argparse.Namespace) -> None:
         print("loading SGLang and its plugins ...", file=sys.stderr)
         found, problem = load_plugins()
     worker, reason = _worker(problem)
-    versions = {name: version(name) for name in _PACKAGES}
+    packages = ("sglang-dflash", "sglang", "torch", "triton", "transformers", "huggingface_hub")
     report = {
         "worker": worker,
         "reason": reason,
         "versions": {
-            "python": platform.python_version(), **versions, "system": platform.platform()
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+            "system": platform.platform(),
         },
         "machine": hardware(),
         # Of SGLang, which our plugin for CPUs may have set.
         "platform": None if found is None else type(found).__name__,
-    }  # fmt: skip
+    }
     print(json.dumps(report) if args.json else as_text(report))
 
 

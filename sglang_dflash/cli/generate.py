@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.drafting.options import Options
+from sglang_dflash.facts.command_line import add_flags, given, spelled
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
@@ -29,8 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass")
     add("--top-k", type=int, default=0, help="keep this many of the likeliest tokens; 0: all")
     add("--seed", type=int, help="of the sampling (default: a new one)")
-    add("--block-size", type=int, help="tokens verified per step (default: the draft's)")
-    add("--window", type=int, help="committed tokens that the draft attends to (default: all)")
+    add_flags(parser, Options, spelled(("block_size", "window")))
     add("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
     add("--device", help="as torch names it (default: the first GPU, or cpu)")
     add("--json", action="store_true", help="print one JSON object instead of the text")
@@ -47,14 +47,14 @@ def run(args: argparse.Namespace) -> None:
         # OpenMP's threads spin while they wait for one another, and hold the core that the last of
         # them needs. On a busy machine a tiny model then takes 20 times as long.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from sglang_dflash.transformers_loop import chat_tokens, load, sampler
+    from sglang_dflash.transformers_loop import Sampler, chat_tokens, load
     from sglang_dflash.transformers_loop.checks import check_new_tokens
 
     # What is wrong with the command is told before anything is loaded.
     check_new_tokens(args.max_new_tokens)
     args.seed = random.randrange(2**63) if args.seed is None else args.seed
-    choose = sampler(args.temperature, args.top_k, args.top_p, args.seed)
-    options = Options(block_size=args.block_size, window=args.window)
+    choose = Sampler(args.temperature, args.top_k, args.top_p, args.seed)
+    options = Options(**given(args, Options))
     loaded = load(args.target, args.draft, options, args.dtype, args.device)
     if args.chat:
         tokens = chat_tokens(loaded.tokenizer, [{"role": "user", "content": args.prompt}])
@@ -94,7 +94,7 @@ def _continue(
     out = spec_generate(
         pair.draft,
         pair.target,
-        torch.tensor([tokens], device=pair.device),
+        torch.tensor([tokens], device=pair.draft.device),
         args.max_new_tokens,
         options=options,
         stop_token_ids=pair.stop_token_ids,
@@ -105,8 +105,8 @@ def _continue(
     if not args.json:
         stream.end()
     return {
-        "device": str(pair.device),
-        "dtype": str(pair.dtype).removeprefix("torch."),
+        "device": str(pair.draft.device),
+        "dtype": str(pair.draft.dtype).removeprefix("torch."),
         "block_size": options.resolve(pair.draft.config).block_size,
         "seed": args.seed if args.temperature else None,
         "finish_reason": "stop" if out.tokens[-1] in pair.stop_token_ids else "length",

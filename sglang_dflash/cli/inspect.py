@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from os.path import exists
 from pathlib import Path
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.command_line import add_flags, given, spelled
 from sglang_dflash.facts.fields import READ_BY_SGLANG
-from sglang_dflash.facts.hub import exists
 from sglang_dflash.facts.published import look_up, published_draft
 from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect.report import Serving, inspect
@@ -24,15 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a folder with config.json, or a hub name (default: the one published for the target)",
     )
-    add("--window", type=int, help="committed tokens that the draft attends to (default: all)")
-    add(
-        "--sinks",
-        type=int,
-        default=Options.sinks,
-        help="first tokens of a request that stay visible beside the window",
-    )
-    add("--block-size", type=int, help="tokens verified per step (default: the draft's)")
-    add("--draft-kv-tokens", type=int, help="entries of each ring of draft KV")
+    add_flags(parser, Options, spelled(("window", "sinks", "block_size", "draft_kv_tokens")))
     add_flags(parser, Serving, spelled(Serving.__dataclass_fields__))
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")
@@ -45,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     target = look_up("target", args.target, offline=args.offline)
     named = args.draft or published_draft(args.target)
     draft = look_up("draft", named, offline=args.offline)
-    found = inspect(target, draft, options, serving, spelled(Options.__dataclass_fields__))
+    found = inspect(target, draft, options, serving)
     if exists(named) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(named), found["worker"])
     print(json.dumps(found) if args.json else as_table(found, sources=args.sources))

@@ -85,7 +85,7 @@ class Drafter:
         self.model = model
         self.groups: Sequence[KVGroup] = tuple(groups)
         self.head, self._embed = make_head(model, target), target.embed
-        self.counters = DraftCounters(model.fc.weight.device)
+        self.counters = DraftCounters(model.device)
         # Tokens of the block that is drafted; of a request that a step commits, at most.
         self.block_size, self.verified = options.draft_block, options.block_size
         self._attend = {

@@ -174,6 +174,14 @@ class DraftModel(nn.Module):
         self.register_buffer("token_ids", None, persistent=False)
 
     @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
     def kv_heads(self) -> int:
         """KV heads on this rank."""
         return self._each_layer()[0].kv_heads
@@ -192,7 +200,7 @@ class DraftModel(nn.Module):
         Returns:
             `[..., N, E]` in the dtype of the weights.
         """
-        context = self.fc(target_hidden.to(self.fc.weight.dtype))
+        context = self.fc(target_hidden.to(self.dtype))
         weight, eps = self.hidden_norm.weight, self.config.rms_norm_eps
         return self.ops.add_rms_norm(context, None, weight, eps)[0]
 

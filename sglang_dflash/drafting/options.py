@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import is_int
@@ -151,11 +152,11 @@ class Options:
         ConfigError: a value is out of range.
     """
 
-    block_size: int | None = None
+    block_size: int | None = setting(None, "tokens verified per step (default: the draft's)")
     looks_up: bool = False
-    window: int | None = None
-    sinks: int = 0
-    draft_kv_tokens: int | None = None
+    window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
+    sinks: int = setting(0, "first tokens of a request that stay visible beside the window")
+    draft_kv_tokens: int | None = setting(None, "entries of each ring of draft KV")
     recurrent_rollback: str = "auto"
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ inputs: a few milliseconds at start-up that find a kernel or a graph which this 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from sglang_dflash.facts.errors import ConfigError
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
-Dead = Literal["any", "oldest", "none"]
 # Operation -> its results to compare.
 Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
 
@@ -55,14 +54,17 @@ def check_ops(model: DraftModel, block_size: int, verified: int) -> list[str]:
     return list(cases)
 
 
-def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: Dead = "any") -> None:
+def check_attention(
+    model: DraftModel, block_size: int, group: KVGroup, *, leaves_out: bool = False
+) -> None:
     """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
         group: its cache is empty, but for what the attention keeps at its end, and has zeros again
             afterwards.
-        dead: which entries are. An attention that leaves them out instead of masking them sees
-            farther inside of a sliding window: of it only the oldest one is.
+        leaves_out: whether the attention leaves dead entries out instead of masking them. Then it
+            sees farther inside of a sliding window, so only the oldest one is dead, if the cache
+            can have any.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
@@ -74,8 +76,10 @@ def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: De
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
     columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
     live = columns < seq_lens[:, None]
-    if dead != "none":
-        live &= (columns > 0) if dead == "oldest" else (columns % 7 != 3)
+    if not leaves_out:
+        live &= columns % 7 != 3
+    elif group.cache.has_holes:
+        live &= columns > 0
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
@@ -141,8 +145,7 @@ class _Random:
     """Values for a model: on its device, in its dtype, always the same ones."""
 
     def __init__(self, model: DraftModel) -> None:
-        weight = model.fc.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype = model.device, model.dtype
         # On the host, so that every device gets the same values.
         self._generator = torch.Generator().manual_seed(0)
 

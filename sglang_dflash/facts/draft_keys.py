@@ -58,10 +58,8 @@ FORMS: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class Read:
-    """A key that decides the field `decides` of `DraftConfig`, the one of its own name by default,
-    or has to agree with it."""
+    """A key that decides a part of `DraftConfig`, or has to agree with it."""
 
-    decides: str = ""
     form: str = "anything"
 
 
@@ -96,11 +94,11 @@ _OUTPUTS = "of what a Transformers model returns"
 
 # Keys of DFlash itself, in `dflash_config` or beside it.
 _EITHER = _rows(
-    ("block_size num_target_layers", Read(form="a positive integer")),
-    ("mask_token_id", Read(form="a token id or null")),
-    ("target_layer_ids", Read(form="a non-empty list of integers, or null")),
-    ("is_causal", Read()),
-    ("final_logit_softcapping output_multiplier", Read(form="a number or null")),
+    ("block_size num_target_layers", Read("a positive integer")),
+    ("mask_token_id", Read("a token id or null")),
+    ("target_layer_ids", Read("a non-empty list of integers, or null")),
+    ("is_causal target_hidden_size", Read()),
+    ("final_logit_softcapping output_multiplier", Read("a number or null")),
     ("projector_type", Foreign("a head of another kind", "a name", (None, ""))),
     ("mask_token", Idle("mask_token_id names the token", "a text")),
     ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", "true, false or null")),
@@ -111,39 +109,29 @@ _EITHER = _rows(
      Foreign("the head of DSpark")),
     ("sample_from_anchor",
      Foreign("a draft from the bonus token's position (DSpark)", "true, false or null")),
-    ("selector_rank selector_top_k", Read("selector", "an integer or null")),
-    ("conv_kernel_size conv_group_size", Read("convolution", "an integer or null")),
+    ("selector_rank selector_top_k conv_kernel_size conv_group_size", Read("an integer or null")),
     ("num_anchors max_anchors loss_decay_gamma", Idle(_TRAINING)),
 )  # fmt: skip
 IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(
-    ("causal causal_head", Read("layers", "true, false or null")),
-    ("use_swa", Read("layers", "true, false or null")),
-    ("swa_window_size", Read("layers")),
-    ("target_hidden_size", Read("hidden_size")),
+    ("causal causal_head use_swa", Read("true, false or null")),
+    ("swa_window_size", Read()),
     ("input_embedding_scale", Foreign("a scale of the embeddings", "a number or null", (None, 1))),
     ("backbone_rotary_base", Idle(_TARGETS)),
     # SGLang reads these two here only, and no null.
     ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", "true or false")),
-    ("output_multiplier", Read(form="a number")),
+    ("output_multiplier", Read("a number")),
 )
 AT_TOP: Mapping[str, Key] = _EITHER | _rows(
-    ("architectures model_type dflash_config", Read("the class")),
-    ("hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
-     "vocab_size", Read()),
-    ("head_dim max_position_embeddings rms_norm_eps", Read(form="a value that is not null")),
-    ("attention_bias", Read(form="true or false")),
-    ("v_head_dim", Read("head_dim")),
-    ("rope_theta", Read("rope", "a number or null")),
-    ("rope_scaling rope_parameters original_max_position_embeddings rope_is_neox_style "
-     "is_neox_style partial_rotary_factor", Read("rope")),
-    ("hidden_act", Read("the class", "a value that is not null")),
-    ("layer_types", Read("layers")),
-    ("sliding_window", Read("layers", "a positive integer")),
-    ("use_sliding_window", Read("layers", "true or false")),
-    ("max_window_layers", Read("layers", "an integer")),
-    ("target_hidden_size", Read("hidden_size")),
-    ("draft_vocab_size", Read()),
-    ("eagle_aux_hidden_state_layer_ids", Read("target_layer_ids")),
+    ("architectures model_type dflash_config hidden_size intermediate_size num_hidden_layers "
+     "num_attention_heads num_key_value_heads v_head_dim vocab_size draft_vocab_size layer_types "
+     "eagle_aux_hidden_state_layer_ids rope_scaling rope_parameters "
+     "original_max_position_embeddings rope_is_neox_style is_neox_style partial_rotary_factor",
+     Read()),
+    ("hidden_act head_dim max_position_embeddings rms_norm_eps", Read("a value that is not null")),
+    ("attention_bias use_sliding_window", Read("true or false")),
+    ("sliding_window", Read("a positive integer")),
+    ("max_window_layers", Read("an integer")),
+    ("rope_theta", Read("a number or null")),
     ("has_embed_tokens", Foreign("an embedding of its own", "true, false or null")),
     ("has_lm_head",
      Foreign("an lm_head of its own, but by draft_vocab_size", "true, false or null")),
@@ -254,8 +242,6 @@ def _check_kind(top: Fields) -> None:
 
 _KIND, _NETWORK = "speculators_model_type", "transformer_layer_config"
 _LAYERS, _NON_CAUSAL = "aux_hidden_state_layer_ids", "sliding_window_non_causal"
-# Of the library itself, and of how it was trained and is to be served.
-_IDLE = ("speculators_config", "speculators_version")
 
 
 def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -273,7 +259,11 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i > 0 for i in ids):
         # 0 is the embedding, which no layer gives.
         raise top.error(_LAYERS, "a non-empty list of positive integers")
-    consumed = (_KIND, _NETWORK, _LAYERS, _NON_CAUSAL, "model_type", *_IDLE)
+    # The last two are of the library itself, and of how it was trained and is to be served.
+    consumed = (
+        _KIND, _NETWORK, _LAYERS, _NON_CAUSAL, "model_type", "speculators_config",
+        "speculators_version",
+    )  # fmt: skip
     beside = {name: raw[name] for name in raw if name in top and name not in consumed}
     for name in beside:
         other = network.get(name, beside[name])

@@ -1,4 +1,4 @@
-"""The errors of bad input."""
+"""The errors that a command tells in a line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Self
 
 # Of an error about something that is missing as a whole. Processes send errors to each other.
 _NO_VALUE = ...
-# A longer value is cut in messages.
-_LONGEST = 160
 
 
 class ConfigError(ValueError):
@@ -43,6 +41,10 @@ class UnsupportedDraft(ConfigError):
     serve it."""
 
 
+class Failed(Exception):
+    """A valid request could not be carried out. The message gives the reason."""
+
+
 def _filled(text: str, names: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[1]), text)
 
@@ -64,6 +66,6 @@ def shown_pair(draft: object, target: object) -> str:
 def cut(text: str) -> str:
     """The first line of `text`, its middle left out if it is long."""
     line = text.strip().split("\n")[0]
-    if len(line) <= _LONGEST:
+    if len(line) <= 160:
         return line
     return f"{line[:100]}...{line[-40:]} ({len(line)} characters)"

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -180,7 +181,7 @@ def read_json_object(path: Path, what: str) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file is missing, is not JSON, or holds something else.
     """
-    if not is_file(path):
+    if not isfile(path):
         folder = str(path.parent)
         raise ConfigError(what, folder, f"no {path.name} in it; give the folder of a checkpoint")
     if path.name == "config.json" and path.stat().st_size > _MOST_BYTES:
@@ -196,14 +197,6 @@ def read_json_object(path: Path, what: str) -> Mapping[str, Any]:
         required = f"an object of fields is required, it holds {shown(raw)}"
         raise ConfigError(what, str(path), required)
     return raw
-
-
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; False for a name that the file system does not take."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def check_files(folder: str | Path) -> None:

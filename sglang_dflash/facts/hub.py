@@ -5,19 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os.path import exists
 from pathlib import Path
 
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import check_files
 from sglang_dflash.facts.tensors import MASK_EMBEDDING, StoredTensor
-
-
-def exists(name: str) -> bool:
-    """Whether `name` is a path here; False for a name that no path can have."""
-    try:
-        return Path(name).exists()
-    except OSError:  # Too long.
-        return False
 
 
 def check_path(field: str, name: str) -> None:

@@ -8,12 +8,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import check_files, read_json_object
-from sglang_dflash.facts.hub import check_path, exists, fetch_config, hub_tensors
+from sglang_dflash.facts.hub import check_path, fetch_config, hub_tensors
 from sglang_dflash.facts.tensors import (
     StoredTensor,
     has_weights,
@@ -49,19 +50,10 @@ class ModelFacts:
     weights: Path | None = None
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A published target, and the drafts for it."""
-
-    target: str
-    drafts: tuple[str, ...]
-
-
 @cache
-def published_pairs() -> tuple[Pair, ...]:
-    """The collection of published drafts, from the file beside this one."""
-    raw = json.loads((FOLDER / "collection.json").read_text())
-    return tuple(Pair(each["target"], tuple(each["drafts"])) for each in raw["pairs"])
+def published_pairs() -> Mapping[str, list[str]]:
+    """Published targets, each with the drafts for it."""
+    return json.loads((FOLDER / "collection.json").read_text())["pairs"]
 
 
 @cache
@@ -83,9 +75,9 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
 
 def published_draft(target: str) -> str:
     """The name of the first draft published for a target. Raises ConfigError if there is none."""
-    for pair in published_pairs():
-        if pair.target.casefold() == target.casefold():
-            return pair.drafts[0]
+    for known, drafts in published_pairs().items():
+        if known.casefold() == target.casefold():
+            return drafts[0]
     required = f"give a folder or a hub name: no draft is known that is published for {target!r}"
     raise ConfigError("draft", None, required)
 
@@ -183,7 +175,7 @@ def check_target_folder(name: str) -> None:
     name on the hub, which is not asked."""
     check_path("target", name)
     config = Path(name) / "config.json"
-    if exists(str(config)):
+    if exists(config):
         refuse_draft_as_target(name, read_json_object(config, "target checkpoint"))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os.path import isfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, cut, shown
-from sglang_dflash.facts.fields import is_file, read_json_object
+from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.vocabulary import D2T, T2D, check_map, token_ids
 
 INDEX = "model.safetensors.index.json"
-# Copies of the target's embedding and head are ignored: the draft borrows the target's.
-_BORROWED = ("embed_tokens.weight", "lm_head.weight")
 # A trained embedding of the mask token, which some training code writes beside the weights.
 MASK_EMBEDDING = "mask_embedding.pt"
 # dtype of a draft's weights in a header -> the unsigned integer of its width, and the bits of
@@ -179,7 +178,9 @@ def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> N
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
             raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
-    unexpected = sorted(set(tensors) - set(expected) - set(_BORROWED) - check_map(config, tensors))
+    # Copies of the target's embedding and head are ignored: the draft borrows the target's.
+    known = {*expected, "embed_tokens.weight", "lm_head.weight"} | check_map(config, tensors)
+    unexpected = sorted(tensors.keys() - known)
     if unexpected:
         required = f"no draft of this config has this tensor{_more(unexpected)}"
         raise ConfigError("draft checkpoint", unexpected[0], required)
@@ -335,7 +336,7 @@ def _check_index(kind: str, folder: Path, has_files: bool = True) -> int:
         raise ConfigError(f"weight_map of {INDEX}", names, required)
     if not isinstance(metadata, dict):
         raise ConfigError(f"metadata of {INDEX}", metadata, "an object of fields is required")
-    absent = [name for name in sorted(set(names.values())) if not is_file(folder / name)]
+    absent = [name for name in sorted(set(names.values())) if not isfile(folder / name)]
     if absent and has_files:
         required = f"{INDEX} names {shown(absent[0])}{_more(absent)}; download what is missing"
         raise ConfigError(what, str(folder), required)

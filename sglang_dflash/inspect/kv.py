@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sglang_dflash.drafting.options import ResolvedOptions
-from sglang_dflash.facts.draft_config import Reach
+from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.server import BUILTIN
 from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
@@ -51,29 +50,9 @@ def state_pool(memory: int, requests: int, state: int, replay: int, snapshot: in
     return StatePool(slots, running, kept + (slots + 1) * state)
 
 
-@dataclass(frozen=True)
-class DraftGroup:
-    """Draft layers that read the same of a request.
-
-    Attributes:
-        layers: which; empty if the config does not tell.
-        reach: of their context.
-    """
-
-    layers: tuple[int, ...]
-    reach: Reach
-    kv: GroupKV
-
-    def describe(self, target_tokens: int) -> dict[str, Any]:
-        """Their draft KV beside a target pool of that many tokens."""
-        entries = self.kv.entries(target_tokens)
-        return {
-            "layers": list(self.layers),
-            "window": self.reach.tokens,
-            "entries": target_tokens if entries is None else entries,
-            "ring": entries is not None,
-            "bytes": Charge.of([self.kv], target_tokens).total(target_tokens),
-        }
+# Draft layers that read the same of a request, and their draft KV. The layers' numbers are empty if
+# the config does not tell.
+DraftGroup = tuple[LayerGroup, GroupKV]
 
 
 def draft_groups(
@@ -87,12 +66,24 @@ def draft_groups(
     config, reach = judged.config, options.reach
     if config is None or judged.worker == BUILTIN:
         ring = None if judged.worker == BUILTIN else options.ring_entries(reach, requests)
-        return [DraftGroup((), reach, GroupKV(draft_kv, ring))]
-    found, each = [], draft_kv // config.num_hidden_layers
-    for of in config.groups(reach):
-        kv = GroupKV(len(of.numbers) * each, options.ring_entries(of.reach, requests))
-        found.append(DraftGroup(of.numbers, of.reach, kv))
-    return found
+        return [(LayerGroup(reach, (), ()), GroupKV(draft_kv, ring))]
+    each = draft_kv // config.num_hidden_layers
+    return [
+        (of, GroupKV(len(of.numbers) * each, options.ring_entries(of.reach, requests)))
+        for of in config.groups(reach)
+    ]
+
+
+def _described(of: LayerGroup, kv: GroupKV, target_tokens: int) -> dict[str, Any]:
+    """A group beside a target pool of that many tokens."""
+    entries = kv.entries(target_tokens)
+    return {
+        "layers": list(of.numbers),
+        "window": of.reach.tokens,
+        "entries": target_tokens if entries is None else entries,
+        "ring": entries is not None,
+        "bytes": Charge.of([kv], target_tokens).total(target_tokens),
+    }
 
 
 def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> dict[str, Any]:
@@ -105,7 +96,7 @@ def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> di
     Raises:
         ConfigError: the memory does not hold one token.
     """
-    of_groups = [group.kv for group in groups]
+    of_groups = [kv for _, kv in groups]
     draft_bytes = sum(group.token_bytes for group in of_groups)
     unbounded = memory // (target_bytes + draft_bytes)
     if not unbounded:
@@ -121,7 +112,7 @@ def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> di
     charge = draft_kv_charge(of_groups, fits)
     tokens = fits(charge)
     return {
-        "draft_kv_groups": [group.describe(tokens) for group in groups],
+        "draft_kv_groups": [_described(*group, tokens) for group in groups],
         "draft_kv_bytes": charge.total(tokens),
         "draft_kv_bytes_unbounded": unbounded * draft_bytes,
         "target_tokens": tokens,

@@ -97,9 +97,9 @@ def context_of(target: ModelFacts) -> int | None:
 def other_target(target: str, draft: str) -> list[str]:
     """A warning if the collection lists the draft for other targets."""
     listed = [
-        pair.target
-        for pair in published_pairs()
-        if draft.casefold() in (name.casefold() for name in pair.drafts)
+        known
+        for known, drafts in published_pairs().items()
+        if draft.casefold() in (name.casefold() for name in drafts)
     ]
     if not listed or target.casefold() in (name.casefold() for name in listed):
         return []

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.facts import sizes
-from sglang_dflash.facts.command_line import setting
+from sglang_dflash.facts.command_line import setting, spelled
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts
@@ -77,19 +77,13 @@ class Serving:
 
 
 def inspect(
-    target: ModelFacts,
-    draft: ModelFacts,
-    options: Options,
-    serving: Serving,
-    names: Mapping[str, str] | None = None,
+    target: ModelFacts, draft: ModelFacts, options: Options, serving: Serving
 ) -> dict[str, Any]:
     """What serving this pair would cost.
 
-    Args:
-        names: setting -> what the user types for it, for warnings.
-
     Returns:
-        Every fact of docs/inspect.md by name, None if it is unknown; sizes are in bytes.
+        Every fact of docs/inspect.md by name, None if it is unknown; sizes are in bytes. Texts name
+        the flags of `sglang-dflash inspect`.
 
     Raises:
         ConfigError: the pair or an option does not fit, a needed fact is unknown, or no memory is
@@ -102,9 +96,9 @@ def inspect(
     resolved = replace(_resolve(options, draft, config), context=context)
     memory = _memory(target, draft, judged, resolved, serving)
     options.check_room(resolved, context=context, kv_tokens=memory["target_tokens"])
-    notices = resolved.warnings(config, names or {}) if config else []
+    notices = resolved.warnings(config, spelled(Options.__dataclass_fields__)) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
-    warnings += _capped(memory, serving, names or {})
+    warnings += _capped(memory, serving)
     facts = {
         "warnings": warnings + [str(found) for found in notices],
         "target": target.name,
@@ -181,17 +175,17 @@ def _memory(
     }
 
 
-def _capped(memory: Mapping[str, Any], serving: Serving, names: Mapping[str, str]) -> list[str]:
+def _capped(memory: Mapping[str, Any], serving: Serving) -> list[str]:
     """A warning if fewer requests run at a time than are asked for."""
     asked, slots, running = (
         serving.max_running_requests, memory["recurrent_slots"], memory["running_requests"]
     )  # fmt: skip
     if running == asked:
         return []
-    name = names.get("max_running_requests", "--max-running-requests")
     return [
-        f"{name} {asked}: SGLang runs {running} at a time, for it keeps {slots} recurrent states "
-        "(--mamba-full-memory-ratio 0.9); --max-mamba-cache-size gives another number of them"
+        f"--max-running-requests {asked}: SGLang runs {running} at a time, for it keeps {slots} "
+        "recurrent states (--mamba-full-memory-ratio 0.9); --max-mamba-cache-size gives another "
+        "number of them"
     ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import read_json_object
-from sglang_dflash.facts.hub import exists
 from sglang_dflash.facts.tensors import StoredTensor, stored_tensors
 from sglang_dflash.repairs.flag import guard_off
 

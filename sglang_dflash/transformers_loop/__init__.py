@@ -4,8 +4,8 @@ from sglang_dflash.transformers_loop.draft_model import DFlashDraftModel
 from sglang_dflash.transformers_loop.generation import (
     Generation,
     Prefill,
+    Sampler,
     prefill,
-    sampler,
     spec_generate,
 )
 from sglang_dflash.transformers_loop.pair import LoadedPair, chat_tokens, load
@@ -15,9 +15,9 @@ __all__ = [
     "Generation",
     "LoadedPair",
     "Prefill",
+    "Sampler",
     "chat_tokens",
     "load",
     "prefill",
-    "sampler",
     "spec_generate",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -58,13 +57,13 @@ def check_pair(draft: DraftModel, target: Any) -> None:
     draft.config.check_target(
         hidden_size=text.hidden_size, vocab_size=text.vocab_size, num_layers=text.num_hidden_layers
     )
-    own, embedding = draft.fc.weight, target.get_input_embeddings().weight
+    embedding = target.get_input_embeddings().weight
     devices = sorted({str(p.device) for p in target.parameters()})
-    if devices != [str(own.device)]:
-        required = f"the target has to be on one device, that of the draft ({own.device})"
+    if devices != [str(draft.device)]:
+        required = f"the target has to be on one device, that of the draft ({draft.device})"
         raise ConfigError("device_map", ", ".join(devices), required)
-    if embedding.dtype != own.dtype:
-        required = f"target and draft have to be of one dtype, and the draft is of {own.dtype}"
+    if embedding.dtype != draft.dtype:
+        required = f"target and draft have to be of one dtype, and the draft is of {draft.dtype}"
         raise ConfigError("dtype", embedding.dtype, required)
 
 
@@ -109,18 +108,6 @@ def stop_ids(stop_token_ids: Iterable[int] | None) -> tuple[int, ...]:
         required = "a list of token ids, such as [tokenizer.eos_token_id]"
         raise ConfigError("stop_token_ids", stop_token_ids, required)
     return tuple(stop_token_ids)
-
-
-def check_sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> None:
-    """Raise ConfigError if one of them is out of range."""
-    if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
-        raise ConfigError("temperature", temperature, "0 (greedy) or a positive number")
-    if top_k < 0:
-        raise ConfigError("top_k", top_k, "0, or how many tokens to keep, is required")
-    if not 0 < top_p <= 1:
-        raise ConfigError("top_p", top_p, "a number above 0 and up to 1 is required")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ConfigError("seed", seed, "a number from 0 to 2**63 - 1 is required")
 
 
 def check_new_tokens(max_new_tokens: int) -> None:

@@ -17,7 +17,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.transformers_loop.checks import device_named, dtype_named, stop_ids
-from sglang_dflash.transformers_loop.generation import sampler, spec_generate
+from sglang_dflash.transformers_loop.generation import Sampler, spec_generate
 
 
 class DFlashDraftModel(DraftModel):
@@ -64,14 +64,6 @@ class DFlashDraftModel(DraftModel):
         return cast("DFlashDraftModel", load_model(folder, dtype=kind, device=device, of=cls))
 
     @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
     def block_size(self) -> int:
         return self.config.block_size
 
@@ -102,9 +94,9 @@ class DFlashDraftModel(DraftModel):
         Raises:
             ConfigError: see `transformers_loop.spec_generate`; the temperature is out of range.
         """
-        choose = sampler(temperature)
+        choose = Sampler(temperature)
         if temperature < 1e-5:  # There z-lab's code takes the argmax.
-            choose = sampler(0.0)
+            choose = Sampler()
         new = spec_generate(
             self,
             target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,10 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise, gumbel
 from sglang_dflash.drafting.options import Options, ResolvedOptions
 from sglang_dflash.drafting.sampled_drafts import SampledDrafts
+from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop.checks import (
     check_new_tokens,
     check_pair,
-    check_sampling,
     prompt_ids,
 )
 from sglang_dflash.transformers_loop.target_cache import TargetCache, captured_hidden
@@ -51,12 +52,35 @@ class Generation:
 @dataclass(frozen=True)
 class Sampler:
     """How the target picks its tokens: with noise from a hash, as SGLang's seeded sampler does. A
-    text depends on its prompt, these values and the logits, and not on how it is drafted."""
+    text depends on its prompt, these values and the logits, and not on how it is drafted.
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    Attributes:
+        temperature: 0 is greedy, and the others have no effect.
+        top_k: tokens that are kept; 0 keeps all.
+        top_p: probability mass that is kept.
+        seed: drawn from torch's generator by default.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = field(default_factory=lambda: int(torch.randint(2**63 - 1, ())))
+
+    def __post_init__(self) -> None:
+        heat = self.temperature
+        if not (isinstance(heat, int | float) and 0 <= heat < math.inf):
+            raise ConfigError("temperature", heat, "0 (greedy) or a positive number")
+        if self.top_k < 0:
+            required = "0, or how many tokens to keep, is required"
+            raise ConfigError("top_k", self.top_k, required)
+        if not 0 < self.top_p <= 1:
+            required = "a number above 0 and up to 1 is required"
+            raise ConfigError("top_p", self.top_p, required)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "a number from 0 to 2**63 - 1 is required")
 
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
         """The tokens int64 `[N]` that follow those at `positions` int64 `[N]`, from logits
@@ -74,26 +98,6 @@ class Sampler:
             return None
         temperatures = torch.full_like(length, self.temperature, dtype=torch.float32)
         return BlockNoise(torch.full_like(length, self.seed), temperatures, length)
-
-
-def sampler(
-    temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int | None = None
-) -> Sampler:
-    """How the target picks its tokens.
-
-    Args:
-        temperature: 0 is greedy, and the other arguments have no effect.
-        top_k: tokens that are kept; 0 keeps all.
-        top_p: probability mass that is kept.
-        seed: None draws one from torch's generator.
-
-    Raises:
-        ConfigError: an argument is out of range.
-    """
-    check_sampling(temperature, top_k, top_p, seed)
-    if seed is None:
-        seed = int(torch.randint(2**63 - 1, ()))
-    return Sampler(temperature, top_k, top_p, seed)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def spec_generate(
         max_new_tokens: generated tokens at most.
         options: block size and context window; the other options have no effect here.
         stop_token_ids: the generation ends after the first of these.
-        choose: how the target picks its tokens; None is greedy. See `sampler`.
+        choose: how the target picks its tokens; None is greedy. See `Sampler`.
         drafts: what earlier generations have taught, as in a server; None begins anew.
         on_tokens: called with the new tokens of every step.
 
@@ -164,7 +168,7 @@ def spec_generate(
     check_new_tokens(max_new_tokens)
     start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
     resolved = (options or Options()).resolve(draft.config)
-    choose, block_size = choose or sampler(0.0), resolved.block_size
+    choose, block_size = choose or Sampler(), resolved.block_size
     prompt_length, device = len(start.target_hidden), start.target_hidden.device
     total = prompt_length + max_new_tokens + block_size  # The last block is written whole.
     positions, target_cache = torch.arange(total, device=device), TargetCache(target, start.kv)
@@ -203,7 +207,7 @@ def _drafter(
     groups = [
         KVGroup(
             of,
-            DraftKVCache(total, of.kv_shape(draft.kv_shape), draft.fc.weight.dtype, device),
+            DraftKVCache(total, of.kv_shape(draft.kv_shape), draft.dtype, device),
             TorchAttention(of.layers, options.block_size),
         )
         for of in draft.config.groups(options.reach)

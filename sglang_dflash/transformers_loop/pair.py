@@ -29,14 +29,6 @@ class LoadedPair:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
 
-    @property
-    def device(self) -> torch.device:
-        return self.draft.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.draft.fc.weight.dtype
-
 
 def load(
     target: str,

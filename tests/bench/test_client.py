@@ -10,6 +10,7 @@ import pytest
 from sglang_dflash.bench import load
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.errors import Failed
 from tests.bench.fake_server import FakeServer, echo
 
 SIX = [Prompt((f"p {i}",), False) for i in range(6)]
@@ -86,11 +87,11 @@ def test_the_first_failure_cancels_the_rest() -> None:
 
     def fails(_: Any, prompt: Prompt, __: Any) -> load.Answer:
         asked.append(prompt.turns[0])
-        raise load.RequestFailed("made to fail")
+        raise Failed("made to fail")
 
     with (
         FakeServer("a", echo, [], sglang=True) as server,
-        pytest.raises(load.RequestFailed, match="made to fail"),
+        pytest.raises(Failed, match="made to fail"),
     ):
         load.run(load.endpoint(server.url), SIX * 50, 1, fails)
     assert len(asked) < 300
@@ -104,5 +105,12 @@ def test_an_answer_that_the_server_ended_is_none(monkeypatch: pytest.MonkeyPatch
         "meta_info": {"completion_tokens": 1, "finish_reason": ended},
     }
     monkeypatch.setattr(load, "chunks", lambda *_: iter([chunk]))
-    with pytest.raises(load.RequestFailed, match="no such token"):
+    with pytest.raises(Failed, match="no such token"):
         load.SGLang("http://server").ask("hi", 5, True)
+
+
+def test_a_server_that_is_gone_is_named() -> None:
+    sglang, openai = load.SGLang("http://127.0.0.1:9"), load.OpenAI("http://127.0.0.1:9", "m")
+    for asked in (sglang.flush, sglang.info, sglang.undrafted, openai.flush):
+        with pytest.raises(Failed, match=r"^http://127\.0\.0\.1:9/"):
+            asked()

@@ -130,7 +130,7 @@ def test_an_sglang_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with FakeServer("a", eight, log, sglang=True) as server:
         code = run(
             f"--backend sglang --base-url {server.url} --model {TARGET} --dataset demo "
-            f"--num-prompts 40 --concurrency 4 --output-file {tmp_path / 'out.json'}"
+            f"--num-prompts 40 --concurrency 4 --output-file {tmp_path / 'new/out.json'}"
         )
     shown = capsys.readouterr()
     assert code == 0
@@ -144,7 +144,7 @@ def test_an_sglang_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (found["Output tokens"], found["Spec verify ct"]) == ("320", "120")
     # Kept from verify steps: 7 tokens in 3 steps; SGLang divides 8 by 3.
     assert (found["Accept length"], found["SGLang's own"]) == ("2.333", "2.667")
-    result = json.loads((tmp_path / "out.json").read_text())
+    result = json.loads((tmp_path / "new/out.json").read_text())
     assert result["output_tok_s"] == pytest.approx(320 / result["latency_s"])
     assert len(result["answers"]) == 40 and result["answers"][0]["tokens"] == 8
     assert result["ttft_ms"] <= result["ttft_ms_p99"]

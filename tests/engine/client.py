@@ -12,6 +12,7 @@ from typing import Any
 import requests
 
 from sglang_dflash.bench.server import Server
+from sglang_dflash.drafting.acceptance_length import VerifySteps
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
 
@@ -26,6 +27,12 @@ def ask(server: Server, text: str, more: dict[str, Any] | None = None, **samplin
     """The answer to one request, or a list of answers if it asks for several."""
     body = {"text": text, "sampling_params": {**GREEDY, **sampling}, **(more or {})}
     return post(server, "generate", body).json()
+
+
+def counts(server: Server) -> VerifySteps:
+    """Verify steps so far, by /server_info."""
+    report = server.dflash()
+    return VerifySteps(report["verify_steps"], report["committed_tokens"])
 
 
 def stream(server: Server, body: dict[str, Any], begun: threading.Event) -> dict[str, Any]:

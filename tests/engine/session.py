@@ -14,7 +14,8 @@ from typing import Any
 
 import requests
 
-from sglang_dflash.bench.server import Server, ServerFailed
+from sglang_dflash.bench.server import Server
+from sglang_dflash.facts.errors import Failed
 from tests.engine import checkpoints, client
 from tests.engine.nursery import ForkedServer, Nursery
 from tests.engine.servers import FILES, Ask, ServerConfig, recording_name
@@ -86,7 +87,7 @@ class ServerSession:
                     continue
                 try:
                     self._ask(config, ask)
-                except (AssertionError, requests.RequestException, ServerFailed):
+                except (AssertionError, requests.RequestException, Failed):
                     # The tests that need the others ask again, and fail.
                     if ask in asks:
                         raise

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dflash.bench import load
 from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.facts.errors import Failed
 from sglang_dflash.transformers_loop.generation import spec_generate
 from tests.engine import workload
 from tests.engine.servers import BUILTIN, DFLASH, PAIR, SIMULATED
@@ -56,7 +57,5 @@ def test_a_simulated_acceptance_needs_no_weights(server: Server) -> None:
     ]
     assert all(answer["completion_tokens"] == 200 for answer in answers)
     assert 3.2 < server.dflash()["acceptance_length"] < 3.8
-    with pytest.raises(
-        load.RequestFailed, match=r"simulates an acceptance of 3\.5; restart it without"
-    ):
+    with pytest.raises(Failed, match=r"simulates an acceptance of 3\.5; restart it without"):
         load.endpoint(server.url)

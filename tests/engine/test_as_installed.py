@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.bench.demo import acceptance_between
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
 from tests.commands import commands, snippets
 from tests.engine import workload
+from tests.engine.client import counts
 from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig
 from tests.engine.session import ServerSession
 
@@ -79,7 +79,7 @@ def test_the_readme_command_serves_in_bfloat16_and_little_memory(
 def test_the_readmes_clients_get_an_answer(server: Any) -> None:
     """`curl` and the Python of the README, at this server's address instead of the default one."""
     here = ("http://127.0.0.1:30000", server.url)
-    answers, before = [], server.dflash()
+    answers, before = [], counts(server)
     for curl in commands("curl"):
         words = [word.replace(*here) for word in curl.words]
         done = subprocess.run([*words, "-sf"], check=True, capture_output=True, text=True)
@@ -89,5 +89,5 @@ def test_the_readmes_clients_get_an_answer(server: Any) -> None:
     python = [sys.executable, "-c", snippet.replace(*here)]
     assert subprocess.run(python, check=True, capture_output=True, text=True).stdout.strip()
     # What a newcomer sees first is text that the pair knows.
-    length = acceptance_between(before, server.dflash())
+    length = (counts(server) - before).acceptance_length
     assert length is not None and length > 4

@@ -13,8 +13,8 @@ from PIL import Image
 
 from sglang_dflash import cli
 from sglang_dflash.bench import arms, published
-from sglang_dflash.bench.demo import acceptance_between
 from sglang_dflash.bench.server import Server
+from tests.engine.client import counts
 from tests.engine.nursery import ForkedServer
 from tests.engine.servers import PAGE16_NO_OVERLAP, PAIR
 from tests.engine.session import ServerSession
@@ -61,10 +61,10 @@ def test_the_published_benchmark_measures_a_running_server(
         f"--backend sglang --base-url {server.url} --model {PAIR.target} --dataset demo "
         f"--num-prompts 4 --concurrency 1 --enable-thinking --max-new-tokens 64 --output-file {out}"
     )
-    before = server.dflash()
+    before = counts(server)
     assert published.main(shlex.split(command)) == 0
     answers = json.loads(out.read_text())["answers"]
     (length,) = re.findall(r"Accept length: +([\d.]+)", capsys.readouterr().out)
     # One prompt warms the server up, and is asked again.
     assert len(answers) == 4
-    assert float(length) == pytest.approx(acceptance_between(before, server.dflash()), rel=0.1)
+    assert float(length) == pytest.approx((counts(server) - before).acceptance_length, rel=0.1)

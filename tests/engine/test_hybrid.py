@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.bench.server import ServerFailed
+from sglang_dflash.facts.errors import Failed
 from tests.engine.hybrid_requests import hybrid_answers
 from tests.engine.servers import (
     HYBRID_LAZY_NO_OVERLAP,
@@ -47,5 +47,5 @@ def test_plain_decoding_is_that_of_transformers(
 
 @pytest.mark.long
 def test_a_lazy_buffer_without_overlap_is_refused(servers: ServerSession) -> None:
-    with pytest.raises(ServerFailed, match="Lazy extra buffer requires overlap schedule"):
+    with pytest.raises(Failed, match="Lazy extra buffer requires overlap schedule"):
         servers.server(HYBRID_LAZY_NO_OVERLAP)

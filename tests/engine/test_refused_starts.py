@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_dflash.bench.server import ServerConfig, ServerFailed
+from sglang_dflash.bench.server import ServerConfig
+from sglang_dflash.facts.errors import Failed
 from tests.broken_drafts import BROKEN, PAIR, fields, server_flags
 from tests.conftest import FUZZ
 from tests.engine import client
@@ -114,7 +115,7 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     args = server_flags("--max-running-requests", "2", draft=draft)
     config = ServerConfig(extra_args=tuple(args))
     server = ForkedServer(servers.nursery, config, log=log)
-    with pytest.raises(ServerFailed):
+    with pytest.raises(Failed):
         server.__enter__()
     assert server.process.poll() not in (None, 0)
     lines = log.read_text().splitlines()
@@ -141,7 +142,7 @@ def test_no_draft_is_refused_later_than_by_the_launcher(
             with server:
                 client.ask(server, "x = ")
             served += 1
-        except ServerFailed:
+        except Failed:
             lines = log.read_text(errors="replace").splitlines()
             if not lines[-1].startswith("sglang-dflash: ") or any(SCHEDULER in it for it in lines):
                 wrong.append(f"{what}: {lines[-3:]}")

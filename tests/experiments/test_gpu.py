@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_a_part_that_fails_does_not_stop_the_others(
 def test_a_backend_that_differs_fails_its_part_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(gpu, "check_attention", broken)
@@ -91,39 +92,12 @@ def test_lost_tokens_are_noticed() -> None:
 # ---- on a GPU
 
 
-class Event:
-    """In place of `torch.cuda.Event`."""
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self) -> None:
-        pass
-
-    def elapsed_time(self, _: Event) -> float:
-        return 2.0
-
-
-class Stream:
-    def wait_stream(self, _: Stream) -> None:
-        pass
-
-
-class Graph:
-    replays = 0
-
-    def replay(self) -> None:
-        Graph.replays += 1
-
-
 @pytest.fixture
-def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """CUDA's runtime and Triton's launches do nothing. The names of the launched kernels."""
+def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], Mock]]:
+    """CUDA's runtime and Triton's launches do nothing. The names of the launched kernels, and a
+    graph's replay."""
     launched: list[str] = []
-
-    @contextlib.contextmanager
-    def graph(_: Graph, pool: Any) -> Iterator[None]:
-        yield
+    graph = Mock()
 
     def launcher(kernel: Any, _: Any) -> Any:
         while hasattr(kernel, "fn"):
@@ -132,12 +106,12 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     properties = SimpleNamespace(multi_processor_count=132)
     for name, value in {
-        "Event": Event,
-        "Stream": Stream,
-        "CUDAGraph": Graph,
-        "graph": graph,
+        "Event": lambda enable_timing: Mock(elapsed_time=lambda _: 2.0),
+        "Stream": Mock,
+        "CUDAGraph": lambda: graph,
+        "graph": lambda _, pool: contextlib.nullcontext(),
         "stream": contextlib.nullcontext,
-        "current_stream": Stream,
+        "current_stream": Mock,
         "graph_pool_handle": lambda: (0, 1),
         "synchronize": lambda: None,
         "set_sync_debug_mode": lambda _: None,
@@ -148,20 +122,22 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(KernelInterface, "__getitem__", launcher)
     monkeypatch.setattr(drafters, "check_live", lambda _: None)
     with FakeTensorMode():
-        yield launched
+        yield launched, graph.replay
 
 
-def test_phases_on_a_gpu(made_up_gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_on_a_gpu(
+    made_up_gpu: tuple[list[str], Mock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched, replay = made_up_gpu
     monkeypatch.setattr(gpu, "REPEATS", 2)
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3-8B-DFlash-b16")
     assert gpu.copy_bandwidth(cuda) == 2 * (1 << 30) / 0.002
-    Graph.replays = 0
     found = gpu.phases(config, Load(2, 8192, 4096), cuda, torch.bfloat16)
     assert found["attention"] == "triton" and found["host_waits"] is None
     assert {found[phase]["graph_ms"] for phase in gpu.PHASES} == {2.0}
     # Three phases; two recordings in every step, one step of which is not timed.
-    assert Graph.replays == 5 * (3 + gpu.REPEATS) + 2
-    assert {"block_attention_kernel", "accept_kernel", "write_context_kernel"} <= set(made_up_gpu)
+    assert replay.call_count == 5 * (3 + gpu.REPEATS) + 2
+    assert {"block_attention_kernel", "accept_kernel", "write_context_kernel"} <= set(launched)
 
 
 def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

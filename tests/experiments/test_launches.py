@@ -15,7 +15,7 @@ def test_replay_launches_once_per_recurrent_layer() -> None:
     geometry = TargetGeometry.from_dict(shipped("target")[launches.TARGET].config or {})
     with FakeTensorMode(), torch.device("cuda"):
         found = launches.replayed(geometry, requests=2)
-    names = {phase: [launch.name for launch in of.all] for phase, of in found.items()}
+    names = {phase: [launch.name for launch in of] for phase, of in found.items()}
     assert names["record"].count("foreach_copy_") == geometry.recurrent_layers == 48
     assert len(names["record"]) == 48 + 3
     for phase, most in (("commit", 4), ("commit, checkpoints", 11)):

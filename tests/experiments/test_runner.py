@@ -47,7 +47,7 @@ class FakeServer:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr("sglang_dflash.bench.server.Server", FakeServer)
+    monkeypatch.setattr(runner, "Server", FakeServer)
     monkeypatch.setattr(FakeServer, "log", [])
     return FakeServer.log
 

@@ -14,12 +14,6 @@ from experiments.traffic import GOALS, LOADS, SHAPES, Row, absorb_floor, propose
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention, Reach
 from tests.conftest import raw_config, with_own
 
-
-def row(shape: str, requests: int, context: int, window: int | None) -> dict:
-    one = Row(shape, requests, context, window)
-    return traffic.figures(one, traffic.measure(one))
-
-
 # All loads of one shape, and of the others the first and the longest.
 GOAL_ROWS = [Row(SHAPES[0], *load) for load in LOADS]
 GOAL_ROWS += [Row(shape, *load) for shape in SHAPES[1:] for load in (LOADS[0], LOADS[4])]
@@ -27,7 +21,7 @@ GOAL_ROWS += [Row(shape, *load) for shape in SHAPES[1:] for load in (LOADS[0], L
 
 @pytest.mark.parametrize("one", GOAL_ROWS, ids=str)
 def test_the_goals(one: Row) -> None:
-    found = traffic.figures(one, traffic.measure(one))
+    found = traffic.figures(one)
     for part, goal in GOALS.items():
         assert found[f"{part}_bytes"] >= found[f"{part}_floor"]
         assert found[f"{part}_ratio"] <= goal, part
@@ -46,8 +40,10 @@ def test_the_goals(one: Row) -> None:
 
 def test_bytes_grow_with_the_window_and_not_with_the_context() -> None:
     shape = SHAPES[0]
-    near, far = (row(shape, 8, context, 4096)["propose_bytes"] for context in (8192, 131072))
-    wide = row(shape, 8, 131072, 16384)["propose_bytes"]
+    near, far = (
+        traffic.figures(Row(shape, 8, context, 4096))["propose_bytes"] for context in (8192, 131072)
+    )
+    wide = traffic.figures(Row(shape, 8, 131072, 16384))["propose_bytes"]
     assert near == far
     per_token = 5 * 2 * 8 * 128 * 2
     assert wide - far > 0.99 * 8 * (16384 - 4096) * per_token
@@ -102,7 +98,7 @@ def test_what_torch_moves() -> None:
             a.expand(9, 3, 4).sum(0)
             a.to(torch.float32)
             a[ids] = torch.empty(7, 4)
-    names, moved = zip(*[(x.name, sum(x.traffic)) for x in found.all], strict=True)
+    names, moved = zip(*[(x.name, sum(x.traffic)) for x in found], strict=True)
     assert names == ("mm", "index", "fill_", "copy_", "sum", "index_put_")
     assert moved == (4 * (12 + 20 + 15), 56 + 2 * 112, 48, 32, 48 + 48, 56 + 112 + 112)
 

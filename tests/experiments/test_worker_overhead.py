@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experiments.worker_overhead import ROOT, Turn, compare, draft_side, importing, unpack
-from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.bench.load import Answer
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.errors import ConfigError
 
@@ -42,8 +42,8 @@ def test_a_server_loads_that_commit(tmp_path: Path) -> None:
 
 
 def turns(seconds: float, draft_ms: list[float | None]) -> list[Turn]:
-    done = Pass(seconds, [[Answer("", (1,), 1, 0.1, seconds)]], VerifySteps(20, 20))
-    return [Turn(done, 1, ms) for ms in draft_ms]
+    answers = [[Answer("", (1,), 1, 0.1, seconds)]]
+    return [Turn(seconds, answers, VerifySteps(20, 20), 1, ms) for ms in draft_ms]
 
 
 def test_ratios_are_of_rounds() -> None:

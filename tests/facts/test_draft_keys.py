@@ -39,12 +39,6 @@ def config_with(*changes: tuple[str, Any]) -> DraftConfig:
     return DraftConfig.from_dict(raw)
 
 
-def _same_or_null(name: str, value: Any) -> Any:
-    """What the same key beside a key may be. Null counts as missing, but SGLang does not read it as
-    a multiplier."""
-    return value if name == "output_multiplier" else None
-
-
 SLIDING, FULL = ["sliding_attention"] * 3, ["full_attention"] * 3
 CAUSAL = {"layers": (LayerAttention(None, True),) * 3}
 WINDOWED = {"layers": (LayerAttention(8, False),) * 3}
@@ -114,7 +108,11 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
     "dflash_config.target_hidden_size": (64, [], UnsupportedDraft),
     "eagle_aux_hidden_state_layer_ids": ([1, 3], [], UnsupportedDraft),
 } | {
-    path: (value, [(other, _same_or_null(name, value))], {path.rpartition(".")[2]: expected})
+    # Beside it, null counts as missing, but SGLang does not read it as a multiplier.
+    path: (
+        value, [(other, value if name == "output_multiplier" else None)],
+        {path.rpartition(".")[2]: expected},
+    )
     for name, value, expected in (
         ("block_size", 8, 8),
         ("num_target_layers", 7, 7),

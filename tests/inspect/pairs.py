@@ -8,13 +8,26 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
+from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.published import ModelFacts
+from sglang_dflash.inspect.report import Serving, inspect
 
+SERVING = Serving(kv_memory_gib=1)
 PAIR = ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
 
 
 def facts(config: dict[str, Any], weight_bytes: int | None = 0) -> ModelFacts:
     return ModelFacts("a model", config, weight_bytes, "a test")
+
+
+def found_of(
+    target: dict[str, Any],
+    draft: dict[str, Any],
+    options: Options | None = None,
+    serving: Serving = SERVING,
+) -> dict[str, Any]:
+    """The report of a toy pair."""
+    return inspect(facts(target), facts(draft), options or Options(), serving)
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.drafting.options import Options
-from sglang_dflash.inspect.report import Serving, inspect
 from tests.conftest import raw_config, with_own
 from tests.facts.target_fields import TARGET
-from tests.inspect.pairs import facts
+from tests.inspect.pairs import found_of
 
-SERVING = Serving(kv_memory_gib=1)
 HEADS: dict[str, tuple[dict[str, Any], int, int]] = {
     "v1": ({}, 0, 0),
     "selector": (
@@ -33,7 +30,7 @@ HEADS: dict[str, tuple[dict[str, Any], int, int]] = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_and_what_it_reads(kind: str) -> None:
     own, once, per_request = HEADS[kind]
-    found = inspect(facts(TARGET), facts(raw_config(**with_own(**own))), Options(), SERVING)
+    found = found_of(TARGET, raw_config(**with_own(**own)))
     assert found["worker"] == "sglang-dflash"
     shown = (found["draft_head_bytes"], found["draft_head_bytes_per_request"])
     assert shown == (once, per_request)

@@ -13,32 +13,22 @@ import pytest
 from safetensors import safe_open
 
 from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
-from sglang_dflash.facts.draft_config import DraftConfig, Reach
+from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup, Reach
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts, published_pairs
 from sglang_dflash.facts.sizes import GroupKV, draft_weight_bytes
-from sglang_dflash.inspect.kv import GIB, DraftGroup, split_kv
+from sglang_dflash.inspect.kv import GIB, split_kv
 from sglang_dflash.inspect.pair import other_target
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 from tests.commands import ROOT
 from tests.conftest import raw_config, with_own
 from tests.facts.target_fields import GDN, TARGET
-from tests.inspect.pairs import PAIR, facts, inspected, refusal
+from tests.inspect.pairs import PAIR, SERVING, facts, found_of, inspected, refusal
 
-SERVING = Serving(kv_memory_gib=1)
 HYBRID = {**TARGET, "full_attention_interval": 2, **GDN}
 OTHER_HEAD = raw_config(projector_type="domino")
-
-
-def found_of(
-    target: dict[str, Any],
-    draft: dict[str, Any],
-    options: Options | None = None,
-    serving: Serving = SERVING,
-) -> dict[str, Any]:
-    return inspect(facts(target), facts(draft), options or Options(), serving)
 
 
 # -- facts ---------------------------------------------------------------------------------------
@@ -156,7 +146,7 @@ def test_rings_leave_the_rest_to_the_target() -> None:
     """30 entries of 20 bytes and tags of 5; of each target token, one of 4."""
 
     def split_of(*groups: GroupKV) -> dict[str, Any]:
-        return split_kv(12_000, 100, [DraftGroup((), Reach(), kv) for kv in groups])
+        return split_kv(12_000, 100, [(LayerGroup(Reach(), (), ()), kv) for kv in groups])
 
     split = split_of(GroupKV(20, 30))
     assert split.pop("draft_kv_groups")[0]["entries"] == 30
@@ -342,7 +332,7 @@ def test_names_are_found_in_any_case_and_near_ones_are_suggested(
         assert "did you mean 'Qwen/Qwen3-8B'" in shown and "gpt-oss" not in shown
     shown = refusal(capsys, "Qwen/Nonesuch", draft)
     assert "'Qwen/Nonesuch'" in shown and "did you mean" not in shown
-    assert all(pair.target in shown for pair in published_pairs())
+    assert all(known in shown for known in published_pairs())
 
 
 def test_what_cannot_be_read_and_a_swapped_pair_are_named(

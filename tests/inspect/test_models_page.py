@@ -25,7 +25,7 @@ ROWS = [dict(zip(LINES[0], cells, strict=True)) for cells in LINES[2:]]
 
 
 def test_every_published_draft_is_a_row() -> None:
-    published = [draft for pair in published_pairs() for draft in pair.drafts]
+    published = [draft for drafts in published_pairs().values() for draft in drafts]
     assert sorted(row["draft"] for row in ROWS) == sorted(published)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.report import Serving
 from tests.conftest import raw_config
 from tests.facts.target_fields import GDN, TARGET
-from tests.inspect.pairs import facts
+from tests.inspect.pairs import SERVING, found_of
 
 HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
 HYBRID = {**TARGET, "full_attention_interval": 2, **GDN, **HEADS}
@@ -24,10 +25,8 @@ HYBRID = {**TARGET, "full_attention_interval": 2, **GDN, **HEADS}
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_share_the_pair(ranks: int) -> None:
     """As the draft network does; of 2 K/V heads, 4 ranks have one each."""
-    raw, many = raw_config(), Serving(kv_memory_gib=1, tp_size=ranks)
-    found, whole = (
-        inspect(facts(HYBRID), facts(raw), Options(), of) for of in (many, Serving(kv_memory_gib=1))
-    )
+    raw, many = raw_config(), replace(SERVING, tp_size=ranks)
+    found, whole = (found_of(HYBRID, raw, serving=of) for of in (many, SERVING))
     assert found["recurrent_state_bytes"] == whole["recurrent_state_bytes"] // ranks
     with torch.device("meta"):
         model = DraftModel(DraftConfig.from_dict(raw), TensorParallel(size=ranks))
@@ -41,14 +40,13 @@ def test_ranks_share_the_pair(ranks: int) -> None:
 def test_ranks_that_do_not_divide_are_refused() -> None:
     for ranks, what in ((3, "the target's num_key_value_heads (2)"), (64, "num_attention_heads")):
         with pytest.raises(ConfigError, match=re.escape(what)) as refused:
-            serving = Serving(kv_memory_gib=1, tp_size=ranks)
-            inspect(facts(TARGET), facts(raw_config()), Options(), serving)
+            found_of(TARGET, raw_config(), serving=replace(SERVING, tp_size=ranks))
         assert (refused.value.field, refused.value.value) == ("tp_size", ranks)
 
 
 def test_a_window_beyond_a_context_that_is_not_known_is_warned_of() -> None:
     """The draft's own context bounds what requests can have; memory is not blamed."""
     draft = raw_config(max_position_embeddings=4096)
-    found = inspect(facts(TARGET), facts(draft), Options(window=999_999_999), Serving())
+    found = found_of(TARGET, draft, Options(window=999_999_999), Serving())
     (warning,) = found["warnings"]
-    assert warning.startswith("window: 999999999 is the whole of a context of 4096 tokens")
+    assert warning.startswith("--window: 999999999 is the whole of a context of 4096 tokens")

@@ -11,7 +11,7 @@ import pytest
 from sglang_dflash.drafting.options import DRAFT_KV_HEADROOM, Options
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.published import FOLDER, Pair, published_pairs, shipped
+from sglang_dflash.facts.published import FOLDER, published_pairs, shipped
 from sglang_dflash.facts.sizes import draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB
 from sglang_dflash.inspect.report import Serving, inspect
@@ -42,6 +42,8 @@ PUBLISHED_GIB = {
     "Muse-Glimmer-30B-DFlash2": None,
 }
 
+DRAFTS = [draft for drafts in published_pairs().values() for draft in drafts]
+
 
 def test_every_facts_file_gives_its_source() -> None:
     files = [json.loads(path.read_text()) for path in FOLDER.glob("*.json")]
@@ -57,7 +59,7 @@ def test_every_facts_file_gives_its_source() -> None:
         assert bool(facts.unknown) == ("Not seen: " in facts.source)
 
 
-@pytest.mark.parametrize("name", [draft for pair in published_pairs() for draft in pair.drafts])
+@pytest.mark.parametrize("name", DRAFTS)
 def test_published_sizes(name: str) -> None:
     """Weights computed from the geometry have the checkpoint's size. A wrong layer or width does
     not."""
@@ -121,12 +123,12 @@ def test_target_weights_as_others_count_them(name: str) -> None:
     assert weights is not None and weights / 1e9 == pytest.approx(published, abs=exact)
 
 
-@pytest.mark.parametrize("pair", published_pairs(), ids=lambda pair: pair.target)
+@pytest.mark.parametrize("target", published_pairs())
 def test_facts_of_every_target_of_the_collection_are_shipped(
-    capsys: pytest.CaptureFixture[str], pair: Pair
+    capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
-    for draft in pair.drafts:
-        found = inspected(capsys, pair.target, draft, "--window", "512", "--memory-gib", "1000")
+    for draft in published_pairs()[target]:
+        found = inspected(capsys, target, draft, "--window", "512", "--memory-gib", "1000")
         seen = not shipped("draft")[draft].unknown
         assert found["worker"] == ("sglang-dflash" if seen else "unknown")
         assert found["target_tokens_gain"] > 0
@@ -168,8 +170,7 @@ def test_the_mark_of_the_peer_without_a_flag() -> None:
 
 
 def test_without_a_draft_it_is_the_published_one(capsys: pytest.CaptureFixture[str]) -> None:
-    pair = published_pairs()[1]
-    name = pair.target.lower()
-    assert inspected(capsys, name) == inspected(capsys, name, pair.drafts[0])
+    name, draft = "qwen/qwen3.5-4b", published_pairs()["Qwen/Qwen3.5-4B"][0]
+    assert inspected(capsys, name) == inspected(capsys, name, draft)
     error = refusal(capsys, str(demo_pair("dense").target))
     assert error.startswith("sglang-dflash: DRAFT: None; give a folder or a hub name")

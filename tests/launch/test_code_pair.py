@@ -17,6 +17,7 @@ from launch.demo_training import card, continuations, data, draft, figures, pair
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model
 from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.transformers_loop import Generation
 
 ROOT = Path(__file__).parents[2]
 TRAIN = {f"t{i}.py": f"def train_{i}(a, b):\n    return a * {i} + b\n\n" * 40 for i in range(4)}
@@ -282,10 +283,10 @@ def test_several_drafts_are_measured_side_by_side() -> None:
 
 
 def test_figures_inside_and_outside_loops() -> None:
-    looping = figures.Answer([5, 6, 7, 8, 9, *[1, 2] * 5], [2, 3, 8, 4])
+    looping = Generation([5, 6, 7, 8, 9, *[1, 2] * 5], [2, 3, 8, 4])
     assert figures.loop_start(looping.tokens) == 5
-    assert looping.counts(in_loops=True) == [2, 3, 8, 4]
-    assert looping.counts(in_loops=False) == [2, 3]
+    assert figures.counts(looping, in_loops=True) == [2, 3, 8, 4]
+    assert figures.counts(looping, in_loops=False) == [2, 3]
     assert figures.acceptance([looping], in_loops=False) == 2.5
     assert figures.loop_share([looping]) == 10 / 15
 

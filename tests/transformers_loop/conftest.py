@@ -40,9 +40,9 @@ def randomized(model: Any) -> Any:
     return model.eval()
 
 
-def greedy(target: Any, ids: torch.Tensor) -> list[int]:
+def greedy(target: Any, ids: torch.Tensor, stop: int | None = None) -> list[int]:
     """The tokens of Transformers' own greedy generation."""
-    out = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+    out = target.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=stop)
     return out[0, ids.shape[1] :].tolist()
 
 

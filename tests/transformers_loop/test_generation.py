@@ -18,7 +18,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, save_model
-from sglang_dflash.transformers_loop import prefill, sampler, spec_generate
+from sglang_dflash.transformers_loop import Sampler, prefill, spec_generate
 from tests.conftest import random_model, raw_config
 from tests.transformers_loop.conftest import NEW_TOKENS, SHAPE, greedy, randomized
 
@@ -69,7 +69,7 @@ def test_samples_follow_the_targets_distribution(
     ids, how = torch.tensor([[3, 9, 27]]), {"temperature": 2.0, "top_k": 4}
     start = prefill(draft, target, ids)
     draws = Counter(
-        tuple(spec_generate(draft, target, start, 2, choose=sampler(**how)).tokens)
+        tuple(spec_generate(draft, target, start, 2, choose=Sampler(**how)).tokens)
         for _ in range(400)
     )
 
