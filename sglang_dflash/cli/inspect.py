@@ -15,6 +15,8 @@ from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 
+FLAGS = spelled(("window", "sinks", "block_size", "draft_kv_tokens"), looks_up="--lookup")
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -24,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a folder with config.json, or a hub name (default: the one published for the target)",
     )
-    add_flags(parser, Options, spelled(("window", "sinks", "block_size", "draft_kv_tokens")))
+    add_flags(parser, Options, FLAGS)
     add_flags(parser, Serving, spelled(Serving.__dataclass_fields__))
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")

@@ -153,7 +153,7 @@ class Options:
     """
 
     block_size: int | None = setting(None, "tokens verified per step (default: the draft's)")
-    looks_up: bool = False
+    looks_up: bool = setting(False, "drafts are also looked up in the request's own text")
     window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
     sinks: int = setting(0, "first tokens of a request that stay visible beside the window")
     draft_kv_tokens: int | None = setting(None, "entries of each ring of draft KV")

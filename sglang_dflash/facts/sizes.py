@@ -159,6 +159,7 @@ def draft_memory(
     paged: bool = False,
     recorded: int = 0,
     waiting_steps: int = 0,
+    text_tokens: int = 0,
 ) -> DraftMemory:
     """What a rank's largest draft steps take, without what depends on the attention backends.
 
@@ -174,6 +175,7 @@ def draft_memory(
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
             most (`drafting.plain_context`); 0 if every step drafts.
+        text_tokens: of a request, at most, in which drafts are looked up; 0 without lookup.
     """
     hidden = config.target_hidden_width * itemsize
     table = 4 * requests * columns
@@ -190,6 +192,8 @@ def draft_memory(
         activations=tokens * _activations(draft_of_rank(config, ranks)) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * waiting_steps * requests * (2 * 8 + hidden),
+        # SGLang's request-to-token table has a row more.
+        texts=4 * (requests + 1) * text_tokens,
     )
 
 

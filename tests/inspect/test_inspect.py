@@ -371,3 +371,17 @@ def test_help_and_inspect_import_no_engine() -> None:
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
     )
     assert json.loads(shown.stdout.splitlines()[-1])["worker"] == "sglang-dflash"
+
+
+def test_a_block_above_the_trained_one_is_for_lookup(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without lookup it is warned of; with it, the draft's logits stay those of its own block."""
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash")
+    asked = (*pair, "--max-running-requests", "8", "--block-size", "32")
+    plain, looked = inspected(capsys, *asked), inspected(capsys, *asked, "--lookup")
+    own = inspected(capsys, *asked[:-1], "16")
+    assert [found["block_size"] for found in (own, plain, looked)] == [16, 32, 32]
+    assert any("trained with" in warning for warning in plain["warnings"])
+    assert not any("trained with" in warning for warning in looked["warnings"])
+    texts = 4 * 9 * looked["target_context"]
+    assert own["draft_step_bytes"] + texts < looked["draft_step_bytes"]
+    assert looked["draft_step_bytes"] - texts < plain["draft_step_bytes"]

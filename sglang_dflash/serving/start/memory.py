@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import torch
 from sglang.srt.mem_cache import allocation_sizing
 from sglang.srt.mem_cache.allocation_sizing import (
     get_alloc_page_size,
@@ -121,10 +120,10 @@ def draft_memory(
         paged=paged,
         recorded=recorded,
         waiting_steps=setup.waiting_steps if narrow else 0,
+        text_tokens=positions if options.looks_up else 0,
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
-        texts=torch.int32.itemsize * (requests + 1) * positions if options.looks_up else 0,
         scratch_kv=(1 + requests * block * paged) * token_bytes,
         attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )
