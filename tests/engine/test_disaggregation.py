@@ -23,7 +23,8 @@ import requests
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
 from tests.engine import workload
-from tests.engine.client import at_rest
+from tests.engine.checks import cached_tokens
+from tests.engine.client import GREEDY, at_rest
 from tests.engine.disaggregated import Pair, disaggregated, pair_router
 from tests.engine.hierarchical import SMALL
 from tests.engine.nursery import ForkedServer
@@ -50,7 +51,6 @@ pytestmark = [
     ),
 ]
 
-GREEDY = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
 CLIENTS = 4
 DENSE = DFLASH.named("pd-dense")
 CODE = DFLASH.named("pd-code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
@@ -74,11 +74,6 @@ def answers(one: Server | Pair, prompts: list[str]) -> list[dict[str, Any]]:
     """Of all prompts, `CLIENTS` at a time, twice: the second time their prefixes are cached."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         return list(pool.map(lambda text: one.generate(text, **GREEDY), [*prompts, *prompts]))
-
-
-def acceptance(found: list[dict[str, Any]]) -> float:
-    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
-    return sum(len(answer["output_ids"]) - 1 for answer in found) / steps
 
 
 def visible_bytes(
@@ -112,8 +107,8 @@ def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, 
         report, sent = both.decode.dflash(), both.prefill.dflash()
         at_rest(both.decode)
         at_rest(both.prefill)
-    assert [one["output_ids"] for one in found] == [one["output_ids"] for one in expected]
-    lengths = acceptance(found), acceptance(expected)
+    workload.assert_same_outputs(found, expected)
+    lengths = workload.acceptance_length(found), workload.acceptance_length(expected)
     prompt = sum(one["meta_info"]["prompt_tokens"] for one in found)
     received = report["draft_kv_received_bytes"] - before["draft_kv_received_bytes"]
     seen, touched = visible_bytes(found, report, int(config.flags.get("--page-size", 1)))
@@ -170,10 +165,9 @@ def test_prefixes_from_the_prefill_servers_host_memory(servers: ServerSession) -
         found = workload.chatted(both)
         loaded, report = both.prefill.dflash(), both.decode.dflash()
         at_rest(both.prefill)
-    for kind, one in found.items():
-        assert one.outputs == expected[kind].outputs
-    lengths = [of["chats"].acceptance_length for of in (found, expected)]
-    cached = sum(found["chats"].cached)
+    workload.assert_same_outputs(found, expected)
+    lengths = [workload.acceptance_length(of["chats"]) for of in (found, expected)]
+    cached = sum(cached_tokens(found["chats"]))
     share = loaded["loaded_back_tokens"] / cached
     print(f"\n{share:.3f} of {cached} cached tokens loaded back; acceptance lengths {lengths}")
     assert share > 0.5 and loaded["loaded_back_draft_kv"] > 0.9 * loaded["loaded_back_tokens"]

@@ -1,5 +1,5 @@
 """Plain decoding of recurrent targets on our CPU platform, which test_exactness.py compares with,
-is that of Transformers; and what SGLang refuses for them."""
+is that of Transformers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.bench.server import ServerFailed
 from tests.engine.hybrid_requests import hybrid_answers
-from tests.engine.servers import (
-    HYBRID_LAZY_NO_OVERLAP,
-    HYBRID_MOE_PLAIN,
-    HYBRID_PLAIN,
-    ServerConfig,
-)
+from tests.engine.servers import HYBRID_MOE_PLAIN, HYBRID_PLAIN, ServerConfig
 from tests.engine.session import ServerSession
 
 # Logits by which the likeliest token leads everywhere. Between a block and single tokens rounding
@@ -43,9 +37,3 @@ def test_plain_decoding_is_that_of_transformers(
         assert logits.argmax(-1).tolist() == answer["output_ids"]
         best, second = logits.topk(2).values.unbind(-1)
         assert (best - second).min() > CLEAR
-
-
-@pytest.mark.long
-def test_a_lazy_buffer_without_overlap_is_refused(servers: ServerSession) -> None:
-    with pytest.raises(ServerFailed, match="Lazy extra buffer requires overlap schedule"):
-        servers.server(HYBRID_LAZY_NO_OVERLAP)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_kernels import draft_attention
 from sglang.srt.configs import qwen3_next
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -58,16 +57,12 @@ RUNNING, POSITIONS = 5, 3000
 
 @pytest.fixture(autouse=True)
 def _a_gpus_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_attention, "_processors", lambda _: 132)
+    monkeypatch.setattr("dflash_kernels.draft_attention._processors", lambda _: 132)
 
 
 BACKENDS = {
     "torch": ATTENTION["torch"],
-    "triton": Backend(
-        Capabilities(capturable=True),
-        draft_attention.make,
-        draft_attention.workspace_bytes,
-    ),
+    "triton": replace(ATTENTION["triton"], capabilities=Capabilities(capturable=True)),
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
         lambda _, setting: PagedAttention(
