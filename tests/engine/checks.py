@@ -13,7 +13,7 @@ import torch
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
-from tests.engine.hybrid_requests import BLOCK_SIZE
+from tests.engine.hybrid import BLOCK_SIZE
 from tests.engine.servers import GRAPHS, ServerConfig, shown_states
 from tests.engine.session import ServerSession
 

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_dflash.bench import server
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
-from tests.engine import hybrid_requests
+from tests.engine import workload
 
 PAIR = demo_pair("dense")
 FILES = "{files}"
@@ -355,7 +355,7 @@ def _hybrid(name: str, base: ServerConfig, plain: ServerConfig, **flags: Any) ->
         speculative_dflash_extension="tests.engine.oracle:extension",
         **flags,
     )
-    oracle = recording_name(plain, hybrid_requests.hybrid_answers)
+    oracle = recording_name(plain, workload.hybrid_answers)
     return config.with_env(SHOWN=shown_states(config), ORACLE=f"{FILES}/{oracle}")
 
 

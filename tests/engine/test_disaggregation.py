@@ -12,23 +12,25 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, free_port
+from sglang_dflash.bench.server import together as side_by_side
 from sglang_dflash.facts.embedded import demo_pair
 from tests.engine import workload
 from tests.engine.checks import cached_tokens
 from tests.engine.client import GREEDY, at_rest
-from tests.engine.disaggregated import Pair, disaggregated, pair_router
 from tests.engine.hierarchical import SMALL
 from tests.engine.nursery import ForkedServer
-from tests.engine.router import BOUND, post
+from tests.engine.router import BOUND, post, router
 from tests.engine.servers import (
     CODE_PAIR,
     DFLASH,
@@ -39,6 +41,7 @@ from tests.engine.servers import (
     PAIR,
     PLAIN,
     WINDOW,
+    ServerConfig,
     drafting,
 )
 from tests.engine.session import ServerSession
@@ -68,6 +71,60 @@ CASES = {
     "mixed": (DENSE.named("pd-mixed").having(page_size=4, **MIXED), PAIR),
     "hybrid": (HYBRID_PAIR_DFLASH.named("pd-hybrid"), HYBRID_PAIR),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Attributes:
+    bootstrap: the prefill server's port for decode servers.
+    url: the router's.
+    """
+
+    prefill: Server
+    decode: Server
+    bootstrap: int
+    url: str
+
+    def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
+        """As `Server.generate`."""
+        response = post(self.url, prompt, **sampling)
+        response.raise_for_status()
+        return response.json()
+
+
+def roles(config: ServerConfig, bootstrap: int) -> tuple[ServerConfig, ServerConfig]:
+    """The prefill and the decode server of a configuration."""
+    # Seconds between two questions whether the prefill server is alive.
+    env = {
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MC_FORCE_TCP": "true",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2.0",
+    }
+    both = config.with_env(**env).having(disaggregation_transfer_backend="mooncake")
+    return (
+        both.having(disaggregation_mode="prefill", disaggregation_bootstrap_port=bootstrap),
+        both.having(disaggregation_mode="decode", disaggregation_decode_retraction_backup="none"),
+    )
+
+
+@contextmanager
+def disaggregated(
+    session: ServerSession, config: ServerConfig, decode: ServerConfig | None = None
+) -> Iterator[Pair]:
+    """A pair of servers of that configuration; the decode server of another one if given."""
+    bootstrap = free_port()
+    first, second = roles(config, bootstrap)[0], roles(decode or config, bootstrap)[1]
+    servers = [session.own(of) for of in (first, second)]
+    with side_by_side(servers), pair_router(servers[0], servers[1], bootstrap) as url:
+        yield Pair(servers[0], servers[1], bootstrap, url)
+
+
+def pair_router(prefill: Server, decode: Server, bootstrap: int) -> AbstractContextManager[str]:
+    """The address of SGLang's router before a prefill and a decode server."""
+    return router(
+        "--disable-retries", "--pd-disaggregation", "--prefill", prefill.url, str(bootstrap),
+        "--decode", decode.url,
+    )  # fmt: skip
 
 
 def answers(one: Server | Pair, prompts: list[str]) -> list[dict[str, Any]]:

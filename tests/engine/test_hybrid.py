@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.hybrid_requests import hybrid_answers
 from tests.engine.servers import HYBRID_MOE_PLAIN, HYBRID_PLAIN, ServerConfig
 from tests.engine.session import ServerSession
+from tests.engine.workload import hybrid_answers
 
 # Logits by which the likeliest token leads everywhere. Between a block and single tokens rounding
 # moves a logit by up to 3e-5, at worst the best and the second in opposite directions; how far
