@@ -47,10 +47,6 @@ FUZZ = int(os.environ.get("SGLANG_DFLASH_FUZZ", "1"))
 SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reverse", action="store_true", help="run the tests in reverse order")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     # Until the tests are collected: imports leave little garbage, and searching takes seconds.
     gc.disable()
@@ -90,8 +86,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(items) - set(left_out)
     items[:] = [item for item in items if item in kept]
     config.hook.pytest_deselected(items=left_out)
-    if config.getoption("--reverse"):
-        items.reverse()
 
 
 def pytest_collection_finish() -> None:
