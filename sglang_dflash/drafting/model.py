@@ -10,7 +10,7 @@ serving (a cache), training (a mask) and tests (dense attention) share the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +29,11 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-class Around(Protocol):
-    """What a layer does around a sublayer: to its input, and then to its output."""
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Finish]:
-        """The sublayer's input `[..., B, E]`, and what makes its output of the sublayer's."""
-
-
 class Unchanged(nn.Module):
     """Around a sublayer of DFlash v1: nothing."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Finish]:
+        """The sublayer's input `[..., B, E]`, and what makes its output of the sublayer's."""
         return x, lambda out, bias: (out, bias)
 
 
@@ -93,7 +87,7 @@ class DraftLayer(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
         self.attention_conv, self.mlp_conv = (self._around(config) for _ in range(2))
 
-    def _around(self, config: DraftConfig) -> Around:
+    def _around(self, config: DraftConfig) -> Unchanged | GroupedConvolution:
         if config.convolution is None:
             return Unchanged()
         return GroupedConvolution(config.hidden_size, config.convolution, self.ops)

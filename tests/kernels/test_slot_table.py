@@ -9,6 +9,7 @@ from dflash_kernels import slot_table
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.facts.draft_config import Reach
+from tests.conftest import write_kv
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 
 SLOTS = 64
@@ -19,7 +20,7 @@ BATCHES = {"ragged": [7, 0, 12, 1], "single": [9], "no-context": [0, 0], "empty"
 def ring_with(live: torch.Tensor) -> RingKVCache:
     """A ring of 40 entries in which the slots `live` are found, entry numbers not theirs."""
     ring = RingKVCache(40, SLOTS, (1, 2, 1, 2), torch.float32, DEVICE)
-    ring.write(live.flip(0), torch.randn(len(live), 1, 2, 1, 2, device=DEVICE))
+    write_kv(ring, live.flip(0), torch.randn(len(live), 1, 2, 1, 2, device=DEVICE))
     return ring
 
 
