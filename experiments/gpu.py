@@ -30,7 +30,7 @@ from sglang_dflash.drafting.attention.backend import Capabilities, choose_attent
 from sglang_dflash.drafting.groups import clear
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
-from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops, check_recording
+from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
@@ -125,10 +125,7 @@ def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
     drafter, table = one.drafter, one.known.req_to_token
     clear(drafter.groups)
     for group in drafter.groups:
-        dead: Dead = "any"
-        if can.scratch:
-            dead = "oldest" if group.cache.has_holes else "none"
-        check_attention(drafter.model, drafter.block_size, group, dead)
+        check_attention(drafter.model, drafter.block_size, group)
     if device.type != "cuda" or not can.capturable:
         return "as torch, not recorded"
     graphed = one.graphed(CudaGraphs(), table.shape[1])

@@ -5,11 +5,12 @@ inputs: a few milliseconds at start-up that find a kernel or a graph which this 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
@@ -24,7 +25,6 @@ from sglang_dflash.facts.errors import ConfigError
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
-Dead = Literal["any", "oldest", "none"]
 # Operation -> its results to compare.
 Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
 
@@ -55,14 +55,12 @@ def check_ops(model: DraftModel, block_size: int, verified: int) -> list[str]:
     return list(cases)
 
 
-def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: Dead = "any") -> None:
+def check_attention(model: DraftModel, block_size: int, group: KVGroup) -> None:
     """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
         group: its cache is empty, but for what the attention keeps at its end, and has zeros again
             afterwards.
-        dead: which entries are. An attention that leaves them out instead of masking them sees
-            farther inside of a sliding window: of it only the oldest one is.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
@@ -74,8 +72,12 @@ def check_attention(model: DraftModel, block_size: int, group: KVGroup, dead: De
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
     columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
     live = columns < seq_lens[:, None]
-    if dead != "none":
-        live &= (columns > 0) if dead == "oldest" else (columns % 7 != 3)
+    dead = columns % 7 == 3
+    if isinstance(group.attention, PagedAttention):
+        # It leaves dead entries out instead of masking them, and then sees farther inside of a
+        # sliding window: only the oldest one is.
+        dead = (columns == 0) & group.cache.has_holes
+    live &= ~dead
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)

@@ -19,7 +19,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS
-from sglang_dflash.drafting.self_check import Dead, check_attention, check_ops
+from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
@@ -133,10 +133,7 @@ class DraftSetup:
             checked = check_ops(self.model, block, self.options.block_size)
             for group in groups:
                 if not isinstance(group.attention, TorchAttention):
-                    dead: Dead = "any"
-                    if self.backend.capabilities.scratch:
-                        dead = "oldest" if group.cache.has_holes else "none"
-                    check_attention(self.model, block, group, dead)
+                    check_attention(self.model, block, group)
                     checked.append(type(group.attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)
