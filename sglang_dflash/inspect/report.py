@@ -101,7 +101,7 @@ def inspect(
     context = context_of(target) or (config.max_position_embeddings if config else None)
     resolved = replace(_resolve(options, draft, config), context=context)
     memory = _memory(target, draft, judged, resolved, serving)
-    options.check_room(resolved, context=context, kv_tokens=memory["target_tokens"])
+    resolved.check_room(memory["target_tokens"])
     notices = resolved.warnings(config, names or {}) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
     warnings += _capped(memory, serving, names or {})

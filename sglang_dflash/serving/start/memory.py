@@ -124,7 +124,7 @@ def draft_memory(
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
-        texts=torch.int32.itemsize * (requests + 1) * positions if options.looks_up else 0,
+        texts=torch.int32.itemsize * (requests + 1) * positions if options.asked.looks_up else 0,
         scratch_kv=(1 + requests * block * paged) * token_bytes,
         attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
     )
