@@ -168,14 +168,9 @@ class DraftModel(nn.Module):
         self.register_buffer("token_ids", None, persistent=False)
 
     @property
-    def kv_heads(self) -> int:
-        """KV heads on this rank."""
-        return self._each_layer()[0].kv_heads
-
-    @property
     def kv_shape(self) -> tuple[int, int, int, int]:
         """Shape of one token's K/V on this rank: `(L, 2, G, D)`."""
-        return (len(self.layers), 2, self.kv_heads, self.config.head_dim)
+        return (len(self.layers), 2, self._each_layer()[0].kv_heads, self.config.head_dim)
 
     def context_features(self, target_hidden: Tensor) -> Tensor:
         """What all layers' context K and V are projected from.

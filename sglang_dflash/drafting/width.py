@@ -254,7 +254,7 @@ class AdaptiveWidth:
         # Requests of the last step that drafted; steps without an outcome yet, two under overlap.
         self._seen: frozenset[Hashable] = frozenset()
         self._open: deque[_Chosen] = deque(maxlen=4)
-        self._steps, self._probes = Counter[int](), 0
+        self._probes = 0
         self._spent, self._spent_probing = 0.0, 0.0
 
     def choose(
@@ -265,7 +265,6 @@ class AdaptiveWidth:
             place = Place.of(len(requests) + undrafted, context)
             step = self._decide(requests, undrafted, self._seconds.at(place), most)
         self._open.append(step)
-        self._steps[step.width] += 1
         self._probes += step.is_probe
         for width in self.widths:
             self._age[width] += 1
@@ -354,7 +353,6 @@ class AdaptiveWidth:
         return {
             "width": "adaptive",
             "width_now": self._best,
-            "width_steps": {str(width): self._steps[width] for width in self.widths},
             "width_probes": self._probes,
             "width_probe_share": round(share, 4),
             "width_costs": self._seconds.report(),

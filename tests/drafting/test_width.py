@@ -302,11 +302,9 @@ def test_widths_begin_at_one_and_ascend(widths: tuple[int, ...]) -> None:
 
 def test_what_is_reported() -> None:
     policy = AdaptiveWidth(WIDTHS)
-    _, widths = simulate(policy, Trace(always(0.1), running=3), steps=500)
+    simulate(policy, Trace(always(0.1), running=3), steps=500)
     report = policy.report()
     assert report["width"] == "adaptive" and report["width_now"] == 1
-    steps = Counter(widths)
-    assert report["width_steps"] == {str(width): steps[width] for width in WIDTHS}
     assert 0 < report["width_probes"] < 60 and 0.005 < report["width_probe_share"] < 0.06
     (place,) = report["width_costs"]
     assert (place["requests"], place["context"]) == (4, 2048)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +78,6 @@ class RandomWidth(FixedWidth):
         self.widths = (1, 4, block_size)
         self._random = random.Random(os.getpid())
         self._plain = 0
-        self._steps: Counter[int] = Counter()
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
@@ -88,12 +86,7 @@ class RandomWidth(FixedWidth):
             # Longer than hidden states wait.
             self._plain = self._random.choice((3, 20))
         self._plain = max(0, self._plain - 1)
-        width = 1 if self._plain else self._random.choice(self.widths)
-        self._steps[width] += 1
-        return width
-
-    def report(self) -> Mapping[str, Any]:
-        return {"width_steps": {str(width): self._steps[width] for width in self.widths}}
+        return 1 if self._plain else self._random.choice(self.widths)
 
 
 def random_widths(_target_worker: Any) -> Extension:

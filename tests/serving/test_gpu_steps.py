@@ -112,7 +112,7 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
     for batch in batches:
         width = worker.forward_batch_generation(batch).speculative_num_draft_tokens
         worker.widths.observe(width, {"a": width - 1, "b": 0})
-    assert all(policy.report()["width_steps"][width] for width in ("1", "3", "4"))
+    assert all(worker.widths.steps[width] for width in (1, 3, 4))
     assert not any(crossing.waits for crossing in gpu.crossings)
 
 
