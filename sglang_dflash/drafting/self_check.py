@@ -18,7 +18,7 @@ from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps, candidate_scores
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
 
@@ -255,14 +255,13 @@ def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tens
     """1 where a walk's tokens `[rules, R, P]` have the largest score after the tokens before them,
     and less by a share of the largest score where they have not: rounding may decide between two.
     """
-    logits, ids, hidden, bonus, predecessors, successors = walk
+    logits, ids, hidden, bonus, *tables = walk
     found = []
     for rule, taken in enumerate(tokens):
         # What is no token has no likeness.
-        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(predecessors) - 1)
-        query = predecessors[before] * hidden
-        edges = (query[..., None, :] * successors[ids]).sum(-1, dtype=torch.float32)
-        scores = logits + edges if rule == LIKELIEST else noise.scores(logits + edges, ids)
+        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(tables[0]) - 1)
+        scores = candidate_scores(logits, ids, hidden, before, *tables)
+        scores = scores if rule == LIKELIEST else noise.scores(scores, ids)
         own = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
         found.append(1 - (scores.amax(-1) - own) / scores.abs().amax())
     return torch.stack(found)
