@@ -13,7 +13,6 @@ import pytest
 from sglang_dflash.drafting.width import (
     COLD,
     AdaptiveWidth,
-    FixedWidth,
     Place,
     StepSeconds,
     Survival,
@@ -91,15 +90,11 @@ def simulate(
     return tokens / time, widths
 
 
-class _Always(FixedWidth):
-    """A fixed width, of which the policies under test need not be the block size."""
-
-
 def over_best_fixed(trace: Trace, seeds: int = 1, steps: int = 1500) -> float:
     """Speed over that of the best fixed width: the geometric mean over seeds."""
     logs = []
     for seed in range(seeds):
-        best = max(simulate(_Always(width), trace, steps, seed)[0] for width in WIDTHS)
+        best = max(simulate(WidthPolicy(width), trace, steps, seed)[0] for width in WIDTHS)
         logs.append(math.log(simulate(AdaptiveWidth(WIDTHS), trace, steps, seed)[0] / best))
     return math.exp(sum(logs) / seeds)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.width import FixedWidth
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
@@ -70,7 +70,7 @@ def recorded_steps(_target_worker: Any) -> Extension:
     return Extension(recorder=OpRecorder)
 
 
-class RandomWidth(FixedWidth):
+class RandomWidth(WidthPolicy):
     """Draws every step's width, another one in every process: 1, 4 and the block size, with runs of
     plain decoding."""
 
