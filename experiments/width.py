@@ -22,7 +22,7 @@ from sglang_dflash.bench.datasets import Prompt, encoder
 from sglang_dflash.bench.load import Answer, Endpoint, Pass
 from sglang_dflash.bench.server import FlagValue, Server, ServerConfig, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
-from sglang_dflash.drafting.width import FixedWidth
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
@@ -103,7 +103,7 @@ def server(kind: str, flags: dict[str, FlagValue] | None) -> ServerConfig:
     return demo_config(pair, dflash=flags is not None).with_flags({**limits, **(flags or {})})
 
 
-class NeverDrafts(FixedWidth):
+class NeverDrafts(WidthPolicy):
     """Width 1 in every step; the draft KV cache is kept up nonetheless."""
 
     drafts = False

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.drafting.attention.backend import DraftAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.groups import KVGroup
-from sglang_dflash.drafting.kv import DraftKVCache
+from sglang_dflash.drafting.kv import DraftKVCache, store_
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
@@ -45,10 +45,6 @@ ON_REQUEST = ("long", "compile")
 FUZZ = int(os.environ.get("SGLANG_DFLASH_FUZZ", "1"))
 # The variable that names a folder shared by the processes of one test session.
 SHARED_FOLDER = "SGLANG_DFLASH_TEST_FOLDER"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reverse", action="store_true", help="run the tests in reverse order")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,8 +86,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(items) - set(left_out)
     items[:] = [item for item in items if item in kept]
     config.hook.pytest_deselected(items=left_out)
-    if config.getoption("--reverse"):
-        items.reverse()
 
 
 def pytest_collection_finish() -> None:
@@ -175,3 +169,14 @@ def kv_groups(
         torch_attention = TorchAttention(layers.layers, options.draft_block)
         found.append(KVGroup(layers, cache, attention(layers) if attention else torch_attention))
     return found
+
+
+def write_kv(
+    cache: DraftKVCache,
+    slots: torch.Tensor,
+    kv: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    quota: int | None = None,
+) -> None:
+    """Enter tokens, see `DraftKVCache.place`, and store their K/V `[N, L, 2, G, D]`."""
+    store_(cache.kv, cache.place(slots, keep, quota), kv)

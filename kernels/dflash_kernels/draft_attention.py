@@ -26,11 +26,6 @@ class TritonAttention:
         none = torch.empty(0, 0, device=device)
         self._kv, self._table = none, ContextTable(none, none)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of the workspace."""
-        return self._partial.nbytes + self._lse.nbytes
-
     def prepare(self, kv: Tensor, table: ContextTable) -> None:
         """Take the table; no K/V is copied."""
         self._kv, self._table = kv, table

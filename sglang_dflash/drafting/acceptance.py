@@ -37,10 +37,6 @@ def accept(block: Tensor, target_tokens: Tensor) -> Accepted:
         block: int64 `[R, B]`, the bonus token of the last step, then the drafted tokens.
         target_tokens: int64 `[R, B]`, the target's token after each of them.
     """
-    if block.shape[1] == 1:
-        # Nothing was drafted.
-        bonus = target_tokens[:, 0]
-        return Accepted(torch.ones_like(bonus), target_tokens, bonus)
     agree = (block[:, 1:] == target_tokens[:, :-1]).long().cumprod(1)
     accepted = agree.sum(1)
     return Accepted(accepted + 1, target_tokens, target_tokens.gather(1, accepted[:, None])[:, 0])

@@ -8,7 +8,7 @@ Letters in shapes: R requests, B block positions, C positions of the longest req
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -30,19 +30,6 @@ SHORT_MATCH = 2
 _NO_TOKEN = 2**31 - 1
 # What stands before a text.
 _NOT_THERE = -(2**31)
-
-
-class Seen(NamedTuple):
-    """What the newest tokens of R requests stood before, the last time.
-
-    Attributes:
-        lengths: int64 `[R, 1]`, how many of them stood there, up to `LONGEST_MATCH`; 0 for fewer
-            than `SHORT_MATCH`.
-        tokens: int64 `[R, N]`, what followed; anything if the length is 0.
-    """
-
-    lengths: Tensor
-    tokens: Tensor
 
 
 def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_size: int) -> Tensor:
@@ -69,14 +56,21 @@ def continue_seen(block: Tensor, texts: Tensor, requests: RequestSlots, vocab_si
     return taken[:, 0]
 
 
-def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int) -> Seen:
-    """The `count` tokens after the longest match. A text that repeats its end goes on so.
+def seen_before(
+    bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
+) -> tuple[Tensor, Tensor]:
+    """The longest match of the newest tokens, and the `count` tokens after it. A text that repeats
+    its end goes on so.
 
     For a CPU: how many places are compared is read on the host.
 
     Args:
         bonus: int64 `[R, 1]`, newest tokens.
         texts, requests: see `continue_seen`.
+
+    Returns:
+        How many tokens agree, int64 `[R, 1]`, up to `LONGEST_MATCH`, 0 for fewer than
+        `SHORT_MATCH`; and what followed, int64 `[R, count]`, anything where none do.
     """
     seq_lens, device = requests.seq_lens[:, None], bonus.device
     columns = min(requests.longest, texts.shape[1] - 1) + 1
@@ -86,7 +80,7 @@ def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     agrees = agrees[:, 1:] & (text[:, :-1] == before)
     of, ends = agrees.nonzero(as_tuple=True)  # [M]: places where the newest two tokens stood
     if not len(of):
-        return Seen(torch.zeros_like(bonus), bonus.expand(-1, count))
+        return torch.zeros_like(bonus), bonus.expand(-1, count)
     ends = ends + 1
     up_to = F.pad(text, (LONGEST_MATCH - 1, 0), value=_NOT_THERE).unfold(1, LONGEST_MATCH, 1)
     newest = up_to[of, requests.seq_lens[of]]
@@ -95,7 +89,7 @@ def seen_before(bonus: Tensor, texts: Tensor, requests: RequestSlots, count: int
     lengths, end = key[:, None] // columns, key[:, None] % columns
     period = (seq_lens - end).clamp(min=1)
     after = end + 1 + torch.arange(count, device=device) % period
-    return Seen(lengths, text.gather(1, after).long())
+    return lengths, text.gather(1, after).long()
 
 
 class Lookup:

@@ -10,7 +10,7 @@ serving (a cache), training (a mask) and tests (dense attention) share the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +29,11 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 
-class Around(Protocol):
-    """What a layer does around a sublayer: to its input, and then to its output."""
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Finish]:
-        """The sublayer's input `[..., B, E]`, and what makes its output of the sublayer's."""
-
-
 class Unchanged(nn.Module):
     """Around a sublayer of DFlash v1: nothing."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Finish]:
+        """The sublayer's input `[..., B, E]`, and what makes its output of the sublayer's."""
         return x, lambda out, bias: (out, bias)
 
 
@@ -93,7 +87,7 @@ class DraftLayer(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
         self.attention_conv, self.mlp_conv = (self._around(config) for _ in range(2))
 
-    def _around(self, config: DraftConfig) -> Around:
+    def _around(self, config: DraftConfig) -> Unchanged | GroupedConvolution:
         if config.convolution is None:
             return Unchanged()
         return GroupedConvolution(config.hidden_size, config.convolution, self.ops)
@@ -182,14 +176,9 @@ class DraftModel(nn.Module):
         return self.fc.weight.dtype
 
     @property
-    def kv_heads(self) -> int:
-        """KV heads on this rank."""
-        return self._each_layer()[0].kv_heads
-
-    @property
     def kv_shape(self) -> tuple[int, int, int, int]:
         """Shape of one token's K/V on this rank: `(L, 2, G, D)`."""
-        return (len(self.layers), 2, self.kv_heads, self.config.head_dim)
+        return (len(self.layers), 2, self._each_layer()[0].kv_heads, self.config.head_dim)
 
     def context_features(self, target_hidden: Tensor) -> Tensor:
         """What all layers' context K and V are projected from.

@@ -167,8 +167,8 @@ class TorchOps:
         successors: Tensor,
         noise: BlockNoise | None = None,
     ) -> Tensor:
-        """Take a candidate of each position, the one with the largest logit +
-        <predecessors[token before] * hidden, successors[candidate]>.
+        """Take a candidate of each position, the one with the largest of `candidate_scores` after
+        the one taken before.
 
         Args:
             logits: float32 `[R, P, K]`, of the candidates.
@@ -186,9 +186,8 @@ class TorchOps:
         for of in (None,) if noise is None else (None, noise):
             taken, before = [], bonus
             for place in range(ids.shape[1]):
-                query = predecessors[before] * hidden[:, place]
-                edges = (query[:, None] * successors[ids[:, place]]).sum(-1, dtype=torch.float32)
-                scores = logits[:, place] + edges
+                here = logits[:, place], ids[:, place], hidden[:, place], before
+                scores = candidate_scores(*here, predecessors, successors)
                 if of is not None:
                     at = ids[:, place, None]
                     scores = of.scores(scores[:, None], at, first=place + 1)[:, 0]
@@ -234,6 +233,28 @@ class TorchOps:
     ) -> Tensor:
         """`lookup.continue_seen`."""
         return continue_seen(block, texts, requests, vocab_size)
+
+
+def candidate_scores(
+    logits: Tensor,
+    ids: Tensor,
+    hidden: Tensor,
+    before: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+) -> Tensor:
+    """Each candidate's logit + <predecessors[token before] * hidden, successors[candidate]>,
+    float32 `[..., K]`.
+
+    Args:
+        logits: float32 `[..., K]`.
+        ids: int64 `[..., K]`, the candidates.
+        hidden: `[..., r]`.
+        before: int64 `[...]`.
+        predecessors, successors: `[V, r]`.
+    """
+    query = predecessors[before] * hidden
+    return logits + (query[..., None, :] * successors[ids]).sum(-1, dtype=torch.float32)
 
 
 def norm_rope_context(

@@ -47,22 +47,18 @@ class ResolvedOptions:
     """Options for one draft checkpoint, all decided.
 
     Attributes:
+        asked: what was asked for.
         block_size: tokens verified per step, the bonus token included; at most, if widths adapt.
         draft_block: tokens of the block that the draft fills, the bonus token included. Lookup
             fills the rest.
-        looks_up: whether drafts are also looked up in the request's own text.
         reach: what the server lets drafts read of a request.
-        draft_kv_tokens: entries of every ring; None for the default.
-        recurrent_rollback: see `Options`.
         context: tokens of a request, at most; None if that is not known.
     """
 
+    asked: Options
     block_size: int
     draft_block: int
-    looks_up: bool
     reach: Reach
-    draft_kv_tokens: int | None
-    recurrent_rollback: str
     context: int | None = None
 
     def ring_entries(self, reach: Reach, max_running_requests: int) -> int | None:
@@ -73,12 +69,41 @@ class ResolvedOptions:
         """
         if reach.tokens is None:
             return None
-        if self.draft_kv_tokens is not None:
-            return self.draft_kv_tokens
+        if self.asked.draft_kv_tokens is not None:
+            return self.asked.draft_kv_tokens
         visible = reach.tokens + reach.sinks
         if self.context is not None:
             visible = min(visible, self.context)
         return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.block_size)
+
+    def check_room(self, kv_tokens: int | None) -> None:
+        """Whether requests can be decoded.
+
+        A verify step reserves two blocks ahead for each request where the pool has them. Two
+        requests at a time must find room for that.
+
+        Args:
+            kv_tokens: of the target's KV pool; None if unknown.
+
+        Raises:
+            ConfigError: the block is too large.
+        """
+        name = "block_size" if self.asked.block_size is not None else "block_size of the draft"
+        block, context = self.block_size, self.context
+        if context is not None and 2 * block > context:
+            raise ConfigError(
+                name,
+                block,
+                f"more than half of the target's context of {context} tokens; "
+                f"{_at_most(context // 2)} a context of at least {2 * block} tokens",
+            )
+        if kv_tokens is not None and 4 * block > kv_tokens:
+            raise ConfigError(
+                name,
+                block,
+                f"too large for a KV pool of {kv_tokens} tokens, in which every request reserves "
+                f"two blocks; {_at_most(kv_tokens // 4)} a pool of at least {4 * block} tokens",
+            )
 
     def warnings(
         self, config: DraftConfig, names: Mapping[str, str], is_fixed: bool = False
@@ -219,46 +244,8 @@ class Options:
             raise ConfigError(
                 "window", self.window, f"smaller than the block size; give at least {block_size}"
             )
-        return ResolvedOptions(
-            block_size=block_size,
-            draft_block=min(block_size, trained or block_size) if self.looks_up else block_size,
-            looks_up=self.looks_up,
-            reach=Reach(self.window, self.sinks),
-            draft_kv_tokens=self.draft_kv_tokens,
-            recurrent_rollback=self.recurrent_rollback,
-        )
-
-    def check_room(
-        self, resolved: ResolvedOptions, *, context: int | None, kv_tokens: int | None
-    ) -> None:
-        """Whether requests of `resolved`, which is of these options, can be decoded.
-
-        A verify step reserves two blocks ahead for each request where the pool has them. Two
-        requests at a time must find room for that.
-
-        Args:
-            context: tokens of a request, at most; None if unknown.
-            kv_tokens: of the target's KV pool; None if unknown.
-
-        Raises:
-            ConfigError: the block is too large.
-        """
-        name = "block_size" if self.block_size is not None else "block_size of the draft"
-        block = resolved.block_size
-        if context is not None and 2 * block > context:
-            raise ConfigError(
-                name,
-                block,
-                f"more than half of the target's context of {context} tokens; "
-                f"{_at_most(context // 2)} a context of at least {2 * block} tokens",
-            )
-        if kv_tokens is not None and 4 * block > kv_tokens:
-            raise ConfigError(
-                name,
-                block,
-                f"too large for a KV pool of {kv_tokens} tokens, in which every request reserves "
-                f"two blocks; {_at_most(kv_tokens // 4)} a pool of at least {4 * block} tokens",
-            )
+        draft_block = min(block_size, trained or block_size) if self.looks_up else block_size
+        return ResolvedOptions(self, block_size, draft_block, Reach(self.window, self.sinks))
 
 
 def _at_most(block_size: int) -> str:

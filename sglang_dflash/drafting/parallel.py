@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +13,12 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.target_config import kv_heads_of_rank, share_of_rank
 
 
-def _identity(x: Tensor) -> Tensor:
+def _identity(x: Any) -> Any:
     return x
 
 
 def _single_rank(x: Tensor) -> Tensor:
     return x[None]
-
-
-def _own_number(number: int) -> int:
-    return number
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class TensorParallel:
     size: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _identity
     all_gather: Callable[[Tensor], Tensor] = _single_rank
-    from_first: Callable[[int], int] = _own_number
+    from_first: Callable[[int], int] = _identity
 
     def __post_init__(self) -> None:
         if self.size < 1:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sglang_dflash.drafting.noise import BlockNoise, LogitScale
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps, candidate_scores
 from sglang_dflash.drafting.parallel import TensorParallel, candidates_of_ranks, taken_of_shards
 from sglang_dflash.facts.draft_config import Selector
 
@@ -86,9 +86,8 @@ class SelectorHead:
         tokens = torch.cat((ids[..., None], candidates.view(*ids.shape, -1)), -1)
         unary = self.scale(torch.cat((own[:, None], values.float()), -1)).view(tokens.shape)
         before = torch.cat((bonus[:, None], ids[:, :-1]), 1)
-        query = of.predecessor_codebook[before] * of.hidden_projection(drafts)
-        edges = (query[..., None, :] * of.successor_codebook[tokens]).sum(-1)
-        scores = unary + edges.float()
+        tables = of.predecessor_codebook, of.successor_codebook
+        scores = candidate_scores(unary, tokens, of.hidden_projection(drafts), before, *tables)
         if noise is not None:
             scores = noise.scores(scores, tokens)
         short = scores[..., 1:].amax(-1) - scores[..., 0]

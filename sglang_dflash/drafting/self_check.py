@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter, Proposer
@@ -17,7 +18,7 @@ from sglang_dflash.drafting.groups import KVGroup, clear
 from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps, candidate_scores
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
 
@@ -54,17 +55,12 @@ def check_ops(model: DraftModel, block_size: int, verified: int) -> list[str]:
     return list(cases)
 
 
-def check_attention(
-    model: DraftModel, block_size: int, group: KVGroup, *, leaves_out: bool = False
-) -> None:
+def check_attention(model: DraftModel, block_size: int, group: KVGroup) -> None:
     """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
         group: its cache is empty, but for what the attention keeps at its end, and has zeros again
             afterwards.
-        leaves_out: whether the attention leaves dead entries out instead of masking them. Then it
-            sees farther inside of a sliding window, so only the oldest one is dead, if the cache
-            can have any.
 
     Raises:
         SelfCheckFailed: see `check_ops`.
@@ -76,10 +72,12 @@ def check_attention(
     seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
     columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
     live = columns < seq_lens[:, None]
-    if not leaves_out:
-        live &= columns % 7 != 3
-    elif group.cache.has_holes:
-        live &= columns > 0
+    dead = columns % 7 == 3
+    if isinstance(group.attention, PagedAttention):
+        # It leaves dead entries out instead of masking them, and then sees farther inside of a
+        # sliding window: only the oldest one is.
+        dead = (columns == 0) & group.cache.has_holes
+    live &= ~dead
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
     q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
@@ -256,14 +254,13 @@ def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tens
     """1 where a walk's tokens `[rules, R, P]` have the largest score after the tokens before them,
     and less by a share of the largest score where they have not: rounding may decide between two.
     """
-    logits, ids, hidden, bonus, predecessors, successors = walk
+    logits, ids, hidden, bonus, *tables = walk
     found = []
     for rule, taken in enumerate(tokens):
         # What is no token has no likeness.
-        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(predecessors) - 1)
-        query = predecessors[before] * hidden
-        edges = (query[..., None, :] * successors[ids]).sum(-1, dtype=torch.float32)
-        scores = logits + edges if rule == LIKELIEST else noise.scores(logits + edges, ids)
+        before = torch.cat((bonus[:, None], taken[:, :-1]), 1).clamp(0, len(tables[0]) - 1)
+        scores = candidate_scores(logits, ids, hidden, before, *tables)
+        scores = scores if rule == LIKELIEST else noise.scores(scores, ids)
         own = scores.where(ids == taken[..., None], -torch.inf).amax(-1)
         found.append(1 - (scores.amax(-1) - own) / scores.abs().amax())
     return torch.stack(found)

@@ -18,7 +18,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 from math import sqrt
 from statistics import median_low
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 # A draft that was never tried is expected to be accepted this often: a server begins by drafting.
 GUESS = 0.8
@@ -42,14 +42,15 @@ PATIENCE = 3
 OLD = 240
 
 
-class WidthPolicy(Protocol):
-    """Chooses the width of every step.
+class WidthPolicy:
+    """Chooses the width of every step: the whole block. Others derive from it.
 
     Attributes:
         widths: ascending; the last one is the block size.
     """
 
-    widths: tuple[int, ...]
+    def __init__(self, block_size: int) -> None:
+        self.widths: tuple[int, ...] = (block_size,)
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
@@ -62,6 +63,7 @@ class WidthPolicy(Protocol):
             most: tokens that a request can still take, at most.
             undrafted: other requests of the batch, which take one token per step.
         """
+        return self.widths[-1]
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         """A step of that many requests had this duration."""
@@ -74,26 +76,6 @@ class WidthPolicy(Protocol):
 
     def report(self) -> Mapping[str, Any]:
         """For /server_info."""
-
-
-class FixedWidth:
-    """Every step verifies the whole block."""
-
-    def __init__(self, block_size: int) -> None:
-        self.widths: tuple[int, ...] = (block_size,)
-
-    def choose(
-        self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
-    ) -> int:
-        return self.widths[0]
-
-    def took(self, seconds: float, requests: int, context: int, width: int) -> None:
-        pass
-
-    def observe(self, requests: Sequence[Hashable], width: int, accepted: Sequence[int]) -> None:
-        pass
-
-    def report(self) -> Mapping[str, Any]:
         return {"width": "fixed"}
 
 
@@ -230,7 +212,7 @@ class _Chosen(NamedTuple):
     is_probe: bool = False
 
 
-class AdaptiveWidth:
+class AdaptiveWidth(WidthPolicy):
     """The width with the most expected tokens per second."""
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -254,7 +236,7 @@ class AdaptiveWidth:
         # Requests of the last step that drafted; steps without an outcome yet, two under overlap.
         self._seen: frozenset[Hashable] = frozenset()
         self._open: deque[_Chosen] = deque(maxlen=4)
-        self._steps, self._probes = Counter[int](), 0
+        self._probes = 0
         self._spent, self._spent_probing = 0.0, 0.0
 
     def choose(
@@ -265,7 +247,6 @@ class AdaptiveWidth:
             place = Place.of(len(requests) + undrafted, context)
             step = self._decide(requests, undrafted, self._seconds.at(place), most)
         self._open.append(step)
-        self._steps[step.width] += 1
         self._probes += step.is_probe
         for width in self.widths:
             self._age[width] += 1
@@ -354,7 +335,6 @@ class AdaptiveWidth:
         return {
             "width": "adaptive",
             "width_now": self._best,
-            "width_steps": {str(width): self._steps[width] for width in self.widths},
             "width_probes": self._probes,
             "width_probe_share": round(share, 4),
             "width_costs": self._seconds.report(),

@@ -95,7 +95,7 @@ def inspect(
     context = context_of(target) or (config.max_position_embeddings if config else None)
     resolved = replace(_resolve(options, draft, config), context=context)
     memory = _memory(target, draft, judged, resolved, serving)
-    options.check_room(resolved, context=context, kv_tokens=memory["target_tokens"])
+    resolved.check_room(memory["target_tokens"])
     notices = resolved.warnings(config, spelled(Options.__dataclass_fields__)) if config else []
     warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
     warnings += _capped(memory, serving)
@@ -250,7 +250,7 @@ def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> i
         columns=sum(reach.of(options.context or 0) for reach in reaches),
         ranks=serving.tp_size,
         recorded=serving.max_running_requests,
-        text_tokens=(options.context or 0) if options.looks_up else 0,
+        text_tokens=(options.context or 0) if options.asked.looks_up else 0,
     ).total
 
 

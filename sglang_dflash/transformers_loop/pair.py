@@ -67,8 +67,9 @@ def load(
             pair=shown_pair(draft, target),
         )
         context = getattr(text, "max_position_embeddings", None)
-        options.check_room(resolved, context=context, kv_tokens=None)
-        for warning in replace(resolved, context=context).warnings(config, {}):
+        resolved = replace(resolved, context=context)
+        resolved.check_room(kv_tokens=None)
+        for warning in resolved.warnings(config, {}):
             logger.warning("%s", warning)
         network = load_model(folder, dtype=kind, device=on)
         tokenizer = AutoTokenizer.from_pretrained(target)

@@ -13,18 +13,6 @@ from sglang_dflash.drafting.acceptance import (
 )
 
 
-def test_greedy_commits_the_agreeing_prefix_and_the_targets_next_token() -> None:
-    block = torch.tensor([[9, 1, 2, 3], [9, 1, 5, 3], [9, 7, 2, 3], [9, 1, 2, 7]])
-    tokens = torch.tensor([[1, 2, 3, 4]] * 4)
-    accepted = accept(block, tokens)
-    assert accepted.lengths.tolist() == [4, 2, 1, 3]
-    assert accepted.bonus.tolist() == [4, 2, 1, 3]
-    committed = [
-        row[:n] for row, n in zip(accepted.tokens.tolist(), accepted.lengths.tolist(), strict=True)
-    ]
-    assert committed == [[1, 2, 3, 4], [1, 2], [1], [1, 2, 3]]
-
-
 @pytest.mark.parametrize("width", [1, 2, 6])
 def test_greedy_equals_a_plain_loop_on_random_blocks(width: int) -> None:
     block, tokens = torch.randint(0, 3, (500, width)), torch.randint(0, 3, (500, width))

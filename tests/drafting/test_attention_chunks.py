@@ -17,7 +17,7 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import LayerAttention, Reach
-from tests.conftest import kv_groups, random_model, raw_config
+from tests.conftest import kv_groups, random_model, raw_config, write_kv
 
 LAYERS = (
     LayerAttention(None, False),
@@ -107,7 +107,7 @@ def test_memory_of_a_proposal_does_not_grow_with_the_context(
         )  # fmt: skip
         for group in groups:
             kv = torch.randn(slots.numel(), *group.cache.kv.shape[1:])
-            group.cache.write(slots.flatten().long(), kv)
+            write_kv(group.cache, slots.flatten().long(), kv)
         head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
         drafter = Drafter(model, head, groups, options)
         lengths = torch.full((requests,), context)

@@ -127,11 +127,3 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         # float32 through three layers: the two differ by the order of sums only.
         torch.testing.assert_close(states[r, 1:], hidden[1:], atol=2e-5, rtol=2e-5)
         assert block[r].tolist() == tokens
-
-
-def test_joined_context_projection_is_the_layers_own() -> None:
-    raw = raw_config(attention_bias=True)
-    model = random_model(raw)
-    hidden, positions = torch.randn(5, model.config.target_hidden_width), torch.arange(3, 8)
-    before = model.context_kv(hidden, positions)
-    torch.testing.assert_close(model.freeze().context_kv(hidden, positions), before)

@@ -12,6 +12,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
+from tests.conftest import write_kv
 
 TARGET_SLOTS = 24
 SHAPE = (1, 2, 1, 1)
@@ -104,7 +105,7 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operatio
             numbers = list(range(number, number + len(targets)))
             number += len(targets)
             kept = keep[: len(targets)]
-            cache.write(torch.tensor(targets), stamped(numbers), torch.tensor(kept), quota)
+            write_kv(cache, torch.tensor(targets), stamped(numbers), torch.tensor(kept), quota)
             plain.forget(targets)
             plain.write(
                 [(t, n) for t, n, k in zip(targets, numbers, kept, strict=True) if k], quota
@@ -124,20 +125,20 @@ def test_behaves_as_a_ring_that_spares_what_is_in_use(num_entries: int, operatio
 
 def test_unused_entries_are_overwritten_oldest_first() -> None:
     cache = cache_of(6)
-    cache.write(torch.tensor([0, 1, 2, 3]), stamped([1, 2, 3, 4]))
+    write_kv(cache, torch.tensor([0, 1, 2, 3]), stamped([1, 2, 3, 4]))
     read_by_request(cache, [20])  # Nothing is in use.
-    cache.write(torch.tensor([4, 5]), stamped([5, 6]))
+    write_kv(cache, torch.tensor([4, 5]), stamped([5, 6]))
     assert min(read_by_request(cache, [0, 1, 2, 3, 4, 5])) >= 0
     read_by_request(cache, [20])
-    cache.write(torch.tensor([6]), stamped([7]))
+    write_kv(cache, torch.tensor([6]), stamped([7]))
     assert [entry >= 0 for entry in read_by_request(cache, [0, 1, 2])] == [False, True, True]
 
 
 def test_a_slot_is_dead_once_its_token_was_rejected() -> None:
     """Its last owner's entry is not found, nor the padding entry that rejected tokens go to."""
     cache, slots = cache_of(6), torch.tensor([7, 8, 9])
-    cache.write(slots, stamped([1, 2, 3]))
-    cache.write(slots, stamped([4, 5, 6]), torch.tensor([True, False, False]))
+    write_kv(cache, slots, stamped([1, 2, 3]))
+    write_kv(cache, slots, stamped([4, 5, 6]), torch.tensor([True, False, False]))
     entries = read_by_request(cache, [7, 8, 9])
     assert entries[1:] == [-1, -1] and cache.kv[entries[0]].unique().item() == 4
     assert cache.find(slots)[1].tolist() == [True, False, False]
@@ -145,8 +146,8 @@ def test_a_slot_is_dead_once_its_token_was_rejected() -> None:
 
 def test_an_overwritten_entry_is_not_found_by_its_last_owner() -> None:
     cache = cache_of(3)
-    cache.write(torch.tensor([0, 1, 2]), stamped([1, 2, 3]))
-    cache.write(torch.tensor([3, 4]), stamped([4, 5]))
+    write_kv(cache, torch.tensor([0, 1, 2]), stamped([1, 2, 3]))
+    write_kv(cache, torch.tensor([3, 4]), stamped([4, 5]))
     entries = read_by_request(cache, [0, 1, 2, 3, 4])
     assert entries[:2] == [-1, -1] and min(entries[2:]) >= 0
 
@@ -154,19 +155,19 @@ def test_an_overwritten_entry_is_not_found_by_its_last_owner() -> None:
 def test_what_a_request_reads_outlives_any_number_of_others() -> None:
     """A long request's entries stay while short requests pass through the rest of the ring."""
     cache, mine = cache_of(8), [0, 1, 2, 3]
-    cache.write(torch.tensor(mine), stamped([1, 2, 3, 4]))
+    write_kv(cache, torch.tensor(mine), stamped([1, 2, 3, 4]))
     for i in range(20):
         assert min(read_by_request(cache, mine)) >= 0
-        cache.write(torch.arange(4, 7) + 3 * (i % 5), stamped([9, 9, 9]))
+        write_kv(cache, torch.arange(4, 7) + 3 * (i % 5), stamped([9, 9, 9]))
 
 
 def test_a_prompt_yields_to_what_is_read() -> None:
     """A prompt too large for the unused entries takes these, or its quota; its last tokens stay."""
     for quota, survivors in ((1, [5, 6]), (3, [4, 5, 6])):
         cache, mine = cache_of(6), torch.arange(10, 14)
-        cache.write(mine, stamped([1, 2, 3, 4]))
+        write_kv(cache, mine, stamped([1, 2, 3, 4]))
         read_by_request(cache, mine.tolist())
-        cache.write(torch.arange(7), stamped(list(range(7))), quota=quota)
+        write_kv(cache, torch.arange(7), stamped(list(range(7))), quota=quota)
         assert cache.find(torch.arange(7))[1].nonzero()[:, 0].tolist() == survivors
         assert int(cache.find(mine)[1].sum()) == (4 if quota == 1 else 1 + 2)
 
@@ -174,16 +175,16 @@ def test_a_prompt_yields_to_what_is_read() -> None:
 def test_fresh_entries_are_marked_in_use() -> None:
     """What was written since the last read is not overwritten while unused entries are left."""
     cache = cache_of(4)
-    cache.write(torch.tensor([0, 1]), stamped([1, 2]))
+    write_kv(cache, torch.tensor([0, 1]), stamped([1, 2]))
     cache.cursor.zero_()
-    cache.write(torch.tensor([2, 3]), stamped([3, 4]))
+    write_kv(cache, torch.tensor([2, 3]), stamped([3, 4]))
     assert cache.find(torch.arange(4))[1].all()
 
 
 def test_direct_cache_keeps_everything_but_rejected_tokens() -> None:
     cache = DraftKVCache(TARGET_SLOTS, SHAPE, torch.float32, "cpu")
     cache.kv.zero_()
-    cache.write(torch.tensor([4, 5, 6]), stamped([1, 2, 3]), torch.tensor([True, False, True]))
+    write_kv(cache, torch.tensor([4, 5, 6]), stamped([1, 2, 3]), torch.tensor([True, False, True]))
     entries = read_by_request(cache, [4, 5, 6])
     assert min(entries) >= 0 and cache.kv[entries][:, 0, 0, 0, 0].tolist() == [1, 0, 3]
 
@@ -204,7 +205,7 @@ def test_8_bit_entries_saturate(kind: str, dtype: torch.dtype) -> None:
     if kind == "ring":
         cache = RingKVCache(8, TARGET_SLOTS, SHAPE, dtype, "cpu")
     kept, limit = torch.tensor([True, True, False, True]), torch.finfo(dtype).max
-    cache.write(torch.tensor([4, 5, 6, 7]), stamped([1, 10**6, 3, -(10**6)]), kept)
+    write_kv(cache, torch.tensor([4, 5, 6, 7]), stamped([1, 10**6, 3, -(10**6)]), kept)
     entries, live = cache.find(torch.tensor([4, 5, 7]))
     assert live.all()
     assert cache.kv.float()[entries][:, 0, 0, 0, 0].tolist() == [1, limit, -limit]

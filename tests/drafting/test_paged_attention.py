@@ -93,14 +93,6 @@ def test_a_table_without_holes_is_not_sorted(monkeypatch: pytest.MonkeyPatch) ->
         pages(entries, 2, 50, holes=True)
 
 
-def test_dead_entries_are_left_out() -> None:
-    compare([[4, -1, -1, 9, 2, -1], [-1, -1, 8, -1, -1, -1]], [6, 3], LAYERS[:2])
-
-
-def test_no_context_at_all() -> None:
-    compare([[], []], [0, 0], LAYERS)
-
-
 def test_pages() -> None:
     known = pages(torch.tensor([[-1, 7, -1, 3], [-1, -1, -1, -1]], dtype=torch.int32), 2, 50, True)
     assert known.lengths.tolist() == [4, 2] and known.queries.tolist() == [0, 2, 4]
@@ -109,6 +101,17 @@ def test_pages() -> None:
     assert int(known.table.min()) >= 0 and known.table.dtype == known.lengths.dtype == torch.int32
 
 
-@pytest.mark.parametrize("requests", [0, 1])
-def test_small_batches(requests: int) -> None:
-    compare([[1, 2]] * requests, [2] * requests, LAYERS)
+@pytest.mark.parametrize(
+    ("entries", "lengths", "layers"),
+    [
+        ([[4, -1, -1, 9, 2, -1], [-1, -1, 8, -1, -1, -1]], [6, 3], LAYERS[:2]),
+        ([[], []], [0, 0], LAYERS),
+        ([], [], LAYERS),
+        ([[1, 2]], [2], LAYERS),
+    ],
+    ids=["dead entries", "no context", "no requests", "one request"],
+)
+def test_odd_batches(
+    entries: list[list[int]], lengths: list[int], layers: tuple[LayerAttention, ...]
+) -> None:
+    compare(entries, lengths, layers)

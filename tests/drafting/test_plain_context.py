@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 from sglang_dflash.drafting.plain_context import MOST_STEPS, PlainContext
 
 
-class Absorbed:
-    """A drafter that keeps what it absorbs."""
+class Waiting(PlainContext):
+    """Before a drafter that keeps what it absorbs."""
 
     def __init__(self) -> None:
+        drafter: Any = SimpleNamespace(absorb=self._keep)
+        super().__init__(drafter, MOST_STEPS)
         self.calls: list[tuple[list[float], list[int], list[int]]] = []
 
-    def absorb(self, hidden: Tensor, positions: Tensor, slots: Tensor, **_: Any) -> None:
+    def _keep(self, hidden: Tensor, positions: Tensor, slots: Tensor) -> None:
         self.calls.append((hidden[:, 0].tolist(), positions.tolist(), slots.tolist()))
 
 
@@ -29,47 +32,42 @@ def add(context: PlainContext, requests: list[str], step: int) -> Tensor:
 
 
 def test_steps_wait_and_are_absorbed_in_order() -> None:
-    drafter = Absorbed()
-    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
+    context = Waiting()
     for step in range(3):
         add(context, ["a", "b"], step)
-    assert not drafter.calls
+    assert not context.calls
     context.absorb()
     context.absorb()
-    assert drafter.calls == [([0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2], [0, 1, 10, 11, 20, 21])]
+    assert context.calls == [([0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2], [0, 1, 10, 11, 20, 21])]
 
 
 def test_a_captured_graph_may_overwrite_its_hidden_states() -> None:
-    drafter = Absorbed()
-    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
+    context = Waiting()
     add(context, ["a"], 5).fill_(-1)
     context.absorb()
-    assert drafter.calls[0][0] == [5]
+    assert context.calls[0][0] == [5]
 
 
 def test_another_batch_does_not_wait() -> None:
     """A request that has ended frees its slots, and one of the others may get them."""
-    drafter = Absorbed()
-    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
+    context = Waiting()
     add(context, ["a", "b"], 1)
     add(context, ["b"], 2)
-    assert [call[0] for call in drafter.calls] == [[1, 1]]
+    assert [call[0] for call in context.calls] == [[1, 1]]
     add(context, ["c"], 3)
-    assert [call[0] for call in drafter.calls] == [[1, 1], [2]]
+    assert [call[0] for call in context.calls] == [[1, 1], [2]]
 
 
 def test_no_more_than_a_few_steps_wait() -> None:
-    drafter = Absorbed()
-    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
+    context = Waiting()
     for step in range(MOST_STEPS):
         add(context, ["a"], step)
-    assert [len(call[0]) for call in drafter.calls] == [MOST_STEPS]
+    assert [len(call[0]) for call in context.calls] == [MOST_STEPS]
 
 
 def test_an_emptied_cache_gets_nothing() -> None:
-    drafter = Absorbed()
-    context = PlainContext(drafter, MOST_STEPS)  # type: ignore[arg-type]
+    context = Waiting()
     add(context, ["a"], 1)
     context.clear()
     context.absorb()
-    assert not drafter.calls
+    assert not context.calls

@@ -14,7 +14,7 @@ from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.draft_counters import DraftHealth
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import KVGroup
-from sglang_dflash.drafting.kv.tagged import TaggedKVCache
+from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
@@ -121,15 +121,15 @@ def test_attention_through_pages_is_compared_on_the_cache() -> None:
     model, options = sliding_model()
     layers, _ = model.config.groups(options.reach)
     shape = layers.kv_shape(model.kv_shape)
-    cache = TaggedKVCache(60, shape, torch.float32, "cpu", scratch=3 * BLOCK)
+    cache = RingKVCache(60, 80, shape, torch.float32, "cpu", scratch=3 * BLOCK)
     for kernel in (plain_kernel, far):
         paged = PagedAttention(layers.layers, BLOCK, cache.num_entries + 1, kernel)
         group = KVGroup(layers, cache, paged)
         if kernel is plain_kernel:
-            check_attention(model, BLOCK, group, leaves_out=True)
+            check_attention(model, BLOCK, group)
         else:
             with pytest.raises(SelfCheckFailed, match=r"attention of layer 0 \(PagedAttention\)"):
-                check_attention(model, BLOCK, group, leaves_out=True)
+                check_attention(model, BLOCK, group)
         assert not cache.kv.any()
 
 

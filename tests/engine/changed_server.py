@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from tests.engine import faults
+from tests.engine.faults import install as faults
 from tests.engine.shown_states import show_states
 
 GIB = 1 << 30
@@ -59,7 +59,7 @@ def no_containment() -> None:
     kept = tuple(row for row in seams.SEAMS if ".containment:" not in str(row.ours))
     assert len(kept) == len(seams.SEAMS) - 5
     seams.SEAMS = plugin.SEAMS = kept
-    faults.install()
+    faults()
 
 
 def poisoned_draft_kv() -> None:
@@ -75,15 +75,6 @@ def poisoned_draft_kv() -> None:
     kv.DraftKVCache.__init__ = poisoned
 
 
-CHANGES = {
-    "poisoned_draft_kv": poisoned_draft_kv,
-    "sized": sized,
-    "no_penalty_rows": no_penalty_rows,
-    "states": states,
-    "faults": faults.install,
-    "no_containment": no_containment,
-}
-
 if __name__ == "__main__":
-    CHANGES[os.environ["CHANGED"]]()
+    globals()[os.environ["CHANGED"]]()
     runpy.run_module("sglang.launch_server", run_name="__main__")

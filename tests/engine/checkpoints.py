@@ -15,8 +15,7 @@ from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config, rewrite
-from tests.engine.hybrid import SHAPE, save_random_hybrid
-from tests.engine.hybrid_requests import BLOCK_SIZE
+from tests.engine.hybrid import BLOCK_SIZE, SHAPE, save_random_hybrid
 from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")

@@ -13,7 +13,7 @@ import torch
 
 from sglang_dflash.bench.server import Server
 from tests.engine import workload
-from tests.engine.hybrid_requests import BLOCK_SIZE
+from tests.engine.hybrid import BLOCK_SIZE
 from tests.engine.servers import GRAPHS, ServerConfig, shown_states
 from tests.engine.session import ServerSession
 
@@ -172,14 +172,15 @@ def _numbers(entries: list[Any]) -> torch.Tensor:
     return torch.tensor([number for one in lists for number in one])
 
 
-def _cached(answers: list[dict[str, Any]]) -> list[int]:
+def cached_tokens(answers: list[dict[str, Any]]) -> list[int]:
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
 
 def prefix_found(seen: Seen) -> None:
     """Of the shared prefixes. Pages of 16 round what is cached; the plain server has pages of 1."""
     if "shared prefix" in seen.ours:
-        got, expected = (_cached(every["shared prefix"]) for every in (seen.ours, seen.theirs))
+        both = seen.ours["shared prefix"], seen.theirs["shared prefix"]
+        got, expected = map(cached_tokens, both)
         assert got == expected or "--page-size" in seen.config.flags
         # All but the first of each prefix.
         assert sum(cached > 200 for cached in got) == len(got) - 3
@@ -189,9 +190,9 @@ def history_found(seen: Seen) -> None:
     """Of a chat. One more is an answer's last token: the verify step has computed its KV, a plain
     step has not."""
     for kind, got in seen.ours.items():
-        pairs = zip(got.cached, seen.theirs[kind].cached, strict=True)
+        pairs = zip(cached_tokens(got), cached_tokens(seen.theirs[kind]), strict=True)
         assert {ours - plain for ours, plain in pairs} <= {0, 1}
-    assert sum(seen.ours["chats"].cached) > 4_000
+    assert sum(cached_tokens(seen.ours["chats"])) > 4_000
 
 
 def retracted(seen: Seen) -> None:
@@ -251,7 +252,7 @@ def states_found(kept: str) -> Check:
 
     def check(seen: Seen) -> None:
         got, expected = (
-            _cached(every["prompts"] + every["chats"]) for every in (seen.ours, seen.theirs)
+            cached_tokens(every["prompts"] + every["chats"]) for every in (seen.ours, seen.theirs)
         )
         pairs = list(zip(got, expected, strict=True))
         assert sum(plain > 0 for plain in expected) >= (6 if kept == "no-buffer" else 6 + 9)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.width import FixedWidth
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.extension import Extension, Step, StepObserver
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
@@ -71,7 +70,7 @@ def recorded_steps(_target_worker: Any) -> Extension:
     return Extension(recorder=OpRecorder)
 
 
-class RandomWidth(FixedWidth):
+class RandomWidth(WidthPolicy):
     """Draws every step's width, another one in every process: 1, 4 and the block size, with runs of
     plain decoding."""
 
@@ -79,7 +78,6 @@ class RandomWidth(FixedWidth):
         self.widths = (1, 4, block_size)
         self._random = random.Random(os.getpid())
         self._plain = 0
-        self._steps: Counter[int] = Counter()
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0
@@ -88,12 +86,7 @@ class RandomWidth(FixedWidth):
             # Longer than hidden states wait.
             self._plain = self._random.choice((3, 20))
         self._plain = max(0, self._plain - 1)
-        width = 1 if self._plain else self._random.choice(self.widths)
-        self._steps[width] += 1
-        return width
-
-    def report(self) -> Mapping[str, Any]:
-        return {"width_steps": {str(width): self._steps[width] for width in self.widths}}
+        return 1 if self._plain else self._random.choice(self.widths)
 
 
 def random_widths(_target_worker: Any) -> Extension:

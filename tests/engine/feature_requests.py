@@ -96,7 +96,7 @@ def penalties(server: Server) -> Answers:
         "logit_bias": {"77": 2.0},
         "ignore_eos": False,
     }
-    ways = [*workload.PENALTIES, several]
+    ways = [*workload.WAYS, {}, several]
     return together(
         lambda i=i, t=t: ask(server, t, **ways[i % len(ways)])
         for i, t in enumerate(PROMPTS["demo"][:8])
@@ -123,18 +123,6 @@ def earliest_stops(server: Server) -> Answers:
     token = ask(server, text)["output_ids"][4]
     stop = {"stop_token_ids": [token], "ignore_eos": False, "max_new_tokens": 60}
     return [ask(server, text, **stop, min_new_tokens=20), ask(server, text, **stop)]
-
-
-def stops(server: Server) -> Answers:
-    """By pattern, and with what was matched left in."""
-    patterns = [
-        {"stop_regex": r"\w+\(\w*"},
-        {"stop_regex": r"\n\n"},
-        {"stop": [" = ", "):"], "no_stop_trim": True},
-    ]
-    return together(
-        lambda t=t, p=p: ask(server, t, **p) for t in PROMPTS["demo"][:3] for p in patterns
-    )
 
 
 def limits(server: Server) -> Answers:

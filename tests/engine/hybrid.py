@@ -11,6 +11,8 @@ import torch
 
 from sglang_dflash.facts.embedded import demo_pair
 
+# Of the draft that is made for them.
+BLOCK_SIZE = 8
 SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 64,

@@ -1,6 +1,6 @@
 """An extension of our worker for recurrent targets: known drafts, and the states on show.
 
-ORACLE: a pickle of `hybrid_requests.hybrid_answers`. Drafts are then some tokens of the true
+ORACLE: a pickle of `workload.hybrid_answers`. Drafts are then some tokens of the true
 continuation and wrong ones after them; how many depends on the position, from none to all. Batches
 mix every case, which a real draft does only by chance.
 

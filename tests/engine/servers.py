@@ -13,7 +13,7 @@ from typing import Any
 from sglang_dflash.bench import server
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
-from tests.engine import hybrid_requests
+from tests.engine import workload
 
 PAIR = demo_pair("dense")
 FILES = "{files}"
@@ -355,14 +355,13 @@ def _hybrid(name: str, base: ServerConfig, plain: ServerConfig, **flags: Any) ->
         speculative_dflash_extension="tests.engine.oracle:extension",
         **flags,
     )
-    oracle = recording_name(plain, hybrid_requests.hybrid_answers)
+    oracle = recording_name(plain, workload.hybrid_answers)
     return config.with_env(SHOWN=shown_states(config), ORACLE=f"{FILES}/{oracle}")
 
 
 HYBRID_PLAIN = _plain_hybrid("hybrid-plain", HYBRID)
 HYBRID_PLAIN_NO_BUFFER = _plain_hybrid("hybrid-plain-no-buffer", HYBRID, **KEPT_STATES["no-buffer"])
 HYBRID_MOE_PLAIN = _plain_hybrid("hybrid-moe-plain", HYBRID_MOE)
-HYBRID_DFLASH = _hybrid("hybrid-dflash", HYBRID, HYBRID_PLAIN)
 ROLLBACKS = ("replay", "snapshot")
 HYBRID_ROLLBACK = {
     (rollback, kept): _hybrid(
@@ -392,8 +391,4 @@ HYBRID_WIDTHS = {
     )
     for kept in ("extra-buffer", "lazy")
 }
-# Refused, but only after the worker has been built: it gets no drafts to start with.
-HYBRID_LAZY_NO_OVERLAP = HYBRID_DFLASH.named("hybrid-lazy-no-overlap").having(
-    **KEPT_STATES["lazy"], disable_overlap_schedule=True, speculative_dflash_extension=None
-)
 HYBRID_MOE_DFLASH = _hybrid("hybrid-moe-auto", HYBRID_MOE, HYBRID_MOE_PLAIN)

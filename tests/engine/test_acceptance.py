@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_dflash import cli
 from sglang_dflash.bench import load
 from sglang_dflash.bench.server import Server
-from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.facts.errors import Failed
-from sglang_dflash.transformers_loop.generation import spec_generate
 from tests.engine import workload
-from tests.engine.servers import BUILTIN, DFLASH, PAIR, SIMULATED
+from tests.engine.servers import BUILTIN, DFLASH, SIMULATED
 
 
 @pytest.mark.server(DFLASH)
-def test_as_the_offline_loop_over_transformers(answers: Any) -> None:
+def test_as_without_a_server(answers: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sglang-dflash generate`, over Transformers: the same tokens, in as many steps."""
     texts, got = (of["demo"][:5] for of in (workload.prompts(), answers(DFLASH, workload.run)))
-    target = AutoModelForCausalLM.from_pretrained(PAIR.target, dtype=torch.float32)
-    tokenizer, draft = (
-        AutoTokenizer.from_pretrained(PAIR.target),
-        load_model(PAIR.draft, dtype=torch.float32),
-    )
-    tokens = steps = 0
+    total = VerifySteps()
     for text, answer in zip(texts, got, strict=True):
-        out = spec_generate(
-            draft, target, tokenizer(text, return_tensors="pt").input_ids, workload.NEW_TOKENS
-        )
-        assert out.tokens == answer["output_ids"]
-        tokens, steps = tokens + len(out.tokens) - 1, steps + len(out.committed)
-    assert workload.acceptance_length(got) == pytest.approx(tokens / steps, rel=0.01)
+        tokens = str(workload.NEW_TOKENS)
+        command = ["generate", "--prompt", text, "--max-new-tokens", tokens, "--json"]
+        assert cli.main(command) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert made["tokens"] == answer["output_ids"]
+        total += of_answer(made["verify_steps"], len(made["tokens"]))
+    expected = pytest.approx(total.acceptance_length, rel=0.01)
+    assert workload.acceptance_length(got) == expected
 
 
 @pytest.mark.server(BUILTIN)

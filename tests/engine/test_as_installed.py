@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_dflash import cli
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
 from tests.commands import commands, snippets
@@ -25,16 +24,6 @@ from tests.engine.servers import DFLASH, DFLASH_FLAGS, PAIR, ServerConfig
 from tests.engine.session import ServerSession
 
 AS_PRINTED = ServerConfig(name="as-printed").having(model_path=PAIR.target, **DFLASH_FLAGS)
-
-
-@pytest.mark.server(DFLASH)
-def test_generate_prints_what_is_served(answers: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    served = answers(DFLASH, workload.run)["demo"][:4]
-    for text, answer in zip(workload.prompts()["demo"][:4], served, strict=True):
-        tokens = str(workload.NEW_TOKENS)
-        command = ["generate", "--prompt", text, "--max-new-tokens", tokens, "--json"]
-        assert cli.main(command) == 0
-        assert json.loads(capsys.readouterr().out)["tokens"] == answer["output_ids"]
 
 
 def used_mib(pid: int) -> float:

@@ -51,7 +51,7 @@ def faulty(config: ServerConfig, how: str = "faults") -> ServerConfig:
 
 
 OF_FEATURES: tuple[Ask, ...] = (
-    features.grammars, features.logprobs, features.penalties, features.choices, features.stops,
+    features.grammars, features.logprobs, features.penalties, features.choices, features.limits,
     features.sessions, features.mixed_chunks, features.adapters,
 )  # fmt: skip
 CODE_PLAIN = PLAIN.named("code-plain").having(model_path=CODE_PAIR.target)

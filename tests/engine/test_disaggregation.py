@@ -12,22 +12,25 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import pytest
 import requests
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, free_port
+from sglang_dflash.bench.server import together as side_by_side
 from sglang_dflash.facts.embedded import demo_pair
 from tests.engine import workload
-from tests.engine.client import at_rest
-from tests.engine.disaggregated import Pair, disaggregated, pair_router
+from tests.engine.checks import cached_tokens
+from tests.engine.client import GREEDY, at_rest
 from tests.engine.hierarchical import SMALL
 from tests.engine.nursery import ForkedServer
-from tests.engine.router import BOUND, post
+from tests.engine.router import BOUND, post, router
 from tests.engine.servers import (
     CODE_PAIR,
     DFLASH,
@@ -38,6 +41,7 @@ from tests.engine.servers import (
     PAIR,
     PLAIN,
     WINDOW,
+    ServerConfig,
     drafting,
 )
 from tests.engine.session import ServerSession
@@ -50,7 +54,6 @@ pytestmark = [
     ),
 ]
 
-GREEDY = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
 CLIENTS = 4
 DENSE = DFLASH.named("pd-dense")
 CODE = DFLASH.named("pd-code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
@@ -70,15 +73,64 @@ CASES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Attributes:
+    bootstrap: the prefill server's port for decode servers.
+    url: the router's.
+    """
+
+    prefill: Server
+    decode: Server
+    bootstrap: int
+    url: str
+
+    def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
+        """As `Server.generate`."""
+        response = post(self.url, prompt, **sampling)
+        response.raise_for_status()
+        return response.json()
+
+
+def roles(config: ServerConfig, bootstrap: int) -> tuple[ServerConfig, ServerConfig]:
+    """The prefill and the decode server of a configuration."""
+    # Seconds between two questions whether the prefill server is alive.
+    env = {
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MC_FORCE_TCP": "true",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2.0",
+    }
+    both = config.with_env(**env).having(disaggregation_transfer_backend="mooncake")
+    return (
+        both.having(disaggregation_mode="prefill", disaggregation_bootstrap_port=bootstrap),
+        both.having(disaggregation_mode="decode", disaggregation_decode_retraction_backup="none"),
+    )
+
+
+@contextmanager
+def disaggregated(
+    session: ServerSession, config: ServerConfig, decode: ServerConfig | None = None
+) -> Iterator[Pair]:
+    """A pair of servers of that configuration; the decode server of another one if given."""
+    bootstrap = free_port()
+    first, second = roles(config, bootstrap)[0], roles(decode or config, bootstrap)[1]
+    servers = [session.own(of) for of in (first, second)]
+    with side_by_side(servers), pair_router(servers[0], servers[1], bootstrap) as url:
+        yield Pair(servers[0], servers[1], bootstrap, url)
+
+
+def pair_router(prefill: Server, decode: Server, bootstrap: int) -> AbstractContextManager[str]:
+    """The address of SGLang's router before a prefill and a decode server."""
+    return router(
+        "--disable-retries", "--pd-disaggregation", "--prefill", prefill.url, str(bootstrap),
+        "--decode", decode.url,
+    )  # fmt: skip
+
+
 def answers(one: Server | Pair, prompts: list[str]) -> list[dict[str, Any]]:
     """Of all prompts, `CLIENTS` at a time, twice: the second time their prefixes are cached."""
     with ThreadPoolExecutor(CLIENTS) as pool:
         return list(pool.map(lambda text: one.generate(text, **GREEDY), [*prompts, *prompts]))
-
-
-def acceptance(found: list[dict[str, Any]]) -> float:
-    steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in found)
-    return sum(len(answer["output_ids"]) - 1 for answer in found) / steps
 
 
 def visible_bytes(
@@ -112,8 +164,8 @@ def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, 
         report, sent = both.decode.dflash(), both.prefill.dflash()
         at_rest(both.decode)
         at_rest(both.prefill)
-    assert [one["output_ids"] for one in found] == [one["output_ids"] for one in expected]
-    lengths = acceptance(found), acceptance(expected)
+    workload.assert_same_outputs(found, expected)
+    lengths = workload.acceptance_length(found), workload.acceptance_length(expected)
     prompt = sum(one["meta_info"]["prompt_tokens"] for one in found)
     received = report["draft_kv_received_bytes"] - before["draft_kv_received_bytes"]
     seen, touched = visible_bytes(found, report, int(config.flags.get("--page-size", 1)))
@@ -170,10 +222,9 @@ def test_prefixes_from_the_prefill_servers_host_memory(servers: ServerSession) -
         found = workload.chatted(both)
         loaded, report = both.prefill.dflash(), both.decode.dflash()
         at_rest(both.prefill)
-    for kind, one in found.items():
-        assert one.outputs == expected[kind].outputs
-    lengths = [of["chats"].acceptance_length for of in (found, expected)]
-    cached = sum(found["chats"].cached)
+    workload.assert_same_outputs(found, expected)
+    lengths = [workload.acceptance_length(of["chats"]) for of in (found, expected)]
+    cached = sum(cached_tokens(found["chats"]))
     share = loaded["loaded_back_tokens"] / cached
     print(f"\n{share:.3f} of {cached} cached tokens loaded back; acceptance lengths {lengths}")
     assert share > 0.5 and loaded["loaded_back_draft_kv"] > 0.9 * loaded["loaded_back_tokens"]

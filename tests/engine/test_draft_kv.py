@@ -18,7 +18,7 @@ from tests.engine.servers import (
     SEEDED_CODE_PLAIN,
     SEEDED_PLAIN,
 )
-from tests.engine.workload import chatted
+from tests.engine.workload import acceptance_length, assert_same_outputs, chatted
 
 
 def report(server: Server) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> N
     assert not is_ring(shown) and shown["draft_kv_entries"] > 32768
     assert is_ring(server.dflash())
     assert server.dflash()["draft_kv_entries"] == 2 * 8 * (CHAT_WINDOW + 8)
-    assert unbounded.outputs == default.outputs
-    assert default.acceptance_length > 0.98 * unbounded.acceptance_length
+    assert_same_outputs(default, unbounded)
+    assert acceptance_length(default) > 0.98 * acceptance_length(unbounded)
 
 
 @pytest.mark.server(SEEDED_CODE)

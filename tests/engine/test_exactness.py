@@ -2,7 +2,7 @@
 server, on one page.
 
 A row of `TABLE` is a server, the plain one that it is compared with, what both are asked
-(workload.py, feature_requests.py, hybrid_requests.py), and what the server must show besides
+(workload.py, feature_requests.py), and what the server must show besides
 (checks.py). Elsewhere: what an answer must be, beyond plain decoding's (test_features.py), that
 sampled requests without a seed follow the target's law (test_sampling.py), a while of mixed
 traffic (test_soak.py).
@@ -21,7 +21,6 @@ from tests.engine import feature_requests as features
 from tests.engine import hierarchical as h
 from tests.engine import servers as s
 from tests.engine.checks import Check, Seen
-from tests.engine.hybrid_requests import hybrid_answers
 from tests.engine.servers import Ask, ServerConfig
 from tests.engine.session import ServerSession
 
@@ -175,7 +174,6 @@ FEATURES = (
             features.logprobs,
             features.biases,
             features.earliest_stops,
-            features.stops,
             features.limits,
             features.processors,
             features.priorities,
@@ -195,7 +193,7 @@ FEATURES = (
     Row(
         s.FEATURES_WIDTHS,
         s.FEATURES_PLAIN,
-        (*SCHEDULED, features.logprobs, features.stops, features.processors),
+        (*SCHEDULED, features.logprobs, features.limits, features.processors),
         # Grammars alone need few steps: what they allow, lookup often finds.
         (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
@@ -257,14 +255,14 @@ HYBRID = (
         Row(
             config,
             s.HYBRID_PLAIN_NO_BUFFER if kept == "no-buffer" else s.HYBRID_PLAIN,
-            (hybrid_answers,),
+            (workload.hybrid_answers,),
             (
                 checks.rolls_back_by(rollback),
                 checks.states_found(kept),
                 checks.lengths_mixed,
                 checks.same_states,
             ),
-            long=() if (rollback, kept) in ORDINARY_STATES else (hybrid_answers,),
+            long=() if (rollback, kept) in ORDINARY_STATES else (workload.hybrid_answers,),
         )
         for (rollback, kept), config in s.HYBRID_ROLLBACK.items()
     ),
@@ -272,7 +270,7 @@ HYBRID = (
         Row(
             config,
             s.HYBRID_PLAIN,
-            (hybrid_answers,),
+            (workload.hybrid_answers,),
             (
                 checks.rolls_back_by(rollback),
                 checks.states_found("extra-buffer"),
@@ -280,7 +278,7 @@ HYBRID = (
                 checks.lengths_mixed,
                 checks.same_states,
             ),
-            long=(hybrid_answers,) if rollback == "snapshot" else (),
+            long=(workload.hybrid_answers,) if rollback == "snapshot" else (),
         )
         for rollback, config in s.HYBRID_TP2.items()
     ),
@@ -288,20 +286,20 @@ HYBRID = (
         Row(
             config,
             s.HYBRID_PLAIN,
-            (hybrid_answers,),
+            (workload.hybrid_answers,),
             (
                 checks.used_every_width,
                 checks.states_found(kept),
                 checks.same_states,
             ),
-            long=(hybrid_answers,) if kept == "lazy" else (),
+            long=(workload.hybrid_answers,) if kept == "lazy" else (),
         )
         for kept, config in s.HYBRID_WIDTHS.items()
     ),
     Row(
         s.HYBRID_MOE_DFLASH,
         s.HYBRID_MOE_PLAIN,
-        (hybrid_answers,),
+        (workload.hybrid_answers,),
         (
             checks.rolls_back_by("replay"),
             checks.states_found("extra-buffer"),
@@ -352,10 +350,6 @@ def test_answers_are_plain_decodings(
     workload.assert_same_outputs(ours, theirs)
     for check in also:
         check(Seen(config, plain, ours, theirs, server, servers))
-
-
-def test_there_are_at_least_sixty_prompts() -> None:
-    assert sum(map(len, workload.prompts().values())) >= 60
 
 
 @pytest.mark.server(s.TP2_DISAGREEING)

@@ -33,7 +33,7 @@ def run(example: str, *more: str) -> str:
 
 @pytest.mark.server(DFLASH)
 def test_openai_client(server: Server) -> None:
-    """Text is continued; with --chat a message is answered."""
+    """Text is continued; with --chat a message is answered: streamed as in one piece."""
     few = ("--base-url", f"{server.url}/v1", "--max-tokens", str(TOKENS))
     body = {"model": "any", "max_tokens": TOKENS, "temperature": 0}
     prompt, message = PAIR.prompts[0], {"role": "user", "content": "Hello"}

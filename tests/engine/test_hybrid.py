@@ -1,5 +1,5 @@
 """Plain decoding of recurrent targets on our CPU platform, which test_exactness.py compares with,
-is that of Transformers; and what SGLang refuses for them."""
+is that of Transformers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.facts.errors import Failed
-from tests.engine.hybrid_requests import hybrid_answers
-from tests.engine.servers import (
-    HYBRID_LAZY_NO_OVERLAP,
-    HYBRID_MOE_PLAIN,
-    HYBRID_PLAIN,
-    ServerConfig,
-)
+from tests.engine.servers import HYBRID_MOE_PLAIN, HYBRID_PLAIN, ServerConfig
 from tests.engine.session import ServerSession
+from tests.engine.workload import hybrid_answers
 
 # Logits by which the likeliest token leads everywhere. Between a block and single tokens rounding
 # moves a logit by up to 3e-5, at worst the best and the second in opposite directions; how far
@@ -43,9 +37,3 @@ def test_plain_decoding_is_that_of_transformers(
         assert logits.argmax(-1).tolist() == answer["output_ids"]
         best, second = logits.topk(2).values.unbind(-1)
         assert (best - second).min() > CLEAR
-
-
-@pytest.mark.long
-def test_a_lazy_buffer_without_overlap_is_refused(servers: ServerSession) -> None:
-    with pytest.raises(Failed, match="Lazy extra buffer requires overlap schedule"):
-        servers.server(HYBRID_LAZY_NO_OVERLAP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import random
 import shlex
 import textwrap
 import time
@@ -17,24 +18,16 @@ import requests
 from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps, of_answer
 from sglang_dflash.facts.embedded import demo_pair
-from tests.engine import conversations
 from tests.engine.client import GREEDY, ask, together
 
 Answers = list[dict[str, Any]]
 ByKind = dict[str, Answers]
-NEW_TOKENS = 32
-GENERATE = {**GREEDY, "max_new_tokens": NEW_TOKENS}
+NEW_TOKENS = GREEDY["max_new_tokens"]
 # Tokens that DEVICE_LENGTHS takes of a prompt and its answer.
 CONTEXT = 96
 CONVERSATIONS, TURNS, BRANCHES = 10, 4, 12  # of which 8 run at a time
-# Requests whose logits depend on every token before, and one that does not.
-PENALTIES = [
-    {"frequency_penalty": 0.9},
-    {"presence_penalty": 1.5},
-    {"repetition_penalty": 1.4},
-    {"min_new_tokens": 25, "ignore_eos": False},
-    {},
-]
+# New tokens of each of their answers, and what the first of them begins with.
+CHAT_TOKENS, FIRST_TOKEN = 48, 200
 
 
 def prompts() -> dict[str, list[str]]:
@@ -58,7 +51,7 @@ def prompts() -> dict[str, list[str]]:
 
 def _at_once(server: Server, texts: Iterable[Any], clients: int = 8, **sampling: Any) -> Answers:
     with ThreadPoolExecutor(clients) as pool:
-        return list(pool.map(lambda text: server.generate(text, **GENERATE | sampling), texts))
+        return list(pool.map(lambda text: server.generate(text, **GREEDY | sampling), texts))
 
 
 def _answers(server: Server, asked: dict[str, list[str]]) -> ByKind:
@@ -100,8 +93,8 @@ def hang_ups(server: Server) -> Answers:
 
     def one(at: int, text: str) -> dict[str, Any] | None:
         if at % 2 == 0:
-            return server.generate(text, **GENERATE)
-        body = {"text": text, "sampling_params": {**GENERATE, "max_new_tokens": 4000}}
+            return server.generate(text, **GREEDY)
+        body = {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": 4000}}
         with requests.post(
             f"{server.url}/generate", json={**body, "stream": True}, stream=True
         ) as response:
@@ -116,10 +109,10 @@ def up_to_the_limit(server: Server) -> Answers:
     """Five prompts of different lengths at a time, each continued to the end of the context."""
 
     def one(text: str) -> dict[str, Any]:
-        first = server.generate(text, **{**GENERATE, "max_new_tokens": 1})
+        first = server.generate(text, **{**GREEDY, "max_new_tokens": 1})
         # SGLang takes no more than context length - 2 tokens of prompt and answer.
         left = CONTEXT - 2 - first["meta_info"]["prompt_tokens"]
-        return server.generate(text, **{**GENERATE, "max_new_tokens": left})
+        return server.generate(text, **{**GREEDY, "max_new_tokens": left})
 
     with ThreadPoolExecutor(5) as pool:
         return list(pool.map(one, prompts()["short"][::2]))
@@ -131,25 +124,102 @@ def many_steps(server: Server) -> Answers:
 
 
 @functools.cache
-def pieces(pair: str = "dense") -> list[list[int]]:
-    return conversations.texts(demo_pair(pair))
+def pieces(pair: str) -> list[list[int]]:
+    """Token ids of the demo prompts, of which chats are made."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair(pair).target)
+    return [tokenizer(prompt)["input_ids"] for prompt in demo_pair(pair).prompts]
 
 
-def chatted(server: Server, pair: str = "dense") -> dict[str, conversations.Answers]:
+def chatted(server: Server, pair: str = "dense") -> ByKind:
     """Chats whose turns find their history cached, then prompts that branch from one trunk."""
-    return {
-        "chats": conversations.chats(server, pieces(pair), CONVERSATIONS, TURNS),
-        "branches": conversations.branches(server, pieces(pair), BRANCHES),
-    }
+    return {"chats": _chats(server, pieces(pair)), "branches": _branches(server, pieces(pair))}
 
 
-def chatted_hybrid(server: Server) -> dict[str, conversations.Answers]:
+def chatted_hybrid(server: Server) -> ByKind:
     return chatted(server, "hybrid")
+
+
+def _chats(server: Server, texts: list[list[int]]) -> Answers:
+    """Every turn continues its whole history, in a new order every turn."""
+    rng, answers = random.Random(0), list[dict[str, Any]]()
+    # Conversations have different first tokens: a request finds only its own history cached.
+    histories = [[FIRST_TOKEN + i] for i in range(CONVERSATIONS)]
+    for turn in range(TURNS):
+        order = rng.sample(range(CONVERSATIONS), CONVERSATIONS)
+        for i in order:
+            text = texts[(i + 7 * turn) % len(texts)]
+            histories[i] = histories[i] + text[: rng.randint(30, 150)]
+        got = _at_once(server, [histories[i] for i in order], max_new_tokens=CHAT_TOKENS)
+        for i, answer in zip(order, got, strict=True):
+            histories[i] = histories[i] + answer["output_ids"]
+        answers += got
+    return answers
+
+
+def _branches(server: Server, texts: list[list[int]]) -> Answers:
+    """One long prompt, then many that share its first 400 tokens and end early.
+
+    The draft K/V of the shared tokens was never computed, because the drafts of the first prompt
+    could not see them.
+    """
+    trunk = [token for text in texts for token in text]
+    _at_once(server, [trunk[:1000]], max_new_tokens=CHAT_TOKENS)
+    prompts = [
+        [*trunk[:400], FIRST_TOKEN + i, *texts[(i + 5) % len(texts)][: 10 + i]]
+        for i in range(BRANCHES)
+    ]
+    return _at_once(server, prompts, max_new_tokens=CHAT_TOKENS)
 
 
 def run_pair(server: Server) -> Answers:
     """The hybrid pair's texts: 132 tokens cross two boundaries of kept recurrent states."""
     return _at_once(server, demo_pair("hybrid").prompts[:8], clients=5, max_new_tokens=132)
+
+
+# Random recurrent targets, whose drafts an oracle knows: new tokens, and turns of a chat.
+HYBRID_TOKENS, HYBRID_TURNS = 40, 3
+
+
+def _hybrid_prompts() -> list[list[int]]:
+    """40 prompts: short ones, ones around the 64-token chunk of prefill, long ones, and ones that
+    share a prefix of 300 tokens.
+
+    Of the seeds tried, here and for the chats, these leave no two tokens equally likely (see CLEAR
+    in test_hybrid.py).
+    """
+    rng = random.Random(4)
+    lengths = [1, 2, 5, 17, 40, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 300] * 2
+    separate = [[rng.randrange(1000) for _ in range(n)] for n in lengths]
+    trunk = [rng.randrange(1000) for _ in range(300)]
+    return separate + [trunk + [rng.randrange(1000) for _ in range(1 + i)] for i in range(8)]
+
+
+def _answer(server: Server, prompt: list[int]) -> dict[str, Any]:
+    answer = server.generate(prompt, temperature=0, max_new_tokens=HYBRID_TOKENS, ignore_eos=True)
+    return {**answer, "prompt": prompt}
+
+
+def hybrid_answers(server: Server) -> ByKind:
+    """Of recurrent targets, each with its prompt: to 40 prompts, eight at a time, the shared
+    prefixes one after another; and to four chats of three turns."""
+    one = functools.partial(_answer, server)
+
+    def chat(index: int) -> Answers:
+        """Every turn repeats the one before: its states were kept while it was decoded."""
+        rng, text, done = random.Random(50 + index), [], []
+        for _ in range(HYBRID_TURNS):
+            text = text + [rng.randrange(1000) for _ in range(30 + 7 * index)]
+            done.append(one(text))
+            text = text + done[-1]["output_ids"]
+        return done
+
+    every = _hybrid_prompts()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, every[:-8])) + [one(prompt) for prompt in every[-8:]]
+        chats = [turn for turns in pool.map(chat, range(4)) for turn in turns]
+        return {"prompts": answers, "chats": chats}
 
 
 SAMPLING: list[dict[str, Any]] = [
@@ -173,7 +243,7 @@ def _seeded(
     def one(job: tuple[int, str]) -> dict[str, Any]:
         at, text = job
         how = {**ways[at % len(ways)], "sampling_seed": first_seed + at}
-        return server.generate(text, **{**GENERATE, "max_new_tokens": tokens, **how})
+        return server.generate(text, **{**GREEDY, "max_new_tokens": tokens, **how})
 
     with ThreadPoolExecutor(clients) as pool:
         return list(pool.map(one, enumerate(texts)))
@@ -250,12 +320,7 @@ def outputs(answers: Any) -> dict[str, list[list[int]]]:
     """Output ids by kind."""
     if isinstance(answers, list):
         answers = {"all": answers}
-    return {
-        kind: every.outputs
-        if isinstance(every, conversations.Answers)
-        else [answer["output_ids"] for answer in every]
-        for kind, every in answers.items()
-    }
+    return {kind: [answer["output_ids"] for answer in every] for kind, every in answers.items()}
 
 
 def assert_same_outputs(got: Any, expected: Any) -> None:
@@ -275,7 +340,7 @@ def assert_same_outputs(got: Any, expected: Any) -> None:
 
 
 def acceptance_length(answers: list[dict[str, Any]]) -> float:
-    """See `core.acceptance_length`."""
+    """See `drafting.acceptance_length`."""
     length = counted(answers).acceptance_length
     assert length is not None, "no answer took a verify step"
     return length

@@ -382,6 +382,6 @@ def test_a_block_above_the_trained_one_is_for_lookup(capsys: pytest.CaptureFixtu
     assert [found["block_size"] for found in (own, plain, looked)] == [16, 32, 32]
     assert any("trained with" in warning for warning in plain["warnings"])
     assert not any("trained with" in warning for warning in looked["warnings"])
-    texts = 4 * 9 * looked["target_context"]
+    texts = 4 * 9 * looked["draft_context"]
     assert own["draft_step_bytes"] + texts < looked["draft_step_bytes"]
     assert looked["draft_step_bytes"] - texts < plain["draft_step_bytes"]

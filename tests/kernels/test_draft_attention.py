@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dflash_kernels.draft_attention import TritonAttention
+from dflash_kernels.draft_attention import TritonAttention, workspace_shape
 
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
@@ -35,7 +35,7 @@ def test_it_is_the_reference(reach: Reach) -> None:
     ours = TritonAttention(config, setting, processors=8)
     reference = TorchAttention(layers, BLOCK)
     # At most, 3 requests of 2 kv heads with 2 splits each.
-    assert ours.workspace_bytes == 12 * rows * (HEAD_DIM + 1) * 4
+    assert workspace_shape(config, setting, processors=8) == (12, rows, HEAD_DIM)
     kv = torch.randn(700, 2, 2, KV_HEADS, HEAD_DIM, device=DEVICE)
     for lengths in ([590], [5, 0], [300, 1, 20, 7], []):
         seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)

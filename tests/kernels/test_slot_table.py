@@ -1,4 +1,4 @@
-"""The slot table kernel against its twin and against `DraftKVCache.read`."""
+"""The slot table kernel against its twin."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from dflash_kernels import slot_table
 
 from sglang_dflash.drafting.attention.table import RequestSlots, fill_table
-from sglang_dflash.drafting.attention.visibility import context_positions
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.facts.draft_config import Reach
+from tests.conftest import write_kv
 from tests.kernels.support import DEVICE, GARBAGE, Canaries, counted_bytes
 
 SLOTS = 64
@@ -20,7 +20,7 @@ BATCHES = {"ragged": [7, 0, 12, 1], "single": [9], "no-context": [0, 0], "empty"
 def ring_with(live: torch.Tensor) -> RingKVCache:
     """A ring of 40 entries in which the slots `live` are found, entry numbers not theirs."""
     ring = RingKVCache(40, SLOTS, (1, 2, 1, 2), torch.float32, DEVICE)
-    ring.write(live.flip(0), torch.randn(len(live), 1, 2, 1, 2, device=DEVICE))
+    write_kv(ring, live.flip(0), torch.randn(len(live), 1, 2, 1, 2, device=DEVICE))
     return ring
 
 
@@ -65,26 +65,6 @@ def test_the_kernel_is_its_twin(lengths: list[int], reach: Reach, kind: str, spa
     assert canaries.are_alive()
 
 
-@pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
-def test_it_finds_what_the_cache_finds(reach: Reach) -> None:
-    """Column by column, through `context_positions` and `find`."""
-    table, rows, seq_lens = batch([7, 0, 12, 1])
-    ring = ring_with(torch.arange(0, SLOTS, 2, device=DEVICE))
-    width = 7 if reach.is_bounded else 12
-    entries = empty_table(len(rows), width)
-    slot_table.slot_table(entries, table, rows, seq_lens, reach, ring.tags)
-    positions = context_positions(seq_lens, width, reach)
-    visible = positions < seq_lens[:, None]
-    slots = table[rows[:, None], positions.clamp(max=13)].long().where(visible, 0)
-    found, live = ring.find(slots)
-    live = live & visible
-    assert live.any() and not live[visible].all()
-    assert torch.equal(entries.long(), found.where(live, -1))
-    expected = torch.zeros_like(ring.tags.in_use)
-    expected[found[live]] = True
-    assert torch.equal(ring.tags.in_use, expected)
-
-
 @pytest.mark.parametrize("kind", ["ring", "direct"])
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES)
 def test_torch_fills_it_piece_by_piece(
@@ -104,8 +84,8 @@ def test_torch_fills_it_piece_by_piece(
 
 
 def test_columns_of_a_table() -> None:
-    """No wider than what the longest request reads, nor than the table of requests (accelerator.md,
-    fix 3: near the context limit, a bound on lengths may exceed it)."""
+    """No wider than what the longest request reads, nor than the table of requests: near the
+    context limit, a bound on lengths may exceed it."""
     table, rows, seq_lens = batch([7, 4])
     slots = RequestSlots(table, rows, seq_lens, longest=9)
     assert slots.columns(Reach()) == 9 and slots._replace(longest=99).columns(Reach()) == 14
@@ -113,7 +93,7 @@ def test_columns_of_a_table() -> None:
 
 
 def test_lengths_past_the_table_of_requests_stay_inside_it() -> None:
-    """Near the context limit, reserved lengths may exceed its columns (accelerator.md, fix 3)."""
+    """Near the context limit, reserved lengths may exceed its columns."""
     table, rows, _ = batch([4])
     table[:] = torch.arange(14, device=DEVICE)
     for run in (slot_table.slot_table, fill_table):

@@ -14,6 +14,7 @@ from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step.extension import Step
+from tests.conftest import write_kv
 from tests.drafting.test_nonfinite import TOKENS, drafter, health
 from tests.reliability.corpus import Expected
 from tests.reliability.watched import Observer, WatchedDrafter, count_overwrites, free_slots
@@ -84,10 +85,10 @@ def test_overwritten_entries_are_counted() -> None:
     cache, rare = RingKVCache(4, 20, (1, 2, 1, 1), torch.float32, "cpu"), Counter[str]()
     count_overwrites(cache, rare)
     kv = torch.zeros(3, 1, 2, 1, 1)
-    cache.write(torch.tensor([1, 2, 3]), kv)
-    cache.write(torch.tensor([1, 2, 3]), kv)  # The same tokens' slots: nothing else is lost.
+    write_kv(cache, torch.tensor([1, 2, 3]), kv)
+    write_kv(cache, torch.tensor([1, 2, 3]), kv)  # The same tokens' slots: nothing else is lost.
     assert rare["overwritten live entries"] == 0
-    cache.write(torch.tensor([4, 5, 6]), kv)
+    write_kv(cache, torch.tensor([4, 5, 6]), kv)
     assert rare["overwritten live entries"] == rare["overwritten entries in use"] == 2
 
 

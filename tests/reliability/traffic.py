@@ -11,10 +11,10 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import requests
@@ -22,14 +22,14 @@ import requests
 from sglang_dflash.bench.server import Server
 from tests.reliability.corpus import GRAMMAR_TOKENS, Expected
 
-# How often a client does what.
+# How often a client does what: a method of `Client`.
 WEIGHTS = {
     "greedy": 8,
     "streamed": 4,
     "grammar": 4,
     "logprobs": 2,
     "sampled": 5,
-    "hang up": 3,
+    "hang_up": 3,
     "abort": 2,
 }
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -105,7 +105,7 @@ class Client:
         self.found.requests[kind] += 1
         self._sent += 1
         try:
-            self._KINDS[kind](self)
+            getattr(self, f"_{kind}")()
         except requests.RequestException as error:
             self.found.failed.append(f"{kind}: {type(error).__name__}: {str(error)[:200]}")
 
@@ -171,16 +171,6 @@ class Client:
                     self._call("abort_request", {"rid": rid})
         ended = answer["meta_info"]["finish_reason"]["type"]
         self._check(one, answer, len(one.tokens), whole=ended != "abort")
-
-    _KINDS: ClassVar[dict[str, Callable[[Client], None]]] = {
-        "greedy": _greedy,
-        "streamed": _streamed,
-        "grammar": _grammar,
-        "logprobs": _logprobs,
-        "sampled": _sampled,
-        "hang up": _hang_up,
-        "abort": _abort,
-    }
 
     def _pick(self, some: Sequence[Any]) -> Any:
         return self._random.choice(some)

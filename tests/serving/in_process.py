@@ -19,7 +19,7 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS
-from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.show.counts import DraftWatch
@@ -114,7 +114,7 @@ def worker_of(
     groups = kv_groups(model, options, SLOTS, entries, dtype=dtype, tagged=hierarchical)
     drafter = drafter_of(model, groups, options, device)
     block, ranks = options.block_size, Ranks(group)
-    widths = widths or widths_of(FixedWidth(block))
+    widths = widths or widths_of(WidthPolicy(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     lookup = Lookup(table, model.ops, block, VOCAB, drafter.counters) if looks_up else None

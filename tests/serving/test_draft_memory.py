@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_kernels.draft_attention import TritonAttention, workspace_shape
 from sglang.srt.configs import qwen3_next
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -53,21 +52,17 @@ SLIDING = {
     "sliding_window": 200,
 }
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-PROCESSORS, RUNNING, POSITIONS = 132, 5, 3000
+RUNNING, POSITIONS = 5, 3000
 
 
-def triton_workspace(config: DraftConfig, setting: Any) -> int:
-    programs, rows, head_dim = workspace_shape(config, setting, PROCESSORS)
-    return 4 * programs * rows * (head_dim + 1)
+@pytest.fixture(autouse=True)
+def _a_gpus_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflash_kernels.draft_attention._processors", lambda _: 132)
 
 
 BACKENDS = {
     "torch": ATTENTION["torch"],
-    "triton": Backend(
-        Capabilities(capturable=True),
-        lambda config, setting: TritonAttention(config, setting, PROCESSORS),
-        triton_workspace,
-    ),
+    "triton": replace(ATTENTION["triton"], capabilities=Capabilities(capturable=True)),
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
         lambda _, setting: PagedAttention(
@@ -122,8 +117,9 @@ def test_what_is_kept_is_what_was_reserved(
     for group in drafter.groups:
         cache, attention = group.cache, group.attention
         scratch += cache.kv[cache.num_entries :].nbytes
-        if isinstance(attention, TritonAttention):
-            workspaces += attention.workspace_bytes
+        if backend == "triton":
+            kept = (part for part in vars(attention).values() if isinstance(part, torch.Tensor))
+            workspaces += sum(tensor.nbytes for tensor in kept)
         columns += group.reach.of(POSITIONS)
         kv, entries = setup.group_kv(group.layers), cache.num_entries
         assert cache.kv[0].nbytes + tags == kv.token_bytes

@@ -27,6 +27,7 @@ from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step import worker as our_worker
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
+from tests.conftest import write_kv
 from tests.serving.fake_cuda import Crossing, FakeCuda
 from tests.serving.in_process import VOCAB, decode_of, prefill_of, prepared, widths_of, worker_of
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
@@ -111,7 +112,7 @@ def test_a_decode_step_of_any_width_waits_for_nothing(gpu: FakeCuda) -> None:
     for batch in batches:
         width = worker.forward_batch_generation(batch).speculative_num_draft_tokens
         worker.widths.observe(width, {"a": width - 1, "b": 0})
-    assert all(policy.report()["width_steps"][width] for width in ("1", "3", "4"))
+    assert all(worker.widths.steps[width] for width in (1, 3, 4))
     assert not any(crossing.waits for crossing in gpu.crossings)
 
 
@@ -235,8 +236,8 @@ def test_the_draft_kv_cache_stays_on_the_device(gpu: FakeCuda, kind: str) -> Non
     kv, keep = torch.zeros(6, *shape, device="cuda"), slots < 4
     gpu.crossings.clear()
     for quota in (None, 3):
-        cache.write(slots, kv, keep, quota)
-        cache.write(slots, kv, None, quota)
+        write_kv(cache, slots, kv, keep, quota)
+        write_kv(cache, slots, kv, None, quota)
     cache.forget(slots)
     cache.clear()
     assert gpu.crossings == []

@@ -20,6 +20,7 @@ from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.facts.draft_config import Reach
 from sglang_dflash.serving.fleet import host_tier
 from sglang_dflash.serving.fleet.host_tier import HostTier
+from tests.conftest import write_kv
 from tests.seam.originals import original
 from tests.serving.in_process import draft_kv, prefill_of, worker_of
 
@@ -47,7 +48,7 @@ def at(*slots: int) -> Tensor:
 
 def write(cache: DraftKVCache, slots: Tensor, numbers: list[float]) -> None:
     kv = torch.tensor(numbers)[:, None, None, None, None].expand(-1, *SHAPE)
-    cache.write(slots, kv)
+    write_kv(cache, slots, kv)
 
 
 def read(cache: DraftKVCache, slots: Tensor) -> list[float | None]:
@@ -122,7 +123,7 @@ def test_sinks_come_back_if_not_everything_fits() -> None:
     assert (tier.loaded, tier.loaded_draft) == (8, 6)
 
 
-def test_host_memory_is_taken_as_it_is_written() -> None:
+def test_host_memory_is_taken_as_it_is_write_kv() -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -200,7 +201,7 @@ def test_a_step_reads_nothing_of_a_slots_last_owner(window: int | None) -> None:
     worker = worker_of(window, hierarchical=True)
     poison = torch.full((12, *worker.drafter.groups[0].cache.kv.shape[1:]), 1e4)
     slots = worker.req_to_token[1, :12].long()
-    worker.drafter.groups[0].cache.write(slots, poison)
+    write_kv(worker.drafter.groups[0].cache, slots, poison)
     worker.host_tier.plan_load(torch.arange(12), slots)
     worker.forward_batch_generation(prefill_of([12], [16]))
     seen = draft_kv(worker, worker.req_to_token[1, :16].long())

@@ -290,7 +290,7 @@ def test_every_key_and_series_is_documented() -> None:
     first_columns = re.findall(r"^\| (`.*?) \|", table, re.M)
     named = {name for cell in first_columns for name in re.findall(r"`(\w+)`", cell)}
     # Of a width policy: docs/width.md.
-    assert named - {"width", "width_now", "width_steps"} == keys
+    assert named - {"width", "width_now"} == keys
     rows = {f"sglang_dflash_{row.series}" for row in COUNTS if row.series}
     counters = {f"{name}_total" for name in rows if not name.endswith("_alarm")}
     shown = re.findall(r"`(sglang_dflash_\w+)", series)

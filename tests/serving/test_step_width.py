@@ -11,7 +11,7 @@ import torch
 
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
+from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.repairs.flag import ATTRIBUTE
 from sglang_dflash.serving.start.flags import width_policy
@@ -34,7 +34,7 @@ from tests.serving.test_worker import LENGTHS, slots_of
 STALE = 777.0
 
 
-class Scripted(FixedWidth):
+class Scripted(WidthPolicy):
     """Takes its widths from a list, and keeps what it is told."""
 
     def __init__(self, widths: Iterable[int]) -> None:
@@ -114,7 +114,7 @@ def test_every_rank_takes_the_first_ones_width(clock: list[float]) -> None:
 
 
 def test_a_fixed_width_asks_nothing() -> None:
-    widths = widths_of(FixedWidth(8))
+    widths = widths_of(WidthPolicy(8))
     assert widths.choose(None) == 8  # type: ignore[arg-type]
     widths.observe(8, {"a": 3})
 
@@ -239,7 +239,7 @@ def test_default_widths_end_with_the_block() -> None:
 )
 def test_auto_is_adaptive_on_a_cpu_that_can(settings: dict[str, Any], adaptive: bool) -> None:
     assert isinstance(policy_of({"width": "auto"}, settings), AdaptiveWidth) == adaptive
-    assert isinstance(policy_of({"width": "fixed"}, settings), FixedWidth)
+    assert type(policy_of({"width": "fixed"}, settings)) is WidthPolicy
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -71,17 +71,6 @@ class DraftKVCache:
         """Whether entries of committed tokens may be missing."""
         return self.tags is not None
 
-    def write(
-        self,
-        target_slots: Tensor,
-        kv: Tensor,
-        keep: Tensor | None = None,
-        quota: int | None = None,
-    ) -> None:
-        """`place`, with the K/V `[N, L, 2, G, D]`."""
-        # -1 is a spare entry.
-        store_(self.kv, self.place(target_slots, keep, quota), kv)
-
     def place(
         self, target_slots: Tensor, keep: Tensor | None = None, quota: int | None = None
     ) -> Tensor:
@@ -140,7 +129,7 @@ def store_(cache: Tensor, entries: Tensor, kv: Tensor) -> None:
 
     Args:
         cache: `[S, L, 2, G, D]`.
-        entries: int64 `[N]`.
+        entries: int64 `[N]`; -1 is a spare one.
         kv: `[N, L, 2, G, D]`, any float dtype.
     """
     if cache.dtype.itemsize > 1:

@@ -117,7 +117,7 @@ COUNTS = (
     Figure("", lambda s: s.watch.health.context_found, "draft_context_found",
            "Those of them whose draft K/V was live. Divided by draft_context_sought, a low share "
            "means that the draft KV cache is too small."),
-    Figure("", lambda s: s.width_steps,
+    Figure("width_steps", lambda s: {str(w): steps for w, steps in s.width_steps.items()},
            "steps", "Decode steps of a batch, by verify width.", label="width"),
     Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
     Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()},

@@ -120,13 +120,13 @@ class DFlashSpecWorker(BaseSpecWorker):
         """Load the draft, and tell SGLang's sizing what to leave for it. Raises ConfigError."""
         self._flags = flags.ServerFlags.of(server_args)
         settings = resolving_view(server_args)
-        self._asked = flags.options(server_args, settings)
         device, tp = torch.device(runner.device), tensor_parallel()
         began = time.perf_counter()
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
         self._load_seconds = time.perf_counter() - began
         context = runner.model_config.context_len
-        options = replace(self._asked.resolve(model.config), context=context)
+        options = flags.options(server_args, settings).resolve(model.config)
+        options = replace(options, context=context)
         self._extension = load_extension(self._flags.extension, self._target_worker)
         if self._extension.width_policy is None:
             self._policy = flags.width_policy(server_args, settings, options)
@@ -148,7 +148,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         # A prefill server verifies nothing.
         role = settings.disaggregation_mode
         self._rollback = (
-            None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
+            None if role == "prefill" else make_rollback(options.asked.recurrent_rollback, runner)
         )
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
@@ -175,7 +175,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             SelfCheckFailed: an operation differs from torch's.
         """
         setup, runner = self._setup, self._target_worker.model_runner
-        self._asked.check_room(setup.options, context=None, kv_tokens=allocator.size)
+        setup.options.check_room(allocator.size)
         rows, positions = requests.size, requests.req_to_token.shape[1]
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
@@ -205,7 +205,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
         lookup, vocab_size = None, setup.model.config.vocab_size
-        if setup.options.looks_up:
+        if setup.options.asked.looks_up:
             ops, counters = setup.model.ops, drafter.counters
             lookup = Lookup(req_to_token, ops, block, vocab_size, counters)
         if self._rollback is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,12 +102,11 @@ def _check(server_args: Any, settings: Any) -> None:
     check_as_sglang_reads_it(folder, server_args)
     if config is None:
         return
-    options = flags.options(server_args, settings)
-    resolved = options.resolve(config)
+    options = flags.options(server_args, settings).resolve(config)
     model = model_config_of(server_args)
     # Raises if the width flags do not fit the server.
-    flags.width_policy(server_args, settings, resolved)
-    options.check_room(resolved, context=model.context_len, kv_tokens=settings.max_total_tokens)
+    flags.width_policy(server_args, settings, options)
+    replace(options, context=model.context_len).check_room(settings.max_total_tokens)
     if mambaish_config(model) is not None:
         _check_recurrent_target(settings)
     target = model.hf_text_config

@@ -133,8 +133,7 @@ class DraftSetup:
             checked = check_ops(self.model, block, self.options.block_size)
             for group in groups:
                 if not isinstance(group.attention, TorchAttention):
-                    leaves_out = self.backend.capabilities.scratch
-                    check_attention(self.model, block, group, leaves_out=leaves_out)
+                    check_attention(self.model, block, group)
                     checked.append(type(group.attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)

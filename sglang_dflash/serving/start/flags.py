@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
-from sglang_dflash.drafting.width import AdaptiveWidth, FixedWidth, WidthPolicy
+from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.facts.command_line import end_in_one_line, setting
 from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.facts.hub import check_path
@@ -258,7 +258,7 @@ def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> W
         block = options.block_size
         widths = {*NARROW_WIDTHS, options.draft_block, block}
         return AdaptiveWidth(sorted(width for width in widths if width <= block))
-    return FixedWidth(options.block_size)
+    return WidthPolicy(options.block_size)
 
 
 def _device(settings: Any) -> str:
