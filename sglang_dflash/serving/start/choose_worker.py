@@ -196,8 +196,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     # The launching process, which checks the pair, does not need what serves it.
     from sglang_dflash.serving.start.build import DFlashSpecWorker, unserved_target
 
-    # A row with `only_if_loaded` may be of the launcher, another process.
-    verify(row for row in SEAMS if not row.only_if_loaded)
+    verify(SEAMS)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
         # SGLang's own arguments.
