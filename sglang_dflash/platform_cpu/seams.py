@@ -129,11 +129,8 @@ SEAMS = (
          "host_pool:load_layer", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
         (Kind.REPLACE, "mem_cache.pool_host.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
          "host_pool:back_up", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
-        (Kind.AROUND, "mem_cache.pool_host.mamba.MambaPoolHost.load_to_device_per_layer",
-         "host_pool:load_states", _COPIES,
-         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
-        (Kind.AROUND, "mem_cache.pool_host.mamba.MambaPoolHost.backup_from_device_all_layer",
-         "host_pool:back_up_states", _COPIES,
-         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
+        *((Kind.AROUND, f"mem_cache.pool_host.mamba.MambaPoolHost.{copy}", "host_pool:copy_states",
+           _COPIES, f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels")
+          for copy in ("load_to_device_per_layer", "backup_from_device_all_layer")),
     ),
 )  # fmt: skip
