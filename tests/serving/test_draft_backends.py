@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,
-    check_attention,
     check_kv_dtype,
     draft_ops,
-    unserved_attention,
 )
 from tests.conftest import raw_config
 from tests.serving.published import (
@@ -38,10 +35,6 @@ FLAG = BACKEND_FLAGS[1]
 
 def config(**changes: Any) -> DraftConfig:
     return DraftConfig.from_dict(raw_config(**changes))
-
-
-def asking(name: str | None) -> Any:
-    return SimpleNamespace(speculative_draft_attention_backend=name)
 
 
 @pytest.mark.parametrize(
@@ -77,30 +70,11 @@ def test_an_impossible_choice_names_what_can_run(
 ) -> None:
     wide = config(head_dim=128)
     with pytest.raises(ConfigError) as refused:
-        check_attention(asking(name), wide, device, dtype)
+        choose_attention(name, wide, device, ATTENTION, dtype)
     assert (refused.value.field, refused.value.value) == ("attention", name)
     assert reason in refused.value.required and refused.value.required.endswith(instead)
     if dtype is not None:
-        check_attention(asking(name), wide, device, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_served"),
-    [
-        *((name, True) for name in (None, "torch", "torch_native", "flash", *ATTENTION)),
-        *((name, False) for name in ("flashinfer", "trtllm_mha", "intel_xpu")),
-    ],
-)
-def test_another_backend_of_sglangs_is_left_to_its_worker(
-    name: str | None, is_served: bool
-) -> None:
-    """One that neither knows is refused elsewhere."""
-    assert unserved_attention(asking(name)) == (None if is_served else f"{FLAG} {name}")
-
-
-def test_sglangs_name_on_a_plain_cpu_is_torch() -> None:
-    assert asked_attention(asking("torch_native")) == "torch"
-    check_attention(asking("torch_native"), config(), CPU)
+        choose_attention(name, wide, device, ATTENTION, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,8 @@ def test_kv_of_a_blackwell_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = resolve(server_flags())
-
     arrived = Arrived(resolving_view(given), changes)
-    assert unserved_setting(arrived, str(PAIR.draft)) == reason
+    assert unserved_setting(Arrived(given, changes), arrived, str(PAIR.draft)) == reason
     if dtype is not None:
         assert draft_dtype(arrived, monkeypatch) == dtype
 

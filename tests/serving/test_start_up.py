@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.broken_drafts import BrokenDraft, fields, server_flags
 from tests.serving.published import Arrived
 from tests.speculators import rewrite_in_that_layout
@@ -103,6 +104,7 @@ def builtin_warning(server_args: Any, capfd: Any) -> str:
     return warned
 
 
+DRAFT_BACKEND = "--speculative-draft-attention-backend"
 # The warning's words -> the setting as SGLang resolves it, and its value.
 NOT_OURS: dict[str, dict[str, Any]] = {
     "data-parallel attention": {"attn_dp_size": 2},
@@ -137,7 +139,9 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "--enable-memory-saver": {"enable_memory_saver": True},
     "--enable-unified-memory": {"enable_unified_memory": True},
     "--device npu": {"device": "npu"},
-}
+    **{f"{DRAFT_BACKEND} {name}": {"speculative_draft_attention_backend": name}
+       for name in ("flashinfer", "trtllm_mha", "intel_xpu")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", NOT_OURS)
@@ -148,9 +152,23 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
 
     from sglang_dflash.serving.start.choose_worker import unserved_setting
 
-    given = resolving_view(resolve(server_flags()))
-    assert unserved_setting(given, str(PAIR.draft)) is None
-    assert unserved_setting(Arrived(given, NOT_OURS[reason]), str(PAIR.draft)) == reason
+    given, draft = resolve(server_flags()), str(PAIR.draft)
+    settings = resolving_view(given)
+    assert unserved_setting(given, settings, draft) is None
+    changes = NOT_OURS[reason]
+    arrived = Arrived(given, changes), Arrived(settings, changes)
+    assert unserved_setting(*arrived, draft) == reason
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_native", "flash", *ATTENTION])
+def test_a_backend_of_ours_or_of_neither_is_no_reason(name: str, resolve: Any) -> None:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_dflash.serving.start.choose_worker import unserved_setting
+
+    given = resolve(server_flags())
+    asked = Arrived(given, {"speculative_draft_attention_backend": name})
+    assert unserved_setting(asked, resolving_view(given), str(PAIR.draft)) is None
 
 
 def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups import choices
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_spec
 
+from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.machine import version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -26,11 +28,10 @@ from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.seam.seam import verify
 from sglang_dflash.serving.gpu.backends import (
+    ATTENTION,
     asked_attention,
-    check_attention,
     check_kv_dtype,
     kv_dtype,
-    unserved_attention,
 )
 from sglang_dflash.serving.seams import SEAMS
 from sglang_dflash.serving.show.figures import show_info
@@ -118,7 +119,7 @@ def _check(server_args: Any, settings: Any) -> None:
     )
     if not dummy_weights(settings):
         check_weights(config, folder)
-    if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
+    if unserved_setting(server_args, settings, folder) is None:
         device = torch.device(settings.device or "cpu")
         _check_device(server_args, settings, config, device)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
@@ -130,17 +131,15 @@ def _check_device(
     server_args: Any, settings: Any, config: DraftConfig, device: torch.device
 ) -> None:
     """Raise ConfigError if draft attention or the dtype of draft K/V cannot be had there."""
-    if device.type != "cuda":
-        check_attention(server_args, config, device)
-        return
+    asked = asked_attention(server_args)
     dtype = kv_dtype(
         settings.kv_cache_dtype,
         settings.speculative_draft_kv_cache_dtype,
-        asked_attention(server_args),
+        asked,
         FLOATS.get(settings.dtype, torch.bfloat16),
     )
     check_kv_dtype(dtype, device)
-    check_attention(server_args, config, device, dtype)
+    choose_attention(asked, config, device, ATTENTION, dtype)
 
 
 def _dflash_requested(settings: Any) -> bool:
@@ -183,7 +182,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
-    reason = unserved_setting(settings, folder) or unserved_attention(server_args)
+    reason = unserved_setting(server_args, settings, folder)
     if reason is not None:
         return _fall_back(reason, builtin)
     load = functools.partial(load_model, folder, dummy=dummy_weights(settings))
@@ -246,13 +245,14 @@ def _has_quantized_draft(settings: Any) -> bool:
     return bool(explicit and settings.speculative_draft_model_quantization)
 
 
-def unserved_setting(settings: Any, folder: str) -> str | None:
+def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None:
     """The first draft feature or server setting that our worker does not serve, or None."""
     try:
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:
         return str(reason)
     disaggregated = settings.disaggregation_mode not in (None, "null")
+    asked = asked_attention(server_args)
     unserved = {
         f"--device {settings.device}": settings.device not in (None, "cpu", "cuda"),
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
@@ -284,5 +284,8 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
             settings
         ),
+        # One that neither knows is refused elsewhere.
+        f"--speculative-draft-attention-backend {asked}": asked not in ATTENTION
+        and asked in choices.DRAFT_ATTENTION_BACKEND_CHOICES,
     }
     return next((name for name, present in unserved.items() if present), None)
