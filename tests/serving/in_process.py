@@ -22,7 +22,6 @@ from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.drafting.width import FixedWidth, WidthPolicy
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
-from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
 from sglang_dflash.serving.step.extension import StepObserver
@@ -121,10 +120,10 @@ def worker_of(
     target: Any = Target(model.config.target_hidden_width, device, padding)
     prefill = PrefillStep(target, drafter, table, ranks, 2, lookup)
     figures = Figures(
-        worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
-        model=model, options=options, drafter=drafter, lookup=lookup, rollback=rollback,
-        policy=widths.policy, watch=DraftWatch(drafter.counters, entries),
-        width_steps=widths.steps, labels=labels, notices=notices, pages=DraftKVPages(groups),
+        worker="", tp=TensorParallel(), attention="torch", memory={}, context_length=COLUMNS,
+        simulated=None, model=model, options=options, drafter=drafter, lookup=lookup,
+        rollback=rollback, policy=widths.policy, width_steps=widths.steps, labels=labels,
+        notices=notices, pages=DraftKVPages(groups),
     )  # fmt: skip
     worker: Any = DFlashWorker(
         block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,

@@ -45,7 +45,6 @@ from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import make_rollback
 from sglang_dflash.serving.seams import WORKER_SEAMS
-from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.start import flags, memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
@@ -235,10 +234,9 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     def _figures(self, drafter: Proposer, lookup: Lookup | None, widths: StepWidths) -> Figures:
         setup, runner = self._setup, self._target_worker.model_runner
-        entries = min(group.cache.num_entries for group in drafter.groups)
         return Figures(
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
-            ranks=setup.tp.size,
+            tp=setup.tp,
             attention=self._attention,
             memory={**self._memory._asdict(), "total": self._memory.total},
             context_length=runner.model_config.context_len,
@@ -251,7 +249,6 @@ class DFlashSpecWorker(BaseSpecWorker):
             pages=self._pages,
             rollback=self._rollback,
             policy=widths.policy,
-            watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
             notices=self._notices,
             width_steps=widths.steps,
             labels=metric_labels(),

@@ -114,22 +114,22 @@ class DFlashWorker:
     def _decode(
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
     ) -> GenerationBatchResult:
-        with self.figures.times.of("choose_width"):
+        with self.figures.timing("choose_width"):
             width = self.widths.choose(batch)
         step = self._next_step(batch, width)
         self.observer.before_step(batch, step)
-        with self.figures.times.of("propose"):
+        with self.figures.timing("propose"):
             block, guesses = self._propose(batch, step)
             if self.lookup is not None:
                 self.lookup.write(step.rows[:, None], step.positions, block)
-        with self.figures.times.of("verify"), self.target.at(step.width):
+        with self.figures.timing("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
             self._sampled_drafts.learn(guesses, accepted)
             if self.lookup is not None and step.width > 1:
                 self.lookup.learn(accepted.lengths)
-        with self.figures.times.of("commit"):
+        with self.figures.timing("commit"):
             self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()
         self.observer.after_step(batch, step, accepted, new_seq_lens)
@@ -245,7 +245,7 @@ class DFlashWorker:
             accepted: accepted drafts of each live request that takes drafts.
         """
         self.figures.add(steps)
-        with self.figures.times.of("learn_width"):
+        with self.figures.timing("learn_width"):
             self.widths.observe(width, accepted)
 
     def clear(self) -> None:
