@@ -18,9 +18,8 @@ from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.start import build, choose_worker
 from sglang_dflash.serving.start.choose_worker import unserved_setting
-from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.broken_drafts import server_flags
-from tests.serving.in_process import decode_of, filled, prepared
+from tests.serving.in_process import decode_of, filled
 from tests.serving.in_process import worker_of as worker_of_step
 from tests.serving.published import Arrived
 
@@ -144,9 +143,8 @@ def test_a_quantized_draft_goes_to_the_built_in_worker(
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_8_bit_draft_kv_drafts(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_draft_kv_drafts(window: int | None) -> None:
     """A prefill and a decode step; the drafts are of tokens, whatever was rounded."""
-    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
     worker = filled(worker_of_step(window, dtype=torch.float8_e4m3fn), [9, 14])
     assert worker.drafter.groups[0].cache.kv.dtype == torch.float8_e4m3fn
     result = worker.forward_batch_generation(decode_of([9, 14]))

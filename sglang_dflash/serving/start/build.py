@@ -158,7 +158,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         replay = self._rollback is not None and self._rollback.name == "replay"
         recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
-        memory.hand_plan_to_sizing(runner, plan)
+        memory.note_plan(runner, plan)
         self._memory = plan.needed
         is_fixed = len(self._policy.widths) == 1
         self._notices = options.warnings(model.config, self._names, is_fixed)
