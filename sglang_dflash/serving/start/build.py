@@ -53,7 +53,6 @@ from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.extension import load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
-from sglang_dflash.serving.step.prefill import PrefillStep
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import target_forward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
@@ -211,14 +210,13 @@ class DFlashSpecWorker(BaseSpecWorker):
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, lookup)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         return DFlashWorker(
             block_size=block,
+            running=setup.running,
             req_to_token=req_to_token,
             widths=widths,
             drafter=drafter,
-            prefill=prefill,
             target=target,
             target_tokens=TargetTokens(runner.sampler, ranks, penalties),
             accept=sampling.accept_rule(block, setup.model.ops.accept),
