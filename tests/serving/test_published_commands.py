@@ -124,26 +124,3 @@ def test_every_command_line_reaches_the_server(
         else:
             runpy.run_module("sglang.launch_server", run_name="__main__")
     assert resolved_fields(stopped.value.args[0]) == ASKED
-
-
-@needs_plain_cpu
-def test_tokenizer_workers_are_warned_of_in_one_line(
-    resolve: Any, folders: Any, capfd: Any
-) -> None:
-    argv = on_this_machine(local(flags(LINE), folders))
-    for more in ([], ["--tokenizer-worker-num", "2", "--speculative-dflash-request-guard", "off"]):
-        resolve([*argv, *more])
-        assert "request guard does not run" not in capfd.readouterr().err
-    resolve([*argv, "--tokenizer-worker-num", "2"])
-    warned = [line for line in capfd.readouterr().err.splitlines() if "request guard" in line]
-    assert len(warned) == 1 and "--tokenizer-worker-num 2: SGLang loads no plugins" in warned[0]
-
-
-def test_a_draft_without_the_algorithm_is_warned_of(resolve: Any, folders: Any, capfd: Any) -> None:
-    argv = on_this_machine(local(flags(LINE), folders))
-    resolve(argv)
-    assert "has no effect without" not in capfd.readouterr().err
-    at = argv.index("--speculative-algorithm")
-    resolve(argv[:at] + argv[at + 2 :])
-    warned = [line for line in capfd.readouterr().err.splitlines() if "has no effect with" in line]
-    assert len(warned) == 1 and "add --speculative-algorithm DFLASH" in warned[0]

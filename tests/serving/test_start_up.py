@@ -13,33 +13,12 @@ from safetensors.torch import load_file
 
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.broken_drafts import BrokenDraft, fields, server_flags
 from tests.serving.published import Arrived
 from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
-HYBRID = demo_pair("hybrid")
-HYBRID_PAIR = server_flags(target=HYBRID.target, draft=HYBRID.draft)
-# What is added to the dense pair's flags.
-REFUSED = {
-    r"--tp-size: 3; .*num_attention_heads": ["--tp-size", "3"],
-    r"--use-ray: True; leave it out": ["--use-ray"],
-    r"--enable-streaming-session: not supported for targets with recurrent layers": [
-        *(*HYBRID_PAIR, "--enable-streaming-session")
-    ],
-    r"--lora-backend: 'triton'; cannot run on a plain CPU; 'torch_native' can": [
-        *("--enable-lora", "--lora-backend", "triton")
-    ],
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> None:
-    # The last is the platform's.
-    with pytest.raises(ValueError if "lora" in message else ConfigError, match=message):
-        resolve(server_flags(*REFUSED[message]))
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["default", "device-cpu"])
@@ -48,22 +27,6 @@ def test_the_default_attention_backend_is_ours(device: list[str], resolve: Any) 
 
     settings = resolving_view(resolve(server_flags(*device)))
     assert settings.attention_backend == "torch_native" and settings.sampling_backend == "pytorch"
-
-
-def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sglang_dflash.serving.start import flags
-
-    typed = (
-        "--speculative-dflash-draft-window-size 128 --speculative-dflash-draft-kv-tokens 999 "
-        "--speculative-dflash-worker builtin"
-    )
-    given = resolve(server_flags(*typed.split()))
-    settings = resolving_view(given)
-    assert settings.speculative_draft_window_size == 128
-    assert flags.ServerFlags.of(given).worker == "builtin"
-    assert flags.options(given, settings).draft_kv_tokens == 999
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
