@@ -15,7 +15,7 @@ from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.broken_drafts import BrokenDraft, fields, server_flags
-from tests.serving.published import Arrived
+from tests.serving.published import Arrived, serving
 from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
@@ -38,7 +38,10 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     # That worker reads it, and so it is no reason to refuse (MiMo has one).
     (draft / "mask_embedding.pt").write_bytes(b"")
     reason = "'domino'; not served here: a head"
-    assert reason in builtin_warning(resolve(server_flags(draft=draft)), capfd)
+    assert serving(resolve(server_flags(draft=draft))) == "builtin"
+    lines = capfd.readouterr().err.splitlines()
+    (warned,) = [line for line in lines if "built-in worker serves instead" in line]
+    assert reason in warned
     assert cli.main(["inspect", str(PAIR.target), str(draft), "--offline"]) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert f"dflash_config.projector_type in the draft's config.json: {reason}" in shown
@@ -54,17 +57,6 @@ def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: 
     rewrite_in_that_layout(draft, rows, 2 * torch.arange(512))
     worker = SpeculativeAlgorithm.DFLASH.create_worker(resolve(server_flags(draft=draft)))
     assert worker.keywords["load_draft"].args == (str(draft),)
-
-
-def builtin_warning(server_args: Any, capfd: Any) -> str:
-    """The one line that says why SGLang's own worker serves."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    worker = SpeculativeAlgorithm.DFLASH.create_worker(server_args)
-    assert worker.__name__ == "DFlashWorkerV2"
-    lines = capfd.readouterr().err.splitlines()
-    (warned,) = [line for line in lines if "built-in worker serves instead" in line]
-    return warned
 
 
 DRAFT_BACKEND = "--speculative-draft-attention-backend"
