@@ -44,15 +44,6 @@ from sglang_dflash.serving.start.draft_files import (
 
 logger = Log(__name__)
 
-# Values of --dtype that are not 16-bit brain floats. With auto, the worker judges what the models'
-# configs decide.
-FLOATS = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
-
 
 def check_pair(server_args: Any) -> None:
     """Before SGLang resolves its speculative settings, in the launching process.
@@ -132,12 +123,10 @@ def _check_device(
 ) -> None:
     """Raise ConfigError if draft attention or the dtype of draft K/V cannot be had there."""
     asked = asked_attention(server_args)
-    dtype = kv_dtype(
-        settings.kv_cache_dtype,
-        settings.speculative_draft_kv_cache_dtype,
-        asked,
-        FLOATS.get(settings.dtype, torch.bfloat16),
-    )
+    # SGLang's names are torch's. With auto, the worker judges what the models' configs decide.
+    of_models = getattr(torch, settings.dtype, torch.bfloat16)
+    draft = settings.speculative_draft_kv_cache_dtype
+    dtype = kv_dtype(settings.kv_cache_dtype, draft, asked, of_models)
     check_kv_dtype(dtype, device)
     choose_attention(asked, config, device, ATTENTION, dtype)
 
