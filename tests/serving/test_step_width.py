@@ -101,7 +101,7 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     widths, one = widths_of(policy), batch(request("a"))
     for interrupted in (False, False, True, False):
         if interrupted:
-            widths.interrupted()
+            widths.clock.interrupted()
         widths.choose(one)
     assert policy.durations == [(0.25, 1, 500, 8), (0.5, 1, 500, 4)]
 

@@ -103,12 +103,12 @@ class DFlashWorker:
         if self.host_tier is not None:
             self.host_tier.follow(self._plain_context.absorb)
         if batch.forward_mode.is_idle():
-            self.widths.interrupted()
+            self.widths.clock.interrupted()
             return self._idle(publish)
         with self.seeds.given(batch):
             if not batch.forward_mode.is_extend():
                 return self._decode(batch, publish, grammar_barrier)
-            self.widths.interrupted()
+            self.widths.clock.interrupted()
             self._plain_context.absorb()
             return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
 
@@ -181,7 +181,7 @@ class DFlashWorker:
         if step.width == 1:
             return bonus[:, None], None
         if self._plain_context.absorb():
-            self.widths.begins_now()
+            self.widths.clock.begins_now()
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
