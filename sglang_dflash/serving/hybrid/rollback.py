@@ -31,8 +31,6 @@ class ReplayOps(NamedTuple):
 
 TORCH_OPS = ReplayOps(replay.fold_, replay.move_windows_)
 
-GATED_DELTA_NET = "Gated DeltaNet"
-
 
 class Checkpoints(NamedTuple):
     """Prefix-cache checkpoints that a step passes.
@@ -154,19 +152,18 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
     Raises:
         ConfigError: replay was requested and the recurrent layers are not Gated DeltaNet.
     """
-    kind = recurrent_kind(model_runner.model_config)
-    if kind is None:
+    layers = mambaish_config(model_runner.model_config)
+    if layers is None:
         return None
-    if kind != GATED_DELTA_NET:
-        if requested == "replay":
-            raise ConfigError(
-                "recurrent_rollback",
-                requested,
-                f"it is for {GATED_DELTA_NET} layers, this target's are {kind}; give 'snapshot' or "
-                "leave it at 'auto'",
-            )
-        return Rollback(model_runner)
-    if requested == "snapshot":
+    can_replay = hybrid_gdn_config(model_runner.model_config) is not None
+    if requested == "replay" and not can_replay:
+        raise ConfigError(
+            "recurrent_rollback",
+            requested,
+            f"it is for Gated DeltaNet layers, this target's are {type(layers).__name__}; give "
+            "'snapshot' or leave it at 'auto'",
+        )
+    if requested == "snapshot" or not can_replay:
         return Rollback(model_runner)
     install_late(REPLAY_SEAMS)
     return Replay(model_runner, _ops(torch.device(model_runner.device)))
@@ -178,15 +175,6 @@ def _ops(device: torch.device) -> ReplayOps:
     from dflash_kernels import gated_delta_fold
 
     return ReplayOps(gated_delta_fold.fold_, gated_delta_fold.move_windows_)
-
-
-def recurrent_kind(model_config: Any) -> str | None:
-    """The kind of the target's recurrent layers; None if it has none."""
-    if mambaish_config(model_config) is None:
-        return None
-    if hybrid_gdn_config(model_config) is not None:
-        return GATED_DELTA_NET
-    return type(mambaish_config(model_config)).__name__
 
 
 def stacked_layers(layers: list[Any]) -> RecurrentLayers:
