@@ -8,6 +8,7 @@ import pytest
 import torch
 from dflash_kernels.block_attention import HEAD_DIMS
 from dflash_kernels.draft_ops import TritonOps
+from sglang.srt.arg_groups.overrides import resolving_view
 
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.ops import TorchOps
@@ -119,8 +120,6 @@ def test_operations_by_device() -> None:
 def test_what_was_given_is_read_and_not_what_sglang_makes_of_it(
     given: list[str], asked: str | None, resolve: Any, folders: Any
 ) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     server_args = resolve([*on_this_machine(local(flags(LINE), folders)), *given])
     assert asked_attention(server_args) == asked
     resolved = resolving_view(server_args).speculative_draft_attention_backend

@@ -1,19 +1,26 @@
-"""What SGLang's argument resolution refuses with our plugin loaded, and which worker serves."""
+"""What SGLang's argument resolution makes of flags with our plugin loaded, and which worker serves
+a pair."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.serving.gpu.backends import ATTENTION
+from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.start.build import unserved_target
+from sglang_dflash.serving.start.choose_worker import unserved_setting
 from tests.broken_drafts import BrokenDraft, fields, server_flags
 from tests.serving.published import Arrived, serving
 from tests.speculators import rewrite_in_that_layout
@@ -23,8 +30,6 @@ PAIR = demo_pair("dense")
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["default", "device-cpu"])
 def test_the_default_attention_backend_is_ours(device: list[str], resolve: Any) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     settings = resolving_view(resolve(server_flags(*device)))
     assert settings.attention_backend == "torch_native" and settings.sampling_backend == "pytorch"
 
@@ -49,8 +54,6 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
 
 def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: Path) -> None:
     """SGLang reads its config.json too, and does not know that layout."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
     draft = Path(shutil.copytree(PAIR.draft, tmp_path / "draft"))
     (file,) = PAIR.target.glob("*.safetensors")
     rows = load_file(file)["model.embed_tokens.weight"]
@@ -103,10 +106,6 @@ NOT_OURS: dict[str, dict[str, Any]] = {
 def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> None:
     """SGLang takes some of them on an accelerator only: the choice is tested with the setting as it
     would arrive there."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sglang_dflash.serving.start.choose_worker import unserved_setting
-
     given, draft = resolve(server_flags()), str(PAIR.draft)
     settings = resolving_view(given)
     assert unserved_setting(given, settings, draft) is None
@@ -117,18 +116,12 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
 
 @pytest.mark.parametrize("name", ["torch", "torch_native", "flash", *ATTENTION])
 def test_a_backend_of_ours_or_of_neither_is_no_reason(name: str, resolve: Any) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sglang_dflash.serving.start.choose_worker import unserved_setting
-
     given = resolve(server_flags())
     asked = Arrived(given, {"speculative_draft_attention_backend": name})
     assert unserved_setting(asked, resolving_view(given), str(PAIR.draft)) is None
 
 
 def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:
-    from sglang_dflash.serving.start import flags
-
     ours = [f"--{name.replace('_', '-')}" for name in (*flags.NAMES, *flags.ALIASES)]
     page = (Path(__file__).parents[2] / "docs/flags.md").read_text()
     for text in (parser.format_help(), page):
@@ -136,10 +129,6 @@ def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentPars
 
 
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
-    from types import SimpleNamespace
-
-    from sglang_dflash.serving.start.build import unserved_target
-
     def target(weight: torch.Tensor | None) -> Any:
         return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))
 
