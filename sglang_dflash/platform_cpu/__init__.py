@@ -6,8 +6,6 @@ import os
 
 PLATFORM = "sglang_dflash.platform_cpu.platform.PlainCpuPlatform"
 ATTENTION_BACKEND = "torch_native"
-# Completes the message of a failed version check.
-WITHOUT_US = "the plain-CPU platform is disabled"
 
 
 def activate() -> str | None:
@@ -22,7 +20,7 @@ def activate() -> str | None:
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or torch.accelerator.is_available():
         return None
-    if not supported(WITHOUT_US):
+    if not supported("the plain-CPU platform is disabled"):
         return None
     # SGLang compiles functions of its sampler at the first request that needs them. On a CPU that
     # takes half a minute, in which the server answers nothing, and a C++ compiler; without one the

@@ -6,6 +6,7 @@ The io backend makes no difference here. Indices are int64 `[N]`.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -54,29 +55,8 @@ def _places(host: Any, indices: Tensor) -> tuple[Tensor, ...]:
     return (indices,)
 
 
-def load_states(
-    original: Any,
-    host: Any,
-    device_pool: Any,
-    host_indices: Tensor,
-    device_indices: Tensor,
-    layer_id: int,
-    io_backend: str = "",
-    *,
-    is_draft: bool = False,
-) -> None:
-    """Around `MambaPoolHost.load_to_device_per_layer`: by the backend that falls back to torch."""
-    original(host, device_pool, host_indices, device_indices, layer_id, "kernel_ascend",
-             is_draft=is_draft)  # fmt: skip
-
-
-def back_up_states(
-    original: Any,
-    host: Any,
-    device_pool: Any,
-    host_indices: Tensor,
-    device_indices: Tensor,
-    io_backend: str = "",
-) -> None:
-    """Around `MambaPoolHost.backup_from_device_all_layer`."""
-    original(host, device_pool, host_indices, device_indices, "kernel_ascend")
+def copy_states(original: Any, *args: Any, **named: Any) -> None:
+    """Around both copies of `MambaPoolHost`: by the backend that falls back to torch."""
+    given = inspect.signature(original).bind(*args, **named)
+    given.arguments["io_backend"] = "kernel_ascend"
+    original(*given.args, **given.kwargs)

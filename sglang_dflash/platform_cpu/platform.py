@@ -53,8 +53,13 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":
             return None
+        from sglang.srt.kv_canary.pool_patcher.adapters.mha import attach_mha
+        from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
+
         from sglang_dflash.platform_cpu.attention import CpuKVPool
 
+        # SGLang's KV canary looks a pool up by its class, and this is a subclass of SGLang's.
+        register_pool_attacher(CpuKVPool, attach_mha)
         return CpuKVPool
 
     def get_speculative_cache_locs_fn(self) -> Any:

@@ -13,10 +13,9 @@ def register() -> None:
     """
     from sglang.srt.platforms import current_platform
 
-    from sglang_dflash.platform_cpu import ATTENTION_BACKEND, WITHOUT_US, is_active
-    from sglang_dflash.seam.version import supported
+    from sglang_dflash.platform_cpu import ATTENTION_BACKEND, is_active
 
-    if not is_active(current_platform) or not supported(WITHOUT_US):
+    if not is_active(current_platform):
         return
 
     from sglang.srt.arg_groups import choices

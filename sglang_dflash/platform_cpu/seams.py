@@ -91,10 +91,6 @@ SEAMS = (
          "SGLang makes tensors of LoRA batches in pinned memory, which needs an accelerator.",
          f"{_PROOFS}test_lora_batches_need_pinned_memory"),
         # SGLang's KV canary (--kv-canary).
-        (Kind.AROUND, "kv_canary.pool_patcher.api.attach_canary_buffers",
-         "torch_ops:attach_canary_buffers",
-         "The canary looks a pool up by its class, and ours is a subclass of SGLang's.",
-         f"{_PROOFS}test_the_canary_knows_no_subclass_of_a_pool"),
         (Kind.AROUND, "utils.common.create_device_stream", "torch_ops:create_stream",
          "SGLang names the device of a stream, which torch's stand-in for a CPU does not take.",
          f"{_PROOFS}test_a_cpu_stream_takes_no_device"),
@@ -129,11 +125,8 @@ SEAMS = (
          "host_pool:load_layer", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
         (Kind.REPLACE, "mem_cache.pool_host.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
          "host_pool:back_up", _COPIES, f"{_HOST_PROOFS}test_host_copies_need_kernels"),
-        (Kind.AROUND, "mem_cache.pool_host.mamba.MambaPoolHost.load_to_device_per_layer",
-         "host_pool:load_states", _COPIES,
-         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
-        (Kind.AROUND, "mem_cache.pool_host.mamba.MambaPoolHost.backup_from_device_all_layer",
-         "host_pool:back_up_states", _COPIES,
-         f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels"),
+        *((Kind.AROUND, f"mem_cache.pool_host.mamba.MambaPoolHost.{copy}", "host_pool:copy_states",
+           _COPIES, f"{_HOST_PROOFS}test_host_copies_of_states_need_kernels")
+          for copy in ("load_to_device_per_layer", "backup_from_device_all_layer")),
     ),
 )  # fmt: skip

@@ -190,17 +190,6 @@ class _Unpinned(TorchFunctionMode):
         return func(*args, **rest)
 
 
-def attach_canary_buffers(original: Any, *, pool: Any, **others: Any) -> Any:
-    """Around the function of SGLang's KV canary: our pool is watched like SGLang's."""
-    from sglang.srt.kv_canary.pool_patcher.adapters.mha import attach_mha
-    from sglang.srt.kv_canary.pool_patcher.api import register_pool_attacher
-
-    from sglang_dflash.platform_cpu.attention import CpuKVPool
-
-    register_pool_attacher(CpuKVPool, attach_mha)
-    return original(pool=pool, **others)
-
-
 def create_stream(original: Any, device: torch.device | str) -> Any:
     """A stream of that device; of a CPU torch's stand-in, which does nothing."""
     return torch.cpu.Stream() if torch.device(device).type == "cpu" else original(device)

@@ -27,6 +27,7 @@ from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dflash.facts.errors import cut
 from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs import recovery
 from sglang_dflash.repairs.flag import guard_off
@@ -369,8 +370,7 @@ PLAIN_REQUEST = f"{HEALTH_CHECK_RID_PREFIX}_after_failures"
 
 
 def _short(error: BaseException) -> str:
-    text, most = f"{type(error).__name__}: {error}", 500
-    return text if len(text) <= most else f"{text[:most]}..."
+    return f"{type(error).__name__}: {cut(str(error))}"
 
 
 def _series(scheduler: Any) -> list[Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import reprlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -25,13 +24,13 @@ from sglang.srt.managers.utils import MsgpackDecodeError, msgpack_decode_explain
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
+from sglang_dflash.facts.errors import shown
 from sglang_dflash.facts.fields import is_int
 from sglang_dflash.repairs.flag import guard_off
 
-INT32_MAX = 2**31 - 1
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+INT32_MAX, FLOAT32_MAX = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
 # The smallest float32 with all its digits; a divisor below becomes 0 or a quotient infinite.
-FLOAT32_TINY = 2.0**-126
+FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 # SGLang makes all `n` requests at once, in the process that answers HTTP.
 MAX_CHOICES = 4096
 # It also tokenizes and compiles stops there, one after the other.
@@ -114,9 +113,8 @@ def check_and_create(
 
 
 def _require(holds: bool, field: str, value: Any, required: str) -> None:
-    """Raise ValueError, which names the value as in Python, cut to what fits a message."""
     if not holds:
-        raise ValueError(f"{field}: {reprlib.repr(value)}; {required}")
+        raise ValueError(f"{field}: {shown(value)}; {required}")
 
 
 # -- a request as it was given ---------------------------------------------------------------------

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -59,7 +58,6 @@ class Seam:
         reason: what SGLang does without it.
         proof: the test (`tests/...::name`) that fails without the row, or that explains why no
             test can.
-        only_if_loaded: skip the row unless this module is imported already in this process.
     """
 
     target: str
@@ -67,7 +65,6 @@ class Seam:
     ours: Any
     reason: str
     proof: str
-    only_if_loaded: str | None = None
 
     @property
     def parent(self) -> str:
@@ -77,10 +74,6 @@ class Seam:
     @property
     def attribute(self) -> str:
         return self.target.rpartition(".")[2]
-
-    def applies(self) -> bool:
-        """Whether this process has what the row changes."""
-        return self.only_if_loaded is None or self.only_if_loaded in sys.modules
 
     @property
     def value(self) -> Any:
@@ -113,7 +106,7 @@ def install(rows: Iterable[Seam]) -> None:
     Raises:
         SeamError: a target does not exist, or another party has changed it.
     """
-    rows = [row for row in rows if row.applies() and not _in_place(row)]
+    rows = [row for row in rows if not _in_place(row)]
     for row in rows:
         check(row)
     for row in rows:
@@ -149,8 +142,6 @@ def verify(rows: Iterable[Seam]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     for row in rows:
-        if not row.applies():
-            continue
         if not _in_place(row):
             raise _error(row, "not installed, or overwritten afterwards")
         if row.kind.is_hook and row.target not in HookRegistry._patched:
@@ -160,7 +151,7 @@ def verify(rows: Iterable[Seam]) -> None:
 
 def any_in_place(rows: Iterable[Seam]) -> bool:
     """Whether the plugin that installs the rows has run in this process."""
-    return any(row.applies() and _in_place(row) for row in rows)
+    return any(map(_in_place, rows))
 
 
 def load_plugins() -> tuple[object | None, str | None]:

@@ -16,8 +16,7 @@ SEAMS = rows(
      "start.flags:server_args_from_kwargs",
      "Engine(**kwargs) rejects our keyword arguments; it builds its arguments right after the "
      "plugins were loaded, without a command line.",
-     "tests/serving/test_seams.py::"
-     "test_engine_rejects_our_arguments_without_the_row", "sglang.srt.entrypoints.engine"),
+     "tests/serving/test_seams.py::test_engine_rejects_our_arguments_without_the_row"),
     (Kind.BEFORE, "arg_groups.speculative_hook.handle_speculative_decoding",
      "start.choose_worker:check_pair",
      "A draft that does not fit fails inside a child process, minutes later.",

@@ -90,9 +90,9 @@ def test_host_copies_of_states_need_kernels() -> None:
     load = original(f"{MambaPoolHost.__module__}.MambaPoolHost.load_to_device_per_layer")
     with pytest.raises(NameError, match="transfer_kv"):
         back_up(host, None, at, slots, "direct")
-    host_pool.back_up_states(back_up, host, None, at, slots, "direct")
+    host_pool.copy_states(back_up, host, None, at, slots, "direct")
     for layer in range(2):
         with pytest.raises(NameError, match="transfer_kv"):
             load(host, None, at, there, layer, "direct")
-        host_pool.load_states(load, host, None, at, there, layer, "direct")
+        host_pool.copy_states(load, host, None, at, there, layer, io_backend="direct")
     assert host.buffer_info.temporal[:, there].equal(before)

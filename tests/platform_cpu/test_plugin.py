@@ -1,6 +1,10 @@
-"""When the platform is active. (Its plugin entry: tests/engine/test_cpu_plugin.py.)"""
+"""When the platform is active, and what it registers. (Its plugin entry:
+tests/engine/test_cpu_plugin.py.)"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,3 +31,27 @@ def test_it_does_not_activate_for_another_sglang(
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.0.1")
     assert activate() is None
     assert "sglang==0.0.1" in caplog.text and "plain-CPU platform is disabled" in caplog.text
+
+
+def test_sglangs_kv_canary_watches_our_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows pools by their class, and no subclass."""
+    from sglang.kernels.ops.kv_canary.consts import RealKvHashMode
+    from sglang.srt.kv_canary.pool_patcher import api
+
+    from sglang_dflash.platform_cpu.attention import CpuKVPool
+    from sglang_dflash.platform_cpu.platform import PlainCpuPlatform
+
+    known = {kind: attach for kind, attach in api._POOL_ATTACHERS.items() if kind is not CpuKVPool}
+    monkeypatch.setattr(api, "_POOL_ATTACHERS", known)
+    pool: Any = object.__new__(CpuKVPool)
+    pool.k_buffer = pool.v_buffer = [torch.zeros(5, 2, 4)]
+    pool.page_size = 1
+    given: Any = {
+        "config": SimpleNamespace(real_kv_hash_mode=RealKvHashMode.NONE),
+        "device": torch.device("cpu"), "kv_token_id_vs_position_offset": 0,
+    }  # fmt: skip
+    with pytest.raises(NotImplementedError, match="CpuKVPool"):
+        api.attach_canary_buffers(pool=pool, **given)
+    assert PlainCpuPlatform().get_kv_pool_cls(kind="mha") is CpuKVPool
+    (group,) = api.attach_canary_buffers(pool=pool, **given)
+    assert len(group.k_head) == 5

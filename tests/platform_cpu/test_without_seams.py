@@ -255,30 +255,6 @@ def test_lora_layers_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None
     needs_pinned_memory(lambda: ColumnParallelLinearWithLoRA(layer, None), monkeypatch)
 
 
-def test_the_canary_knows_no_subclass_of_a_pool() -> None:
-    from sglang.kernels.ops.kv_canary.consts import RealKvHashMode
-    from sglang.srt.kv_canary.pool_patcher import api
-
-    from sglang_dflash.platform_cpu.attention import CpuKVPool
-
-    attach = original("sglang.srt.kv_canary.pool_patcher.api.attach_canary_buffers")
-    pool: Any = object.__new__(CpuKVPool)
-    pool.k_buffer = pool.v_buffer = [torch.zeros(5, 2, 4)]
-    pool.page_size = 1
-    config = SimpleNamespace(real_kv_hash_mode=RealKvHashMode.NONE)
-    given: Any = {
-        "config": config, "device": torch.device("cpu"), "kv_token_id_vs_position_offset": 0
-    }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        # As in a process where no pool of ours was attached.
-        patch.setattr(api, "_POOL_ATTACHERS", {**api._POOL_ATTACHERS})
-        api._POOL_ATTACHERS.pop(CpuKVPool, None)
-        with pytest.raises(NotImplementedError, match="CpuKVPool"):
-            attach(pool=pool, **given)
-        (group,) = torch_ops.attach_canary_buffers(attach, pool=pool, **given)
-    assert len(group.k_head) == 5
-
-
 def test_the_canarys_counts_need_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.kv_canary.runner.future_tensor import FutureTensors
 

@@ -66,16 +66,14 @@ def batch(*requests: Any, mode: ForwardMode = ForwardMode.EXTEND, **more: Any) -
     )
 
 
-@pytest.fixture
-def sglangs_init(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True)
+def sglangs_init(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own constructor, whether or not the plugins were loaded before."""
     own = inspect.unwrap(BatchedPenalizerOrchestrator.__init__)
     monkeypatch.setattr(BatchedPenalizerOrchestrator, "__init__", own)
-    return own
 
 
-def orchestrator(of: Batch, sglangs_init: Any) -> BatchedPenalizerOrchestrator:
-    del sglangs_init
+def orchestrator(of: Batch) -> BatchedPenalizerOrchestrator:
     made = BatchedPenalizerOrchestrator(VOCAB, of, KINDS)
     of.sampling_info = SimpleNamespace(penalizer_orchestrator=made)
     return made
@@ -96,12 +94,11 @@ def applied(made: BatchedPenalizerOrchestrator, logits: torch.Tensor | None = No
 def expected(
     params: dict[str, Any],
     output: list[int],
-    sglangs_init: Any,
     logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One request's logits `[V]` after its output, by SGLang's own counting of it alone."""
     alone = batch(request(**params))
-    made = orchestrator(alone, sglangs_init)
+    made = orchestrator(alone)
     for token in output:
         made.cumulate_output_tokens(torch.tensor([token]))
     return applied(made, None if logits is None else logits[None])[0]
@@ -123,43 +120,41 @@ def outputs(count: int) -> list[list[int]]:
     return [[pick.randrange(8) for _ in range(3 + 4 * i)] for i in range(count)]
 
 
-def test_every_decode_step_counts_its_newest_tokens(sglangs_init: Any) -> None:
+def test_every_decode_step_counts_its_newest_tokens() -> None:
     requests = [request(**way) for way in WAYS]
     decoding = batch(*requests)
-    made = orchestrator(decoding, sglangs_init)
+    made = orchestrator(decoding)
     decoding.forward_mode = ForwardMode.DECODE
     written, scheduler = outputs(len(WAYS)), Scheduler()
     for step in range(3):
         decoding.input_ids = torch.tensor([output[step] for output in written])
         penalties.count_newest(scheduler, decoding, overlap=True)
     for row, way in enumerate(WAYS):
-        torch.testing.assert_close(
-            applied(made)[row], expected(way, written[row][:3], sglangs_init)
-        )
+        torch.testing.assert_close(applied(made)[row], expected(way, written[row][:3]))
     assert scheduler.waited == ["forward"] * 3
 
 
-def test_of_a_mixed_step_only_the_decoding_requests_count(sglangs_init: Any) -> None:
+def test_of_a_mixed_step_only_the_decoding_requests_count() -> None:
     """--enable-mixed-chunk: a prompt of four tokens, then one token of each decoding request."""
     first, *others = (request(**way) for way in WAYS)
     mixed = batch(first, *others, mode=ForwardMode.MIXED)
-    made = orchestrator(mixed, sglangs_init)
+    made = orchestrator(mixed)
     mixed.decoding_reqs = others
     mixed.input_ids = torch.tensor([7, 7, 7, 7, *range(len(others))])
     penalties.count_newest(Scheduler(), mixed, overlap=True)
-    torch.testing.assert_close(applied(made)[0], expected(WAYS[0], [], sglangs_init))
+    torch.testing.assert_close(applied(made)[0], expected(WAYS[0], []))
     for row, way in enumerate(WAYS[1:]):
-        torch.testing.assert_close(applied(made)[row + 1], expected(way, [row], sglangs_init))
+        torch.testing.assert_close(applied(made)[row + 1], expected(way, [row]))
 
 
 @pytest.mark.parametrize(
     "what", ["prefill", "no overlap", "no penalties", "no sampling", "other worker"]
 )
-def test_other_steps_count_nothing(what: str, sglangs_init: Any) -> None:
+def test_other_steps_count_nothing(what: str) -> None:
     """Another worker counts itself; ours: test_block_penalties.py."""
     params = {} if what == "no penalties" else WAYS[0]
     given = batch(request(**params), input_ids=torch.tensor([1, 2, 3]))
-    made = orchestrator(given, sglangs_init)
+    made = orchestrator(given)
     if what == "no sampling":
         given.sampling_info = None
     if what == "other worker":
@@ -168,7 +163,7 @@ def test_other_steps_count_nothing(what: str, sglangs_init: Any) -> None:
         given.forward_mode = ForwardMode.DECODE
     scheduler = Scheduler()
     penalties.count_newest(scheduler, given, overlap=what != "no overlap")
-    torch.testing.assert_close(applied(made)[0], expected(params, [], sglangs_init))
+    torch.testing.assert_close(applied(made)[0], expected(params, []))
     assert scheduler.waited == []
 
 
@@ -190,42 +185,40 @@ def test_sglang_counts_where_it_is_right(
     assert len(called) == calls
 
 
-def test_retraction_forgets_the_output_without_the_row(sglangs_init: Any) -> None:
+def test_retraction_forgets_the_output_without_the_row() -> None:
     written = outputs(len(WAYS))
     back = batch(*(request(output, **way) for output, way in zip(written, WAYS, strict=True)))
-    made = orchestrator(back, sglangs_init)
+    made = orchestrator(back)
     for row, way in enumerate(WAYS):
-        torch.testing.assert_close(applied(made)[row], expected(way, [], sglangs_init))
+        torch.testing.assert_close(applied(made)[row], expected(way, []))
     penalties.count_from_the_start(None, made)
     for row, way in enumerate(WAYS):
-        torch.testing.assert_close(applied(made)[row], expected(way, written[row], sglangs_init))
+        torch.testing.assert_close(applied(made)[row], expected(way, written[row]))
 
 
 @pytest.mark.parametrize("output", [[4], [4, 4, 7, 9]], ids=["begun", "retracted"])
-def test_a_decode_server_leaves_the_newest_token_to_the_first_step(
-    output: list[int], sglangs_init: Any
-) -> None:
+def test_a_decode_server_leaves_the_newest_token_to_the_first_step(output: list[int]) -> None:
     """Disaggregation: of a request that has just come from the prefill server nothing is counted,
     of one that comes back after a retraction all but the newest token."""
     way = {"frequency_penalty": 0.5}
     come = batch(request(output, **way), mode=ForwardMode.PREBUILT)
-    made = orchestrator(come, sglangs_init)
+    made = orchestrator(come)
     penalties.count_from_the_start(None, made)
-    torch.testing.assert_close(applied(made)[0], expected(way, output[:-1], sglangs_init))
+    torch.testing.assert_close(applied(made)[0], expected(way, output[:-1]))
 
 
-def test_factors_are_applied_after_terms(sglangs_init: Any) -> None:
+def test_factors_are_applied_after_terms() -> None:
     given = batch(request(**WAYS[-1]))
-    made = orchestrator(given, sglangs_init)
+    made = orchestrator(given)
     penalties.count_from_the_start(None, made)
     kinds = [penalizer.is_multiplicative for penalizer in made.penalizers.values()]
     assert kinds == sorted(kinds) and set(made.penalizers) == KINDS
 
 
-def test_counts_survive_a_merge_and_a_filter(sglangs_init: Any) -> None:
+def test_counts_survive_a_merge_and_a_filter() -> None:
     """A request with a penalty joins one without, which then finishes."""
     running, joining = batch(request()), batch(request(**WAYS[0]))
-    made, theirs = orchestrator(running, sglangs_init), orchestrator(joining, sglangs_init)
+    made, theirs = orchestrator(running), orchestrator(joining)
     made.merge(theirs)
     running.reqs += joining.reqs
     running.forward_mode, running.input_ids = ForwardMode.DECODE, torch.tensor([3, 9])
@@ -234,4 +227,4 @@ def test_counts_survive_a_merge_and_a_filter(sglangs_init: Any) -> None:
     made.filter(torch.tensor([1]))
     running.input_ids = torch.tensor([9])
     penalties.count_newest(Scheduler(), running, overlap=True)
-    torch.testing.assert_close(applied(made)[0], expected(WAYS[0], [9, 9], sglangs_init))
+    torch.testing.assert_close(applied(made)[0], expected(WAYS[0], [9, 9]))

@@ -6,7 +6,6 @@ What SGLang does without a row is shown by the test that the row names as its pr
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
@@ -42,12 +41,6 @@ ASSIGNED = {
 }
 # What a hook is given before the arguments of its target.
 GIVEN_FIRST = {Kind.AFTER: 1, Kind.AROUND: 1}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _engine_is_loaded() -> None:
-    """The module that a row changes only if it is loaded."""
-    importlib.import_module("sglang.srt.entrypoints.engine")
 
 
 @every_row

@@ -1,4 +1,5 @@
-"""Shared by the tests of launch commands: tiny checkpoints, and SGLang's argument resolution."""
+"""Shared by the tests of serving: tiny checkpoints, SGLang's argument resolution, and a made-up
+preparation of verify forwards."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from typing import Any
 
 import pytest
 
+from sglang_dflash.serving.step.batch import DFlashVerifyInput
+from tests.serving.in_process import prepared
 from tests.serving.published import tiny_checkpoints
+
+
+@pytest.fixture(autouse=True)
+def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For steps of a made-up target."""
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,10 @@ from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
-from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.step.batch import GenerationBatchResult, draft_input
 from sglang_dflash.serving.step.extension import StepObserver
 from sglang_dflash.serving.step.penalties import BlockPenalties
-from sglang_dflash.serving.step.prefill import PrefillStep
 from sglang_dflash.serving.step.sampling import Ranks
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
@@ -119,15 +117,14 @@ def worker_of(
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
     lookup = Lookup(table, model.ops, block, VOCAB, drafter.counters) if looks_up else None
     target: Any = Target(model.config.target_hidden_width, device, padding)
-    prefill = PrefillStep(target, drafter, table, ranks, 2, lookup)
     figures = Figures(
-        worker="", ranks=1, attention="torch", memory={}, context_length=COLUMNS, simulated=None,
-        model=model, options=options, drafter=drafter, lookup=lookup, rollback=rollback,
-        policy=widths.policy, watch=DraftWatch(drafter.counters, entries),
-        width_steps=widths.steps, labels=labels, notices=notices, pages=DraftKVPages(groups),
+        worker="", tp=TensorParallel(), attention="torch", memory={}, context_length=COLUMNS,
+        simulated=None, model=model, options=options, drafter=drafter, lookup=lookup,
+        rollback=rollback, policy=widths.policy, width_steps=widths.steps, labels=labels,
+        notices=notices, pages=DraftKVPages(groups),
     )  # fmt: skip
     worker: Any = DFlashWorker(
-        block_size=block, req_to_token=table, widths=widths, drafter=drafter, prefill=prefill,
+        block_size=block, running=2, req_to_token=table, widths=widths, drafter=drafter,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
         host_tier=HostTier(groups, 2) if hierarchical else None, waiting_steps=waiting_steps,

@@ -83,6 +83,14 @@ def on_this_machine(argv: list[str]) -> list[str]:
     )
 
 
+def serving(server_args: Any) -> str:
+    """Which worker SGLang would make: "ours" or "builtin"."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    worker = SpeculativeAlgorithm.DFLASH.create_worker(server_args)
+    return "builtin" if getattr(worker, "__name__", "") == "DFlashWorkerV2" else "ours"
+
+
 ASKED = {
     "speculative_algorithm": "DFLASH",
     "speculative_num_draft_tokens": 16,

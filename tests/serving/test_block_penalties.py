@@ -48,14 +48,12 @@ def blocks(rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [2, BLOCK])
 @pytest.mark.parametrize("rows", [range(len(MORE)), range(1), range(4, 5)], ids=str)
-def test_every_position_is_penalised_for_the_tokens_before_it(
-    rows: range, width: int, sglangs_init: Any
-) -> None:
+def test_every_position_is_penalised_for_the_tokens_before_it(rows: range, width: int) -> None:
     ways, written = [MORE[i] for i in rows], [outputs(len(MORE))[i] for i in rows]
     block = blocks(len(ways))[:, :width]
     for output, tokens in zip(written, block.tolist(), strict=True):
         output.append(tokens[0])
-    made = orchestrator(batch(*(request(**way) for way in ways)), sglangs_init)
+    made = orchestrator(batch(*(request(**way) for way in ways)))
     for row, output in enumerate(written):
         penalties.count(made, torch.tensor([row]), torch.tensor([output]))
     logits = torch.randn(len(ways), width, VOCAB, generator=torch.Generator().manual_seed(0))
@@ -67,13 +65,13 @@ def test_every_position_is_penalised_for_the_tokens_before_it(
     for row, (way, output) in enumerate(zip(ways, written, strict=True)):
         for position in range(1, width):
             before = output + block[row, 1 : position + 1].tolist()
-            wanted = expected(way, before, sglangs_init, logits[row, position])
+            wanted = expected(way, before, logits[row, position])
             torch.testing.assert_close(got[row, position], wanted, rtol=1e-6, atol=1e-6)
 
 
-def test_a_block_that_was_not_counted_is_an_error(sglangs_init: Any) -> None:
+def test_a_block_that_was_not_counted_is_an_error() -> None:
     ours = BlockPenalties(8, BLOCK, CPU)
-    made = orchestrator(batch(request(**WAYS[0])), sglangs_init)
+    made = orchestrator(batch(request(**WAYS[0])))
     block = blocks(1)
     ours.begin(made)
     ours.apply(torch.zeros(1, BLOCK, VOCAB), block)
@@ -84,12 +82,12 @@ def test_a_block_that_was_not_counted_is_an_error(sglangs_init: Any) -> None:
 class Served:
     """Requests of a server of ours: `step` decodes once, as the scheduler would."""
 
-    def __init__(self, init: Any, *ways: dict[str, Any], overlap: bool = True) -> None:
+    def __init__(self, *ways: dict[str, Any], overlap: bool = True) -> None:
         self.ours, self.overlap = BlockPenalties(8, BLOCK, CPU), overlap
         self.scheduler = Scheduler()
         self.scheduler.draft_worker = SimpleNamespace(block_penalties=self.ours)
         self.batch: Batch = batch(*(request(**way) for way in ways))
-        self.made = orchestrator(self.batch, init)
+        self.made = orchestrator(self.batch)
         self.batch.sampling_info.acc_additive_penalties = None
         self.batch.sampling_info.acc_scaling_penalties = None
         self.batch.spec_algorithm = SpeculativeAlgorithm.DFLASH
@@ -118,10 +116,8 @@ class Served:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("way", MORE, ids=str)
-def test_every_committed_token_counts_once(
-    way: dict[str, Any], overlap: bool, sglangs_init: Any
-) -> None:
-    served = Served(sglangs_init, way, {}, overlap=overlap)
+def test_every_committed_token_counts_once(way: dict[str, Any], overlap: bool) -> None:
+    served = Served(way, {}, overlap=overlap)
     served.prefill([4, 4])
     steps = [[[3, 3, 3, 6], [1]], [[6], [2, 2]], [[7, 3], [1, 1, 1, 1, 1, 1]]]
     for committed in steps:
@@ -129,35 +125,35 @@ def test_every_committed_token_counts_once(
     output = [4, *(token for committed in steps for token in committed[0])]
     logits = torch.linspace(-2, 2, VOCAB)
     got = served.counted()
-    torch.testing.assert_close(got[0], expected(way, output, sglangs_init))
+    torch.testing.assert_close(got[0], expected(way, output))
     torch.testing.assert_close(got[1], logits)
     waits = 4 if overlap and way else 0
     assert served.scheduler.waited == ["forward"] * waits
 
 
-def test_a_row_that_is_used_again_begins_with_its_prompts_token(sglangs_init: Any) -> None:
-    served = Served(sglangs_init, {"frequency_penalty": 0.5})
+def test_a_row_that_is_used_again_begins_with_its_prompts_token() -> None:
+    served = Served({"frequency_penalty": 0.5})
     served.prefill([4])
     served.step([[3, 3, 3]])
-    made = orchestrator(served.batch, sglangs_init)
+    made = orchestrator(served.batch)
     served.batch.sampling_info.acc_additive_penalties = None
     served.batch.sampling_info.acc_scaling_penalties = None
     served.made = made
     served.prefill([6])
-    wanted = expected({"frequency_penalty": 0.5}, [6], sglangs_init)
+    wanted = expected({"frequency_penalty": 0.5}, [6])
     torch.testing.assert_close(served.counted()[0], wanted)
 
 
-def test_of_a_mixed_step_the_decoding_requests_count_their_last_block(sglangs_init: Any) -> None:
+def test_of_a_mixed_step_the_decoding_requests_count_their_last_block() -> None:
     """--enable-mixed-chunk: a prompt, then the newest token of each decoding request."""
-    served = Served(sglangs_init, {"frequency_penalty": 0.5}, {"presence_penalty": 1.0})
+    served = Served({"frequency_penalty": 0.5}, {"presence_penalty": 1.0})
     served.prefill([4, 4])
     served.step([[3, 3], [8, 6]])
     served.batch.forward_mode = ForwardMode.MIXED
     served.batch.decoding_reqs = served.batch.reqs[1:]
     penalties.count_newest(served.scheduler, served.batch, overlap=True)
     got = applied(served.made)
-    first = expected({"frequency_penalty": 0.5}, [4], sglangs_init)
+    first = expected({"frequency_penalty": 0.5}, [4])
     torch.testing.assert_close(got[0], first)
-    second = expected({"presence_penalty": 1.0}, [4, 8, 6], sglangs_init)
+    second = expected({"presence_penalty": 1.0}, [4, 8, 6])
     torch.testing.assert_close(got[1], second)

@@ -23,7 +23,6 @@ from sglang_dflash.platform_cpu.attention import CpuKVPool
 from sglang_dflash.repairs.flag import ATTRIBUTE
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.start.build import DFlashSpecWorker
-from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension
 from tests.conftest import random_model
 from tests.recording import OpRecorder
@@ -38,7 +37,6 @@ from tests.serving.in_process import (
     Target,
     decode_of,
     prefill_of,
-    prepared,
 )
 
 HERE = "tests.serving.test_build"
@@ -77,8 +75,8 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, name, lambda *_, made=made: made)
     for name, given in (
         ("table_positions", COLUMNS),
-        ("hand_plan_to_sizing", None),
-        ("largest_recorded", 2),
+        ("note_plan", None),
+        ("captured_sizes", (2,)),
     ):
         monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)
     monkeypatch.setattr(build, "get_dp_tp_group", lambda: ONE_RANK)
@@ -86,7 +84,6 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "make_rollback", lambda *_: None)
     monkeypatch.setattr(build, "resolving_view", lambda server_args: server_args)
     monkeypatch.setattr("sglang_dflash.serving.gpu.graphs.captured_sizes", lambda _most: (2,))
-    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
 def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> Any:

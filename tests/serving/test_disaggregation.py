@@ -46,11 +46,6 @@ def test_the_draft_kv_is_registered() -> None:
     assert pool.get_contiguous_buf_infos() == ([], [], [])
 
 
-@pytest.mark.parametrize("draft_pool", [None, object()])
-def test_drafts_of_other_workers_are_left_to_sglang(draft_pool: Any) -> None:
-    assert registered(draft_pool).state_types == []
-
-
 @pytest.mark.parametrize("page_size", [1, 4, 64])
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (6, 0), (6, 3), (1, 0)])
 @pytest.mark.parametrize("tokens", [1, 6, 7, 10, 33])
@@ -96,14 +91,6 @@ def test_both_sides_name_the_same_pages() -> None:
     assert pages.received_bytes == PAGE * (3 * 8 + 10 * 24)
 
 
-def test_pages_of_other_drafts_are_left_to_sglang() -> None:
-    queue, states = SimpleNamespace(draft_token_to_kv_pool=None), [[1, 2, 3]]
-    sender = SimpleNamespace(send=None)
-    disaggregation.send_visible(None, queue, SimpleNamespace(disagg_kv_sender=sender))
-    disaggregation.receive_visible(queue, None, None, PAGE, states)
-    assert sender.send is None and states == [[1, 2, 3]]
-
-
 def transferred(prompt: list[int], first: int, seed: int) -> Any:
     """The decode server's batch of a request in row 1, as SGLang makes it."""
     batch = prefill_of([2], [len(prompt)])
@@ -134,13 +121,18 @@ def test_a_request_is_taken_over() -> None:
     assert worker.seeds._by_row.tolist() == [0, 77, 0]
 
 
-@pytest.mark.parametrize("draft_worker", [None, object()])
-def test_other_workers_take_over_by_themselves(draft_worker: Any) -> None:
-    batch = SimpleNamespace(spec_info="theirs")
-    disaggregation.take_over(batch, SimpleNamespace(draft_worker=draft_worker))
-    assert batch.spec_info == "theirs"
+@pytest.mark.parametrize("theirs", [None, object()])
+def test_other_workers_are_left_to_sglang(theirs: Any) -> None:
+    """What is registered, sent, received and taken over."""
+    assert registered(theirs).state_types == []
+    queue, states = SimpleNamespace(draft_token_to_kv_pool=theirs), [[1, 2, 3]]
+    sender, batch = SimpleNamespace(send=None), SimpleNamespace(spec_info="theirs")
+    disaggregation.send_visible(None, queue, SimpleNamespace(disagg_kv_sender=sender))
+    disaggregation.receive_visible(queue, None, None, PAGE, states)
+    disaggregation.take_over(batch, SimpleNamespace(draft_worker=theirs))
+    assert (sender.send, states, batch.spec_info) == (None, [[1, 2, 3]], "theirs")
 
 
 def test_no_request_has_arrived() -> None:
-    ours = SimpleNamespace(dflash=None)
-    assert disaggregation.take_over(None, SimpleNamespace(draft_worker=ours)) is None
+    scheduler = SimpleNamespace(draft_worker=SimpleNamespace(dflash=None))
+    assert disaggregation.take_over(None, scheduler) is None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from dflash_kernels.block_attention import HEAD_DIMS
 from dflash_kernels.draft_ops import TritonOps
+from sglang.srt.arg_groups.overrides import resolving_view
 
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.ops import TorchOps
@@ -17,10 +17,8 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
     asked_attention,
-    check_attention,
     check_kv_dtype,
     draft_ops,
-    unserved_attention,
 )
 from tests.conftest import raw_config
 from tests.serving.published import (
@@ -38,10 +36,6 @@ FLAG = BACKEND_FLAGS[1]
 
 def config(**changes: Any) -> DraftConfig:
     return DraftConfig.from_dict(raw_config(**changes))
-
-
-def asking(name: str | None) -> Any:
-    return SimpleNamespace(speculative_draft_attention_backend=name)
 
 
 @pytest.mark.parametrize(
@@ -77,30 +71,11 @@ def test_an_impossible_choice_names_what_can_run(
 ) -> None:
     wide = config(head_dim=128)
     with pytest.raises(ConfigError) as refused:
-        check_attention(asking(name), wide, device, dtype)
+        choose_attention(name, wide, device, ATTENTION, dtype)
     assert (refused.value.field, refused.value.value) == ("attention", name)
     assert reason in refused.value.required and refused.value.required.endswith(instead)
     if dtype is not None:
-        check_attention(asking(name), wide, device, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_served"),
-    [
-        *((name, True) for name in (None, "torch", "torch_native", "flash", *ATTENTION)),
-        *((name, False) for name in ("flashinfer", "trtllm_mha", "intel_xpu")),
-    ],
-)
-def test_another_backend_of_sglangs_is_left_to_its_worker(
-    name: str | None, is_served: bool
-) -> None:
-    """One that neither knows is refused elsewhere."""
-    assert unserved_attention(asking(name)) == (None if is_served else f"{FLAG} {name}")
-
-
-def test_sglangs_name_on_a_plain_cpu_is_torch() -> None:
-    assert asked_attention(asking("torch_native")) == "torch"
-    check_attention(asking("torch_native"), config(), CPU)
+        choose_attention(name, wide, device, ATTENTION, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +120,6 @@ def test_operations_by_device() -> None:
 def test_what_was_given_is_read_and_not_what_sglang_makes_of_it(
     given: list[str], asked: str | None, resolve: Any, folders: Any
 ) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     server_args = resolve([*on_this_machine(local(flags(LINE), folders)), *given])
     assert asked_attention(server_args) == asked
     resolved = resolving_view(server_args).speculative_draft_attention_backend

@@ -18,7 +18,6 @@ from sglang_dflash.serving.gpu.graphs import (
     CudaGraphRecorder,
     captured_sizes,
     cuda_recorder,
-    largest_recorded,
 )
 from tests.drafting.test_recording import drafter_of, table
 from tests.recording import OpRecorder
@@ -122,10 +121,6 @@ def test_steps_are_not_captured_without_memory(
 def test_without_sizes_they_are_powers_of_two(sizes: Any) -> None:
     sizes.bs = None
     assert captured_sizes(6) == (1, 2, 4, 6)
-
-
-def test_the_largest_recorded_batch(sizes: Any) -> None:
-    assert largest_recorded(20, True) == 16 and largest_recorded(20, False) == 0
 
 
 @pytest.mark.parametrize(

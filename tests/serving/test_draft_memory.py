@@ -279,7 +279,6 @@ def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
     widths: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "table_positions", lambda context: context)
-    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 0)
     monkeypatch.setattr(memory, "target_has_graphs", lambda _device: True)
     monkeypatch.setattr(memory, "captured_sizes", lambda most: (1, most))
     monkeypatch.setattr(memory, "attention_backends", lambda: ("fa3", "fa3"))
@@ -304,7 +303,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(memory, "table_positions", lambda context: context + 20)
-    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 4)
+    monkeypatch.setattr(memory, "captured_sizes", lambda most: (1, most - 1))
     model_config: Any = SimpleNamespace(context_len=2048)
     setup = setup_of("torch", 300, DraftConfig.from_dict(raw_config()))
     with caplog.at_level("INFO"):
@@ -319,7 +318,6 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     # 300 tokens and the block of 5 requests, not a chunk of 64 MiB.
     assert "attention workspace 1.0, graph buffers 0.0, logits" in line
     # Eager steps allocate when they run.
-    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 0)
     eager = plan_memory(setup, model_config, False, False, ())
     later = eager.needed.after_graphs(eager.recorded)
     assert later == eager.needed.logits + eager.needed.activations and not eager.replay
@@ -347,7 +345,6 @@ def test_what_replay_keeps_is_reserved_once(
 ) -> None:
     """By the state pool and the drafter together: what a real pool and recording take."""
     monkeypatch.setattr(memory, "table_positions", lambda context: context)
-    monkeypatch.setattr(memory, "largest_recorded", lambda *_: 0)
     monkeypatch.setattr(qwen3_next, "linear_attn_tp_size", lambda: 1)
     setup = setup_of("torch", None, DraftConfig.from_dict(raw_config()))
     block, params = setup.options.block_size, HYBRID.mamba2_cache_params
@@ -356,7 +353,7 @@ def test_what_replay_keeps_is_reserved_once(
     schedule = SimpleNamespace(max_running_requests=RUNNING)
     monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
     model: Any = SimpleNamespace(context_len=2048, dtype=dtype)
-    snapshots, replays = (plan_memory(setup, model, "off", replay, ()) for replay in (False, True))
+    snapshots, replays = (plan_memory(setup, model, False, replay, ()) for replay in (False, True))
     configurator = SimpleNamespace(
         is_draft_worker=False, spec_aux_config=SimpleNamespace(plan=replays), model_config=model,
         spec_algorithm=SpeculativeAlgorithm.DFLASH, mambaish_config=HYBRID, attn_dp_size=1,

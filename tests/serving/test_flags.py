@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from os.path import basename
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.start import flags
 from tests.broken_drafts import PAIR, BrokenDraft, fields, server_flags
@@ -24,8 +26,10 @@ SINKS = "--speculative-draft-sink-size"
 ENTRIES = "--speculative-dflash-draft-kv-tokens"
 STATES_ALIAS = "--mamba-scheduler-strategy"
 HUGE = "99999999999"
+HYBRID = demo_pair("hybrid")
+RECURRENT = server_flags(target=HYBRID.target, draft=HYBRID.draft)
 
-# Flags -> the one that the error names, and its value.
+# Flags -> the one that the error names, and its value; ... for none.
 REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     **{(BLOCK, text): (BLOCK, int(text)) for text in ("0", "1", "-8", HUGE, "129")},
     **{(BLOCK_ALIAS, text): (BLOCK_ALIAS, int(text)) for text in ("0", "1", HUGE, "129")},
@@ -46,6 +50,11 @@ REFUSED: dict[tuple[str, ...], tuple[str, object]] = {
     (ENTRIES, "999"): (ENTRIES, 999),
     (ENTRIES, "0"): (ENTRIES, 0),
     (WINDOW, "64", ENTRIES, HUGE): (ENTRIES, int(HUGE)),
+    ("--tp-size", "3"): ("--tp-size", 3),
+    ("--use-ray",): ("--use-ray", True),
+    (*RECURRENT, "--enable-streaming-session"): ("--enable-streaming-session", ...),
+    # The platform's.
+    ("--enable-lora", "--lora-backend", "triton"): ("--lora-backend", "triton"),
 }
 
 # Flags -> the end of argparse's message.
@@ -69,7 +78,7 @@ SERVED: list[list[str]] = [
 ]
 
 
-@pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
+@pytest.mark.parametrize("flags", REFUSED, ids=lambda flags: " ".join(map(basename, flags)))
 def test_flags_that_cannot_work_are_refused(
     flags: tuple[str, ...], resolve: Callable[..., Any]
 ) -> None:
@@ -102,22 +111,35 @@ def test_flags_that_work_are_served(flags: list[str], resolve: Callable[..., Any
     resolve(server_flags(*flags))
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (server_flags()[:2], "without --speculative-algorithm DFLASH"),
-        (server_flags("--speculative-dflash-worker", "builtin"), "-worker builtin"),
-    ],
-    ids=["plain", "builtin"],
-)
-def test_flags_without_effect_are_named(
-    flags: list[str], why: str, resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+TARGET, DRAFT = server_flags()[:2], server_flags()[4:]
+WIDTH, WORKERS = ["--speculative-dflash-width", "adaptive"], ["--tokenizer-worker-num", "2"]
+BUILTIN = ["--speculative-dflash-worker", "builtin"]
+GUARD = "request guard does not run"
+# Flags of a server, what it is warned of, with which flags more, and the beginning of the line.
+WARNED: dict[str, tuple[list[str], str, list[str], str]] = {
+    "plain": (TARGET, "no effect without --spec", WIDTH, "--speculative-dflash-width: "),
+    "builtin": (server_flags(*BUILTIN), "no effect with --spec", WIDTH, f"{WIDTH[0]}: "),
+    "no algorithm": (TARGET, "no effect without --spec", DRAFT, f"{DRAFT[0]} has "),
+    "workers": (server_flags(), GUARD, WORKERS, "--tokenizer-worker-num 2: SGLang loads no plug"),
+}
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_what_does_not_work_as_expected_is_warned_of_in_one_line(
+    name: str, resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    resolve([*flags, "--speculative-dflash-width", "adaptive"])
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "no effect" in line]
-    assert "--speculative-dflash-width: " in line and why in line
-    resolve(flags)
-    assert "no effect" not in capfd.readouterr().err
+    flags, warning, more, begins = WARNED[name]
+    for argv, warned in ((flags, False), ([*flags, *more], True)):
+        resolve(argv)
+        lines = [line for line in capfd.readouterr().err.splitlines() if warning in line]
+        assert len(lines) == warned and (not warned or begins in lines[0])
+
+
+def test_without_the_guard_there_is_no_warning_that_it_does_not_run(
+    resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    resolve(server_flags(*WORKERS, "--speculative-dflash-request-guard", "off"))
+    assert GUARD not in capfd.readouterr().err
 
 
 def test_keyword_arguments_of_an_engine_are_checked_too() -> None:

@@ -18,7 +18,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
-from sglang_dflash.repairs.penalties import count
+from sglang_dflash.repairs.penalties import LENGTH, PENALIZERS, count
 from sglang_dflash.repairs.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
 from sglang_dflash.serving.step import batch as our_batch
@@ -29,7 +29,7 @@ from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.conftest import write_kv
 from tests.serving.fake_cuda import Crossing, FakeCuda
-from tests.serving.in_process import VOCAB, decode_of, prefill_of, prepared, widths_of, worker_of
+from tests.serving.in_process import VOCAB, decode_of, prefill_of, widths_of, worker_of
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
 from tests.serving.test_step_width import request
 
@@ -39,7 +39,6 @@ LENGTHS = [9, 14]
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     mode = FakeCuda()
-    monkeypatch.setattr(our_batch.DFlashVerifyInput, "prepare_for_verify", prepared)
     monkeypatch.setattr(our_batch, "is_pin_memory_available", lambda _device: True)
     monkeypatch.setattr(Tensor, "pin_memory", lambda host: mode.pin(host))
     monkeypatch.setattr(our_worker, "record_stream", lambda _: None)
@@ -84,7 +83,6 @@ def test_the_block_is_read_for_grammars_before_the_target_computes(
     def reads(_block: Tensor) -> None:
         order.append("block")
 
-    monkeypatch.setattr(our_batch.DFlashVerifyInput, "prepare_for_verify", prepared)
     monkeypatch.setattr(sampling, "GrammarTree", SimpleNamespace(from_linear_chain=reads))
     monkeypatch.setattr(sampling, "build_grammar_vocab_mask", lambda **_: order.append("mask"))
     worker, batch = worker_of(None), decode_of(LENGTHS, has_grammar=True)
@@ -158,22 +156,19 @@ def test_a_sampled_step_waits_for_nothing(gpu: FakeCuda, monkeypatch: pytest.Mon
 def test_penalties_stay_on_the_device(gpu: FakeCuda) -> None:
     """Counting what a step committed, and the penalties of a block."""
     rows, width, vocab = 2, 4, 32
-    kinds = {
-        "Frequency": ("cumulated_frequency_penalties", "frequency_penalties"),
-        "Presence": ("cumulated_presence_penalties", "presence_penalties"),
-        "Repetition": ("cumulated_repetition_penalties", "repetition_penalties"),
-        "MinNewTokens": ("stop_token_penalties", "min_new_tokens", "len_output_tokens"),
-    }
+    kinds = {name: (kind.counts, kind.penalty) for name, kind in PENALIZERS.items()}
+    ends = ("stop_token_penalties", "min_new_tokens", LENGTH)
 
-    def penalizer(kind: str) -> Any:
-        made = type(f"Batched{kind}Penalizer", (), {"is_prepared": lambda _: True})()
-        for number, field in enumerate(kinds[kind]):
-            dtype = torch.int32 if field in ("min_new_tokens", "len_output_tokens") else None
+    def penalizer(name: str) -> Any:
+        made = type(name, (), {"is_prepared": lambda _: True})()
+        for number, field in enumerate(kinds.get(name, ends)):
+            dtype = torch.int32 if field in ends[1:] else None
             shape = (rows, 1 if number else vocab)
             setattr(made, field, torch.ones(shape, dtype=dtype, device="cuda"))
         return made
 
-    orchestrator = SimpleNamespace(penalizers={kind: penalizer(kind) for kind in kinds})
+    names = [*kinds, "BatchedMinNewTokensPenalizer"]
+    orchestrator = SimpleNamespace(penalizers={name: penalizer(name) for name in names})
     info = SimpleNamespace(
         penalizer_orchestrator=SimpleNamespace(is_required=True),
         acc_additive_penalties=None,

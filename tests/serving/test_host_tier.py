@@ -149,15 +149,6 @@ def test_copies_are_made_in_the_order_of_sglangs_plans() -> None:
     assert read(cache, at(1, 2, 3)) == [1.0, 1.0, 1.0]
 
 
-def test_a_window_takes_the_last_tokens() -> None:
-    tier, cache = of(RingKVCache(12, SLOTS, SHAPE, torch.float32, "cpu"), window=2)
-    write(cache, at(1, 2, 3), [1.0, 2.0, 3.0])
-    tier.plan_backup(at(1, 2, 3), at(30, 31, 32), HOST)
-    tier.plan_load(at(30, 31, 32), at(5, 6, 7))
-    tier.follow(nothing)
-    assert read(cache, at(5, 6, 7)) == [None, 2.0, 3.0]
-
-
 class Arrival:
     """An event of a device."""
 

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.serving.step.batch import DFlashVerifyInput, draft_input
+from sglang_dflash.serving.step.batch import draft_input
 from tests.serving.in_process import (
     COLUMNS,
     MODES,
     ROWS,
     decode_of,
     prefill_of,
-    prepared,
     widths_of,
     worker_of,
 )
@@ -28,11 +27,6 @@ from tests.serving.test_step_width import Scripted
 
 # The second one's prompt is another prompt's and a bit more: its first half repeats itself.
 PROMPTS = [[3, 4, 5, 6, 3, 4, 5, 6, 3], [9, 8, 7, 1, 2, 9, 8, 7, 1]]
-
-
-@pytest.fixture(autouse=True)
-def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
 def requests(prompts: Sequence[list[int]]) -> list[Any]:

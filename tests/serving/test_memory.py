@@ -19,7 +19,7 @@ from sglang_dflash.facts.sizes import DraftMemory, GroupKV
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import (
     MemoryPlan,
-    hand_plan_to_sizing,
+    note_plan,
     plan_of,
     pool_config,
     table_headroom,
@@ -33,7 +33,7 @@ def runner_with(plan: MemoryPlan | None, is_draft_worker: bool = False) -> Any:
     described = SpecAuxHiddenStateConfig(dflash_draft_num_layers=1, dflash_target_layer_ids=[1, 2])
     runner = SimpleNamespace(spec_aux_config=described)
     if plan is not None:
-        hand_plan_to_sizing(runner, plan)
+        note_plan(runner, plan)
     runner.kv_cache_configurator = SimpleNamespace(
         is_draft_worker=is_draft_worker,
         spec_algorithm=SpeculativeAlgorithm.DFLASH,
@@ -106,9 +106,13 @@ def test_rings_leave_the_target_more_tokens(
     assert tokens(runner, expected * TARGET) == expected
 
 
-def test_a_server_of_another_worker_is_sized_by_sglang() -> None:
-    assert tokens(runner_with(None)) == 8_000
-    assert plan_of(runner_with(None).kv_cache_configurator) is None
+@pytest.mark.parametrize("plan", [None, MemoryPlan((RING,), replay=False)], ids=["other", "draft"])
+def test_a_runner_that_our_worker_does_not_serve_is_sized_by_sglang(
+    plan: MemoryPlan | None,
+) -> None:
+    """Another worker's, and a draft's."""
+    runner = runner_with(plan, is_draft_worker=plan is not None)
+    assert tokens(runner) == 8_000 and plan_of(runner.kv_cache_configurator) is None
 
 
 def test_what_is_needed_beside_is_left_free() -> None:
@@ -134,11 +138,6 @@ def test_no_room_for_the_drafter_is_refused(reserved: int) -> None:
     with pytest.raises(ConfigError) as refused:
         tokens(runner)
     assert refused.value.field == "--mem-fraction-static"
-
-
-def test_a_draft_runner_has_no_plan() -> None:
-    runner = runner_with(MemoryPlan((RING,), replay=False), True)
-    assert tokens(runner) == 8_000
 
 
 @pytest.mark.parametrize(("page", "columns"), [(1, 33), (64, 96)])

@@ -1,4 +1,4 @@
-"""Ten mistakes: at most three lines of ours, which name the flag, its value and what to do."""
+"""Mistakes: at most three lines of ours, which name the flag, its value and what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
-PAIR, OTHER = demo_pair("dense"), demo_pair("code")
+PAIR = demo_pair("dense")
 DRAFT = "--speculative-draft-model-path"
 
 
@@ -32,15 +32,6 @@ def inspect(*more: str) -> list[str]:
 
 # What was typed, for a server or for our command, and what has to be told.
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
-    "swapped pair": (
-        server(PAIR.draft, PAIR.target),
-        ["--model-path: ", "dense/draft'; this is a draft: give it as " + DRAFT],
-    ),
-    "draft for another target": (
-        server(draft=OTHER.draft),
-        ["hidden_size in the draft's config.json: 256; the target's is 192 (draft '",
-         "code/draft', target '", "dense/target'): this draft is for another target"],
-    ),
     "flag with a typo": (
         server(PAIR.target, PAIR.draft, "--speculative-draft-windw-size", "64"),
         ["--speculative-draft-windw-size", "did you mean --speculative-draft-window-size?"],

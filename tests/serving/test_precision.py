@@ -18,11 +18,9 @@ from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.start import build, choose_worker
 from sglang_dflash.serving.start.choose_worker import unserved_setting
-from sglang_dflash.serving.step.batch import DFlashVerifyInput
 from tests.broken_drafts import server_flags
-from tests.serving.in_process import decode_of, filled, prepared
-from tests.serving.in_process import worker_of as worker_of_step
-from tests.serving.published import Arrived
+from tests.serving.in_process import decode_of, filled, worker_of
+from tests.serving.published import Arrived, serving
 
 PAIR = demo_pair("dense")
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -40,13 +38,6 @@ def quantized(folder: Path, name: str, config: dict[str, Any]) -> str:
     raw = json.loads((folder / name / "config.json").read_text())
     (folder / name / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
     return str(folder / name)
-
-
-def worker_of(given: Any) -> str:
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    worker = SpeculativeAlgorithm.DFLASH.create_worker(given)
-    return "builtin" if getattr(worker, "__name__", "") == "DFlashWorkerV2" else "ours"
 
 
 def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
@@ -72,7 +63,7 @@ def test_8_bit_kv_is_served(
     """On a GPU that can (test_draft_backends.py), as the launching process checks it."""
     given, config = resolve(server_flags(*flags)), DraftConfig.from_pretrained(str(PAIR.draft))
     settings = resolving_view(given)
-    assert worker_of(given) == "ours" and draft_dtype(settings, monkeypatch) == KV[flags]
+    assert serving(given) == "ours" and draft_dtype(settings, monkeypatch) == KV[flags]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with contextlib.nullcontext() if KV[flags] == torch.bfloat16 else pytest.raises(ConfigError):
         choose_worker._check_device(given, settings, config, torch.device("cuda"))
@@ -93,7 +84,7 @@ def test_a_draft_is_quantized_by_sglang_only(
     flags: tuple[str, ...], worker: str, resolve: Any
 ) -> None:
     """A quantization of the target is none of the draft, which stays as it is stored."""
-    assert worker_of(resolve(server_flags(*flags))) == worker
+    assert serving(resolve(server_flags(*flags))) == worker
 
 
 NO_4_BIT = "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype"
@@ -119,9 +110,8 @@ def test_kv_of_a_blackwell_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = resolve(server_flags())
-
     arrived = Arrived(resolving_view(given), changes)
-    assert unserved_setting(arrived, str(PAIR.draft)) == reason
+    assert unserved_setting(Arrived(given, changes), arrived, str(PAIR.draft)) == reason
     if dtype is not None:
         assert draft_dtype(arrived, monkeypatch) == dtype
 
@@ -132,7 +122,7 @@ def test_a_quantized_target_is_served(
 ) -> None:
     """Its lm_head decides, when it is loaded: tests/serving/test_start_up.py."""
     given = resolve(server_flags(target=quantized(tmp_path, "target", config)))
-    assert worker_of(given) == "ours"
+    assert serving(given) == "ours"
     # Also if the checkpoint asks for 8-bit KV of the target.
     assert draft_dtype(resolving_view(given), monkeypatch) == torch.bfloat16
 
@@ -140,15 +130,14 @@ def test_a_quantized_target_is_served(
 def test_a_quantized_draft_goes_to_the_built_in_worker(
     resolve: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    assert worker_of(resolve(server_flags(draft=quantized(tmp_path, "draft", FP8)))) == "builtin"
+    assert serving(resolve(server_flags(draft=quantized(tmp_path, "draft", FP8)))) == "builtin"
     assert "quantization_config" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_8_bit_draft_kv_drafts(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_draft_kv_drafts(window: int | None) -> None:
     """A prefill and a decode step; the drafts are of tokens, whatever was rounded."""
-    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
-    worker = filled(worker_of_step(window, dtype=torch.float8_e4m3fn), [9, 14])
+    worker = filled(worker_of(window, dtype=torch.float8_e4m3fn), [9, 14])
     assert worker.drafter.groups[0].cache.kv.dtype == torch.float8_e4m3fn
     result = worker.forward_batch_generation(decode_of([9, 14]))
     assert worker.drafter.groups[0].cache.kv.float().isfinite().all()

@@ -17,7 +17,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.serving.hybrid import replay_pool
-from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, Snapshots
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, Rollback
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import MemoryPlan
 from tests.seam.originals import original
@@ -252,7 +252,7 @@ def test_sglangs_ring_of_inputs_counts_as_scratch() -> None:
     cache = SimpleNamespace(intermediate_ssm=None, intermediate_conv_window=[window], **ring)
     pool = SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache))
     runner = SimpleNamespace(req_to_token_pool=pool)
-    assert Snapshots(runner).scratch_bytes == window.nbytes + 40
+    assert Rollback(runner).scratch_bytes == window.nbytes + 40
 
 
 def test_every_update_of_weights_chooses_its_runners() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.seam.seam import Seam
 from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS, WORKER_SEAMS
@@ -41,8 +43,6 @@ def test_our_flags_are_unknown_without_the_row(capsys: pytest.CaptureFixture[str
 
 
 def test_our_values_are_dropped_without_the_row() -> None:
-    from sglang.srt.server_args import ServerArgs
-
     parser = sglang_parser()
     flags.add_flags(None, parser)
     parsed = parser.parse_args(["--model-path", "x", *OURS])
@@ -55,8 +55,6 @@ def test_our_values_are_dropped_without_the_row() -> None:
 
 
 def test_engine_rejects_our_arguments_without_the_row() -> None:
-    from sglang.srt.server_args import ServerArgs
-
     ours = {"model_path": "x", "speculative_dflash_worker": "builtin"}
     with pytest.raises(TypeError, match="speculative_dflash_worker"):
         ServerArgs(**ours)
@@ -65,8 +63,6 @@ def test_engine_rejects_our_arguments_without_the_row() -> None:
 
 
 def test_the_builtin_worker_serves_without_the_row() -> None:
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
     create = original(row_of("create_worker").target)
     worker = create(SpeculativeAlgorithm.DFLASH, SimpleNamespace())
     assert worker.__module__ == "sglang.srt.speculative.dflash_worker_v2"

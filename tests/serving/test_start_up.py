@@ -1,68 +1,37 @@
-"""What SGLang's argument resolution refuses with our plugin loaded, and which worker serves."""
+"""What SGLang's argument resolution makes of flags with our plugin loaded, and which worker serves
+a pair."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.serving.gpu.backends import ATTENTION
+from sglang_dflash.serving.start import flags
+from sglang_dflash.serving.start.build import unserved_target
+from sglang_dflash.serving.start.choose_worker import unserved_setting
 from tests.broken_drafts import BrokenDraft, fields, server_flags
-from tests.serving.published import Arrived
+from tests.serving.published import Arrived, serving
 from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
-HYBRID = demo_pair("hybrid")
-HYBRID_PAIR = server_flags(target=HYBRID.target, draft=HYBRID.draft)
-# What is added to the dense pair's flags.
-REFUSED = {
-    r"--tp-size: 3; .*num_attention_heads": ["--tp-size", "3"],
-    r"--use-ray: True; leave it out": ["--use-ray"],
-    r"--enable-streaming-session: not supported for targets with recurrent layers": [
-        *(*HYBRID_PAIR, "--enable-streaming-session")
-    ],
-    r"--lora-backend: 'triton'; cannot run on a plain CPU; 'torch_native' can": [
-        *("--enable-lora", "--lora-backend", "triton")
-    ],
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_settings_that_cannot_work_are_refused(message: str, resolve: Any) -> None:
-    # The last is the platform's.
-    with pytest.raises(ValueError if "lora" in message else ConfigError, match=message):
-        resolve(server_flags(*REFUSED[message]))
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["default", "device-cpu"])
 def test_the_default_attention_backend_is_ours(device: list[str], resolve: Any) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
     settings = resolving_view(resolve(server_flags(*device)))
     assert settings.attention_backend == "torch_native" and settings.sampling_backend == "pytorch"
-
-
-def test_published_spellings_and_our_flags_reach_the_arguments(resolve: Any) -> None:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    from sglang_dflash.serving.start import flags
-
-    typed = (
-        "--speculative-dflash-draft-window-size 128 --speculative-dflash-draft-kv-tokens 999 "
-        "--speculative-dflash-worker builtin"
-    )
-    given = resolve(server_flags(*typed.split()))
-    settings = resolving_view(given)
-    assert settings.speculative_draft_window_size == 128
-    assert flags.ServerFlags.of(given).worker == "builtin"
-    assert flags.options(given, settings).draft_kv_tokens == 999
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
@@ -74,7 +43,10 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
     # That worker reads it, and so it is no reason to refuse (MiMo has one).
     (draft / "mask_embedding.pt").write_bytes(b"")
     reason = "'domino'; not served here: a head"
-    assert reason in builtin_warning(resolve(server_flags(draft=draft)), capfd)
+    assert serving(resolve(server_flags(draft=draft))) == "builtin"
+    lines = capfd.readouterr().err.splitlines()
+    (warned,) = [line for line in lines if "built-in worker serves instead" in line]
+    assert reason in warned
     assert cli.main(["inspect", str(PAIR.target), str(draft), "--offline"]) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert f"dflash_config.projector_type in the draft's config.json: {reason}" in shown
@@ -82,8 +54,6 @@ def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
 
 def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: Path) -> None:
     """SGLang reads its config.json too, and does not know that layout."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
     draft = Path(shutil.copytree(PAIR.draft, tmp_path / "draft"))
     (file,) = PAIR.target.glob("*.safetensors")
     rows = load_file(file)["model.embed_tokens.weight"]
@@ -92,17 +62,7 @@ def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: 
     assert worker.keywords["load_draft"].args == (str(draft),)
 
 
-def builtin_warning(server_args: Any, capfd: Any) -> str:
-    """The one line that says why SGLang's own worker serves."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    worker = SpeculativeAlgorithm.DFLASH.create_worker(server_args)
-    assert worker.__name__ == "DFlashWorkerV2"
-    lines = capfd.readouterr().err.splitlines()
-    (warned,) = [line for line in lines if "built-in worker serves instead" in line]
-    return warned
-
-
+DRAFT_BACKEND = "--speculative-draft-attention-backend"
 # The warning's words -> the setting as SGLang resolves it, and its value.
 NOT_OURS: dict[str, dict[str, Any]] = {
     "data-parallel attention": {"attn_dp_size": 2},
@@ -137,20 +97,28 @@ NOT_OURS: dict[str, dict[str, Any]] = {
     "--enable-memory-saver": {"enable_memory_saver": True},
     "--enable-unified-memory": {"enable_unified_memory": True},
     "--device npu": {"device": "npu"},
-}
+    **{f"{DRAFT_BACKEND} {name}": {"speculative_draft_attention_backend": name}
+       for name in ("flashinfer", "trtllm_mha", "intel_xpu")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", NOT_OURS)
 def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> None:
     """SGLang takes some of them on an accelerator only: the choice is tested with the setting as it
     would arrive there."""
-    from sglang.srt.arg_groups.overrides import resolving_view
+    given, draft = resolve(server_flags()), str(PAIR.draft)
+    settings = resolving_view(given)
+    assert unserved_setting(given, settings, draft) is None
+    changes = NOT_OURS[reason]
+    arrived = Arrived(given, changes), Arrived(settings, changes)
+    assert unserved_setting(*arrived, draft) == reason
 
-    from sglang_dflash.serving.start.choose_worker import unserved_setting
 
-    given = resolving_view(resolve(server_flags()))
-    assert unserved_setting(given, str(PAIR.draft)) is None
-    assert unserved_setting(Arrived(given, NOT_OURS[reason]), str(PAIR.draft)) == reason
+@pytest.mark.parametrize("name", ["torch", "torch_native", "flash", *ATTENTION])
+def test_a_backend_of_ours_or_of_neither_is_no_reason(name: str, resolve: Any) -> None:
+    given = resolve(server_flags())
+    asked = Arrived(given, {"speculative_draft_attention_backend": name})
+    assert unserved_setting(asked, resolving_view(given), str(PAIR.draft)) is None
 
 
 def test_a_draft_of_the_hub_is_fetched_to_the_download_dir(
@@ -180,8 +148,6 @@ def test_a_draft_of_the_hub_is_fetched_to_the_download_dir(
 
 
 def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:
-    from sglang_dflash.serving.start import flags
-
     ours = [f"--{name.replace('_', '-')}" for name in (*flags.NAMES, *flags.ALIASES)]
     page = (Path(__file__).parents[2] / "docs/flags.md").read_text()
     for text in (parser.format_help(), page):
@@ -189,10 +155,6 @@ def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentPars
 
 
 def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
-    from types import SimpleNamespace
-
-    from sglang_dflash.serving.start.build import unserved_target
-
     def target(weight: torch.Tensor | None) -> Any:
         return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))
 

@@ -17,14 +17,13 @@ from sglang_dflash.repairs.flag import ATTRIBUTE
 from sglang_dflash.serving.start.flags import width_policy
 from sglang_dflash.serving.step import batch as serving_batch
 from sglang_dflash.serving.step import width as step_width
-from sglang_dflash.serving.step.batch import DFlashVerifyInput, ForwardBatch
+from sglang_dflash.serving.step.batch import ForwardBatch
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from tests.serving.in_process import (
     decode_of,
     draft_kv,
     filled,
     prefill_of,
-    prepared,
     widths_of,
     worker_of,
 )
@@ -102,7 +101,7 @@ def test_only_uninterrupted_steps_are_timed(clock: list[float]) -> None:
     widths, one = widths_of(policy), batch(request("a"))
     for interrupted in (False, False, True, False):
         if interrupted:
-            widths.interrupted()
+            widths.clock.interrupted()
         widths.choose(one)
     assert policy.durations == [(0.25, 1, 500, 8), (0.5, 1, 500, 4)]
 
@@ -123,8 +122,8 @@ def test_a_fixed_width_asks_nothing() -> None:
 
 
 @pytest.fixture
-def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
+def _decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared for a step of width 1."""
     monkeypatch.setattr(serving_batch, "prepare_mamba_track_for_verify", lambda _batch: None)
     monkeypatch.setattr(
         ForwardBatch, "init_new", lambda batch, *_, **__: SimpleNamespace(tokens=len(batch.reqs))
@@ -154,7 +153,7 @@ def run_steps(worker: Any, widths: Sequence[int]) -> list[int]:
     return lengths
 
 
-@pytest.mark.usefixtures("_prepared")
+@pytest.mark.usefixtures("_decoded")
 def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
     """Their hidden states are projected before its proposal."""
     widths, begun = [1, 1, 4, 4, 1], []
@@ -172,7 +171,7 @@ def test_a_step_is_not_charged_for_the_plain_steps_before_it() -> None:
     assert begun == ["begins", "begins", "begins", "now", "begins", "begins"]
 
 
-@pytest.mark.usefixtures("_prepared")
+@pytest.mark.usefixtures("_decoded")
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("widths", [[1, 1, 1], [3, 1, 4], [1, 3, 1, 1]])
 def test_every_committed_token_reaches_the_drafter(widths: list[int], window: int | None) -> None:
@@ -188,7 +187,7 @@ def test_every_committed_token_reaches_the_drafter(widths: list[int], window: in
     torch.testing.assert_close(written[0], written[1])
 
 
-@pytest.mark.usefixtures("_prepared")
+@pytest.mark.usefixtures("_decoded")
 def test_a_prefill_comes_after_what_waits() -> None:
     worker, lengths = steps_of([1, 1], None)
     newest = slots_of([0, lengths[1]])[-1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.serving.step import batch as our_batch
-from sglang_dflash.serving.step.batch import CaptureHiddenMode, DFlashVerifyInput
-from tests.reliability.test_block_rows import sampling_info as block_sampling
+from sglang_dflash.serving.step.batch import CaptureHiddenMode
+from tests.reliability.test_block_rows import sampling_info
 from tests.serving.in_process import (
     COLUMNS,
     ROWS,
@@ -21,16 +20,10 @@ from tests.serving.in_process import (
     draft_kv,
     filled,
     prefill_of,
-    prepared,
     worker_of,
 )
 
 LENGTHS = [9, 14]
-
-
-@pytest.fixture(autouse=True)
-def _prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepared)
 
 
 def slots_of(lengths: list[int]) -> Tensor:
@@ -95,28 +88,6 @@ def test_what_the_target_returns_is_handed_on() -> None:
     assert result.can_run_cuda_graph and result.accept_lens.tolist() != []
 
 
-def sampling_info(**changes: Any) -> Any:
-    rows = len(LENGTHS)
-    info = SimpleNamespace(
-        is_all_greedy=True,
-        sampling_mask_batch_indices=None,
-        sampling_support_logprobs_capture_indices=None,
-        logit_bias=None,
-        grammar_mask=None,
-        grammars=None,
-        has_custom_logit_processor=False,
-        penalizer_orchestrator=None,
-        acc_additive_penalties=None,
-        acc_scaling_penalties=None,
-        temperatures=torch.ones(rows, 1),
-        top_ks=torch.full((rows,), 20),
-        sampling_seed=None,
-    )
-    for name, value in changes.items():
-        setattr(info, name, value)
-    return info
-
-
 class Sampler:
     """Notes which memory it is given, and turns logits into probabilities in place."""
 
@@ -148,7 +119,7 @@ class MaskingSampler(Sampler):
 def test_the_sampling_masks_of_a_step_are_handed_on(greedy: bool) -> None:
     """Of every position of the requests that ask, with how many of them are committed."""
     worker = filled(worker_of(sampler=MaskingSampler()), LENGTHS)
-    info = block_sampling(sampling_mask_batch_indices=torch.tensor([1]), is_all_greedy=greedy)
+    info = sampling_info(sampling_mask_batch_indices=torch.tensor([1]), is_all_greedy=greedy)
     result = worker.forward_batch_generation(decode_of(LENGTHS, sampling_info=info))
     mask = result.logits_output.sampling_mask_output
     block = worker.block_size
@@ -199,7 +170,6 @@ def test_logits_are_copied_only_for_log_probabilities(
 ) -> None:
     from sglang_dflash.serving.step import sampling
 
-    monkeypatch.setattr(sampling, "repeated_sampling_info", lambda info, _times: info)
     seen: list[Tensor] = []
     monkeypatch.setattr(
         sampling,
@@ -208,9 +178,8 @@ def test_logits_are_copied_only_for_log_probabilities(
     )
     sampler = Sampler()
     worker = filled(worker_of(sampler=sampler), LENGTHS)
-    info = sampling_info(is_all_greedy=False)
     worker.forward_batch_generation(
-        decode_of(LENGTHS, sampling_info=info, return_logprob=return_logprob)
+        decode_of(LENGTHS, sampling_info=sampling_info(), return_logprob=return_logprob)
     )
     logits = worker.target_worker.output.next_token_logits
     assert (sampler.given == [logits.data_ptr()]) is not return_logprob

@@ -27,15 +27,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def split_projections(
-    qkvz: Tensor, ba: Tensor, heads_qk: int, heads_v: int, dim_qk: int, dim_v: int
-) -> tuple[Tensor, ...]:
-    """Split `[T, q k v z]` and `[T, b a]` into qkv `[T, C]`, z `[T, HV, V]`, b and a `[T, HV]`."""
-    size = 2 * heads_qk * dim_qk + heads_v * dim_v
-    qkv, z = qkvz[:, :size].contiguous(), qkvz[:, size:].reshape(-1, heads_v, dim_v)
-    return qkv, z, ba[:, :heads_v].contiguous(), ba[:, heads_v : 2 * heads_v].contiguous()
-
-
 def gates(
     a_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, beta: float = 1.0, threshold: float = 20.0
 ) -> tuple[Tensor, Tensor]:
@@ -184,31 +175,3 @@ def causal_conv(
     if activation is not None:
         out = ACTIVATIONS[activation](out)
     return out, inputs.unfold(1, width - 1, 1)
-
-
-def gated_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    z: Tensor | None,
-    eps: float,
-    group: int | None = None,
-    norm_first: bool = True,
-    activation: str = "silu",
-) -> Tensor:
-    """RMSNorm of x `[..., E]`, gated by z; returns x's shape and dtype.
-
-    Args:
-        weight: `[E]`.
-        z: the gate, of x's shape; None for no gate.
-        group: channels that are normalized together; None for all.
-        norm_first: multiply by the gate after the norm, otherwise before it.
-        activation: of the gate, a key of `ACTIVATIONS`.
-    """
-    out = x.float()
-    gate = None if z is None else ACTIVATIONS[activation](z.reshape(x.shape).float())
-    if gate is not None and not norm_first:
-        out = out * gate
-    grouped = out.unflatten(-1, (-1, group or out.shape[-1]))
-    out = (grouped * (grouped.square().mean(-1, keepdim=True) + eps).rsqrt()).flatten(-2)
-    out = out * weight.float()
-    return (out * gate if gate is not None and norm_first else out).to(x.dtype)

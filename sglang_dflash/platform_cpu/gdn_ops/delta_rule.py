@@ -91,19 +91,13 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     """
     heads, dim, key_dim = initial_state.shape[-3:]
     keys = (mixed_qkv.shape[1] - heads * dim) // 2
-    q, k, v = mixed_qkv[:, None].split([keys, keys, heads * dim], -1)
-    q, k, v = (
-        q.unflatten(-1, (-1, key_dim)),
-        k.unflatten(-1, (-1, key_dim)),
-        v.unflatten(-1, (-1, dim)),
-    )
-    g, beta = gdn.gates(A_log, a[:, None], dt_bias, b[:, None])
-    rows, slots = real_rows(ssm_state_indices)
-    q, k = gdn.per_value_head(q[rows], k[rows], heads, scale, use_qk_l2norm_in_kernel)
-    outputs, states = gdn.recurrent(q, k, v[rows], g[rows], beta[rows], initial_state[slots])
+    q, k, v = mixed_qkv.split([keys, keys, heads * dim], -1)
+    q, k = (x.unflatten(-1, (-1, key_dim)) for x in (q, k))
+    q, k = gdn.per_value_head(q, k, heads, scale, use_qk_l2norm_in_kernel)
+    inputs = Inputs(q, k, v.unflatten(-1, (-1, dim)), *gdn.gates(A_log, a, dt_bias, b))
+    bounds = list(range(len(v) + 1))
     out.zero_()
-    out[rows] = outputs.to(out.dtype)
-    initial_state[slots] = states[-1].to(initial_state.dtype)
+    _run(inputs, bounds, initial_state, ssm_state_indices, out[:, 0], None, None, update=True)
     return out, initial_state
 
 

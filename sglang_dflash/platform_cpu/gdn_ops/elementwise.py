@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sglang_dflash.drafting.recurrent import gated_delta as gdn
+from sglang_dflash.drafting.recurrent.gated_delta import ACTIVATIONS
 from sglang_dflash.platform_cpu.gdn_ops import refuse
 
 
@@ -19,14 +19,23 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     head_v: int,
 ) -> tuple[Tensor, ...]:
     """`[T, q k v z]` and `[T, b a]` -> qkv `[T, C]`, z `[T, HV, V]`, b and a `[T, HV]`."""
-    return gdn.split_projections(mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v)
+    size = 2 * num_heads_qk * head_qk + num_heads_v * head_v
+    z = mixed_qkvz[:, size:].reshape(-1, num_heads_v, head_v)
+    b, a = mixed_ba[:, :num_heads_v], mixed_ba[:, num_heads_v : 2 * num_heads_v]
+    return mixed_qkvz[:, :size].contiguous(), z, b.contiguous(), a.contiguous()
 
 
 def rms_norm_forward(self: Any, x: Tensor, z: Tensor | None = None) -> Tensor:
-    """The norm after the recurrence, gated by z; x and z `[..., V]`."""
-    return gdn.gated_rms_norm(
-        x, self.weight, z, self.eps, self.group_size, self.norm_before_gate, self.activation
-    )
+    """The norm after the recurrence, of x `[..., V]`: by groups of channels, and multiplied by a
+    gate of z, of as many elements, after the norm or before it."""
+    out = x.float()
+    gate = None if z is None else ACTIVATIONS[self.activation](z.reshape(x.shape).float())
+    if gate is not None and not self.norm_before_gate:
+        out = out * gate
+    grouped = out.unflatten(-1, (-1, self.group_size or out.shape[-1]))
+    out = (grouped * (grouped.square().mean(-1, keepdim=True) + self.eps).rsqrt()).flatten(-2)
+    out = out * self.weight.float()
+    return (out * gate if gate is not None and self.norm_before_gate else out).to(x.dtype)
 
 
 def fused_sigmoid_mul(

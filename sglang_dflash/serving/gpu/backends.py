@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.drafting.attention.backend import (
-    TORCH,
-    Backend,
-    Capabilities,
-    choose_attention,
-)
+from sglang_dflash.drafting.attention.backend import TORCH, Backend, Capabilities
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import Lazy
 
@@ -67,20 +61,6 @@ def asked_attention(server_args: Any) -> str | None:
     return "torch" if given == "torch_native" else given
 
 
-def check_attention(
-    server_args: Any,
-    config: DraftConfig,
-    device: torch.device,
-    kv_dtype: torch.dtype | None = None,
-) -> None:
-    """Raise ConfigError if the flag asks for a backend that cannot serve the draft there.
-
-    Args:
-        kv_dtype: of the draft KV cache; None if it is not known.
-    """
-    choose_attention(asked_attention(server_args), config, device, ATTENTION, kv_dtype)
-
-
 def kv_dtype(
     target: str, draft: str | None, attention: str | None, model_dtype: torch.dtype
 ) -> torch.dtype:
@@ -118,14 +98,3 @@ def check_kv_dtype(dtype: torch.dtype, device: torch.device) -> None:
             f"one's is {'.'.join(map(str, capability))}; give bf16, which leaves the target's K/V "
             "as it is",
         )
-
-
-def unserved_attention(server_args: Any) -> str | None:
-    """The flag with its value, if that is a backend of SGLang's that ours has no counterpart of;
-    else None."""
-    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
-
-    asked = asked_attention(server_args)
-    if asked in ATTENTION or asked not in DRAFT_ATTENTION_BACKEND_CHOICES:
-        return None
-    return f"--speculative-draft-attention-backend {asked}"

@@ -90,11 +90,6 @@ def cuda_recorder(device: torch.device, capturable: bool) -> type[CudaGraphRecor
     return CudaGraphRecorder
 
 
-def largest_recorded(most: int, recorded: bool) -> int:
-    """Requests of the largest batch whose steps are recorded, of up to `most`; 0 if none are."""
-    return captured_sizes(most)[-1] if recorded else 0
-
-
 def graphed(
     drafter: Proposer, recorder: Recorder, req_to_token: Tensor, requests: int, self_check: bool
 ) -> Proposer:

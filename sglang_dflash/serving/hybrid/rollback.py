@@ -9,7 +9,7 @@ the state afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
@@ -31,8 +31,6 @@ class ReplayOps(NamedTuple):
 
 TORCH_OPS = ReplayOps(replay.fold_, replay.move_windows_)
 
-GATED_DELTA_NET = "Gated DeltaNet"
-
 
 class Checkpoints(NamedTuple):
     """Prefix-cache checkpoints that a step passes.
@@ -46,25 +44,9 @@ class Checkpoints(NamedTuple):
     steps: Tensor
 
 
-class Rollback(Protocol):
-    """How the target's recurrent state follows an accepted prefix."""
-
-    name: str
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes that verification needs beside the states, of all running requests."""
-
-    def warm_up(self) -> None:
-        """Compile what `commit` launches. Called once, when the target's graphs are captured."""
-
-    def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
-        """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
-        B) tokens."""
-
-
-class Snapshots:
-    """SGLang's own rollback: its pool holds the state after every block position."""
+class Rollback:
+    """How the target's recurrent state follows an accepted prefix. SGLang's own way: its pool holds
+    the state after every block position."""
 
     name = "snapshot"
 
@@ -73,12 +55,26 @@ class Snapshots:
 
     @property
     def scratch_bytes(self) -> int:
-        return verify_scratch_bytes(self._runner)
+        """Bytes that the state pool holds for verification only, of all running requests. Counts
+        memory, not shapes: its windows overlap.
+
+        Those are snapshots of states, or with --enable-linear-replayssm-spec a ring of their
+        inputs.
+        """
+        cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
+        rings = [kept for name, kept in vars(cache).items() if name.startswith("replayssm_")]
+        kept = [cache.intermediate_ssm, *cache.intermediate_conv_window, *rings]
+        memory = [t.untyped_storage() for t in kept if t is not None]
+        storages = {storage.data_ptr(): storage.nbytes() for storage in memory}
+        return sum(storages.values())
 
     def warm_up(self) -> None:
-        """Nothing: SGLang warms its kernels up."""
+        """Compile what `commit` launches. Called once, when the target's graphs are captured.
+        SGLang warms its own kernels up."""
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
+        """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
+        B) tokens."""
         self._runner.attn_backend.update_mamba_state_after_mtp_verify(
             last_correct_step_indices=lengths - 1,
             mamba_track_indices=None if checkpoints is None else checkpoints.slots,
@@ -87,13 +83,14 @@ class Snapshots:
         )
 
 
-class Replay:
+class Replay(Rollback):
     """Folds the accepted tokens of a recorded verify forward into the states of all layers."""
 
     name = "replay"
 
     def __init__(self, model_runner: Any, ops: ReplayOps) -> None:
-        self._runner, self._ops = model_runner, ops
+        super().__init__(model_runner)
+        self._ops = ops
         self._layers: RecurrentLayers | None = None
         self._weights_changed = False
 
@@ -114,7 +111,7 @@ class Replay:
     @property
     def scratch_bytes(self) -> int:
         recording = self._runner.req_to_token_pool.mamba_pool.recording
-        return verify_scratch_bytes(self._runner) + recording.nbytes
+        return super().scratch_bytes + recording.nbytes
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         backend = self._runner.attn_backend.linear_attn_backend
@@ -155,20 +152,19 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
     Raises:
         ConfigError: replay was requested and the recurrent layers are not Gated DeltaNet.
     """
-    kind = recurrent_kind(model_runner.model_config)
-    if kind is None:
+    layers = mambaish_config(model_runner.model_config)
+    if layers is None:
         return None
-    if kind != GATED_DELTA_NET:
-        if requested == "replay":
-            raise ConfigError(
-                "recurrent_rollback",
-                requested,
-                f"it is for {GATED_DELTA_NET} layers, this target's are {kind}; give 'snapshot' or "
-                "leave it at 'auto'",
-            )
-        return Snapshots(model_runner)
-    if requested == "snapshot":
-        return Snapshots(model_runner)
+    can_replay = hybrid_gdn_config(model_runner.model_config) is not None
+    if requested == "replay" and not can_replay:
+        raise ConfigError(
+            "recurrent_rollback",
+            requested,
+            f"it is for Gated DeltaNet layers, this target's are {type(layers).__name__}; give "
+            "'snapshot' or leave it at 'auto'",
+        )
+    if requested == "snapshot" or not can_replay:
+        return Rollback(model_runner)
     install_late(REPLAY_SEAMS)
     return Replay(model_runner, _ops(torch.device(model_runner.device)))
 
@@ -179,29 +175,6 @@ def _ops(device: torch.device) -> ReplayOps:
     from dflash_kernels import gated_delta_fold
 
     return ReplayOps(gated_delta_fold.fold_, gated_delta_fold.move_windows_)
-
-
-def recurrent_kind(model_config: Any) -> str | None:
-    """The kind of the target's recurrent layers; None if it has none."""
-    if mambaish_config(model_config) is None:
-        return None
-    if hybrid_gdn_config(model_config) is not None:
-        return GATED_DELTA_NET
-    return type(mambaish_config(model_config)).__name__
-
-
-def verify_scratch_bytes(model_runner: Any) -> int:
-    """Bytes that the state pool holds for verification only. Counts memory, not shapes: its windows
-    overlap.
-
-    Those are snapshots of states, or with --enable-linear-replayssm-spec a ring of their inputs.
-    """
-    cache = model_runner.req_to_token_pool.mamba_pool.mamba_cache
-    rings = [kept for name, kept in vars(cache).items() if name.startswith("replayssm_")]
-    kept = [cache.intermediate_ssm, *cache.intermediate_conv_window, *rings]
-    memory = [t.untyped_storage() for t in kept if t is not None]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in memory}
-    return sum(storages.values())
 
 
 def stacked_layers(layers: list[Any]) -> RecurrentLayers:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_dflash.drafting.acceptance_length import (
@@ -74,25 +72,6 @@ class AcceptanceCounts:
             tried = sum(n for drafts, n in self._steps.items() if drafts > position)
             shares.append(round(accepted / tried, 4) if tried else None)
         return shares
-
-
-class PhaseTimes:
-    """Host time of the phases of decode steps; on an accelerator, the time to launch them.
-
-    Attributes:
-        seconds, calls: totals by phase.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
-
-    @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
-        self.calls[phase] = self.calls.get(phase, 0) + 1
 
 
 class DraftWatch:

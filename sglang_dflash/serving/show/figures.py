@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,17 +17,13 @@ from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, ResolvedOptions
+from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
 from sglang_dflash.facts.sizes import HeadBytes, head_bytes
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
-from sglang_dflash.serving.show.counts import (
-    AcceptanceCounts,
-    DraftWatch,
-    PhaseTimes,
-    RequestStep,
-)
+from sglang_dflash.serving.show.counts import AcceptanceCounts, DraftWatch, RequestStep
 
 INFO_HELP = (
     "Always 1. Which DFLASH worker serves (sglang-dflash or builtin, SGLang's own), its block size "
@@ -56,14 +55,14 @@ class Figure(NamedTuple):
 SET_UP = (
     Figure("worker", lambda s: s.worker),
     Figure("version", lambda s: version("sglang-dflash")),
-    Figure("tensor_parallel", lambda s: s.ranks),
+    Figure("tensor_parallel", lambda s: s.tp.size),
     Figure("block_size", lambda s: s.options.block_size),
     Figure("trained_block_size", lambda s: s.model.config.block_size),
     Figure("draft_head_bytes", lambda s: s.head_bytes.once),
     Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request),
     Figure("window", lambda s: s.options.reach.tokens),
     Figure("sinks", lambda s: s.options.reach.sinks),
-    Figure("draft_kv_entries", lambda s: min(cache.num_entries for cache in s.caches)),
+    Figure("draft_kv_entries", lambda s: s.draft_kv_entries),
     Figure("draft_kv_groups", lambda s: [shown_group(group) for group in s.drafter.groups]),
     Figure("recurrent_rollback", lambda s: s.rollback and s.rollback.name),
     Figure("recurrent_scratch_bytes", lambda s: s.rollback and s.rollback.scratch_bytes),
@@ -119,8 +118,8 @@ COUNTS = (
            "means that the draft KV cache is too small."),
     Figure("width_steps", lambda s: {str(w): steps for w, steps in s.width_steps.items()},
            "steps", "Decode steps of a batch, by verify width.", label="width"),
-    Figure("decode_steps", lambda s: s.times.calls.get("verify", 0)),
-    Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()},
+    Figure("decode_steps", lambda s: sum(s.width_steps.values())),
+    Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.host_seconds.items()},
            "host_seconds", "Host time of decode steps, by phase; on an accelerator, the time to "
            "launch it.", label="phase"),
 )  # fmt: skip
@@ -187,7 +186,7 @@ class Figures:
 
     Attributes:
         worker: the name of its class.
-        ranks: of the tensor-parallel group.
+        tp: the first rank logs what is warned of.
         attention: the draft attention backend.
         memory: bytes reserved for the drafter, by use.
         context_length: tokens of a request, at most.
@@ -196,13 +195,13 @@ class Figures:
         host_tier: of draft K/V in host memory; None without a hierarchical cache.
         pages: of draft K/V, as other servers send them.
         rollback: of recurrent layers; None without them.
-        times: host time of the step's phases.
+        host_seconds: of decode steps by phase; on an accelerator, the time to launch them.
         labels: of this process's series in /metrics; None for none.
         notices: what was warned of at start-up.
     """
 
     worker: str
-    ranks: int
+    tp: TensorParallel
     attention: str
     memory: Mapping[str, int]
     context_length: int
@@ -215,15 +214,18 @@ class Figures:
     pages: DraftKVPages
     rollback: Any
     policy: WidthPolicy
-    watch: DraftWatch
     width_steps: Mapping[int, int]
     labels: Mapping[str, Any] | None = None
     notices: Sequence[Notice] = ()
     counts: AcceptanceCounts = field(init=False)
-    times: PhaseTimes = field(init=False)
+    watch: DraftWatch = field(init=False)
+    host_seconds: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.counts, self.times = AcceptanceCounts(self.options.block_size), PhaseTimes()
+        self.counts = AcceptanceCounts(self.options.block_size)
+        self.host_seconds = defaultdict(float)
+        counters, speaks = self.drafter.counters, self.tp.rank == 0
+        self.watch = DraftWatch(counters, self.draft_kv_entries, self.notices, speaks)
         self._series = None if self.labels is None else Series(self, self.labels)
         show_info(self.labels, server.labels(self.describe()))
 
@@ -232,9 +234,21 @@ class Figures:
         return [group.cache for group in self.drafter.groups]
 
     @property
+    def draft_kv_entries(self) -> int:
+        """Of the smallest cache."""
+        return min(cache.num_entries for cache in self.caches)
+
+    @property
     def head_bytes(self) -> HeadBytes:
         itemsize = self.model.fc.weight.element_size()
         return head_bytes(self.model.config, self.options.draft_block, itemsize)
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Count the time within to that phase of a decode step."""
+        began = time.perf_counter()
+        yield
+        self.host_seconds[phase] += time.perf_counter() - began
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""

@@ -45,7 +45,6 @@ from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft
 from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
 from sglang_dflash.serving.hybrid.rollback import make_rollback
 from sglang_dflash.serving.seams import WORKER_SEAMS
-from sglang_dflash.serving.show.counts import DraftWatch
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.start import flags, memory
 from sglang_dflash.serving.start.draft_setup import DraftSetup
@@ -54,7 +53,6 @@ from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.extension import load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
-from sglang_dflash.serving.step.prefill import PrefillStep
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import target_forward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
@@ -159,7 +157,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         replay = self._rollback is not None and self._rollback.name == "replay"
         recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
         plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
-        memory.hand_plan_to_sizing(runner, plan)
+        memory.note_plan(runner, plan)
         self._memory = plan.needed
         is_fixed = len(self._policy.widths) == 1
         self._notices = options.warnings(model.config, self._names, is_fixed)
@@ -212,14 +210,13 @@ class DFlashSpecWorker(BaseSpecWorker):
             self._rollback.warm_up()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        prefill = PrefillStep(target_worker, drafter, req_to_token, ranks, setup.running, lookup)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         return DFlashWorker(
             block_size=block,
+            running=setup.running,
             req_to_token=req_to_token,
             widths=widths,
             drafter=drafter,
-            prefill=prefill,
             target=target,
             target_tokens=TargetTokens(runner.sampler, ranks, penalties),
             accept=sampling.accept_rule(block, setup.model.ops.accept),
@@ -235,10 +232,9 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     def _figures(self, drafter: Proposer, lookup: Lookup | None, widths: StepWidths) -> Figures:
         setup, runner = self._setup, self._target_worker.model_runner
-        entries = min(group.cache.num_entries for group in drafter.groups)
         return Figures(
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
-            ranks=setup.tp.size,
+            tp=setup.tp,
             attention=self._attention,
             memory={**self._memory._asdict(), "total": self._memory.total},
             context_length=runner.model_config.context_len,
@@ -251,7 +247,6 @@ class DFlashSpecWorker(BaseSpecWorker):
             pages=self._pages,
             rollback=self._rollback,
             policy=widths.policy,
-            watch=DraftWatch(drafter.counters, entries, self._notices, setup.tp.rank == 0),
             notices=self._notices,
             width_steps=widths.steps,
             labels=metric_labels(),

@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups import choices
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_spec
 
+from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.machine import version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.parallel import TensorParallel
@@ -27,11 +29,10 @@ from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.seam.seam import verify
 from sglang_dflash.serving.gpu.backends import (
+    ATTENTION,
     asked_attention,
-    check_attention,
     check_kv_dtype,
     kv_dtype,
-    unserved_attention,
 )
 from sglang_dflash.serving.seams import SEAMS
 from sglang_dflash.serving.show.figures import show_info
@@ -43,15 +44,6 @@ from sglang_dflash.serving.start.draft_files import (
 )
 
 logger = Log(__name__)
-
-# Values of --dtype that are not 16-bit brain floats. With auto, the worker judges what the models'
-# configs decide.
-FLOATS = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 
 
 def check_pair(server_args: Any) -> None:
@@ -118,7 +110,7 @@ def _check(server_args: Any, settings: Any) -> None:
     )
     if not dummy_weights(settings):
         check_weights(config, folder)
-    if (unserved_setting(settings, folder) or unserved_attention(server_args)) is None:
+    if unserved_setting(server_args, settings, folder) is None:
         device = torch.device(settings.device or "cpu")
         _check_device(server_args, settings, config, device)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
@@ -130,17 +122,13 @@ def _check_device(
     server_args: Any, settings: Any, config: DraftConfig, device: torch.device
 ) -> None:
     """Raise ConfigError if draft attention or the dtype of draft K/V cannot be had there."""
-    if device.type != "cuda":
-        check_attention(server_args, config, device)
-        return
-    dtype = kv_dtype(
-        settings.kv_cache_dtype,
-        settings.speculative_draft_kv_cache_dtype,
-        asked_attention(server_args),
-        FLOATS.get(settings.dtype, torch.bfloat16),
-    )
+    asked = asked_attention(server_args)
+    # SGLang's names are torch's. With auto, the worker judges what the models' configs decide.
+    of_models = getattr(torch, settings.dtype, torch.bfloat16)
+    draft = settings.speculative_draft_kv_cache_dtype
+    dtype = kv_dtype(settings.kv_cache_dtype, draft, asked, of_models)
     check_kv_dtype(dtype, device)
-    check_attention(server_args, config, device, dtype)
+    choose_attention(asked, config, device, ATTENTION, dtype)
 
 
 def _dflash_requested(settings: Any) -> bool:
@@ -184,7 +172,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
-    reason = unserved_setting(settings, folder) or unserved_attention(server_args)
+    reason = unserved_setting(server_args, settings, folder)
     if reason is not None:
         return _fall_back(reason, builtin)
     load = functools.partial(load_model, folder, dummy=dummy_weights(settings))
@@ -197,8 +185,7 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     # The launching process, which checks the pair, does not need what serves it.
     from sglang_dflash.serving.start.build import DFlashSpecWorker, unserved_target
 
-    # A row with `only_if_loaded` may be of the launcher, another process.
-    verify(row for row in SEAMS if not row.only_if_loaded)
+    verify(SEAMS)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)
     if reason is not None:
         # SGLang's own arguments.
@@ -248,13 +235,14 @@ def _has_quantized_draft(settings: Any) -> bool:
     return bool(explicit and settings.speculative_draft_model_quantization)
 
 
-def unserved_setting(settings: Any, folder: str) -> str | None:
+def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None:
     """The first draft feature or server setting that our worker does not serve, or None."""
     try:
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:
         return str(reason)
     disaggregated = settings.disaggregation_mode not in (None, "null")
+    asked = asked_attention(server_args)
     unserved = {
         f"--device {settings.device}": settings.device not in (None, "cpu", "cuda"),
         "--attn-cp-size above 1": settings.attn_cp_size > 1,
@@ -286,5 +274,8 @@ def unserved_setting(settings: Any, folder: str) -> str | None:
         "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
             settings
         ),
+        # One that neither knows is refused elsewhere.
+        f"--speculative-draft-attention-backend {asked}": asked not in ATTENTION
+        and asked in choices.DRAFT_ATTENTION_BACKEND_CHOICES,
     }
     return next((name for name, present in unserved.items() if present), None)

@@ -31,7 +31,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import Charge, DraftMemory, GroupKV, draft_kv_charge
 from sglang_dflash.facts.target_config import RecurrentShape
-from sglang_dflash.serving.gpu.graphs import captured_sizes, largest_recorded, target_has_graphs
+from sglang_dflash.serving.gpu.graphs import captured_sizes, target_has_graphs
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.refusal import ends_the_server
@@ -77,7 +77,7 @@ def plan_memory(
         recorded, replay: see `MemoryPlan`.
         widths: verify widths below the block size.
     """
-    largest = largest_recorded(setup.running, recorded)
+    largest = captured_sizes(setup.running)[-1] if recorded else 0
     positions = table_positions(model_config.context_len)
     needed = draft_memory(setup, positions, largest, narrow=bool(widths))
     needed = needed._replace(narrow_widths=_narrow_widths(setup, model_config, widths, positions))
@@ -149,10 +149,11 @@ def _narrow_widths(
     )
 
 
-def hand_plan_to_sizing(model_runner: Any, plan: MemoryPlan) -> None:
-    """Attach the plan to the target's runner. To be called before SGLang sizes its pools."""
-    described = msgspec.structs.asdict(model_runner.spec_aux_config)
-    model_runner.spec_aux_config = PlannedDraft(**described, plan=plan)
+def note_plan(owner: Any, plan: MemoryPlan, **changed: Any) -> None:
+    """Put the plan, and other changes, into the description of the draft that the target's runner
+    has, before SGLang sizes its pools, and then its `KVCacheConfigurator`."""
+    described = {**msgspec.structs.asdict(owner.spec_aux_config), **changed, "plan": plan}
+    owner.spec_aux_config = PlannedDraft(**described)
 
 
 # -- SGLang's sizing -------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def _without_reserve(plan: MemoryPlan, budget_bytes: int) -> int:
 def _charge_draft(configurator: Any, plan: MemoryPlan, per_token: int) -> None:
     """Note the plan, and charge so many bytes of draft K/V per target token."""
     # SGLang charges the bytes if there is a layer.
-    _note(configurator, plan, dflash_draft_num_layers=int(per_token > 0))
+    note_plan(configurator, plan, dflash_draft_num_layers=int(per_token > 0))
     configurator.dflash_draft_cell_size_per_token = per_token or None
 
 
@@ -213,12 +214,7 @@ def note_eager_steps(configurator: Any) -> None:
     they take."""
     plan = plan_of(configurator)
     if plan is not None:
-        _note(configurator, replace(plan, recorded=False))
-
-
-def _note(configurator: Any, plan: MemoryPlan, **changed: Any) -> None:
-    described = {**msgspec.structs.asdict(configurator.spec_aux_config), **changed, "plan": plan}
-    configurator.spec_aux_config = PlannedDraft(**described)
+        note_plan(configurator, replace(plan, recorded=False))
 
 
 def table_positions(context_len: int) -> int:

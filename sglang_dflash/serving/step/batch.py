@@ -55,13 +55,7 @@ def verify_batch(
     block_size = block.shape[1]
     batch.out_cache_loc = cache_locs.flatten()
     with restored(batch, "seq_lens_cpu", "seq_lens_sum"):
-        if batch.seq_lens_cpu is not None:
-            batch.seq_lens_cpu = batch.seq_lens_cpu + block_size
-            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        else:
-            # The backend plans from device lengths; the host knows what is reserved.
-            batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
-            batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_sum
+        _count_in(batch, block_size)
         verify_input = DFlashVerifyInput(
             draft_token=block.flatten(),
             positions=positions.flatten(),
@@ -85,12 +79,7 @@ def decode_batch(
     with restored(
         batch, "seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "mamba_track_mask"
     ):
-        if batch.seq_lens_cpu is not None:
-            batch.seq_lens_cpu = batch.seq_lens_cpu + 1
-            batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-        else:
-            batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
-            batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_sum
+        _count_in(batch, 1)
         batch.seq_lens = batch.seq_lens + 1
         # Its attention follows the draft input if there is one.
         batch.spec_info = None
@@ -105,6 +94,17 @@ def decode_batch(
             capture_hidden_mode=CaptureHiddenMode.FULL,
             return_hidden_states_before_norm=False,
         )
+
+
+def _count_in(batch: ScheduleBatch, tokens: int) -> None:
+    """Let the host-side lengths count so many tokens more per request."""
+    if batch.seq_lens_cpu is not None:
+        batch.seq_lens_cpu = batch.seq_lens_cpu + tokens
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+    else:
+        # The backend plans from device lengths; the host knows what is reserved.
+        batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
+        batch.seq_lens_sum = batch.spec_info.nxt_kv_lens_sum
 
 
 def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:

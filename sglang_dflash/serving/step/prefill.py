@@ -1,86 +1,18 @@
-"""A prefill: the target computes the prompt, the drafter takes in what it can ever see of it."""
+"""What the drafter and lookup take in of a prompt: which tokens, and into which slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sglang_dflash.drafting.attention.visibility import ever_visible
-from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup, Written
 from sglang_dflash.drafting.lookup import Lookup
-from sglang_dflash.serving.step.batch import (
-    CaptureHiddenMode,
-    GenerationBatchResult,
-    ScheduleBatch,
-    draft_input,
-    replace_hidden_states,
-    to_device,
-)
-from sglang_dflash.serving.step.sampling import Ranks
-
-Publish = Callable[[Tensor], None]
-Barrier = Callable[[], None]
-
-
-class PrefillStep:
-    """Prefill steps of the worker."""
-
-    def __init__(
-        self,
-        target_worker: Any,
-        drafter: Proposer,
-        req_to_token: Tensor,
-        ranks: Ranks,
-        max_running_requests: int,
-        lookup: Lookup | None = None,
-    ) -> None:
-        """`lookup`: of drafts in the prompts' tokens, among others."""
-        self._target_worker, self._drafter = target_worker, drafter
-        self._table = req_to_token
-        self._ranks, self._max_running_requests = ranks, max_running_requests
-        self._lookup = lookup
-
-    def __call__(
-        self,
-        batch: ScheduleBatch,
-        publish: Publish,
-        barrier: Barrier | None,
-        pp_proxy_tensors: Any,
-    ) -> GenerationBatchResult:
-        """One prefill forward. `publish` takes the committed lengths."""
-        if barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
-            # Decoding requests take part: the target samples their next token under grammars that
-            # must have seen their last ones.
-            barrier()
-        writes = place_prompt(batch, self._table, self._drafter.groups)
-        if self._lookup is not None:
-            write_texts(batch, self._lookup)
-        result = self._target_worker.forward_batch_generation(
-            batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
-        )
-        self._ranks.prompt_tokens(result.next_token_ids)
-        result.new_seq_lens = batch.seq_lens
-        publish(result.new_seq_lens)
-        self._absorb(writes, len(batch.reqs), result.logits_output)
-        replace_hidden_states(batch, result.logits_output)
-        # Of decoding requests that take part, the host does not know the next token yet.
-        in_flight = int(batch.forward_mode.is_mixed() and batch.enable_overlap)
-        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, in_flight)
-        return result
-
-    def _absorb(self, writes: PromptWrites, requests: int, output: Any) -> None:
-        """Pass the hidden states of prompt tokens of that many requests to the drafter."""
-        written = [
-            Written(some, group.quota(requests, self._max_running_requests))
-            for group, some in zip(self._drafter.groups, writes.written, strict=True)
-        ]
-        features = writes.features(output.hidden_states)
-        self._drafter.absorb(features, writes.positions, writes.slots, written=written)
+from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 
 
 @dataclass(frozen=True)
@@ -142,15 +74,14 @@ class PromptWrites(NamedTuple):
         kept: int64 `[M]`, rows of the tokens to project; a slice for all.
         positions: int64 `[M]`.
         slots: int64 `[M]`, in the target's KV pool.
-        written: for each group of draft layers int64 `[<= M]`, those of them that it writes, in
-            order; a slice for all.
+        written: those of them that each group of draft layers writes.
     """
 
     tokens: int
     kept: Tensor | slice
     positions: Tensor
     slots: Tensor
-    written: Sequence[Tensor | slice]
+    written: Sequence[Written]
 
     def features(self, target_hidden: Tensor) -> Tensor:
         """The rows `[M, F * E]` to write, of the forward's hidden states `[>= N, F * E]`."""
@@ -158,7 +89,7 @@ class PromptWrites(NamedTuple):
 
 
 def place_prompt(
-    batch: ScheduleBatch, req_to_token: Tensor, groups: Sequence[KVGroup]
+    batch: ScheduleBatch, req_to_token: Tensor, groups: Sequence[KVGroup], running: int
 ) -> PromptWrites:
     """Choose the prompt tokens to project and find their slots; mark the slots of all tokens dead.
 
@@ -169,6 +100,7 @@ def place_prompt(
         batch: the prefill.
         req_to_token: int `[rows, positions]`, the request-to-token table.
         groups: the draft KV caches, and what their layers see.
+        running: requests that run at a time, at most.
     """
     starts = batch.prefix_lens
     ends = [prefix + n for prefix, n in zip(starts, batch.extend_lens, strict=True)]
@@ -184,11 +116,13 @@ def place_prompt(
     def there(some: Tensor | slice) -> Tensor | slice:
         return some if isinstance(some, slice) else to_device(some, req_to_token.device)
 
-    kept, written = tokens.to_write(groups)
+    kept, parts = tokens.to_write(groups)
     kept = there(kept)
-    return PromptWrites(
-        len(slots), kept, positions[kept], slots[kept], [there(some) for some in written]
-    )
+    written = [
+        Written(there(some), group.quota(len(batch.reqs), running))
+        for group, some in zip(groups, parts, strict=True)
+    ]
+    return PromptWrites(len(slots), kept, positions[kept], slots[kept], written)
 
 
 def write_texts(batch: ScheduleBatch, lookup: Lookup) -> None:

@@ -159,11 +159,6 @@ class Ranks:
             sampler._sync_token_ids_across_tp(tokens, info)
 
 
-def asks_for_masks(info: SamplingBatchInfo) -> bool:
-    """Whether a request asks for `return_sampling_mask`."""
-    return info.sampling_mask_batch_indices is not None
-
-
 def keep_accepted_masks(mask: Any, info: SamplingBatchInfo, accepted: Accepted) -> None:
     """Turn the sampler's answer to `return_sampling_mask`, the tokens that it has drawn from at
     every block position, into one for the committed tokens."""

@@ -1,4 +1,4 @@
-"""The target's forward of a decode step, at the step's width."""
+"""The target's forward of a step; of a decode step, at the step's width."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sglang_dflash.facts.log import Log
 from sglang_dflash.serving.step.batch import (
+    CaptureHiddenMode,
     GenerationBatchResult,
     ScheduleBatch,
     at_width,
@@ -29,6 +30,12 @@ class TargetForward:
 
     def __init__(self, target_worker: Any) -> None:
         self._worker = target_worker
+
+    def prefill(self, batch: ScheduleBatch, pp_proxy_tensors: Any) -> GenerationBatchResult:
+        """The forward of a prefill. It samples the first tokens."""
+        return self._worker.forward_batch_generation(
+            batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.FULL
+        )
 
     def decodes(self, width: int) -> bool:
         """Whether a step of that width is plain decoding, which moves recurrent states on."""

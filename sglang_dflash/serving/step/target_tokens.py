@@ -66,7 +66,7 @@ class TargetTokens:
             by_position[:, 0] = first
         if mask is not None:
             mask.apply(logits)
-        if info is None or (info.is_all_greedy and not sampling.asks_for_masks(info)):
+        if info is None or (info.is_all_greedy and info.sampling_mask_batch_indices is None):
             # As SGLang's sampler does, of logits that are not a number.
             sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
             tokens = logits.argmax(-1)

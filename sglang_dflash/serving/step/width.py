@@ -82,11 +82,12 @@ class StepWidths:
     """Chooses widths, measures steps, and passes outcomes on to the policy.
 
     Attributes:
+        clock: to be told what else runs than a decode step's own work.
         steps: decode steps by width.
     """
 
     def __init__(self, policy: WidthPolicy, tp: TensorParallel, clock: StepClock) -> None:
-        self.policy, self._tp, self._clock = policy, tp, clock
+        self.policy, self._tp, self.clock = policy, tp, clock
         self.steps = Counter(dict.fromkeys(policy.widths, 0))
         self._is_fixed = len(policy.widths) == 1
 
@@ -97,7 +98,7 @@ class StepWidths:
         return width
 
     def _chosen(self, batch: ScheduleBatch) -> int:
-        for timed in self._clock.begins():
+        for timed in self.clock.begins():
             self.policy.took(*timed)
         drafting, undrafted, context, most = [], 0, 0, 0
         for request in batch.reqs:
@@ -110,16 +111,8 @@ class StepWidths:
             most = max(most, request.sampling_params.max_new_tokens - output)
         # Durations differ between ranks.
         width = self._tp.from_first(self.policy.choose(drafting, context, most, undrafted))
-        self._clock.is_of(len(batch.reqs), context, width)
+        self.clock.is_of(len(batch.reqs), context, width)
         return width
-
-    def begins_now(self) -> None:
-        """What the step has done so far is not its own: the work of steps before it."""
-        self._clock.begins_now()
-
-    def interrupted(self) -> None:
-        """Something else than a decode step runs: the time since the last one is not its own."""
-        self._clock.interrupted()
 
     def observe(self, width: int, accepted: Mapping[str, int]) -> None:
         """Outcome of a step, by request: accepted drafts of those that took drafts and live."""

@@ -6,7 +6,7 @@ the target's KV slots. `serving/start/build.py` makes the worker, in one go.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +38,17 @@ from sglang_dflash.serving.step.batch import (
 )
 from sglang_dflash.serving.step.extension import Step, StepObserver
 from sglang_dflash.serving.step.prefill import (
-    Barrier,
-    PrefillStep,
-    Publish,
+    place_prompt,
+    write_texts,
     write_texts_taken_over,
 )
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from sglang_dflash.serving.step.width import StepWidths
+
+Publish = Callable[[Tensor], None]
+Barrier = Callable[[], None]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -55,6 +57,7 @@ class DFlashWorker:
 
     Attributes:
         block_size: B.
+        running: requests that run at a time, at most.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         accept: what a step commits, of drafted and of the target's tokens.
         rollback: of recurrent layers; None without them.
@@ -67,10 +70,10 @@ class DFlashWorker:
     """
 
     block_size: int
+    running: int
     req_to_token: Tensor
     widths: StepWidths
     drafter: Proposer
-    prefill: PrefillStep
     target: TargetForward
     target_tokens: TargetTokens
     accept: sampling.AcceptRule
@@ -100,36 +103,57 @@ class DFlashWorker:
         if self.host_tier is not None:
             self.host_tier.follow(self._plain_context.absorb)
         if batch.forward_mode.is_idle():
-            self.widths.interrupted()
+            self.widths.clock.interrupted()
             return self._idle(publish)
         with self.seeds.given(batch):
             if not batch.forward_mode.is_extend():
                 return self._decode(batch, publish, grammar_barrier)
-            self.widths.interrupted()
+            self.widths.clock.interrupted()
             self._plain_context.absorb()
-            result = self.prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
-            self.target_tokens.penalties.commit(batch, result.next_token_ids[:, None])
-            return result
+            return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
+
+    def _prefill(
+        self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None, pp_proxy_tensors: Any
+    ) -> GenerationBatchResult:
+        if barrier is not None and batch.has_grammar and batch.forward_mode.is_mixed():
+            # Decoding requests take part: the target samples their next token under grammars that
+            # must have seen their last ones.
+            barrier()
+        writes = place_prompt(batch, self.req_to_token, self.drafter.groups, self.running)
+        if self.lookup is not None:
+            write_texts(batch, self.lookup)
+        result = self.target.prefill(batch, pp_proxy_tensors)
+        self.ranks.prompt_tokens(result.next_token_ids)
+        result.new_seq_lens = batch.seq_lens
+        publish(result.new_seq_lens)
+        features = writes.features(result.logits_output.hidden_states)
+        self.drafter.absorb(features, writes.positions, writes.slots, written=writes.written)
+        replace_hidden_states(batch, result.logits_output)
+        # Of decoding requests that take part, the host does not know the next token yet.
+        in_flight = int(batch.forward_mode.is_mixed() and batch.enable_overlap)
+        result.next_draft_input = draft_input(result.next_token_ids, batch.seq_lens, in_flight)
+        self.target_tokens.penalties.commit(batch, result.next_token_ids[:, None])
+        return result
 
     def _decode(
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
     ) -> GenerationBatchResult:
-        with self.figures.times.of("choose_width"):
+        with self.figures.timing("choose_width"):
             width = self.widths.choose(batch)
         step = self._next_step(batch, width)
         self.observer.before_step(batch, step)
-        with self.figures.times.of("propose"):
+        with self.figures.timing("propose"):
             block, guesses = self._propose(batch, step)
             if self.lookup is not None:
                 self.lookup.write(step.rows[:, None], step.positions, block)
-        with self.figures.times.of("verify"), self.target.at(step.width):
+        with self.figures.timing("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
             self._sampled_drafts.learn(guesses, accepted)
             if self.lookup is not None and step.width > 1:
                 self.lookup.learn(accepted.lengths)
-        with self.figures.times.of("commit"):
+        with self.figures.timing("commit"):
             self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()
         self.observer.after_step(batch, step, accepted, new_seq_lens)
@@ -157,7 +181,7 @@ class DFlashWorker:
         if step.width == 1:
             return bonus[:, None], None
         if self._plain_context.absorb():
-            self.widths.begins_now()
+            self.widths.clock.begins_now()
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
@@ -245,7 +269,7 @@ class DFlashWorker:
             accepted: accepted drafts of each live request that takes drafts.
         """
         self.figures.add(steps)
-        with self.figures.times.of("learn_width"):
+        with self.figures.timing("learn_width"):
             self.widths.observe(width, accepted)
 
     def clear(self) -> None:
