@@ -156,7 +156,8 @@ def draft_side(server: Server) -> tuple[int, float] | None:
 
 
 def compare(turns: Turns) -> dict[str, Any]:
-    """Medians per arm; medians, least and greatest of the round-by-round ratios (ours / other)."""
+    """Medians per arm; of the round-by-round ratios (ours / other) the median, the interval that
+    holds it with 95 %, the least and the greatest."""
     both = list(zip(*turns.values(), strict=True))
     draft = [a.draft_ms / b.draft_ms for a, b in both if a.draft_ms and b.draft_ms]
     return {
@@ -168,7 +169,19 @@ def compare(turns: Turns) -> dict[str, Any]:
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    of = {name: statistics.median(values), f"{name}_min": min(values), f"{name}_max": max(values)}
+    """The interval is that of the sign test: half of all values are below the true median, so that
+    the number of those drawn below it is binomial."""
+    from scipy.stats import binom
+
+    ordered = sorted(values)
+    out = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
+    of = {
+        name: statistics.median(ordered),
+        f"{name}_low": ordered[out],
+        f"{name}_high": ordered[-1 - out],
+        f"{name}_min": ordered[0],
+        f"{name}_max": ordered[-1],
+    }
     return {key: round(value, 4) for key, value in of.items()}
 
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from experiments.worker_overhead import ROOT, Turn, compare, draft_side, importing, unpack
+from experiments.worker_overhead import (
+    ROOT,
+    Turn,
+    compare,
+    draft_side,
+    importing,
+    spread,
+    unpack,
+)
 from sglang_dflash.bench.load import Answer
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.errors import ConfigError
@@ -51,6 +59,16 @@ def test_ratios_are_of_rounds() -> None:
     assert found["ours"]["draft_ms"] == 3.0 and found["step_time_ratio"] == 0.5
     times = [found[f"draft_time_ratio{of}"] for of in ("", "_min", "_max")]
     assert times == [0.8, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(5, 1, 5), (6, 1, 6), (9, 2, 8), (30, 10, 21), (100, 40, 61)]
+)
+def test_the_interval_of_a_median(count: int, low: int, high: int) -> None:
+    """As in tables of the sign test; of few values it is all of them."""
+    found = spread("x", [float(value) for value in range(count, 0, -1)])
+    assert (found["x_low"], found["x_high"]) == (low, high)
+    assert (found["x_min"], found["x_max"]) == (1, count)
 
 
 def test_the_built_in_worker_tells_no_draft_time() -> None:
