@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
@@ -119,10 +117,8 @@ def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
     """The head that the draft was trained with. `DraftConfig` refuses others."""
     config = model.config
     if model.lm_head is not None:
-        rows = model.lm_head.weight
-        target = TargetHead(
-            target.embed, partial(F.linear, weight=rows), model.tp.rank * len(rows), model.token_ids
-        )
+        first_id = model.tp.rank * model.lm_head.out_features
+        target = TargetHead(target.embed, model.lm_head, first_id, model.token_ids)
     scale = LogitScale(config.output_multiplier, config.final_logit_softcapping)
     if model.candidate_selector is not None:
         return SelectorHead(model.candidate_selector, target, model.tp, scale, model.ops)

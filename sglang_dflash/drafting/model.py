@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
+from sglang_dflash.drafting.packed import Packed, pack, pack_linears, without_bias
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.drafting.selector import CandidateSelector
@@ -116,7 +117,7 @@ class DraftLayer(nn.Module):
             self.qkv_proj(x), self.q_norm.weight, self.k_norm.weight, rotation, self.heads, self.eps
         )
         # Every rank holds the whole bias, so it is added after the sum.
-        x = self.tp.all_reduce(F.linear(attend(q, k, v).flatten(-2), self.o_proj.weight))
+        x = self.tp.all_reduce(without_bias(self.o_proj, attend(q, k, v).flatten(-2)))
         x, bias = finish(x, self.o_proj.bias)
         norm = self.post_attention_layernorm
         x, residual = ops.add_rms_norm(x, residual, norm.weight, self.eps, bias)
@@ -169,11 +170,11 @@ class DraftModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.fc.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self.norm.weight.dtype
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
@@ -202,8 +203,11 @@ class DraftModel(nn.Module):
         Returns:
             `[..., N, L, 2, G, D]` in the dtype of the weights.
         """
-        weight, bias = self._context_projection()
-        return F.linear(features, weight, bias).unflatten(-1, self.kv_shape)
+        if self._packed_context is not None:
+            kv = self._packed_context(features, self._context_projection()[1])
+        else:
+            kv = F.linear(features, *self._context_projection())
+        return kv.unflatten(-1, self.kv_shape)
 
     def context_kv(self, target_hidden: Tensor, positions: Tensor) -> Tensor:
         """Every layer's context K (normed and rotated) and V, for a caller with a cache of its own.
@@ -277,6 +281,15 @@ class DraftModel(nn.Module):
         )
         return self
 
+    def pack(self, float16: bool = False) -> None:
+        """Pack the weights of a frozen network on a CPU, in place (`packed.pack`)."""
+        weight, bias = self._context_projection()
+        self._packed_context = pack(weight, float16)
+        if self._packed_context is not None:
+            self._joined = (weight[:0], bias, self._k_norms())
+        pack_linears(self, float16)
+
+    _packed_context: Packed | None = None
     _joined: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def _context_projection(self) -> tuple[Tensor, Tensor | None]:

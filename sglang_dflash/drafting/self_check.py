@@ -161,7 +161,7 @@ def _cases(model: DraftModel, block: int, verified: int) -> Cases:
     x, residual = (draw.floats(*shape, config.hidden_size) for _ in range(2))
     qkv = draw.floats(*shape, (layer.heads + 2 * layer.kv_heads) * layer.head_dim)
     weights, rotary = (layer.q_norm.weight, layer.k_norm.weight), model.rotary
-    gate_up = draw.floats(*shape, layer.gate_up_proj.weight.shape[0])
+    gate_up = draw.floats(*shape, layer.gate_up_proj.out_features)
     positions, of_context = draw.ints(0, 4096, *shape), draw.ints(0, 4096, CONTEXT)
     before = draw.floats(2 * CONTEXT, *model.kv_shape)
     kv, entries = draw.floats(CONTEXT, *model.kv_shape), torch.arange(CONTEXT) + 5

@@ -16,44 +16,94 @@ from torch import Tensor
 
 # Queries per attention call: bounds the mask of a long prefill to QUERY_CHUNK x context.
 QUERY_CHUNK = 512
+# Of so few rows in its last 32, SDPA computes some in another order than among more rows.
+FEW_ROWS = 8
+
+
+def padded_columns(tokens: int) -> int:
+    """Columns that a context of so many tokens is padded to.
+
+    SDPA sums over columns in blocks whose borders move with their number, unless it is one of
+    these: then a query's result has the same bits, whatever the padding.
+    """
+    for columns in (64, 128):
+        if tokens <= columns:
+            return columns
+    return -tokens // 256 * -256
 
 
 @dataclass(frozen=True)
-class Span:
-    """One request of a forward.
+class Piece:
+    """Queries of one attention call: as many of each of R requests.
 
     Attributes:
-        rows: its query rows.
-        prefix: how many tokens precede them.
-        slots: the KV slots of prefix and queries, int64 `[prefix + n]`.
+        rows: their query rows, request after request.
+        count: queries of a request, n.
+        first: positions of each request's first query, int64 `[R]`.
+        length: how many tokens each request has, int64 `[R]`.
+        slots: KV slots of each request's tokens, int64 `[R * C]`. The last one is repeated up to
+            the padded length: what it holds is finite if the request's own tokens are.
         sliding: those of sliding layers, which may have a pool of their own.
         masks: made by the first layer that needs them, shared by the others.
     """
 
-    rows: slice
-    prefix: int
+    rows: slice | Tensor
+    count: int
+    first: Tensor
+    length: Tensor
     slots: Tensor
     sliding: Tensor
-    masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None, bool], Tensor] = field(default_factory=dict)
 
-    def mask(self, start: int, count: int, groups: int, window: int | None) -> Tensor:
-        """Bool `[groups * count, prefix + start + count]` of the query rows from `start` on."""
-        key = (start, window)
+    def mask(self, groups: int, window: int | None, causal: bool, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, `[R, 1, 1 or rows, C]`: 0, or -inf for what is not seen.
+
+        The rows are g x n, `groups` of the queries, and those that `few_rows` adds.
+        """
+        key = (groups, window, causal)
         if key not in self.masks:
-            first = self.prefix + start
-            self.masks[key] = visible(first, count, first + count, window).repeat(groups, 1)
+            requests, at = len(self.first), torch.arange(self.count)
+            columns = torch.arange(len(self.slots) // requests)
+            if causal:
+                queries = (self.first[:, None] + at)[..., None]
+                seen = columns <= queries
+                if window is not None:
+                    seen &= columns >= queries - window
+            else:
+                seen = (columns < self.length[:, None, None]).expand(-1, self.count, -1)
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            if self.count > 1:
+                mask = F.pad(mask.repeat(1, groups, 1), (0, 0, 0, few_rows(groups * self.count)))
+            self.masks[key] = mask[:, None]
         return self.masks[key]
 
 
+def few_rows(rows: int) -> int:
+    """Rows to add, so that those there have the bits that they have among more."""
+    return -rows % FEW_ROWS if 0 < rows % 32 < FEW_ROWS else 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Whose tokens a forward computes: request by request, their table rows, tokens before, and
+    tokens of the forward."""
+
+    requests: Tensor
+    prefixes: list[int]
+    counts: list[int]
+
+
 class CpuAttentionBackend(AttentionBackend):
-    """One request at a time: a request's result does not depend on what it is batched with."""
+    """A request's result has the same bits beside any others: requests that are computed in one
+    call have contexts of the same padded length, which depends on their own length only."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.spans: list[Span] = []
-        self.sliding_loc: Tensor | None = None
+        self.layout = Layout(torch.empty(0, dtype=torch.int64), [], [])
+        self.pieces: dict[bool, list[Piece]] = {}
+        self.write_loc: Any = None
 
     def support_triton(self) -> bool:
         return False
@@ -64,10 +114,12 @@ class CpuAttentionBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Find every request's rows and KV slots once; all layers share them."""
         mode = forward_batch.forward_mode
+        self.pieces = {}
         if mode.is_idle():
-            self.spans = []
+            self.pieces = {True: [], False: []}
             return
-        self.sliding_loc = self._sliding(forward_batch.out_cache_loc)
+        out = forward_batch.out_cache_loc
+        self.write_loc = KVWriteLoc(out, self._sliding(out))
         lengths = forward_batch.seq_lens.tolist()
         if mode.is_decode():
             prefixes, counts = [n - 1 for n in lengths], [1] * len(lengths)
@@ -79,19 +131,63 @@ class CpuAttentionBackend(AttentionBackend):
                 forward_batch.extend_prefix_lens.tolist(),
                 forward_batch.extend_seq_lens.tolist(),
             )
-        table, row, self.spans = self.req_to_token_pool.req_to_token, 0, []
-        for request, prefix, count in zip(
-            forward_batch.req_pool_indices.tolist(), prefixes, counts, strict=True
-        ):
-            slots = table[request, : prefix + count].long()
-            self.spans.append(Span(slice(row, row + count), prefix, slots, self._sliding(slots)))
-            row += count
+        self.layout = Layout(forward_batch.req_pool_indices.long(), prefixes, counts)
 
     def _sliding(self, slots: Tensor) -> Tensor:
         """The slots of the same tokens for sliding layers. Those of tokens that have left every
         window are gone: the slot for padding stands for them."""
         pool = self.token_to_kv_pool
         return pool.translate_loc_from_full_to_swa(slots) if isinstance(pool, SWAKVPool) else slots
+
+    def _pieces(self, causal: bool) -> list[Piece]:
+        """The forward's attention calls. Without causality every query sees the whole request."""
+        if causal not in self.pieces:
+            self.pieces[causal] = [
+                self._piece(*key, *members) for key, members in self._calls(causal).items()
+            ]
+        return self.pieces[causal]
+
+    def _calls(self, causal: bool) -> dict[tuple[int, int], tuple[list[int], ...]]:
+        """Padded columns and queries of a call -> of its requests their number, their first row,
+        the position of their first query, and their length."""
+        calls: dict[tuple[int, int], tuple[list[int], ...]] = {}
+        row = 0
+        for request, (prefix, count) in enumerate(
+            zip(self.layout.prefixes, self.layout.counts, strict=True)
+        ):
+            for start in range(0, count, QUERY_CHUNK):
+                queries = min(QUERY_CHUNK, count - start)
+                length = prefix + (start + queries if causal else count)
+                key = (padded_columns(length), queries)
+                members = calls.setdefault(key, ([], [], [], []))
+                for of, value in zip(
+                    members, (request, row + start, prefix + start, length), strict=True
+                ):
+                    of.append(value)
+            row += count
+        return calls
+
+    def _piece(
+        self,
+        columns: int,
+        count: int,
+        requests: list[int],
+        rows: list[int],
+        first: list[int],
+        lengths: list[int],
+    ) -> Piece:
+        length = torch.tensor(lengths)
+        at = torch.arange(columns).minimum(length[:, None] - 1)
+        table_rows = self.layout.requests[requests]
+        slots = self.req_to_token_pool.req_to_token[table_rows[:, None], at].long().flatten()
+        last = rows[0] + count * len(rows)
+        adjacent = rows == list(range(rows[0], last, count))
+        where = (
+            slice(rows[0], last)
+            if adjacent
+            else (torch.tensor(rows)[:, None] + torch.arange(count)).flatten()
+        )
+        return Piece(where, count, torch.tensor(first), length, slots, self._sliding(slots))
 
     def forward_extend(
         self,
@@ -109,76 +205,76 @@ class CpuAttentionBackend(AttentionBackend):
             NotImplementedError: the layer is a cross attention, has attention sinks, or caps its
                 logits.
         """
-        unserved = {
-            "cross attention": layer.is_cross_attention,
-            "an attention sink": others.get("sinks") is not None,
-            "a cap on attention logits": layer.logit_cap,
-        }
-        for kind, present in unserved.items():
-            if present:
-                raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
+        if layer.is_cross_attention or layer.logit_cap or others.get("sinks") is not None:
+            _refuse(layer)
+        pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            where = KVWriteLoc(forward_batch.out_cache_loc, self.sliding_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
-        slides = layer.sliding_window_size is not None and layer.sliding_window_size > -1
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        q = q.reshape(
-            -1, layer.tp_k_head_num, layer.tp_q_head_num // layer.tp_k_head_num, layer.qk_head_dim
-        )  # [N, G, g, D]
+            pool.set_kv_buffer(layer, self.write_loc, k, v)
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        pieces = self._pieces(causal)
+        if len(pieces) == 1 and isinstance(pieces[0].rows, slice):
+            rows = pieces[0].rows.stop
+            out = attend(q[:rows], keys, values, pieces[0], layer)
+            return out if rows == len(q) else F.pad(out, (0, 0, 0, len(q) - rows))
         out = q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        for span in self.spans:
-            slots = span.sliding if slides else span.slots
-            out[span.rows] = attend(q[span.rows], keys[slots], values[slots], span, layer)
+        for piece in pieces:
+            out[piece.rows] = attend(q[piece.rows], keys, values, piece, layer)
         return out
 
     forward_decode = forward_extend
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, span: Span, layer: RadixAttention) -> Tensor:
-    """One request's attention: q `[n, G, g, D]` over k and v `[prefix + n, G, D]`.
+def _refuse(layer: RadixAttention) -> None:
+    kind = "an attention sink"
+    if layer.is_cross_attention:
+        kind = "cross attention"
+    elif layer.logit_cap:
+        kind = "a cap on attention logits"
+    raise NotImplementedError(f"{kind} is not served on the plain-CPU platform")
 
-    Returns `[n, G * g * D]`. The g query heads that share a kv head become rows of it, so that no K
-    or V is repeated.
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, piece: Piece, layer: RadixAttention) -> Tensor:
+    """Attention of some queries `[R * n, H * D]` over a layer's K and V `[slots, G, D]`.
+
+    Returns `[R * n, H * Dv]`. The g query heads that share a kv head become rows of it, so that no
+    K or V is repeated.
     """
-    k, v = (t.to(q.dtype).transpose(0, 1) for t in (k, v))  # [G, prefix + n, D]
+    requests, kv_heads = len(piece.first), layer.tp_k_head_num
+    groups, count = layer.tp_q_head_num // kv_heads, piece.count
     causal = layer.attn_type != AttentionType.ENCODER_ONLY
     window = layer.sliding_window_size
-    window = window if causal and window is not None and window > -1 else None
-    out = []
-    for start in range(0, len(q), QUERY_CHUNK):
-        rows = q[start : start + QUERY_CHUNK]
-        count, groups = rows.shape[0], rows.shape[2]
-        seen = span.prefix + start + count if causal else k.shape[1]
-        # A single query at the end sees all of it.
-        masked = causal and (count > 1 or window is not None)
-        mask = span.mask(start, count, groups, window) if masked else None
-        folded = rows.permute(1, 2, 0, 3).flatten(1, 2)  # [G, g * n, D]
-        attended = F.scaled_dot_product_attention(
-            folded[None], k[None, :, :seen], v[None, :, :seen], mask, scale=layer.scaling
-        )[0]
-        out.append(attended.unflatten(1, (groups, count)).permute(2, 0, 1, 3).flatten(1))
-    return torch.cat(out)
-
-
-def visible(first: int, count: int, seen: int, window: int | None) -> Tensor:
-    """Bool `[count, seen]`: which of the first `seen` tokens the queries may attend to.
-
-    The queries are at positions `first ... first + count - 1`.
-    """
-    queries, keys = torch.arange(first, first + count)[:, None], torch.arange(seen)
-    mask = keys <= queries
-    return mask if window is None else mask & (keys >= queries - window)
+    slides = window is not None and window > -1
+    slots = piece.sliding if slides else piece.slots
+    q = q.reshape(requests, count, kv_heads, groups, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    rows = groups * count
+    added = few_rows(rows)
+    if added:
+        q = F.pad(q, (0, 0, 0, added))
+    k, v = (
+        t.index_select(0, slots).view(requests, -1, *t.shape[1:]).transpose(1, 2).to(q.dtype)
+        for t in (keys, values)
+    )
+    mask = piece.mask(groups, window if causal and slides else None, causal, q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=layer.scaling)
+    if added:
+        out = out[:, :, :rows]
+    out = out.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4)  # [R, n, G, g, Dv]
+    return out.reshape(requests * count, -1)
 
 
 class CpuKVPool(MHATokenToKVPool):
-    """The engine's MHA pool with moves done by indexing instead of a Triton copy."""
+    """The engine's MHA pool with writes and moves done by indexing instead of Triton kernels."""
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None
 
     def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         move_kv_cache_native(self.k_buffer, self.v_buffer, tgt_loc, src_loc)
+
+    def _store_kv_layer(self, layer_idx: int, loc: Tensor, cache_k: Tensor, cache_v: Tensor) -> None:
+        self.k_buffer[layer_idx].index_copy_(0, loc, cache_k)
+        self.v_buffer[layer_idx].index_copy_(0, loc, cache_v)
 
 
 def speculative_cache_locs(

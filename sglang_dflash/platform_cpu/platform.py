@@ -31,9 +31,18 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         # takes its name, because SGLang treats `torch_native` as "no Triton here" in many places.
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
+        from sglang_dflash.platform_cpu import layers
         from sglang_dflash.platform_cpu.attention import CpuAttentionBackend
 
         register_attention_backend(ATTENTION_BACKEND)(CpuAttentionBackend)
+        layers.register(self.get_dispatch_key_name())
+
+    def post_load_model(self, model: Any) -> None:
+        from sglang.srt.runtime_context import get_model
+
+        from sglang_dflash.platform_cpu.linear import pack_model
+
+        pack_model(model, str(get_model().dtype))
 
     def get_default_attention_backend(self) -> str:
         return ATTENTION_BACKEND

@@ -82,6 +82,17 @@ SEAMS = (
          "torch_ops:gather_on_cpu",
          "SGLang calls a custom operator that is registered for accelerators only.",
          f"{_PROOFS}test_all_gather_needs_an_accelerator"),
+        # Packed weights.
+        (Kind.AROUND, "configs.model_config._get_and_verify_dtype", "linear:model_dtype",
+         "SGLang has no dtype for 16-bit weights beside float32 activations.",
+         f"{_PROOFS}test_float16_is_the_dtype_of_activations_too"),
+        (Kind.AROUND, "layers.logits_processor.LogitsProcessor._compute_lm_head",
+         "linear:head_logits", "SGLang multiplies with the lm_head's weight as it is stored.",
+         f"{_PROOFS}test_the_lm_heads_weight_is_multiplied_as_stored"),
+        (Kind.AROUND, "model_executor.model_runner_components.weight_updater.WeightUpdater"
+         ".update_weights_from_ipc", "linear:update_by_ipc",
+         "SGLang loads weights by IPC into parameters without restoring packed ones first.",
+         f"{_PROOFS}test_weights_by_ipc_are_loaded_into_parameters"),
         # LoRA.
         (Kind.AROUND, "lora.lora_manager.LoRAManager.__init__", "torch_ops:without_pinned_memory",
          "SGLang makes tensors of LoRA layers in pinned memory, which needs an accelerator.",

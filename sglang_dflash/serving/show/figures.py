@@ -240,7 +240,7 @@ class Figures:
 
     @property
     def head_bytes(self) -> HeadBytes:
-        itemsize = self.model.fc.weight.element_size()
+        itemsize = self.model.dtype.itemsize
         return head_bytes(self.model.config, self.options.draft_block, itemsize)
 
     @contextmanager

@@ -34,6 +34,7 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.packed import Float16, packed_of
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
@@ -121,6 +122,9 @@ class DFlashSpecWorker(BaseSpecWorker):
         device, tp = torch.device(runner.device), tensor_parallel()
         began = time.perf_counter()
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
+        if device.type == "cpu":
+            # As the target's: with float32 rows its weights may be float16.
+            model.pack(isinstance(packed_of(unwrap_lora_layer(runner.model.lm_head)), Float16))
         self._load_seconds = time.perf_counter() - began
         context = runner.model_config.context_len
         options = flags.options(server_args, settings).resolve(model.config)
@@ -314,8 +318,15 @@ def target_head(model: Any) -> TargetHead:
     lm_head = unwrap_lora_layer(model.lm_head)
     # This rank's rows [V / size, E] without padding, and the token id of the first.
     shard = lm_head.shard_indices
-    weight, first_id = lm_head.weight[: shard.num_org_elements], shard.org_vocab_start_index
-    return TargetHead(embed, lambda hidden: hidden @ weight.T, first_id)
+    rows, first_id = shard.num_org_elements, shard.org_vocab_start_index
+
+    def logits(hidden: Tensor) -> Tensor:
+        # Packed anew if the target gets new weights.
+        packed = packed_of(lm_head)
+        all_rows = hidden @ lm_head.weight.T if packed is None else packed(hidden)
+        return all_rows[:, :rows]
+
+    return TargetHead(embed, logits, first_id)
 
 
 def keep_last_hidden_states(model: Any) -> None:
@@ -331,7 +342,8 @@ def keep_last_hidden_states(model: Any) -> None:
 def unserved_target(model: Any) -> str | None:
     """Why the drafter cannot borrow from the loaded target, or None. It needs a dense lm_head."""
     lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
-    weight = getattr(lm_head, "weight", None)
+    packed = None if lm_head is None else packed_of(lm_head)
+    weight = packed.unpacked() if packed else getattr(lm_head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         found = "missing" if weight is None else weight.dtype
         return f"the target's lm_head: {found}, a dense 16- or 32-bit weight is needed"

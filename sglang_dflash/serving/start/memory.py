@@ -115,7 +115,7 @@ def draft_memory(
             for layers in setup.layer_groups
             if layers.reach.is_bounded or setup.hierarchical
         ),
-        itemsize=setup.model.fc.weight.element_size(),
+        itemsize=setup.model.dtype.itemsize,
         ranks=setup.tp.size,
         paged=paged,
         recorded=recorded,
@@ -144,7 +144,7 @@ def _narrow_widths(
         attention=attention_backends(),
         query_width=heads * model_config.head_dim,
         hidden_width=setup.model.config.target_hidden_width,
-        itemsize=setup.model.fc.weight.element_size(),
+        itemsize=setup.model.dtype.itemsize,
         captured=captured_sizes(setup.running) if target_has_graphs(setup.device) else (),
     )
 
