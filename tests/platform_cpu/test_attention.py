@@ -19,12 +19,39 @@ GROUPS, SHARED, DIM = 2, 3, 8
 
 
 def layer(kind: AttentionType = AttentionType.DECODER, window: int = -1) -> SimpleNamespace:
-    return SimpleNamespace(attn_type=kind, sliding_window_size=window, scaling=DIM**-0.5)
+    return SimpleNamespace(
+        attn_type=kind, sliding_window_size=window, scaling=DIM**-0.5, is_cross_attention=False,
+        logit_cap=0.0, layer_id=0, tp_k_head_num=GROUPS, tp_q_head_num=GROUPS * SHARED,
+        qk_head_dim=DIM, v_head_dim=DIM,
+    )  # fmt: skip
 
 
-def span(prefix: int, count: int) -> attention.Span:
-    slots = torch.arange(prefix + count)
-    return attention.Span(slice(0, count), prefix, slots, slots)
+class Pool:
+    """K and V of random slots for requests of these lengths, and their rows of the table."""
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float32) -> None:
+        slots = torch.randperm(sum(lengths) + 1)
+        self.keys, self.values = torch.randn(2, len(slots), GROUPS, DIM).to(dtype)
+        self.table = torch.zeros(len(lengths), max(lengths), dtype=torch.int32)
+        self.slots = list(slots[:-1].split(lengths))
+        for row, own in zip(self.table, self.slots, strict=True):
+            row[: len(own)] = own
+
+    def backend(self, prefixes: list[int], counts: list[int], rows: list[int] | None = None):
+        """Of requests, the table's first ones if no `rows` are given, with tokens before the
+        forward and in it."""
+        made = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
+        made.req_to_token_pool = SimpleNamespace(req_to_token=self.table)
+        made.token_to_kv_pool = SimpleNamespace(
+            get_key_buffer=lambda _: self.keys, get_value_buffer=lambda _: self.values
+        )
+        requests = torch.tensor(rows or list(range(len(prefixes))))
+        made.layout = attention.Layout(requests, prefixes, counts)
+        made.pieces = {}
+        return made
+
+    def of(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[self.slots[request]], self.values[self.slots[request]]
 
 
 def dense(
@@ -45,49 +72,87 @@ def dense(
     return out.flatten(1)
 
 
+def queries(count: int) -> torch.Tensor:
+    return torch.randn(count, GROUPS * SHARED * DIM)
+
+
+def heads(q: torch.Tensor) -> torch.Tensor:
+    return q.view(-1, GROUPS, SHARED, DIM)
+
+
 @pytest.mark.parametrize("window", [-1, 0, 3], ids=lambda w: f"window{w}")
-@pytest.mark.parametrize(("prefix", "count"), [(0, 1), (0, 7), (9, 1), (9, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("prefixes", "counts"),
+    [([0], [1]), ([0], [7]), ([9], [1]), ([9], [5]),
+     ([9, 80, 4], [1, 1, 1]), ([9, 80, 11], [4, 4, 4]), ([0, 70, 3], [7, 2, 9])],
+    ids=str,
+)  # fmt: skip
 def test_causal_attention(
-    prefix: int, count: int, window: int, monkeypatch: pytest.MonkeyPatch
+    prefixes: list[int], counts: list[int], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Decode, verify and prefill, of one request and of several."""
     # Chunks of 3 queries, so that prefill crosses chunk borders at these sizes.
     monkeypatch.setattr(attention, "QUERY_CHUNK", 3)
-    q = torch.randn(count, GROUPS, SHARED, DIM)
-    k, v = torch.randn(2, prefix + count, GROUPS, DIM)
-    got = attention.attend(q, k, v, span(prefix, count), layer(window=window))
-    torch.testing.assert_close(got, dense(q, k, v, prefix, True, window), atol=1e-5, rtol=1e-5)
+    pool = Pool([p + c for p, c in zip(prefixes, counts, strict=True)])
+    backend, q = pool.backend(prefixes, counts), queries(sum(counts))
+    got = backend.forward_extend(q, None, None, layer(window=window), None)
+    row = 0
+    for request, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
+        own = slice(row, row + count)
+        k, v = pool.of(request)
+        want = dense(heads(q[own]), k, v, prefix, True, window)
+        torch.testing.assert_close(got[own], want, atol=1e-5, rtol=1e-5)
+        row += count
 
 
 def test_encoder_only_attention_sees_everything() -> None:
-    q, (k, v) = torch.randn(4, GROUPS, SHARED, DIM), torch.randn(2, 10, GROUPS, DIM)
-    got = attention.attend(q, k, v, span(6, 4), layer(AttentionType.ENCODER_ONLY))
-    torch.testing.assert_close(got, dense(q, k, v, 6, False, -1), atol=1e-5, rtol=1e-5)
+    pool, q = Pool([10]), queries(4)
+    got = pool.backend([6], [4]).forward_extend(q, None, None, layer(AttentionType.ENCODER_ONLY), None)
+    want = dense(heads(q), *pool.of(0), 6, False, -1)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_request_does_not_depend_on_its_batch() -> None:
-    """Bitwise: the same request by itself and beside another."""
-    backend = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
-    keys, values = torch.randn(2, 64, GROUPS, DIM)
-    backend.token_to_kv_pool = SimpleNamespace(
-        get_key_buffer=lambda _: keys,
-        get_value_buffer=lambda _: values,
-        set_kv_buffer=lambda *a: None,
-    )
-    fake = SimpleNamespace(
-        **layer().__dict__, is_cross_attention=False, logit_cap=0.0, layer_id=0,
-        tp_k_head_num=GROUPS, tp_q_head_num=GROUPS * SHARED, qk_head_dim=DIM, v_head_dim=DIM,
-    )  # fmt: skip
-    slots = torch.randperm(64)
-    one, other = (
-        attention.Span(slice(0, 4), 6, slots[:10], slots[:10]),
-        attention.Span(slice(4, 7), 30, slots[10:43], slots[10:43]),
-    )
-    q = torch.randn(7, GROUPS * SHARED * DIM)
-    batch = SimpleNamespace(out_cache_loc=None)
-    backend.sliding_loc, backend.spans = None, [one, other]
-    both = backend.forward_extend(q, None, None, fake, batch)
-    backend.spans = [one]
-    assert torch.equal(both[:4], backend.forward_extend(q[:4], None, None, fake, batch))
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_request_does_not_depend_on_its_batch(count: int) -> None:
+    """Bitwise: the same request by itself, beside one of its padded length, and beside others."""
+    pool, q = Pool([70, 75, 300, 5]), queries(4 * count)
+    prefixes = [length - count for length in (70, 75, 300, 5)]
+    one = pool.backend(prefixes[:1], [count]).forward_extend(q[:count], None, None, layer(), None)
+    for others in (2, 3, 4):
+        backend = pool.backend(prefixes[:others], [count] * others)
+        together = backend.forward_extend(q[: others * count], None, None, layer(), None)
+        assert torch.equal(together[:count], one)
+
+
+def test_a_token_does_not_depend_on_the_tokens_verified_with_it() -> None:
+    """Bitwise: each token of a block of 8, and the same token decoded alone. Lengths cross a
+    padded length, and the first query of a block sees a shorter context than the last."""
+    for length in (20, 61, 125, 253, 510, 700):
+        pool, q = Pool([length + 8]), queries(8)
+        block = pool.backend([length], [8]).forward_extend(q, None, None, layer(), None)
+        for i in range(8):
+            alone = pool.backend([length + i], [1])
+            assert torch.equal(
+                alone.forward_extend(q[i : i + 1], None, None, layer(), None)[0], block[i]
+            ), (length, i)
+
+
+def test_what_padding_holds_reaches_nobody() -> None:
+    """Neither the slot for padded tokens nor another request's, NaN or not."""
+    pool, q = Pool([9, 20]), queries(2)
+    want = pool.backend([8], [1]).forward_extend(q[:1], None, None, layer(), None)
+    pool.keys[pool.slots[1]] = pool.values[pool.slots[1]] = float("nan")
+    unused = [i for i in range(len(pool.keys)) if i not in pool.table.unique()]
+    pool.keys[unused] = pool.values[unused] = float("nan")
+    got = pool.backend([8, 19], [1, 1]).forward_extend(q, None, None, layer(), None)
+    assert torch.equal(got[:1], want) and got[1].isnan().all()
+
+
+def test_padded_rows_get_zeros() -> None:
+    """SGLang pads a batch of data-parallel attention."""
+    pool, q = Pool([9]), queries(3)
+    got = pool.backend([8], [1]).forward_extend(q, None, None, layer(), None)
+    assert got.shape == (3, GROUPS * SHARED * DIM) and not got[1:].any()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +169,7 @@ def test_attention_of_another_kind_is_refused(
 ) -> None:
     """And not computed as if it were ordinary attention."""
     backend = attention.CpuAttentionBackend.__new__(attention.CpuAttentionBackend)
-    fake = SimpleNamespace(**layer().__dict__, is_cross_attention=crosses, logit_cap=cap)
+    fake = SimpleNamespace(**{**vars(layer()), "is_cross_attention": crosses, "logit_cap": cap})
     q = torch.randn(1, GROUPS * SHARED * DIM)
     with pytest.raises(NotImplementedError, match=kind):
         backend.forward_extend(q, q, q, fake, SimpleNamespace(), **others)

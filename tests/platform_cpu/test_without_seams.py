@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from torch import Tensor
 
 from sglang_dflash.platform_cpu import torch_ops
@@ -347,3 +348,39 @@ def test_convolution_inputs_are_kept_as_bfloat16(monkeypatch: pytest.MonkeyPatch
     # Unless the user says otherwise.
     monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", "float16")
     assert torch_ops.conv_cache_in_model_dtype(dtypes, config).conv == torch.float16
+
+
+def test_float16_is_the_dtype_of_activations_too() -> None:
+    decide = original("sglang.srt.configs.model_config._get_and_verify_dtype")
+    assert decide({"dtype": "bfloat16"}, "float16") == torch.float16
+
+
+def test_the_lm_heads_weight_is_multiplied_as_stored() -> None:
+    """A packed one has no weight of its own."""
+    head = torch.nn.Module()
+    head.quant_method = UnquantizedEmbeddingMethod()
+    processor = SimpleNamespace(use_fp32_lm_head=False, use_fp32_lm_head_output=False,
+                                rl_on_policy_target=None)  # fmt: skip
+    compute = original("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head")
+    with pytest.raises(AttributeError, match="weight"):
+        compute(processor, torch.randn(2, 4), head)
+
+
+def test_weights_by_ipc_are_loaded_into_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a word to the methods that have packed them."""
+    called = []
+    monkeypatch.setattr(
+        "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
+        ".SGLangCheckpointEngineWorkerExtensionImpl",
+        lambda _: SimpleNamespace(update_weights_from_ipc=lambda _: called.append("loaded")),
+    )
+    updater = SimpleNamespace(
+        _assert_weight_cache_inactive=lambda _: None, get_model=torch.nn.Module,
+        get_model_runner=lambda: None, begin_weight_update=lambda: called.append("begin"),
+    )  # fmt: skip
+    update = original(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+        ".update_weights_from_ipc"
+    )
+    assert update(updater, SimpleNamespace(zmq_handles={}))[0]
+    assert called == ["loaded"]
