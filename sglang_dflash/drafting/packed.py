@@ -97,7 +97,12 @@ def pack(weight: Tensor, float16: bool = False) -> Packed | None:
     if weight.device.type != "cpu" or weight.dim() != 2 or not x86:
         return None
     wide = weight.dtype == torch.float32
-    if float16 and wide and packs_float16() and weight.abs().amax() <= torch.finfo(torch.float16).max:
+    if (
+        float16
+        and wide
+        and packs_float16()
+        and weight.abs().amax() <= torch.finfo(torch.float16).max
+    ):
         return Float16(weight)
     if not torch.backends.mkldnn.is_available():
         return None

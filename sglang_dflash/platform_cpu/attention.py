@@ -272,7 +272,9 @@ class CpuKVPool(MHATokenToKVPool):
     def _move_kv_cache_impl(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         move_kv_cache_native(self.k_buffer, self.v_buffer, tgt_loc, src_loc)
 
-    def _store_kv_layer(self, layer_idx: int, loc: Tensor, cache_k: Tensor, cache_v: Tensor) -> None:
+    def _store_kv_layer(
+        self, layer_idx: int, loc: Tensor, cache_k: Tensor, cache_v: Tensor
+    ) -> None:
         self.k_buffer[layer_idx].index_copy_(0, loc, cache_k)
         self.v_buffer[layer_idx].index_copy_(0, loc, cache_v)
 

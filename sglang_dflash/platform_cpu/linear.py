@@ -47,8 +47,13 @@ def pack_model(model: nn.Module, asked: str) -> None:
         asked: `--dtype`.
     """
     float16 = asked.lower() != "float32"
-    embeddings = {id(m.weight) for m in model.modules() if type(m) is not ParallelLMHead
-                  and isinstance(getattr(m, "quant_method", None), UnquantizedEmbeddingMethod)}  # fmt: skip
+    embedding = UnquantizedEmbeddingMethod
+    embeddings = {
+        id(layer.weight)
+        for layer in model.modules()
+        if isinstance(getattr(layer, "quant_method", None), embedding)
+        and type(layer) is not ParallelLMHead
+    }
     for layer in list(model.modules()):
         method = getattr(layer, "quant_method", None)
         if isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod:
@@ -59,7 +64,7 @@ def pack_model(model: nn.Module, asked: str) -> None:
         else:
             continue
         layer.quant_method.process_weights_after_loading(layer)
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if type(getattr(head, "quant_method", None)) is UnquantizedEmbeddingMethod:
         # A tied one is the embedding itself.
         head.quant_method = PackedHeadMethod(float16, keeps=True)
@@ -88,7 +93,8 @@ class _Packs:
             # For loaders, which read its attributes, and for what reads the weight itself.
             layer.__dict__["loading_attributes"] = dict(vars(weight))
             del layer._parameters["weight"]
-            layer.__class__ = _with_weight(type(layer))
+            kind: type = type(layer)
+            layer.__class__ = _with_weight(kind)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         if "packed_weight" in layer.__dict__:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
+from sglang_dflash.drafting.packed import packed_of
 from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
@@ -38,7 +41,7 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
     if free <= 0:
         # It raises, and says why.
         return original(configurator, pre_model_load_memory)
-    weights = sum(p.nbytes for p in configurator.model.parameters())
+    weights = weight_bytes(configurator.model)
     # As much as the weights take.
     spared = min(free, max(LEAST_BYTES, weights) / GIB)
     sized_states = asked.get("max_mamba_cache_size") is not None
@@ -64,6 +67,16 @@ def profile_available_bytes(original: Any, configurator: Any, pre_model_load_mem
             kv * 1024,
         )
     return int(kv * GIB)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters, and of packed weights that took the place of one."""
+    packed = sum(
+        weight.nbytes
+        for layer in model.modules()
+        if (weight := packed_of(layer)) is not None and "weight" not in layer._parameters
+    )
+    return packed + sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _sglangs_share(configurator: Any, pre_model_load_memory: float) -> float:

@@ -107,7 +107,9 @@ def test_causal_attention(
 
 def test_encoder_only_attention_sees_everything() -> None:
     pool, q = Pool([10]), queries(4)
-    got = pool.backend([6], [4]).forward_extend(q, None, None, layer(AttentionType.ENCODER_ONLY), None)
+    got = pool.backend([6], [4]).forward_extend(
+        q, None, None, layer(AttentionType.ENCODER_ONLY), None
+    )
     want = dense(heads(q), *pool.of(0), 6, False, -1)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from sglang_dflash.drafting.packed import Float16, packed_of
 from sglang_dflash.platform_cpu import layers, linear
+from sglang_dflash.platform_cpu.pool_size import weight_bytes
 
 WIDTH = 64
 
@@ -40,7 +41,8 @@ def test_norms(kind: type, more: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"var_hidden_size": 32}, {"fp32_residual": True}, {"override_orig_dtype": torch.bfloat16}]
+    "settings",
+    [{"var_hidden_size": 32}, {"fp32_residual": True}, {"override_orig_dtype": torch.bfloat16}],
 )
 def test_a_norm_of_another_kind_is_sglangs(settings: dict) -> None:
     own, x = norm(**settings), torch.randn(5, WIDTH)
@@ -66,7 +68,12 @@ def rotary(kind: type = RotaryEmbedding, rotary_dim: int = 16, neox: bool = True
 def test_rope(own) -> None:
     """Of two forwards with other positions, and of other tokens at the same positions."""
     rope = own()
-    for positions in (torch.arange(5), torch.arange(5), torch.tensor([7, 3, 0, 9, 20]), torch.arange(3)):
+    for positions in (
+        torch.arange(5),
+        torch.arange(5),
+        torch.tensor([7, 3, 0, 9, 20]),
+        torch.arange(3),
+    ):
         q, k = torch.randn(len(positions), 3 * 16), torch.randn(len(positions), 16)
         wanted = rope.forward_native(positions, q.clone(), k.clone())
         torch.testing.assert_close(layers.rotate(rope, positions, q, k), wanted)
@@ -125,7 +132,12 @@ def test_a_model_is_packed_and_restored(model: Model, asked: str) -> None:
     attributes = dict(vars(model.linear.weight))
     wanted, embedded = model.linear(x)[0], embedded_by(model, ids)
     of_head = x @ model.lm_head.weight.T
+    bytes_before = weight_bytes(model)
     linear.pack_model(model, asked)
+    # The pools of a plain CPU get as much memory as the weights take.
+    packed = sum(before[name].nbytes for name in before.keys() - {"embed.weight", "linear.bias"})
+    halved = packed // 2 if asked == "float16" else 0
+    assert weight_bytes(model) == bytes_before - halved
     left = {name for name, _ in model.named_parameters()}
     assert left == {"embed.weight", "linear.bias"}
     assert isinstance(packed_of(model.linear), Float16) == (asked == "float16")
@@ -156,10 +168,15 @@ def test_what_reads_a_packed_weight_gets_it(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "chosen", "fast", "wanted"),
-    [("auto", torch.bfloat16, True, torch.bfloat16), ("auto", torch.bfloat16, False, torch.float32),
-     ("bfloat16", torch.bfloat16, False, torch.bfloat16), ("half", torch.float16, True, torch.float32),
-     ("float16", torch.float16, False, torch.float32), ("float32", torch.float32, False, torch.float32)],
-)  # fmt: skip
+    [
+        ("auto", torch.bfloat16, True, torch.bfloat16),
+        ("auto", torch.bfloat16, False, torch.float32),
+        ("bfloat16", torch.bfloat16, False, torch.bfloat16),
+        ("half", torch.float16, True, torch.float32),
+        ("float16", torch.float16, False, torch.float32),
+        ("float32", torch.float32, False, torch.float32),
+    ],
+)
 def test_dtypes(asked, chosen, fast, wanted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: fast)
     monkeypatch.setattr(linear, "packs_float16", lambda: True)

@@ -5,6 +5,7 @@ A test that fails here means that a row of `platform_cpu/seams.py` has lost its 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -369,10 +370,12 @@ def test_the_lm_heads_weight_is_multiplied_as_stored() -> None:
 def test_weights_by_ipc_are_loaded_into_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a word to the methods that have packed them."""
     called = []
-    monkeypatch.setattr(
-        "sglang.srt.checkpoint_engine.checkpoint_engine_worker"
-        ".SGLangCheckpointEngineWorkerExtensionImpl",
-        lambda _: SimpleNamespace(update_weights_from_ipc=lambda _: called.append("loaded")),
+    # It needs a package that is not installed here.
+    worker = SimpleNamespace(update_weights_from_ipc=lambda _: called.append("loaded"))
+    monkeypatch.setitem(
+        sys.modules,
+        "sglang.srt.checkpoint_engine.checkpoint_engine_worker",
+        SimpleNamespace(SGLangCheckpointEngineWorkerExtensionImpl=lambda _: worker),
     )
     updater = SimpleNamespace(
         _assert_weight_cache_inactive=lambda _: None, get_model=torch.nn.Module,
