@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.repairs import containment, recovery
 from sglang_dflash.repairs.containment import Containment, Failure, failure_of
@@ -19,7 +20,7 @@ def request(rid: str, output: int = 0) -> Any:
 
 
 def batch(*requests: Any, prefill: bool = False, decoding: Any = None) -> Any:
-    mode = SimpleNamespace(is_extend=lambda: prefill)
+    mode = ForwardMode.EXTEND if prefill else ForwardMode.DECODE
     return SimpleNamespace(reqs=list(requests), forward_mode=mode, decoding_reqs=decoding)
 
 

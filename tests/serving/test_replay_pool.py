@@ -13,6 +13,7 @@ from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent a
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,7 +85,7 @@ def verify(is_verify: bool, state_pool: Any, tokens: int = 2, size: int = 5) -> 
     )
     slots = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0][: 4 // tokens]))
     forward = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_target_verify=lambda: is_verify),
+        forward_mode=ForwardMode.TARGET_VERIFY if is_verify else ForwardMode.DECODE,
         spec_info=SimpleNamespace(draft_token_num=tokens),
     )
     backend = SimpleNamespace(req_to_token_pool=requests, forward_metadata=slots)
