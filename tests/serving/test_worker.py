@@ -144,7 +144,7 @@ def test_the_last_layers_hidden_states_are_handed_on(
             rows = last.clone()
             if mode.is_last() and batch.forward_mode == ForwardMode.EXTEND:
                 rows = rows[[LENGTHS[0] - 1, sum(LENGTHS) - 3]]
-            # The next replay of a captured forward writes there, while these are copied to the host.
+            # A captured forward writes there again, while these are copied to the host.
             last.fill_(9)
             assert output.hidden_states.equal(rows) if asked else output.hidden_states is None
             assert output.last_hidden_states is None
