@@ -174,10 +174,10 @@ def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Te
     gates = draw.floats(2, 1, 2, block, value_heads)
     given = VerifyInputs(inputs[..., :kept], windows[..., -1], *gates)
     rows, lengths = torch.arange(2, device=draw.device), draw.ints(2, block, 2)
-    checkpoints = torch.where(rows > 0, 2, -1)
-    moves = Moves(rows, rows, rows.flip(0), lengths, checkpoints, torch.ones_like(rows))
-    before = draw.floats(1, 3, *states.shape[2:]).to(states.dtype)
-    pool = draw.floats(1, 3, channels, kept)
+    checkpoints = torch.where(rows > 0, 4, -1)
+    moves = Moves(rows, rows, rows + 2, lengths, checkpoints, torch.ones_like(rows))
+    before = draw.floats(1, 5, *states.shape[2:]).to(states.dtype)
+    pool = draw.floats(1, 5, channels, kept)
     found = []
     for run, move in ((fold, move_windows), (replay.fold_, replay.move_windows_)):
         after, moved = before.clone(), pool.clone()
