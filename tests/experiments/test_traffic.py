@@ -117,4 +117,5 @@ def test_the_command_prints_one_object(
              for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip
     parts += [f"{part}_{of}" for part in ("greedy", "unfused", "lookup")
               for of in ("bytes", "launches")]  # fmt: skip
+    parts += ["propose_busy", "sampled_busy"]
     assert set(row) == {"shape", "requests", "context", "window", *parts}
