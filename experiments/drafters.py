@@ -18,6 +18,7 @@ from sglang_dflash.drafting.graphs import GraphedDrafter, Recorder
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.draft_config import DraftConfig
@@ -97,16 +98,23 @@ class Loaded:
     slots: Tensor
 
     def phases(self) -> dict[str, Callable[[], None]]:
-        """Parts of a step, which repeat on the same tensors: `propose` a block, `commit` (accept
-        drafts, and find entries for their tokens), `absorb` (project hidden states of all of them
-        into entries)."""
+        """Parts of a step, which repeat on the same tensors: `propose` a block, as it is recorded,
+        for greedy requests, and `sampled` for sampled ones; `commit` (accept drafts, and find
+        entries for their tokens), `absorb` (project hidden states of all of them into entries)."""
         drafter, model, groups = self.drafter, self.drafter.model, self.drafter.groups
         block = drafter.block_size
         ids, steps = self.targets.clone(), torch.arange(block, device=self.targets.device)
         entries = [group.cache.place(self.slots).clone() for group in groups]
 
+        warm = torch.ones(len(self.bonus), device=self.bonus.device)
+        noise = BlockNoise(self.bonus, warm, self.known.seq_lens)
+        greedy = noise._replace(temperatures=torch.zeros_like(warm))
+
         def propose() -> None:
-            drafter.propose(self.bonus, self.known)
+            drafter.propose(self.bonus, self.known, greedy)
+
+        def sampled() -> None:
+            drafter.propose(self.bonus, self.known, noise)
 
         def commit() -> None:
             accepted = model.ops.accept(ids, self.targets)
@@ -118,7 +126,7 @@ class Loaded:
             for group, at in zip(groups, entries, strict=True):
                 group.store(model, kv, self.positions, at)
 
-        return {"propose": propose, "commit": commit, "absorb": absorb}
+        return {"propose": propose, "sampled": sampled, "commit": commit, "absorb": absorb}
 
     def graphed(self, recorder: Recorder, columns: int | None = None) -> GraphedDrafter:
         """The drafter with recorded steps, for a batch of this load; `columns`: of the recorded
@@ -142,9 +150,17 @@ class Loaded:
 
 
 def loaded(
-    model: DraftModel, head: TargetHead, load: Load, attention: str, device: torch.device
+    model: DraftModel,
+    head: TargetHead,
+    load: Load,
+    attention: str,
+    device: torch.device,
+    positions: int | None = None,
 ) -> Loaded:
     """A drafter under a load, with that attention backend.
+
+    Args:
+        positions: of the request-to-token table; by default those that the load needs.
 
     Raises:
         RuntimeError: the tokens of the load are not live.
@@ -158,17 +174,18 @@ def loaded(
     )
     # Slot 0 and row 0 are for padding. Tokens lie where they were free, not side by side.
     slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
-    table = torch.cat((torch.zeros_like(slots[:1]), slots))
+    table = torch.zeros(1 + requests, positions or width, dtype=slots.dtype, device=device)
+    table[1:, :width] = slots
     rows = 1 + torch.arange(requests, device=device)
     lengths = torch.full_like(rows, load.context)
     known = RequestSlots(table, rows, lengths, load.context)
-    groups = setup.groups(requests * width, 1 + requests * width, requests, width)
+    groups = setup.groups(requests * width, 1 + requests * width, requests, table.shape[1])
     for group in groups:
         group.cache.kv.normal_()
         _fill(group, known)
         check_live(model.ops.slot_table(known, group.reach, group.cache.tags))
     drafter = Drafter(model, head, groups, options)
-    positions = lengths[:, None] + torch.arange(block, device=device)
+    of_block = lengths[:, None] + torch.arange(block, device=device)
     tokens = requests * block
     return Loaded(
         load=load,
@@ -177,8 +194,8 @@ def loaded(
         bonus=torch.randint(config.vocab_size, (requests,), device=device),
         targets=torch.randint(config.vocab_size, (requests, block), device=device),
         hidden=torch.randn(tokens, config.target_hidden_width, device=device, dtype=dtype),
-        positions=positions.flatten(),
-        slots=table[rows[:, None], positions].long().flatten(),
+        positions=of_block.flatten(),
+        slots=table[rows[:, None], of_block].long().flatten(),
     )
 
 

@@ -8,8 +8,10 @@ the formula beside it says. `traffic.py` counts the draft side of a step so. Not
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -43,15 +45,24 @@ from sglang_dflash.facts.draft_config import LayerAttention, Reach
 from sglang_dflash.facts.published import shipped
 from sglang_dflash.facts.target_config import TargetGeometry
 
+REGISTERS = Path(__file__).parents[1] / "tests/kernels/registers.json"
+# Of an H100.
+INSTRUCTION_SET = "90"
 TARGET, BLOCK = "Qwen/Qwen3.5-27B", 16
 REQUESTS = (1, 8, 29)
 
 
 class Launch(NamedTuple):
-    """One kernel on the GPU."""
+    """One kernel on the GPU.
+
+    Attributes:
+        instructions: that its threads execute, at least and at most, if it reads a vocabulary's
+            logits; others are not counted.
+    """
 
     name: str
     traffic: Traffic
+    instructions: tuple[float, float] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,15 @@ def _of_kernel(kernel: Any, scene: Scene, args: tuple[Any, ...], kwargs: dict[st
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     name = kernel.__name__
-    return Launch(name, KERNELS[name](scene, args, kwargs))
+    return Launch(name, KERNELS[name](scene, args, kwargs), _instructions(name, args, kwargs))
+
+
+def _instructions(name: str, args: Any, kwargs: Any) -> tuple[float, float]:
+    if name not in READS_LOGITS:
+        return 0, 0
+    case, at = READS_LOGITS[name]
+    used = json.loads(REGISTERS.read_text())[case.format(**kwargs)][INSTRUCTION_SET]
+    return used["at_least"] * args[at].numel(), used["at_most"] * args[at].numel()
 
 
 def _slot_table(scene: Scene, args: Any, kwargs: Any) -> Traffic:
@@ -104,11 +123,11 @@ def _block_attention(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     """Of the splits and of their merge."""
     q, _, _, old, _, entries = args[:6]
     kv_heads, limit, sinks = old.shape[1], args[-1], kwargs["SINKS"]
-    reach = Reach(limit - sinks, sinks)
+    reach, splits = Reach(limit - sinks, sinks), args[9].shape[2] if kwargs["IS_SPLIT"] else 1
     return block_attention.traffic(
         tuple(q.shape), kv_heads, entries.shape[1], scene.lengths,
         LayerAttention(kwargs["WINDOW"] or None, kwargs["CAUSAL"], reach),
-        kwargs["SPLITS"], q.element_size(), old.element_size(),
+        splits, q.element_size(), old.element_size(),
     )  # fmt: skip
 
 
@@ -166,15 +185,16 @@ def _convolve(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     return convolve.traffic(requests, block, width, kwargs["K"], args[9], size, has_bias)
 
 
-def _candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+def _largest_of_chunks(scene: Scene, args: Any, kwargs: Any) -> Traffic:
     logits = args[1]
     count, width = logits.shape
-    return candidates.traffic(count, width, kwargs["TOP"], logits.element_size())
+    return candidates.chunk_traffic(count, width, logits.element_size())
 
 
-def _merge_candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
-    values, _, _, logits, _, total = args[:6]
-    return candidates.merge_traffic(len(values), total, kwargs["K"], logits.element_size())
+def _candidates(scene: Scene, args: Any, kwargs: Any) -> Traffic:
+    logits = args[3]
+    count, width = logits.shape
+    return candidates.traffic(count, width, kwargs["K"], logits.element_size())
 
 
 def _walk(scene: Scene, args: Any, kwargs: Any) -> Traffic:
@@ -200,8 +220,8 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     "write_context_kernel": _write_context,
     "silu_mul_kernel": _silu_mul,
     "convolve_kernel": _convolve,
+    "largest_of_chunks_kernel": _largest_of_chunks,
     "candidates_kernel": _candidates,
-    "merge_candidates_kernel": _merge_candidates,
     "walk_kernel": _walk,
     # Both launches.
     "largest_kernel": lambda _, args, __: largest.traffic(
@@ -216,6 +236,13 @@ KERNELS: dict[str, Callable[[Scene, Any, Any], Traffic]] = {
     ),
     "take_match_kernel": _take_match,
     "accept_kernel": lambda _, args, __: accept.traffic(*args[0].shape),
+}
+
+# Kernels that read logits: their row of the table of compiled kernels, and which argument they are.
+READS_LOGITS = {
+    "largest_of_chunks_kernel": ("largest_of_chunks", 1),
+    "candidates_kernel": ("candidates 262144 k{K}", 3),
+    "largest_kernel": ("largest", 2),
 }
 
 
@@ -239,7 +266,9 @@ class _DraftOps(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.__name__.split(".")[0].removeprefix("_")
         if name not in NO_LAUNCH and func.namespace != "prim" and not func.is_view:
-            inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            # What is only written to is no input.
+            read = {key: of for key, of in (kwargs or {}).items() if key != "out"}
+            inputs = [x for x in tree_leaves((args, read)) if isinstance(x, Tensor)]
             outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             # torch returns the same tensor where there is nothing to do, as a cast to its dtype.
             if name.endswith("_") or not any(out is x for out in outputs for x in inputs):

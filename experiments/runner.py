@@ -3,9 +3,10 @@
     python -m experiments EXPERIMENT [--out FILE] [options]
 
 Such a module has `Options`, a dataclass whose fields carry their help (`setting`); `run(options)`,
-which returns the result as one dict; `table(result)`, the lines to read; and, if a result may not
-hold, `failure(result)`, which tells why it does not, or None. The last line of the output is the
-result as one JSON object; progress goes to stderr.
+which returns the result as one dict, or yields the result so far, which --out then has at any time;
+`table(result)`, the lines to read; and, if a result may not hold, `failure(result)`, which tells
+why it does not, or None. The last line of the output is the result as one JSON object; progress
+goes to stderr.
 
 Loads without torch, SGLang and `requests`: some experiments run on machines that lack them.
 """
@@ -139,14 +140,15 @@ def main(argv: Sequence[str]) -> int:
         # Servers end with the experiment.
         with sigterm_as_exit():
             found = module.run(options)
+            for so_far in [found] if isinstance(found, dict) else found:
+                result = {"command": repeated(name, options), "hardware": hardware(), **so_far}
+                if args.out is not None:
+                    args.out.parent.mkdir(parents=True, exist_ok=True)
+                    args.out.write_text(json.dumps(result, indent=1) + "\n")
     except ConfigError as error:
         print(f"{name}: {error.named(flag_names(own))}", file=sys.stderr)
         return 1
-    result = {"command": repeated(name, options), "hardware": hardware(), **found}
     print(*module.table(result), sep="\n")
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
     failure = module.failure(result) if hasattr(module, "failure") else None
     if failure is not None:
         print(f"{name}: {failure}", file=sys.stderr)

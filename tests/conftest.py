@@ -77,7 +77,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.kernels if is_kernel else pytest.mark.fast)
             if is_kernel and torch.cuda.is_available():
                 item.add_marker(pytest.mark.gpu)
-            if not item.get_closest_marker("xdist_group"):
+            # A GPU may be lent without pytest-xdist.
+            divided = config.pluginmanager.hasplugin("xdist")
+            if divided and not item.get_closest_marker("xdist_group"):
                 # One request to a process for each file instead of each test.
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     asked = config.getoption("markexpr")

@@ -27,7 +27,7 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _span(i_len, LIMIT, WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+def _span(i_len, LIMIT, SPLITS, WINDOW: tl.constexpr, SINKS: tl.constexpr,
           BLOCK_N: tl.constexpr):  # fmt: skip
     """First column in sight, the column after the last one, and columns per split."""
     i_used = tl.minimum(i_len, LIMIT)
@@ -65,21 +65,23 @@ def _inside(m_seen, o_behind, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     return m_seen
 
 
-@triton.jit
+# Batches and contexts of any size share a compilation.
+@triton.jit(do_not_specialize=["s_entries_r", "LIMIT"])
 def block_attention_kernel(
     p_q, p_k, p_v, p_old_k, p_old_v, p_entries, p_seq_lens, p_out, p_partial, p_lse,
     s_q_r, s_q_b, s_q_h, s_k_r, s_k_b, s_k_h, s_v_r, s_v_b, s_v_h,
     s_old_s, s_old_h, s_entries_r, s_out_r, s_out_b, s_out_h, SCALE, LIMIT,
     B: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """One program per request, BLOCK_M rows of a kv head, and split. Split 0 has the block."""
     M_TILES: tl.constexpr = (B * GROUPS + BLOCK_M - 1) // BLOCK_M
     i_r, i_p = tl.program_id(0).to(tl.int64), tl.program_id(2)
     i_g, i_m = tl.program_id(1).to(tl.int64) // M_TILES, tl.program_id(1) % M_TILES
+    n_splits = tl.num_programs(2)
     i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
-    i_first, i_used, i_share = _span(i_len, LIMIT, WINDOW, SINKS, SPLITS, BLOCK_N)
+    i_first, i_used, i_share = _span(i_len, LIMIT, n_splits, WINDOW, SINKS, BLOCK_N)
     i_begin = i_first + i_p * i_share
     if i_p > 0 and i_begin >= i_used:
         return
@@ -117,28 +119,28 @@ def block_attention_kernel(
             m_old &= o_i[:, None] + o_end[None, :] < WINDOW
         b_max, b_sum, b_acc = _attend(b_q, b_old_k, b_old_v, m_old, b_max, b_sum, b_acc, SCALE)
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    if SPLITS == 1:
-        p_out += i_r * s_out_r + o_i[:, None] * s_out_b + o_h[:, None] * s_out_h + o_d[None, :]
-        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
-    else:
+    if IS_SPLIT:
         o_head = i_r * (tl.num_programs(1) // M_TILES) + i_g
-        o_row = (o_head * SPLITS + i_p) * (B * GROUPS) + o_m
+        o_row = (o_head * n_splits + i_p) * (B * GROUPS) + o_m
         tl.store(p_partial + o_row[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None])
         tl.store(p_lse + o_row, b_max + tl.log2(b_sum), mask=m_m)
+    else:
+        p_out += i_r * s_out_r + o_i[:, None] * s_out_b + o_h[:, None] * s_out_h + o_d[None, :]
+        tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_m[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["LIMIT", "SPLITS"])
 def merge_kernel(
-    p_out, p_partial, p_lse, p_seq_lens, s_out_r, s_out_b, s_out_h, LIMIT,
+    p_out, p_partial, p_lse, p_seq_lens, s_out_r, s_out_b, s_out_h, LIMIT, SPLITS,
     B: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One program per request, kv head and BLOCK_M query rows."""
     i_r, i_g = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     o_m, o_d = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D)
     m_m = o_m < B * GROUPS
     i_len = tl.load(p_seq_lens + i_r).to(tl.int32)
-    i_first, i_used, i_share = _span(i_len, LIMIT, WINDOW, SINKS, SPLITS, BLOCK_N)
+    i_first, i_used, i_share = _span(i_len, LIMIT, SPLITS, WINDOW, SINKS, BLOCK_N)
     o_row = (i_r * tl.num_programs(1) + i_g) * SPLITS * (B * GROUPS) + o_m
     # Split 0 has seen the block, so its sum is finite.
     b_max = tl.load(p_lse + o_row, mask=m_m, other=0.0)
@@ -249,19 +251,19 @@ def block_attention(
         return
     tile = tiles(block, groups, head_dim, q.element_size(), old.element_size())
     shape = {"B": block, "GROUPS": groups, "D": head_dim, "WINDOW": layer.sliding_window or 0,
-             "SINKS": sinks, "SPLITS": splits, "BLOCK_N": tile.columns}  # fmt: skip
+             "SINKS": sinks, "BLOCK_N": tile.columns}  # fmt: skip
     row_tiles = triton.cdiv(block * groups, tile.rows)
     block_attention_kernel[(requests, k.shape[2] * row_tiles, splits)](
         q, k, v, old[:, 0], old[:, 1], entries, seq_lens, out, partial, lse,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         old.stride(0), old.stride(2), entries.stride(0), *out.stride()[:3],
         LOG2_E * head_dim**-0.5, limit,
-        CAUSAL=layer.causal, BLOCK_M=tile.rows, BLOCK_B=tile.block, **shape,
+        CAUSAL=layer.causal, IS_SPLIT=splits > 1, BLOCK_M=tile.rows, BLOCK_B=tile.block, **shape,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         merge_kernel[(requests, k.shape[2], triton.cdiv(block * groups, MERGE_ROWS))](
-            out, partial, lse, seq_lens, *out.stride()[:3], limit,
+            out, partial, lse, seq_lens, *out.stride()[:3], limit, splits,
             BLOCK_M=MERGE_ROWS, **shape, num_warps=2,
         )  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""The K largest logits of each row, which are read once, in two launches. Names as in
+"""The K largest logits of each row, in two launches: the largest of every chunk of columns, and
+then the K largest logits of the K best chunks. No others can be among them. Names as in
 `gated_delta_fold`.
 
-A logit and its column are one int64 that orders as they do: the logit's bits above, and below them
-the column, so that of equal logits the one of the lower column is the larger.
+Sorting takes some 300 instructions per value, so few values are sorted: reading the logits once
+takes longer than computing.
 
-Letters in shapes: N rows, V columns, K that are taken, S splits of a row.
+Letters in shapes: N rows, V columns, K that are taken, C chunks of a row.
 """
 
 from __future__ import annotations
@@ -16,58 +17,78 @@ from torch import Tensor
 
 from dflash_kernels.traffic import Traffic
 
-# Columns of a split, at most.
-BLOCK = 4096
-# Beyond it, a program of `merge_candidates_kernel` would not fit.
+# Columns of a chunk, and chunks of a program.
+CHUNK, CHUNKS = 64, 64
+# Beyond it, a program of `candidates_kernel` would not fit.
 MOST = 64
 _LAST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def candidates_kernel(p_keys, p_logits, s_logits, V, TOP: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row and split."""
-    i_n, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_v = i_s * BLOCK + tl.arange(0, BLOCK)
-    p_row = p_logits + i_n * s_logits
-    b_logits = tl.load(p_row + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
-    b_bits = tl.where(b_logits == 0.0, 0.0, b_logits).to(tl.int32, bitcast=True)
-    # Integers in the order of the floats. Both zeros are equal; NaN of any sign is the largest.
+def _ordered(b):
+    """Integers in the order of floats, but that -0 is -1. NaN of any sign is the largest."""
+    b_bits = b.to(tl.int32, bitcast=True)
     b_bits = b_bits ^ ((b_bits >> 31) & _LAST)
-    b_bits = tl.where(b_logits != b_logits, _LAST, b_bits)
-    b_keys = (b_bits.to(tl.int64) << 32) | (o_v ^ _LAST).to(tl.int64)
-    p_split = p_keys + (i_n * tl.num_programs(1) + i_s) * TOP
-    tl.store(p_split + tl.arange(0, TOP), tl.topk(b_keys, TOP))
+    return tl.where(b != b, _LAST, b_bits)
 
 
 @triton.jit
-def merge_candidates_kernel(
-    p_values, p_columns, p_keys, p_logits, s_logits, TOTAL,
-    K: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per row, whose splits have TOTAL candidates."""
+def _keys(b_values, o):
+    """int64 that order as values of `_ordered` do, and of equal ones the one of the lower offset is
+    the larger."""
+    # Both zeros are equal.
+    b_values = tl.where(b_values == -1, 0, b_values)
+    return (b_values.to(tl.int64) << 32) | (o ^ _LAST).to(tl.int64)
+
+
+@triton.jit
+def _offsets(b_keys):
+    return (b_keys & _LAST) ^ _LAST
+
+
+@triton.jit
+def largest_of_chunks_kernel(
+    p_largest, p_logits, s_logits, V, C, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """One program per row and CHUNKS chunks."""
     i_n = tl.program_id(0).to(tl.int64)
-    o_s, o_k = tl.arange(0, BLOCK), tl.arange(0, TOP)
-    # Less than any key.
-    b_keys = tl.load(p_keys + i_n * TOTAL + o_s, mask=o_s < TOTAL, other=-(2**63))
-    b_columns = (tl.topk(b_keys, TOP) & _LAST) ^ _LAST
-    b_values = tl.load(p_logits + i_n * s_logits + b_columns, mask=o_k < K, other=0.0)
+    o_c = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    o_v = o_c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    b = tl.load(p_logits + i_n * s_logits + o_v, mask=o_v < V, other=float("-inf"))
+    b_largest = tl.max(_ordered(b.to(tl.float32)), 1)
+    tl.store(p_largest + i_n * C + o_c, b_largest, mask=o_c < C)
+
+
+@triton.jit
+def candidates_kernel(
+    p_values, p_columns, p_largest, p_logits, s_logits, V, C,
+    K: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_c, o_k = tl.arange(0, BLOCK), tl.arange(0, TOP)
+    # What is no chunk is less than any.
+    b_largest = tl.load(p_largest + i_n * C + o_c, mask=o_c < C, other=-(2**31))
+    b_chunks = _offsets(tl.topk(_keys(b_largest, o_c), TOP)).to(tl.int32)
+    o_v = b_chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    p_row = p_logits + i_n * s_logits
+    b = tl.load(p_row + o_v, mask=o_v < V, other=float("-inf"))
+    # And what is no column.
+    b_keys = tl.where(o_v < V, _keys(_ordered(b.to(tl.float32)), o_v), -(2**63))
+    b_columns = _offsets(tl.topk(tl.reshape(b_keys, (TOP * CHUNK,)), TOP))
+    b_values = tl.load(p_row + b_columns, mask=o_k < K, other=0.0)
     tl.store(p_values + i_n * K + o_k, b_values, mask=o_k < K)
     tl.store(p_columns + i_n * K + o_k, b_columns, mask=o_k < K)
 
 
 def top(k: int) -> int:
-    """What a program takes of its columns for the k largest."""
+    """Chunks, and then columns, that a program takes for the k largest."""
     return max(2, triton.next_power_of_2(k))
 
 
-def block(columns: int) -> int:
-    """Columns of a split."""
-    return min(BLOCK, triton.next_power_of_2(columns))
-
-
-def splits(columns: int) -> int:
-    """Programs per row."""
-    return triton.cdiv(columns, block(columns))
+def block(columns: int, k: int) -> int:
+    """Chunks that `candidates_kernel` looks at, and no chunks beside them."""
+    return max(top(k), triton.next_power_of_2(triton.cdiv(columns, CHUNK)))
 
 
 def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
@@ -82,22 +103,25 @@ def candidates(values: Tensor, columns: Tensor, logits: Tensor) -> None:
     count, k = values.shape
     if not count:
         return
-    width, total = logits.shape[1], splits(logits.shape[1]) * top(k)
-    keys = torch.empty(count, total, dtype=torch.int64, device=logits.device)
-    candidates_kernel[(count, splits(width))](
-        keys, logits, logits.stride(0), width, TOP=top(k), BLOCK=block(width), num_warps=8
+    width = logits.shape[1]
+    chunks = triton.cdiv(width, CHUNK)
+    best = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
+    largest_of_chunks_kernel[(count, triton.cdiv(chunks, CHUNKS))](
+        best, logits, logits.stride(0), width, chunks, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=8
     )
-    merge_candidates_kernel[(count,)](
-        values, columns, keys, logits, logits.stride(0), total,
-        K=k, TOP=top(k), BLOCK=triton.next_power_of_2(total), num_warps=4,
+    candidates_kernel[(count,)](
+        values, columns, best, logits, logits.stride(0), width, chunks,
+        K=k, TOP=top(k), CHUNK=CHUNK, BLOCK=block(width, k), num_warps=8,
     )  # fmt: skip
 
 
-def traffic(count: int, width: int, k: int, itemsize: int) -> Traffic:
+def chunk_traffic(count: int, width: int, itemsize: int) -> Traffic:
     """Bytes of the first launch; logits have elements of `itemsize` bytes."""
-    return Traffic(count * width * itemsize, 8 * count * splits(width) * top(k))
+    return Traffic(count * width * itemsize, 4 * count * triton.cdiv(width, CHUNK))
 
 
-def merge_traffic(count: int, total: int, k: int, itemsize: int) -> Traffic:
-    """Bytes of the second one, of `total` candidates per row."""
-    return Traffic(count * (8 * total + k * itemsize), count * k * (itemsize + 8))
+def traffic(count: int, width: int, k: int, itemsize: int) -> Traffic:
+    """Bytes of the second one, of a width that is a multiple of `CHUNK`."""
+    looked_at = min(top(k) * CHUNK, width) + k
+    read = 4 * triton.cdiv(width, CHUNK) + looked_at * itemsize
+    return Traffic(count * read, count * k * (itemsize + 8))

@@ -63,9 +63,10 @@ def first_largest(b_best, b_ids):
     return i_best, tl.min(tl.where(b_best == i_best, b_ids, 2147483647))
 
 
-# Batches of any size share a compilation: the number of drafts decides where the parts' ids begin.
+# Batches and blocks of any size share a compilation: the number of drafts decides where the parts'
+# ids begin.
 @triton.heuristics({"HAS_TOKENS": lambda args: args["p_tokens"] is not None})
-@triton.jit(do_not_specialize=["p_ids", "N"])
+@triton.jit(do_not_specialize=["p_ids", "N", "DRAFTS"])
 def largest_kernel(
     p_best, p_ids, p_logits, p_seeds, p_temperatures, p_seq_lens, p_tokens, s_logits, V, FIRST, N,
     DRAFTS, SPLITS, MULTIPLIER, SOFTCAP, HAS_TOKENS: tl.constexpr, HAS_CAP: tl.constexpr,

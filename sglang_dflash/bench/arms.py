@@ -14,6 +14,7 @@ from sglang_dflash.bench.server import (
     ServerConfig,
     demo_config,
     dflash_flags,
+    dtype_flags,
     together,
 )
 from sglang_dflash.bench.settings import BenchSettings
@@ -40,7 +41,7 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     names = settings.arms or ("ar", "dflash")
     if settings.embedded:
         draft = str(demo_pair(settings.embedded).draft)
-        base = _embedded_server(settings)
+        base = _embedded_server(settings, accelerator)
     else:
         draft = settings.draft or ""
         base = _given_server(settings, accelerator)
@@ -67,9 +68,9 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     }
 
 
-def _embedded_server(settings: BenchSettings) -> ServerConfig:
+def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
     pair = demo_pair(settings.embedded or "")
-    config = demo_config(pair, dflash=False).with_flags(_for_all(settings))
+    config = demo_config(pair, dflash=False).with_flags(_for_all(settings, accelerator))
     if not pair.is_hybrid:
         return config
     # Twice the clients: with few free request slots SGLang admits no new request.
@@ -80,7 +81,10 @@ def _embedded_server(settings: BenchSettings) -> ServerConfig:
 
 
 def _given_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
-    flags: dict[str, FlagValue] = {"--model-path": settings.target or "", **_for_all(settings)}
+    flags: dict[str, FlagValue] = {
+        "--model-path": settings.target or "",
+        **_for_all(settings, accelerator),
+    }
     if not accelerator:
         flags["--sleep-on-idle"] = True
     if settings.simulated_acceptance is not None:
@@ -89,10 +93,10 @@ def _given_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
     return ServerConfig(flags)
 
 
-def _for_all(settings: BenchSettings) -> dict[str, FlagValue]:
+def _for_all(settings: BenchSettings, accelerator: bool) -> dict[str, FlagValue]:
     # To stream the whole text with every step costs the slower arm more than the faster one.
     flags: dict[str, FlagValue] = {
-        "--dtype": settings.dtype,
+        **dtype_flags(settings.dtype, accelerator),
         "--incremental-streaming-output": True,
     }
     return flags | ({"--enable-deterministic-inference": True} if settings.temperature else {})

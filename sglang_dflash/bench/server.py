@@ -71,11 +71,18 @@ def dflash_flags(draft: str) -> dict[str, FlagValue]:
     }
 
 
-def demo_config(pair: DemoPair, *, dflash: bool) -> ServerConfig:
-    """A server of an embedded pair: exact arithmetic, small pools, no busy waiting."""
+def dtype_flags(dtype: str, accelerator: bool) -> dict[str, FlagValue]:
+    """Flags of a server that computes in `dtype`. On a GPU, the attention backends that SGLang
+    takes by itself (FA3, TRT-LLM, FlashInfer) serve 16 bits only."""
+    attention = {"--attention-backend": "triton"} if accelerator and dtype == "float32" else {}
+    return {"--dtype": dtype, **attention}
+
+
+def demo_config(pair: DemoPair, *, dflash: bool, accelerator: bool = False) -> ServerConfig:
+    """A server of an embedded pair: float32, small pools, no busy waiting."""
     flags: dict[str, FlagValue] = {
         "--model-path": str(pair.target),
-        "--dtype": "float32",
+        **dtype_flags("float32", accelerator),
         "--max-total-tokens": 16384,
         "--sleep-on-idle": True,
     }

@@ -151,20 +151,21 @@ class GraphedDrafter:
         if key is None:
             self.eager += 1
             return self._drafter.propose(bonus, requests, noise)
-        s, n = self._static, len(bonus)
-        for static, given in (
-            (s.bonus, bonus),
-            (s.rows, requests.rows),
-            (s.seq_lens, requests.seq_lens),
-        ):
-            static[:n].copy_(given)
-            # A request of length 0 reads nothing.
-            static[n : key.requests].zero_()
+        s, n, given = self._static, len(bonus), [bonus, requests.rows, requests.seq_lens]
+        static, unused = [s.bonus, s.rows, s.seq_lens], slice(n, key.requests)
+        # A request of length 0 reads nothing; and of padding there is none in most steps.
+        idle = [kept[unused] for kept in static] if n < key.requests else []
         # One recording serves all batches: a request with temperature 0 has no noise.
-        s.temperatures[: key.requests].zero_()
-        if noise is not None:
-            s.seeds[:n].copy_(noise.seeds)
+        if noise is None:
+            idle.append(s.temperatures[: key.requests])
+        else:
+            static, given = [*static, s.seeds], [*given, noise.seeds]
             s.temperatures[:n].copy_(noise.temperatures)
+            idle += [s.temperatures[unused]] if idle else []
+        # Together: the launches of a step cost the host more than the copies.
+        torch._foreach_copy_([kept[:n] for kept in static], given)
+        if idle:
+            torch._foreach_zero_(idle)
         self._graphs[key]()
         self.replays["propose"] += 1
         # The next replay overwrites them.
@@ -182,17 +183,13 @@ class GraphedDrafter:
         if key is None or keep is None:
             self._drafter.absorb(target_hidden, positions, slots, keep, written)
             return
-        s, n = self._static, len(slots)
-        for static, given in (
-            (s.hidden, target_hidden),
-            (s.positions, positions),
-            (s.slots, slots),
-            (s.keep, keep),
-        ):
-            static[:n].copy_(given)
-        padding = slice(n, key.requests * self._drafter.verified)
-        s.keep[padding].fill_(False)
-        s.slots[padding].fill_(PADDING_SLOT)
+        s, n, end = self._static, len(slots), key.requests * self._drafter.verified
+        torch._foreach_copy_([s.positions[:n], s.slots[:n]], [positions, slots])
+        s.hidden[:n].copy_(target_hidden)
+        s.keep[:n].copy_(keep)
+        if n < end:
+            s.keep[n:end].fill_(False)
+            s.slots[n:end].fill_(PADDING_SLOT)
         self._graphs[key]()
         self.replays["commit"] += 1
 

@@ -32,6 +32,7 @@ def hardware() -> dict[str, Any]:
         "python": platform.python_version(),
         "sglang": version("sglang"),
         "torch": version("torch"),
+        "triton": version("triton"),
     }
 
 

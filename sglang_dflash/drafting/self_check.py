@@ -19,12 +19,16 @@ from sglang_dflash.drafting.kv import Tags, store_
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import COUPLED, LIKELIEST, BlockNoise
 from sglang_dflash.drafting.ops import TorchOps, candidate_scores
+from sglang_dflash.drafting.recurrent import replay
+from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.facts.draft_config import WHOLE_CONTEXT
 from sglang_dflash.facts.errors import ConfigError
 
 # Largest difference, as a share of the largest value of the torch result.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 REQUESTS, CONTEXT = 3, 40
+Fold = Callable[[RecurrentLayers, Tensor, VerifyInputs, Moves], None]
+MoveWindows = Callable[[Tensor, Tensor, Moves], None]
 # Operation -> its results to compare.
 Cases = dict[str, Callable[[TorchOps], Sequence[Tensor]]]
 
@@ -139,11 +143,57 @@ def check_recording(
         eager.counters.clear()
 
 
+def check_replay(fold: Fold, move_windows: MoveWindows, conv: Tensor, states: Tensor) -> None:
+    """Compare the replay of Gated DeltaNet layers with torch's, for a random layer, at the shapes
+    of a target's state pool, with a checkpoint. A wrong state changes the target's tokens.
+
+    Args:
+        conv: `[L, S, C, W - 1]`, and
+        states: `[L, S, HV, V, K]`, of the pool. Their values are not read.
+
+    Raises:
+        SelfCheckFailed: see `check_ops`.
+    """
+    draw, block = _Random(conv), 4
+    value_heads, value_dim, key_dim = states.shape[2:]
+    channels, kept = conv.shape[2:]
+    layers = RecurrentLayers(
+        conv_weight=draw.floats(1, channels, kept + 1),
+        conv_bias=None,
+        activation="silu",
+        a_log=draw.floats(1, value_heads).float(),
+        dt_bias=draw.floats(1, value_heads),
+        key_heads=(channels - value_heads * value_dim) // (2 * key_dim),
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
+    # As SGLang lays them out, each window begins one input after the one before.
+    inputs = draw.floats(1, 2, channels, block + kept)
+    windows = inputs.unfold(3, kept, 1)[:, :, :, 1:].permute(0, 1, 3, 2, 4)
+    gates = draw.floats(2, 1, 2, block, value_heads)
+    given = VerifyInputs(inputs[..., :kept], windows[..., -1], *gates)
+    rows, lengths = torch.arange(2, device=draw.device), draw.ints(2, block, 2)
+    checkpoints = torch.where(rows > 0, 4, -1)
+    moves = Moves(rows, rows, rows + 2, lengths, checkpoints, torch.ones_like(rows))
+    before = draw.floats(1, 5, *states.shape[2:]).to(states.dtype)
+    pool = draw.floats(1, 5, channels, kept)
+    found = []
+    for run, move in ((fold, move_windows), (replay.fold_, replay.move_windows_)):
+        after, moved = before.clone(), pool.clone()
+        run(layers, after, given, moves)
+        move(moved, windows, moves)
+        found.append((after, moved))
+    (after, moved), (states_of_torch, windows_of_torch) = found
+    _compare("replay of recurrent states", after, states_of_torch, draw.dtype)
+    _compare("windows of replay", moved, windows_of_torch)
+
+
 class _Random:
     """Values for a model: on its device, in its dtype, always the same ones."""
 
-    def __init__(self, model: DraftModel) -> None:
-        self.device, self.dtype = model.device, model.dtype
+    def __init__(self, like: DraftModel | Tensor) -> None:
+        self.device, self.dtype = like.device, like.dtype
         # On the host, so that every device gets the same values.
         self._generator = torch.Generator().manual_seed(0)
 
@@ -266,9 +316,9 @@ def _likeness(walk: Sequence[Tensor], tokens: Tensor, noise: BlockNoise) -> Tens
     return torch.stack(found)
 
 
-def _compare(name: str, got: Any, expected: Tensor) -> None:
+def _compare(name: str, got: Any, expected: Tensor, computed_in: torch.dtype | None = None) -> None:
     """Raise SelfCheckFailed if the two differ by more than `TOLERANCE`; integers by anything."""
-    allowed = TOLERANCE.get(expected.dtype, 0.0)
+    allowed = TOLERANCE.get(computed_in or expected.dtype, 0.0)
     difference = (got.double() - expected.double()).abs().max().item()
     scale = expected.double().abs().max().item() if allowed else 1.0
     # A NaN fails: it is not below anything.

@@ -217,6 +217,8 @@ def _empty(scheduler: Any) -> None:
     scheduler._pending_chunked_abort_req = None
     scheduler.waiting_queue = []
     scheduler.result_queue.clear()
+    # Of a forward whose barrier was never set: the next one would take it for its own.
+    scheduler.model_worker.last_shared_read_runner.shared_read_done_event = None
     manager = scheduler.grammar_manager
     grammars, manager.grammar_queue = manager.grammar_queue, []
     flushed = scheduler.flush_cache(empty_cache=False)

@@ -74,11 +74,21 @@ def _of(info: Any, rows: slice) -> Any:
 
 
 def warm_up(device: torch.device, vocab_size: int) -> None:
-    """Let SGLang compile its sampler, for one row and for several, before a request needs it. On a
-    CPU it is not compiled."""
+    """Let SGLang compile its sampler, for one row and for several, and load its kernels of top-k
+    and top-p, before a request needs them. On a CPU nothing is compiled."""
     for rows in (1, 2) if device.type != "cpu" else ():
-        zeros = torch.zeros(rows, dtype=torch.int64, device=device)
-        multinomial_with_seed(torch.zeros(rows, vocab_size, device=device), zeros, zeros)
+        ones = torch.ones(rows, dtype=torch.int64, device=device)
+        info = SimpleNamespace(
+            # A graph that is compiled for one tensor as both would serve no other call.
+            sampling_seed=ones.clone(),
+            top_ks=ones.int(),
+            top_ps=ones.float() / 2,
+            min_ps=ones.float(),
+            need_top_k_sampling=True,
+            need_top_p_sampling=True,
+        )
+        probs = torch.full((rows, vocab_size), 1 / vocab_size, device=device)
+        _drawn(probs, info, ones, False)
 
 
 def kept_weights(probs: Tensor, info: Any) -> Tensor:

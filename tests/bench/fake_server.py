@@ -55,7 +55,7 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.deterministic = deterministic
-        self.dtype = dtype
+        self.dtype, self.accelerator = dtype, None
         self.name, self.answer, self.log = name, answer, log
         self.sglang, self.incremental, self.undrafted = sglang, incremental, undrafted
         self.delay_s, self.piece_s, self.speculates, self.answered = delay_s, piece_s, speculates, 0
@@ -123,7 +123,8 @@ class Handler(BaseHTTPRequestHandler):
         ours = {"undrafted_steps": undrafted, "undrafted_tokens": undrafted}
         state: dict[str, Any] = {"dflash": ours} if undrafted else {}
         if self.server.dtype is not None:
-            state["machine"] = {**MACHINE, "dtype": self.server.dtype}
+            of = {"dtype": self.server.dtype, "accelerator": self.server.accelerator}
+            state["machine"] = {**MACHINE, **of}
         states = {"internal_states": [state], "version": "9.8.7", "model_path": "/some/where/me/m"}
         states["enable_deterministic_inference"] = self.server.deterministic
         known = {

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.bench.arms import arms_of
-from sglang_dflash.bench.server import ServerConfig
+from sglang_dflash.bench.server import ServerConfig, demo_config
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.cli import bench
 from sglang_dflash.facts.command_line import given
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
 ALL_ARMS = ("ar", "dflash", "builtin")
@@ -39,6 +41,36 @@ def test_arms_and_their_flags() -> None:
     dflash = started(True, target="T", draft="D", arms=("dflash",))["dflash"].flags
     assert dflash["--model-path"] == "T" and dflash["--speculative-draft-model-path"] == "D"
     assert dflash["--dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("hopper", "blackwell"), [(True, False), (False, True), (False, False)])
+def test_float32_on_a_gpu_has_an_attention_backend_that_serves_it(
+    hopper: bool, blackwell: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What SGLang takes there by itself serves 16 bits only."""
+    pytest.importorskip("sglang.srt")
+    from sglang.srt.arg_groups import model_override_base as sglangs
+
+    gpu = SimpleNamespace(
+        is_hopper_with_cuda_12_3=hopper, is_sm100=blackwell, is_hip=False, has_flashinfer=True
+    )
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=[]), has_asymmetric_kv=False,
+        has_attention_sinks=False,
+    )  # fmt: skip
+    asked = SimpleNamespace(speculative_algorithm="DFLASH", speculative_eagle_topk=1, page_size=1)
+    monkeypatch.setattr(sglangs, "get_platform", lambda: gpu)
+    monkeypatch.setattr(sglangs.current_platform, "is_out_of_tree", lambda: False)
+    for view in ("resolving_view", "resolved_view"):
+        monkeypatch.setattr(sglangs, view, lambda given: given)
+    default = sglangs.get_default_attn_backend(asked, False, model)
+    assert default in ("fa3", "trtllm_mha", "flashinfer")
+    pair = {"target": "T", "draft": "D", "dtype": "float32"}
+    servers = [*started(True).values(), *started(True, **pair).values()]
+    servers.append(demo_config(demo_pair("code"), dflash=True, accelerator=True))
+    assert {of.flags["--attention-backend"] for of in servers} == {"triton"}
+    assert not any("--attention-backend" in of.flags for of in started().values())
+    assert "--attention-backend" not in started(True, dtype="bfloat16")["ar"].flags
 
 
 def test_sampled_arms_are_servers_whose_tokens_a_seed_decides() -> None:

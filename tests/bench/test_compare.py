@@ -80,6 +80,11 @@ def test_the_gate_lets_no_figure_out(tmp_path: Path, capsys: Captured) -> None:
             code, out, _ = bench(capsys, tmp_path, *urls(a, b), "--concurrency", "1")
             assert code == 0 and words in out and "did for: false 3 of 9" in out.splitlines()[0]
             assert read(tmp_path)["differing_answers"] == {"false": 3}
+        # So they are on a GPU.
+        b.dtype, b.accelerator = "float32", "NVIDIA H100"
+        code, out, _ = bench(capsys, tmp_path, *urls(a, b), "--concurrency", "1")
+        assert code == 0 and "by near-ties of float32 on a GPU, and did for: false 3 of 9" in out
+        b.dtype = None
         named = [*urls(a, b), "--concurrency", "1", "--dtype", "float32"]
         assert bench(capsys, tmp_path, *named)[0] == 1
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
@@ -247,3 +248,35 @@ def test_another_table_is_refused() -> None:
     requests = RequestSlots(slots.clone(), torch.zeros(1).long(), torch.ones(1).long(), 1)
     with pytest.raises(ValueError, match="is not the table"):
         recorded.propose(torch.zeros(1).long(), requests)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_replay_is_prepared_in_few_operations(
+    count: int, noisy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside views: a launch costs the host more than these copies. Padding, of which batch 3 has
+    some, takes one more for a proposal and two for a commit."""
+    slots, drafter = table(), drafter_of(None)
+    one, ran = graphed(drafter, slots), list[str]()
+    monkeypatch.setattr(one, "_graphs", dict.fromkeys(one._graphs, lambda: None))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if not func.is_view:
+                ran.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    rows = torch.arange(count)
+    known, noise = RequestSlots(slots, rows, rows, 20), BlockNoise(rows, torch.ones(count), rows)
+    with Watch():
+        one.propose(rows, known, noise if noisy else None)
+    # Copies by dtype, zeros, and the result.
+    assert len(ran) == 2 + noisy + (count == 3 or not noisy), ran
+    ran.clear()
+    tokens = torch.zeros(count * RAW["block_size"], dtype=torch.int64)
+    hidden = torch.zeros(len(tokens), drafter.model.config.target_hidden_width)
+    with Watch():
+        one.absorb(hidden, tokens, tokens, keep=tokens > 0)
+    # One makes `keep`.
+    assert len(ran) == 1 + 3 + 2 * (count == 3), ran

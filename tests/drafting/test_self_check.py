@@ -19,11 +19,13 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.options import Options, ResolvedOptions
+from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.self_check import (
     SelfCheckFailed,
     check_attention,
     check_ops,
     check_recording,
+    check_replay,
 )
 from tests.conftest import kv_groups, random_model, raw_config, with_own
 from tests.drafting.test_paged_attention import plain_kernel
@@ -226,3 +228,23 @@ def test_a_recording_with_other_noise_is_found(raw: dict[str, Any]) -> None:
     wrong = True
     with pytest.raises(SelfCheckFailed, match="recorded coupled proposal"):
         check_recording(drafter, Recorded(), slots)
+
+
+POOL = torch.empty(2, 5, 2 * 2 * 8 + 4 * 16, 3), torch.empty(2, 5, 4, 16, 8)
+
+
+def test_replay_is_compared() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check_replay(replay.fold_, replay.move_windows_, POOL[0].to(dtype), POOL[1])
+
+    def one_less(layers: Any, states: Tensor, kept: Any, moves: Any) -> None:
+        replay.fold_(layers, states, kept, moves._replace(lengths=moves.lengths - 1))
+
+    def no_checkpoint(layers: Any, states: Tensor, kept: Any, moves: Any) -> None:
+        replay.fold_(layers, states, kept, moves._replace(checkpoints=None, steps=None))
+
+    for wrong in (one_less, no_checkpoint):
+        with pytest.raises(SelfCheckFailed, match="self-check: replay of recurrent states"):
+            check_replay(wrong, replay.move_windows_, POOL[0].bfloat16(), POOL[1])
+    with pytest.raises(SelfCheckFailed, match="self-check: windows of replay"):
+        check_replay(replay.fold_, lambda *_: None, *POOL)

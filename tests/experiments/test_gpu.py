@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
-from experiments import drafters, gpu, runner
+from experiments import drafters, gpu, gpu_parts, gpu_timing, runner
 from experiments.drafters import TINY, Load
+from experiments.gpu_parts import PHASES
 from experiments.traffic import config_of
 from sglang_dflash.facts.draft_config import DraftConfig
 
@@ -31,20 +33,22 @@ def result_of(argv: list[str], capsys: pytest.CaptureFixture[str], status: int =
 def test_all_parts_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "REPEATS", 2)
+    monkeypatch.setattr(gpu_timing, "REPEATS", 2)
     result = result_of(["--tiny"], capsys)
     parts = result["parts"]
+    assert set(parts["kernels/tiny/8"]) == {"largest", "largest, sampled", "accept", "lookup"}
+    assert parts["start/tiny"]["first_s"] > 0 and result["hardware"]["triton"]
     assert result["failed"] == {} and any("3x200w64 step" in line for line in gpu.table(result))
     attention = parts["check/tiny"]["attention"]
     assert attention["torch"] == "as torch, not recorded"
     assert "runs on cuda, not on cpu" in attention["fa4"]
-    assert parts["fold"]["largest_error"] == 0
+    assert parts["fold"]["largest_error"] == 0 and parts["fold"]["snapshot_write_ms"] > 0
     for name in ("1x96", "3x200w64"):
         timed = parts[f"phases/tiny/{name}"]
         assert timed["attention"] == "torch" and timed["host_waits"] is None
-        assert all(timed[phase]["eager_ms"] > 0 for phase in gpu.PHASES)
-        *least, step = (timed[phase]["floor_bytes"] for phase in gpu.PHASES)
-        assert step == sum(least)
+        assert all(timed[phase]["eager_ms"] > 0 for phase in PHASES)
+        least = {phase: timed[phase]["floor_bytes"] for phase in PHASES}
+        assert least["step"] == least["propose"] + least["commit"] + least["absorb"]
 
 
 def fails() -> Any:
@@ -67,9 +71,56 @@ def test_a_part_that_fails_does_not_stop_the_others(
     assert result["parts"]["phases/three"] == {"b": 1}
     assert result["failed"] == {"two": "RuntimeError: made to fail"}
     some = result_of(["--tiny", "--only", "phases/"], capsys)["parts"]
-    assert some == {"phases/one": {"step": phase}, "phases/three": {"b": 1}}
+    assert list(some) == ["bandwidth", "phases/one", "phases/three"]
+    assert some["phases/one"]["step"]["graph_over_floor"] == 2.0
     assert runner.main(["gpu", "--only", "nonesuch"]) == 1
     assert capsys.readouterr().err.startswith("gpu: --only: 'nonesuch'; ")
+
+
+def test_what_is_done_is_kept_if_the_command_is_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ended() -> Any:
+        raise SystemExit(143)
+
+    made_up = {
+        "bandwidth": gpu.Part(lambda: {"bytes_per_s": 1e9}),
+        "one": gpu.Part(lambda: {"a": 1}),
+        "two": gpu.Part(ended),
+    }
+    monkeypatch.setattr(gpu, "plan", lambda _: made_up)
+    with pytest.raises(SystemExit):
+        runner.main(["gpu", "--tiny", "--out", str(tmp_path / "out" / "gpu.json")])
+    kept = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert kept["parts"] == {"bandwidth": {"bytes_per_s": 1e9}, "one": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "failed"),
+    [
+        # Of a replay, of writing snapshots, and of copying the accepted ones.
+        (0.0, [3.0, 2.0, 1.5], None),
+        (0.0, [3.6, 2.0, 1.5], "replay is slower than snapshots"),
+        (1.0, [1.0, 2.0, 1.5], "it differs from torch"),
+    ],
+)
+def test_replay_is_compared_with_what_it_saves(
+    error: float, times: list[float], failed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_kernels import gated_delta_fold
+
+    def kernel(_: Any, states: torch.Tensor, *__: Any) -> None:
+        replayed(_, states, *__)
+        states.mul_(1 + error)
+
+    replayed = gpu_parts.torch_fold_
+    monkeypatch.setattr(gated_delta_fold, "fold_", kernel)
+    monkeypatch.setattr(gpu_parts, "milliseconds", lambda *_: times.pop(0))
+    device: Any = SimpleNamespace(type="cuda")
+    made = gpu_parts._replayed
+    monkeypatch.setattr(gpu_parts, "_replayed", lambda _, *of: made(CPU, *of))
+    found = gpu.fold(device, torch.bfloat16, 2, 4, 2, 1, 16)
+    assert found.get("failed", "").startswith(failed or "") and ("failed" in found) == bool(failed)
 
 
 def test_a_backend_that_differs_fails_its_part_and_no_other(
@@ -78,7 +129,7 @@ def test_a_backend_that_differs_fails_its_part_and_no_other(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(gpu, "check_attention", broken)
+    monkeypatch.setattr(gpu_parts, "check_attention", broken)
     found = gpu.self_check(DraftConfig.from_dict(TINY), CPU, torch.float32)
     assert found["failed"] == "torch: RuntimeError: an illegal memory access"
     assert "runs on cuda" in found["attention"]["triton"]
@@ -116,6 +167,7 @@ def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], Mo
         "synchronize": lambda: None,
         "set_sync_debug_mode": lambda _: None,
         "mem_get_info": lambda _: (100 << 30, 140 << 30),
+        "empty_cache": lambda: None,
         "get_device_properties": lambda _: properties,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -129,23 +181,42 @@ def test_phases_on_a_gpu(
     made_up_gpu: tuple[list[str], Mock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched, replay = made_up_gpu
-    monkeypatch.setattr(gpu, "REPEATS", 2)
+    monkeypatch.setattr(gpu_timing, "REPEATS", 2)
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3-8B-DFlash-b16")
     assert gpu.copy_bandwidth(cuda) == 2 * (1 << 30) / 0.002
     found = gpu.phases(config, Load(2, 8192, 4096), cuda, torch.bfloat16)
     assert found["attention"] == "triton" and found["host_waits"] is None
-    assert {found[phase]["graph_ms"] for phase in gpu.PHASES} == {2.0}
-    # Three phases; two recordings in every step, one step of which is not timed.
-    assert replay.call_count == 5 * (3 + gpu.REPEATS) + 2
+    assert {found[phase]["graph_ms"] for phase in PHASES} == {2.0}
+    # Four phases; two recordings in every step, one step of which is not timed.
+    assert replay.call_count == 6 * (3 + gpu_timing.REPEATS) + 2
     assert {"block_attention_kernel", "accept_kernel", "write_context_kernel"} <= set(launched)
+
+
+def test_kernels_and_a_start_on_a_gpu(
+    made_up_gpu: tuple[list[str], Mock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched, _ = made_up_gpu
+    monkeypatch.setattr(gpu_timing, "REPEATS", 2)
+    monkeypatch.setattr(gpu_parts, "RECORDED", (1, 2))
+    cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3.8-27B-DFlash2")
+    found = gpu.alone(config, 64, cuda, torch.bfloat16)
+    assert set(found) == {
+        "largest", "largest, sampled", "accept", "lookup", "candidates", "torch.topk", "walk"
+    }  # fmt: skip
+    assert found["candidates"]["floor_bytes"] == 64 * 7 * 248320 * 2
+    assert all(of["graph_ms"] == 2.0 for of in found.values())
+    launched.clear()
+    found = gpu.start(config, cuda, torch.bfloat16)
+    assert set(found) == {"first_s", "first_mib", "again_s", "again_mib"}
+    assert "block_attention_kernel" in launched
 
 
 def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    assert gpu.waits_for_the_device(fails) == "made to fail"
-    assert gpu.waits_for_the_device(lambda: 0) is None
+    assert gpu_timing.waits_for_the_device(fails) == "made to fail"
+    assert gpu_timing.waits_for_the_device(lambda: 0) is None
     assert modes == ["error", "default"] * 2
 
 

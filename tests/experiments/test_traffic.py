@@ -17,14 +17,17 @@ from tests.conftest import raw_config, with_own
 # All loads of one shape, and of the others the first and the longest.
 GOAL_ROWS = [Row(SHAPES[0], *load) for load in LOADS]
 GOAL_ROWS += [Row(shape, *load) for shape in SHAPES[1:] for load in (LOADS[0], LOADS[4])]
+# Of DFlash2 that with the most logits.
+GOAL_ROWS.append(Row(SHAPES[3], 64, 4096, None))
 
 
 @pytest.mark.parametrize("one", GOAL_ROWS, ids=str)
 def test_the_goals(one: Row) -> None:
     found = traffic.figures(one)
-    for part, goal in GOALS.items():
+    for part in GOALS:
         assert found[f"{part}_bytes"] >= found[f"{part}_floor"]
-        assert found[f"{part}_ratio"] <= goal, part
+        assert found[f"{part}_ratio"] <= traffic.allowed(one.shape, one.requests, part), part
+    assert found["propose_ratio"] <= found["propose_busy"] <= traffic.BUSY_GOAL
     config = traffic.config_of(one.shape)
     # 7 of them find the argmax's ids and mark those that are not finite. Of each group of layers 8
     # make the table, clear a ring's marks and count what it holds.
@@ -114,4 +117,5 @@ def test_the_command_prints_one_object(
              for of in ("bytes", "floor", "ratio", "launches")]  # fmt: skip
     parts += [f"{part}_{of}" for part in ("greedy", "unfused", "lookup")
               for of in ("bytes", "launches")]  # fmt: skip
+    parts += ["propose_busy", "sampled_busy"]
     assert set(row) == {"shape", "requests", "context", "window", *parts}

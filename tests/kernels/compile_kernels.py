@@ -3,8 +3,9 @@
     python -m tests.kernels.compile_kernels CAPABILITY...
 
 prints a JSON object: case -> capability -> registers per thread, bytes of stack and local memory
-(0 without spills), and bytes of shared memory. With `--write`, the table that the test compares
-with is written.
+(0 without spills), and bytes of shared memory; of kernels that read logits also the instructions
+per logit, at least and at most. With `--write`, the table that the test compares with is written,
+with `--write NAME...` its rows that begin so.
 
 A process of its own, because TRITON_INTERPRET must not be set when a kernel is defined.
 """
@@ -43,6 +44,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.published import shipped
+from tests.kernels.instructions import WARP, executed
 
 CAPABILITIES = (80, 90, 100, 120)
 TABLE = Path(__file__).with_name("registers.json")
@@ -69,6 +71,8 @@ class Case:
         dtype: of pointers to floats.
         options: of the compiler.
         since: the first capability that can compile it.
+        logits: that one program is for; 0 if it reads none.
+        turns: of its loop.
     """
 
     name: str
@@ -78,6 +82,8 @@ class Case:
     dtype: str = "bf16"
     options: Mapping[str, int] = field(default_factory=dict)
     since: int = 80
+    logits: int = 0
+    turns: int = 1
 
 
 def published() -> list[DraftConfig]:
@@ -95,26 +101,26 @@ def attention_cases(config: DraftConfig) -> list[Case]:
     block, groups = config.block_size, config.num_attention_heads // config.num_key_value_heads
     found = []
     for layer in sorted(set(config.layers), key=str):
-        launches = [("bf16", "bf16", 1), ("bf16", "bf16", 8), ("bf16", "fp8e4nv", 8)]
+        launches = [("bf16", "bf16", False), ("bf16", "bf16", True), ("bf16", "fp8e4nv", True)]
         if (block, groups) in ((16, 4), (8, 8)) and layer.sliding_window is None:
-            launches += [("fp16", "fp16", 8), ("bf16", "fp32", 8), ("fp32", "fp32", 8)]
-        for dtype, cache, splits in launches:
+            launches += [("fp16", "fp16", True), ("bf16", "fp32", True), ("fp32", "fp32", True)]
+        for dtype, cache, is_split in launches:
             tile = block_attention.tiles(block, groups, config.head_dim, BYTES[dtype], BYTES[cache])
             shape = {
                 "B": block,
                 "GROUPS": groups,
                 "D": config.head_dim,
                 "WINDOW": layer.sliding_window or 0,
-                "SINKS": 4 * (splits > 1),
-                "SPLITS": splits,
+                "SINKS": 4 * is_split,
                 "BLOCK_N": tile.columns,
             }
             size = f"b{block} g{groups} d{config.head_dim}"
             kind = f"{'causal' if layer.causal else 'full'}-{shape['WINDOW']}"
             own = {"CAUSAL": layer.causal, "BLOCK_M": tile.rows, "BLOCK_B": tile.block}
+            own |= {"IS_SPLIT": is_split}
             found.append(
                 Case(
-                    f"block_attention {dtype}-{cache} {size} {kind} splits{splits}",
+                    f"block_attention {dtype}-{cache} {size} {kind}{' split' * is_split}",
                     block_attention.block_attention_kernel,
                     {**shape, **own},
                     types={"p_old_k": f"*{cache}", "p_old_v": f"*{cache}", "SCALE": "fp32"},
@@ -123,7 +129,7 @@ def attention_cases(config: DraftConfig) -> list[Case]:
                     since=90 if cache == "fp8e4nv" else 80,
                 )
             )
-            if (dtype, cache, splits) == ("bf16", "bf16", 8):
+            if (dtype, cache, is_split) == ("bf16", "bf16", True):
                 constants = {**shape, "BLOCK_M": block_attention.MERGE_ROWS}
                 merge, options = block_attention.merge_kernel, {"num_warps": 2}
                 found.append(Case(f"merge {size} {kind}", merge, constants, options=options))
@@ -194,21 +200,31 @@ def step_cases(config: DraftConfig) -> list[Case]:
 def dflash2_cases() -> list[Case]:
     """At the shapes of z-lab's drafts: blocks of 8 and 16, 2 taps over groups of 16 channels, 16
     candidates, tables of rank 256. Logits are of the largest vocabulary that SGLang serves."""
-    k, rank, width = 16, 256, 2**18
-    total, top = candidates.splits(width) * candidates.top(k), candidates.top(k)
+    rank, width, chunk = 256, 2**18, {"CHUNK": candidates.CHUNK}
+    some = {**chunk, "CHUNKS": candidates.CHUNKS}
     found = [
         Case(
-            f"candidates {width} k{k}",
-            candidates.candidates_kernel,
-            {"TOP": top, "BLOCK": candidates.block(width)},
+            "largest_of_chunks",
+            candidates.largest_of_chunks_kernel,
+            some,
+            types={"p_largest": "*i32"},
             options={"num_warps": 8},
-        ),
-        Case(
-            f"merge_candidates {width} k{k}",
-            candidates.merge_candidates_kernel,
-            {"K": k, "TOP": top, "BLOCK": total},
-        ),
+            logits=some["CHUNK"] * some["CHUNKS"],
+        )
     ]
+    for k in (16, candidates.MOST):
+        sizes = {"K": k, "TOP": candidates.top(k), "BLOCK": candidates.block(width, k)}
+        found.append(
+            Case(
+                f"candidates {width} k{k}",
+                candidates.candidates_kernel,
+                {**chunk, **sizes},
+                types={"p_largest": "*i32"},
+                options={"num_warps": 8},
+                logits=width,
+            )
+        )
+    k = 16
     for block in (8, 16):
         for extra in (False, True):
             shape = {"GROUP": 16, "B": block, "K": 2, "BLOCK_G": 16, "HAS_BIAS": extra}
@@ -259,11 +275,12 @@ def cases() -> dict[str, Case]:
     scaled = {**chunk, "HAS_CAP": True, "HAS_TOKENS": True}
     parts = {"p_ids": "*i32", "p_out": "*fp32", "p_out_ids": "*i64"}
     scales = {**parts, "MULTIPLIER": "fp32", "SOFTCAP": "fp32"}
+    turns = {"logits": largest.CHUNK, "turns": largest.CHUNK // largest.BLOCK}
     # Parts of a vocabulary of 248,320.
     merge, options = {"BLOCK": 32}, {"num_warps": 1}
     found += [
-        Case("largest", largest.largest_kernel, plain, types=scales),
-        Case("largest scaled", largest.largest_kernel, scaled, types=scales),
+        Case("largest", largest.largest_kernel, plain, types=scales, **turns),
+        Case("largest scaled", largest.largest_kernel, scaled, types=scales, **turns),
         Case("merge_largest", largest.merge_largest_kernel, merge, types=parts, options=options),
     ]
     one = {"BLOCK_B": accept.BLOCK}
@@ -288,8 +305,8 @@ def pointer(name: str, dtype: str) -> str:
     return f"*{dtype}"
 
 
-def resources(case: Case, capability: int) -> dict[str, int]:
-    """Registers, stack, local and shared memory of a case on a capability."""
+def resources(case: Case, capability: int) -> dict[str, Any]:
+    """A row of the table: of a case on a capability."""
     kernel = case.kernel
     while not isinstance(kernel, JITFunction):
         kernel = kernel.fn
@@ -300,35 +317,44 @@ def resources(case: Case, capability: int) -> dict[str, int]:
             continue
         usual = pointer(name, case.dtype) if name.startswith("p_") else "i32"
         signature[name] = case.types.get(name, usual)
-        if name.startswith(("p_", "s_")) and not kernel.params[index].do_not_specialize:
-            # As a launch finds out: tensors begin at, and rows are multiples of, 16 elements.
+        aligned = name.startswith(("p_", "s_")) or (name == "V" and case.logits)
+        if aligned and not kernel.params[index].do_not_specialize:
+            # As a launch finds out: tensors begin at, and rows are multiples of, 16 elements, and
+            # so are the vocabularies that are served.
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, dict(case.constants), attributes)
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(source, target=target, options=dict(case.options))
-    used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _dump(compiled.asm["cubin"])))
-    return {
+    cubin = compiled.asm["cubin"]
+    used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", _dump(cubin, "resource-usage")))
+    found = {
         "registers": int(used["REG"]),
         "spilled": int(used["STACK"]) + int(used["LOCAL"]),
         "shared": compiled.metadata.shared,
     }
+    if case.logits:
+        threads = WARP * compiled.metadata.num_warps
+        counts = executed(_dump(cubin, "sass"), case.turns)
+        per_logit = (round(count * threads / case.logits, 1) for count in counts)
+        found |= dict(zip(("at_least", "at_most"), per_logit, strict=True))
+    return found
 
 
-def _dump(cubin: bytes) -> str:
+def _dump(cubin: bytes, what: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return next(line for line in out.splitlines() if "REG:" in line)
+        command = [str(tool), f"--dump-{what}", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def table(capabilities: tuple[int, ...]) -> dict[str, dict[str, dict[str, int]]]:
-    """Case -> capability -> resources."""
+def table(capabilities: tuple[int, ...], *names: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Case -> capability -> resources; of cases whose names begin so."""
     return {
         name: {str(c): resources(case, c) for c in capabilities if c >= case.since}
         for name, case in sorted(cases().items())
+        if name.startswith(names or ("",))
     }
 
 
@@ -339,7 +365,9 @@ def as_text(rows: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
-        TABLE.write_text(as_text(table(CAPABILITIES)))
+    if sys.argv[1:2] == ["--write"]:
+        made = table(CAPABILITIES, *sys.argv[2:])
+        kept = {name: row for name, row in json.loads(TABLE.read_text()).items() if name in cases()}
+        TABLE.write_text(as_text(dict(sorted({**kept, **made}.items()))))
     else:
         print(as_text(table(tuple(map(int, sys.argv[1:])))))

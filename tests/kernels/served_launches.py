@@ -4,7 +4,9 @@
 
 prints a JSON object: `kernels`, those that dflash_kernels defines; `launched`, those that a step
 of the drafter, an acceptance and a commit of recurrent layers launch; `late`, those of which a
-launch on another number of requests or tokens than at start-up would be compiled anew.
+launch on another number of requests or tokens than at start-up would be compiled anew; `attention`,
+by published draft and ranks, how often attention is compiled for a kind of layer while steps are
+recorded, at most.
 
 No GPU is needed: a launch is not made, what Triton would compile it for is computed. A process of
 its own, because TRITON_INTERPRET must not be set when a kernel is defined.
@@ -13,6 +15,7 @@ its own, because TRITON_INTERPRET must not be set when a kernel is defined.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
@@ -31,15 +34,17 @@ from triton.runtime.autotuner import Heuristics
 from triton.runtime.jit import JITFunction, KernelInterface, create_function_from_signature
 
 from sglang_dflash.drafting.attention.backend import Setting
-from sglang_dflash.drafting.attention.table import RequestSlots
+from sglang_dflash.drafting.attention.table import ContextTable, RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
-from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.graphs import GraphedDrafter, column_buckets
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.self_check import _cases
-from sglang_dflash.facts.draft_config import DraftConfig, LayerGroup
+from sglang_dflash.facts.draft_config import WHOLE_CONTEXT, DraftConfig, LayerGroup
+from sglang_dflash.facts.published import shipped
 from sglang_dflash.serving.hybrid.rollback import Checkpoints, Replay, ReplayOps
 from tests.conftest import kv_groups, raw_config, with_own
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
@@ -51,6 +56,14 @@ CONFIG = DraftConfig.from_dict(raw_config(**SIZES, **OWN))
 ROWS, COLUMNS, SLOTS = 33, 2048, 4096
 # One, odd and even ones, and ones from which on a program takes several.
 REQUESTS = (1, 2, 3, 8, 13, 16, 29, 32)
+# What SGLang records for 48 requests, and its request-to-token table of 40,960 tokens of context.
+RECORDED, POSITIONS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48), 40_964
+DRAFTS = (
+    "z-lab/Qwen3-8B-DFlash-b16",
+    "z-lab/Qwen3.5-27B-DFlash",
+    "z-lab/Qwen3.5-35B-A3B-DFlash",
+    "z-lab/Qwen3.8-27B-DFlash2",
+)
 TOKENS = (1, 2, 3, 7, 16, 17, 100, 511, 512, 513, 2047, 2048)
 
 
@@ -168,7 +181,39 @@ def launches() -> dict[str, list[str]]:
             serve(graphed, ops, replay)
             late |= {name for name, _, _ in found.all - started}
         launched = found.names
-    return {"kernels": sorted(defined()), "launched": sorted(launched), "late": sorted(late)}
+    return {
+        "kernels": sorted(defined()),
+        "launched": sorted(launched),
+        "late": sorted(late),
+        "attention": {f"{name} tp{n}": compiled_for(name, n) for name in DRAFTS for n in (1, 8)},
+    }
+
+
+def compiled_for(draft: str, ranks: int) -> int:
+    """Compilations of attention for a kind of layer, its merge included, at most: in all batches
+    and contexts that a server records."""
+    config, counts = DraftConfig.from_dict(shipped("draft")[draft].config), []
+    tp, dtype, device = TensorParallel(size=ranks), torch.bfloat16, torch.device("cpu")
+    heads = tp.shard_size("num_attention_heads", config.num_attention_heads)
+    kv_heads, block = tp.kv_heads(config.num_key_value_heads), config.block_size
+    for layers in config.groups(WHOLE_CONTEXT):
+        shape = 64, len(layers.layers), 2, kv_heads, config.head_dim
+        kv = torch.zeros(shape, dtype=dtype)
+        setting = Setting(
+            block, device, layers.layers, tp, requests=RECORDED[-1], columns=POSITIONS
+        )
+        attention = TritonAttention(config, setting, processors=132)
+        for layer in {of: i for i, of in enumerate(layers.layers)}.values():
+            with watched() as found:
+                for count, positions in itertools.product(RECORDED, column_buckets(POSITIONS)):
+                    columns = layers.reach.of(positions)
+                    entries = torch.zeros(count, columns, dtype=torch.int32)
+                    attention.prepare(kv, ContextTable(entries, torch.zeros(count).long()))
+                    q = torch.zeros(count, block, heads, config.head_dim, dtype=dtype)
+                    k, v = q.new_zeros(2, count, block, kv_heads, config.head_dim)
+                    attention.attend(layer, q, k, v)
+            counts.append(len(found.all))
+    return max(counts)
 
 
 def defined() -> set[str]:

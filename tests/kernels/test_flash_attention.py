@@ -86,7 +86,7 @@ def test_fa3_takes_our_call(tmp_path: Path) -> None:
 def test_fa4_chooses_its_splits(major: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request with 8 KV heads on 148 multiprocessors, as FA4 then computes them: four splits
     would leave most of them idle."""
-    from flash_attn.cute import interface
+    interface = pytest.importorskip("flash_attn.cute.interface")
     from sglang.kernels.ops.attention import flash_attention_v4
 
     given: dict[str, Any] = {}

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from experiments.launches import READS_LOGITS
+from experiments.traffic import INSTRUCTIONS_PER_BYTE
 from sglang_dflash.serving.gpu.backends import FP8_CAPABILITY
 from tests.kernels import compile_kernels
+from tests.kernels.instructions import executed
 from tests.kernels.support import run
 
 TABLE = json.loads(Path(__file__).with_name("registers.json").read_text())
@@ -20,9 +23,13 @@ MAY_SPILL = "block_attention fp32-fp32"
 
 def test_a_server_launches_every_kernel_and_compiles_none_while_it_serves() -> None:
     """After its start: for batches and prompts of any size."""
+    # Replay is SGLang's.
+    pytest.importorskip("sglang")
     found = json.loads(run("-m", "tests.kernels.served_launches"))
     assert found["launched"] == found["kernels"]
     assert found["late"] == []
+    # With splits and without, and their merge: each takes seconds, on every rank at once.
+    assert found["attention"] and set(found["attention"].values()) <= {1, 2, 3}
 
 
 def test_the_table_has_every_published_shape() -> None:
@@ -42,6 +49,47 @@ def test_the_table_allows_every_generation() -> None:
             assert not used["spilled"] or name.startswith(MAY_SPILL), (name, capability)
 
 
+def test_reading_logits_takes_longer_than_computing() -> None:
+    """On an H100, of 2 bytes each: some 17 instructions are issued in that time. Noise takes more,
+    which a greedy request does not compute."""
+    read = {name: of for name, of in TABLE.items() if compile_kernels.cases()[name].logits}
+    of_kernels = {compile_kernels.cases()[name].kernel.fn.__name__ for name in read}
+    in_the_time = 2 * INSTRUCTIONS_PER_BYTE
+    assert of_kernels | {"largest_kernel"} == set(READS_LOGITS)
+    for name, row in read.items():
+        for capability, used in row.items():
+            is_noisy = name.startswith("largest") and name != "largest_of_chunks"
+            assert used["at_least"] <= in_the_time, (name, capability)
+            assert used["at_most"] <= (120 if is_noisy else in_the_time), (name, capability)
+    # One after the other.
+    both = (read[name]["90"]["at_most"] for name in ("largest_of_chunks", "candidates 262144 k16"))
+    assert sum(both) <= in_the_time
+
+
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA 0x40 ;
+        /*0020*/                   MOV R2, RZ ;
+        /*0030*/                   MOV R3, RZ ;
+        /*0040*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0050*/               @P1 BRA 0x70 ;
+        /*0060*/                   MUFU.LG2 R2, R3 ;
+        /*0070*/               @P2 BRA 0x40 ;
+        /*0080*/               @P3 EXIT ;
+        /*0090*/                   STG.E [R2], R3 ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   BRA 0xb0;
+        /*00c0*/                   NOP;
+"""
+
+
+def test_instructions_are_counted_along_the_ways_through_a_kernel() -> None:
+    """A part that may be left out, a loop with such a part, and an early end."""
+    assert executed(SASS, turns=10) == (2 + 3 * 10 + 1, 4 + 4 * 10 + 3)
+    with pytest.raises(ValueError, match="2 loops"):
+        executed(SASS.replace("@P3 EXIT", "@P3 BRA 0x40"))
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("capability", SHARED)
 def test_compiled_kernels_are_those_of_the_table(capability: str) -> None:
@@ -58,7 +106,7 @@ E4M3 = """
 import sys
 from tests.kernels.compile_kernels import cases, resources
 every = cases()
-attention = "block_attention bf16-fp8e4nv b16 g4 d128 full-0 splits8"
+attention = "block_attention bf16-fp8e4nv b16 g4 d128 full-0 split"
 for name in (attention, "write_context fp8e4nv g8 d128"):
     try:
         print(resources(every[name], int(sys.argv[1]))["spilled"])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_dflash.serving.step.batch import GenerationBatchResult
@@ -101,6 +102,7 @@ class SecretTarget:
 
 def prepared(verify_input: Any, batch: Any, _worker: Any) -> tuple[Any, bool]:
     """In place of `DFlashVerifyInput.prepare_for_verify`."""
+    batch.forward_mode = ForwardMode.TARGET_VERIFY
     return SimpleNamespace(
         req_pool_indices=batch.req_pool_indices,
         positions=verify_input.positions,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
@@ -142,11 +143,8 @@ def test_a_verified_block_comes_after_the_committed_tokens() -> None:
         req_to_token_pool=SimpleNamespace(req_to_token=slots), token_to_kv_pool=None
     )
     backend = CpuAttentionBackend(runner)
-    verify = SimpleNamespace(
-        is_idle=lambda: False, is_decode=lambda: False, is_target_verify=lambda: True
-    )
     forward = SimpleNamespace(
-        forward_mode=verify,
+        forward_mode=ForwardMode.TARGET_VERIFY,
         seq_lens=torch.tensor([5, 9]),
         req_pool_indices=torch.tensor([2, 1]),
         spec_info=SimpleNamespace(draft_token_num=4),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.repairs import containment, recovery
 from sglang_dflash.repairs.containment import Containment, Failure, failure_of
@@ -19,7 +20,7 @@ def request(rid: str, output: int = 0) -> Any:
 
 
 def batch(*requests: Any, prefill: bool = False, decoding: Any = None) -> Any:
-    mode = SimpleNamespace(is_extend=lambda: prefill)
+    mode = ForwardMode.EXTEND if prefill else ForwardMode.DECODE
     return SimpleNamespace(reqs=list(requests), forward_mode=mode, decoding_reqs=decoding)
 
 
@@ -286,3 +287,19 @@ def test_caches_that_copy_by_themselves_turn_it_off(
         ), False),
     )  # fmt: skip
     assert containment.unserved(own) == named
+
+
+def test_the_next_barrier_is_not_that_of_a_failed_forward() -> None:
+    """The event that tells when a forward has read what the scheduler writes next."""
+    from sglang.srt.managers.scheduler import Scheduler as SGLangs
+
+    s: Any = Scheduler()
+    runner = SimpleNamespace(shared_read_done_event="of the failed forward")
+    s.model_worker = SimpleNamespace(last_shared_read_runner=runner)
+    s.flush_cache = lambda empty_cache: True
+    assert recovery.recover(s, [], [], "a bug") == 0
+    # A backend that publishes no event: the whole forward is waited for.
+    waited, s._war_barrier_enabled, s.forward_stream = list[Any](), True, "the forward"
+    s.schedule_stream = SimpleNamespace(wait_event=waited.append, wait_stream=waited.append)
+    SGLangs._apply_war_barrier(s)
+    assert waited == ["the forward"]

@@ -77,6 +77,43 @@ def draw(probs: Tensor, ways: list[dict[str, float]], seeds: Tensor, positions: 
     return found
 
 
+@pytest.mark.parametrize("backend", ["pytorch", "flashinfer"])
+def test_a_request_finds_its_sampler_compiled(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the kernels of top-k and top-p loaded. On tensors of another device than a CPU."""
+    graphs, loaded, device = [], list[str](), torch.device("meta")
+
+    def compiled(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    # Our CPU platform sets it, so here SGLang's function is not compiled.
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    theirs = sglangs.multinomial_with_seed
+    ours = torch.compile(theirs, dynamic=True, backend=compiled)
+    monkeypatch.setattr(seeded_sampling, "multinomial_with_seed", ours)
+    for name in ("top_k_renorm_prob", "top_p_renorm_prob"):
+        noted = lambda probs, _, name=name: loaded.append(name) or probs.clone()  # noqa: E731
+        monkeypatch.setattr(sglangs, name, noted, raising=False)
+    sampled_by(monkeypatch, backend)
+    torch.compiler.reset()
+    with torch.compiler.set_stance("default"), device:
+        seeded_sampling.warm_up(device, VOCABULARY)
+        started, kernels = len(graphs), set(loaded)
+        for rows in (1, 2, 7, 64, 65, 200):
+            probs, numbers = torch.rand(rows, VOCABULARY), torch.arange(rows)
+            asked = SimpleNamespace(
+                sampling_seed=numbers * 3, top_ks=numbers, top_ps=probs[:, 0], min_ps=probs[:, 0],
+                need_top_k_sampling=True, need_top_p_sampling=True,
+                sampling_mask_batch_indices=None,
+            )  # fmt: skip
+            for simple in (True, False):
+                sample_by_token_id(None, None, probs, asked, numbers, simple)
+    assert started == len(graphs) == 2 and set(loaded) == kernels
+    assert len(kernels) == 2 * (backend == "flashinfer")
+
+
 def test_a_row_has_the_same_token_alone_and_beside_any_others() -> None:
     rows = 10 * len(WAYS)
     ways, probs = WAYS * 10, probabilities(rows)

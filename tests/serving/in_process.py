@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import accept
@@ -38,9 +39,6 @@ RAW = raw_config()
 VOCAB, HIDDEN = RAW["vocab_size"], RAW["hidden_size"]
 # Two requests, with the columns of their rows in the request-to-token table.
 ROWS, COLUMNS, SLOTS = 3, 24, 100
-MODES = {"extend": SimpleNamespace(is_idle=lambda: False, is_extend=lambda: True,
-                                   is_mixed=lambda: False),
-         "decode": SimpleNamespace(is_idle=lambda: False, is_extend=lambda: False)}  # fmt: skip
 ONE_RANK: Any = SimpleNamespace(world_size=1, rank_in_group=0)
 
 
@@ -138,7 +136,7 @@ def worker_of(
 def prefill_of(prefixes: Sequence[int], lengths: Sequence[int], device: str = "cpu") -> Any:
     """A prefill of requests in rows 1, 2, ...: `lengths` tokens, of which `prefixes` are cached."""
     return SimpleNamespace(
-        forward_mode=MODES["extend"],
+        forward_mode=ForwardMode.EXTEND,
         reqs=[SimpleNamespace(origin_input_ids=[7] * n, output_ids=[]) for n in lengths],
         prefix_lens=list(prefixes),
         extend_lens=[n - prefix for prefix, n in zip(prefixes, lengths, strict=True)],
@@ -156,7 +154,7 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
     bonus = torch.full((len(lengths),), 5, device=device)
     given = draft_input(bonus, seq_lens.to(device), in_flight=1)
     batch = SimpleNamespace(
-        forward_mode=MODES["decode"],
+        forward_mode=ForwardMode.DECODE,
         reqs=[SimpleNamespace(rid=str(row)) for row in range(len(lengths))],
         req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
         seq_lens=seq_lens.to(device),
@@ -176,8 +174,8 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
 
 
 def prepared(verify_input: Any, batch: Any, _worker: Any) -> tuple[Any, bool]:
-    """In place of `DFlashVerifyInput.prepare_for_verify`."""
-    batch.spec_info = verify_input
+    """In place of `DFlashVerifyInput.prepare_for_verify`, which leaves the batch so too."""
+    batch.spec_info, batch.forward_mode = verify_input, ForwardMode.TARGET_VERIFY
     return SimpleNamespace(tokens=len(verify_input.draft_token)), False
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import Accepted
@@ -16,7 +17,6 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.serving.step.batch import draft_input
 from tests.serving.in_process import (
     COLUMNS,
-    MODES,
     ROWS,
     decode_of,
     prefill_of,
@@ -120,7 +120,7 @@ def test_a_prompt_in_pieces_and_decoding_requests_beside_it() -> None:
     running.output_ids = [21, 22]
     batch = prefill_of([13, 0], [14, 4])
     batch.reqs, batch.decoding_reqs = [running, new], [running]
-    batch.forward_mode = SimpleNamespace(**vars(MODES["extend"]) | {"is_mixed": lambda: True})
+    batch.forward_mode = ForwardMode.MIXED
     batch.input_ids = torch.tensor([30, *PROMPTS[1][:4]])
     batch.enable_overlap = True
     worker.forward_batch_generation(batch)

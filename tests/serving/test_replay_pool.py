@@ -13,16 +13,18 @@ from sglang.kernels.ops.attention.linear import fused_sigmoid_gating_recurrent a
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_dflash.drafting.self_check import SelfCheckFailed
 from sglang_dflash.serving.hybrid import replay_pool
-from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, Rollback
+from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay, ReplayOps, Rollback
 from sglang_dflash.serving.start import memory
 from sglang_dflash.serving.start.memory import MemoryPlan
 from tests.seam.originals import original
 from tests.serving.fake_cuda import FakeCuda
-from tests.serving.recurrent_target import gdn_layer
+from tests.serving.recurrent_target import gdn_layer, recorded_runner
 
 REPLAY, SNAPSHOT = MemoryPlan(None, replay=True), MemoryPlan(None, replay=False)
 
@@ -84,7 +86,7 @@ def verify(is_verify: bool, state_pool: Any, tokens: int = 2, size: int = 5) -> 
     )
     slots = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0][: 4 // tokens]))
     forward = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_target_verify=lambda: is_verify),
+        forward_mode=ForwardMode.TARGET_VERIFY if is_verify else ForwardMode.DECODE,
         spec_info=SimpleNamespace(draft_token_num=tokens),
     )
     backend = SimpleNamespace(req_to_token_pool=requests, forward_metadata=slots)
@@ -133,21 +135,48 @@ def test_a_batch_padded_beyond_the_pool_is_recorded_as_far_as_the_pool_has_rows(
 
 
 def test_a_layer_is_recorded_by_one_operation() -> None:
-    """Beside views. The windows of all layers are copied by three, with the first layer."""
+    """Beside views. The windows of all layers are copied by one, with the first layer, into the
+    memory that is kept: in a captured graph a temporary would be memory that nothing reserves."""
     ran: Counter[str] = Counter()
+    pool = FakePool()
+    verify(True, pool)
+    kept = pool.recording.windows.untyped_storage().data_ptr()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
             if not func.is_view:
                 ran[func.__name__] += 1
-            return func(*args, **(kwargs or {}))
+                large = isinstance(result, torch.Tensor) and result.ndim == 4
+                assert not large or result.untyped_storage().data_ptr() == kept
+            return result
 
-    pool = FakePool()
-    verify(True, pool)
     with Watch():
         verify(True, pool)
     copied = {name: n for name, n in ran.items() if "copy" in name or "index" in name}
-    assert copied == {"_foreach_copy_.default": 2, "index.Tensor": 1, "copy_.default": 1}
+    assert copied == {"_foreach_copy_.default": 2, "index_select.out": 1}
+
+
+def test_padding_is_recorded_too() -> None:
+    """SGLang gives it the slot -1."""
+    pool = FakePool()
+    slots, gate = torch.tensor([3, -1], dtype=torch.int32), torch.zeros(4, 2)
+    requests: Any = SimpleNamespace(
+        size=5, mamba_pool=pool, mamba2_layer_index=lambda layer_id: layer_id
+    )
+    pool.recording.record(requests, SimpleNamespace(layer_id=0), gate, gate, slots, 2)
+    assert pool.recording.windows[:, 0].equal(pool.mamba_cache.conv[0][:, 3])
+
+
+def test_a_replay_that_differs_from_torch_is_found_at_start() -> None:
+    runner = recorded_runner(gdn_layer(1, 4), depth=2, rows=3, block=4)
+    Replay(runner, TORCH_OPS).check()
+    for ops in (
+        ReplayOps(lambda *_: None, TORCH_OPS.move_windows_),
+        ReplayOps(TORCH_OPS.fold_, lambda *_: None),
+    ):
+        with pytest.raises(SelfCheckFailed, match="replay"):
+            Replay(runner, ops).check()
 
 
 class Launched:

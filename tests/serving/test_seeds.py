@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step.sampling import block_noise
 from sglang_dflash.serving.step.seeds import Seeds
-from tests.serving.in_process import MODES
 
 DEVICE = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_a_request_has_its_own_seed_or_a_drawn_one() -> None:
 
 def batch_of(mode: str, rows: list[int], reqs: list[Any], **info: Any) -> Any:
     return SimpleNamespace(
-        forward_mode=MODES[mode],
+        forward_mode=ForwardMode[mode.upper()],
         reqs=reqs,
         req_pool_indices=torch.tensor(rows),
         sampling_info=SimpleNamespace(**{"is_all_greedy": False, "sampling_seed": None, **info}),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.recurrent import replay
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
+from sglang_dflash.drafting.self_check import check_replay
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.seams import REPLAY_SEAMS
@@ -71,6 +72,9 @@ class Rollback:
     def warm_up(self) -> None:
         """Compile what `commit` launches. Called once, when the target's graphs are captured.
         SGLang warms its own kernels up."""
+
+    def check(self) -> None:
+        """Compare with torch what `commit` computes, if it is ours. Raises SelfCheckFailed."""
 
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
@@ -143,6 +147,11 @@ class Replay(Rollback):
             nothing = torch.full((1,), -1, device=pool.mamba_cache.temporal.device)
             self._move(Moves(*[nothing] * 4))
             self._move(Moves(*[nothing] * 6))
+
+    def check(self) -> None:
+        if self._ops != TORCH_OPS:
+            cache = self._runner.req_to_token_pool.mamba_pool.mamba_cache
+            check_replay(*self._ops, cache.conv[0], cache.temporal)
 
 
 def make_rollback(requested: str, model_runner: Any) -> Rollback | None:

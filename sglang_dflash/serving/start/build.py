@@ -34,6 +34,7 @@ from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.packed import Float16, packed_of
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts import server
@@ -56,7 +57,7 @@ from sglang_dflash.serving.step.extension import load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import target_forward
-from sglang_dflash.serving.step.target_tokens import TargetTokens
+from sglang_dflash.serving.step.target_tokens import Largest, TargetTokens
 from sglang_dflash.serving.step.width import StepClock, StepWidths
 from sglang_dflash.serving.step.worker import DFlashWorker
 
@@ -212,9 +213,14 @@ class DFlashSpecWorker(BaseSpecWorker):
             lookup = Lookup(req_to_token, ops, block, vocab_size, counters)
         if self._rollback is not None:
             self._rollback.warm_up()
+            if self._flags.self_check == "on":
+                self._rollback.check()
         ranks = sampling.Ranks(get_dp_tp_group())
         penalties = BlockPenalties(len(req_to_token), block, setup.device)
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
+        largest = one_pass(setup.model.ops, runner.sampler)
+        target_tokens = TargetTokens(runner.sampler, ranks, penalties, largest)
+        target_tokens.warm_up(vocab_size, setup.device)
         return DFlashWorker(
             block_size=block,
             running=setup.running,
@@ -222,7 +228,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             widths=widths,
             drafter=drafter,
             target=target,
-            target_tokens=TargetTokens(runner.sampler, ranks, penalties),
+            target_tokens=target_tokens,
             accept=sampling.accept_rule(block, setup.model.ops.accept),
             rollback=self._rollback,
             ranks=ranks,
@@ -376,3 +382,11 @@ def metric_labels() -> dict[str, Any] | None:
     if parallel.dp_rank is not None:
         labels["dp_rank"] = parallel.dp_rank
     return {**labels, **(observed.extra_metric_labels or {})}
+
+
+def one_pass(ops: TorchOps, sampler: Any) -> Largest | None:
+    """What samples whole distributions in place of SGLang's sampler, or None: a kernel, but
+    not under deterministic inference, which promises the tokens of SGLang alone."""
+    if type(ops) is TorchOps or sampler.enable_deterministic:
+        return None
+    return ops.largest

@@ -113,11 +113,15 @@ def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:
     last, output.hidden_states, output.last_hidden_states = output.last_hidden_states, None, None
     if not batch.return_hidden_states:
         return
-    if batch.forward_mode.is_extend() and get_server_return_hidden_states_mode().is_last():
+    # SGLang counts a verify forward as an extend too.
+    is_prefill = batch.forward_mode.is_extend_without_speculative()
+    if is_prefill and get_server_return_hidden_states_mode().is_last():
         # SGLang then expects one row per request.
         ends = to_device(torch.tensor(batch.extend_lens).cumsum(0) - 1, last.device)
-        last = last[ends]
-    output.hidden_states = last
+        output.hidden_states = last[ends]
+    else:
+        # The next replay of a captured forward may write before these are copied to the host.
+        output.hidden_states = last.clone()
 
 
 def host_lengths(batch: ScheduleBatch) -> Tensor:

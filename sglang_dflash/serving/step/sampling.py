@@ -13,6 +13,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs as compute
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -108,6 +109,17 @@ def repeated_sampling_info(info: SamplingBatchInfo, times: int) -> SamplingBatch
             info.sampling_support_logprobs_capture_indices, times
         ),
     )
+
+
+def is_unfiltered(batch: ScheduleBatch) -> bool:
+    """Whether every request samples from its whole distribution or is greedy, and none asks for
+    what it was drawn from."""
+    info = batch.sampling_info
+    if info.need_top_p_sampling or info.need_min_p_sampling:
+        return False
+    # SGLang turns temperature 0 to top-k 1.
+    tops = (request.sampling_params.top_k for request in batch.reqs if info.need_top_k_sampling)
+    return info.sampling_mask_batch_indices is None and all(k in (1, TOP_K_ALL) for k in tops)
 
 
 def block_noise(info: SamplingBatchInfo | None, seq_lens: Tensor) -> BlockNoise | None:

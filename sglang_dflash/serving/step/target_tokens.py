@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.drafting.noise import COUPLED, BlockNoise
 from sglang_dflash.facts.log import Log
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 from sglang_dflash.serving.step.penalties import BlockPenalties
 
 logger = Log(__name__)
+
+Largest = Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]
 
 
 class TargetTokens:
@@ -28,8 +31,17 @@ class TargetTokens:
         penalties: of the block.
     """
 
-    def __init__(self, sampler: Any, ranks: sampling.Ranks, penalties: BlockPenalties) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        ranks: sampling.Ranks,
+        penalties: BlockPenalties,
+        largest: Largest | None = None,
+    ) -> None:
+        """`largest`: `TorchOps.largest` in one pass over the logits, for samples without top-k,
+        top-p and min-p; None if SGLang's sampler draws all of them."""
         self._sampler, self._ranks, self.penalties = sampler, ranks, penalties
+        self._largest = largest
         self._warned = False
 
     def __call__(
@@ -80,10 +92,17 @@ class TargetTokens:
     ) -> Tensor:
         """Sample a token int64 `[R * B]` from each row of the logits `[R * B, V]`.
 
-        The sampler turns logits into probabilities in place. A copy of all of them, gigabytes for a
+        A sample of a whole distribution is the largest of logits / temperature + noise. SGLang's
+        sampler moves eleven times the bytes for it: it makes probabilities, and their logarithms.
+
+        Its sampler turns logits into probabilities in place. A copy of all of them, gigabytes for a
         large batch, is made only if something else is still to be computed from them.
         """
         logits = output.next_token_logits
+        if self._largest is not None and sampling.is_unfiltered(batch):
+            sampling.sanitize_nan_logits(logits, "sampler: next_token_logits")
+            noise = sampling.block_noise(batch.sampling_info, positions[:, 0].contiguous())
+            return self._largest(logits, noise, 0)[1][COUPLED]
         sampled = sampling.LogitsProcessorOutput(
             next_token_logits=logits.clone() if batch.return_logprob else logits
         )
@@ -91,6 +110,13 @@ class TargetTokens:
         tokens = self._sampler(sampled, repeated, False, [], [], positions.flatten()).long()
         output.sampling_mask_output = sampled.sampling_mask_output
         return tokens
+
+    def warm_up(self, vocab_size: int, device: torch.device) -> None:
+        """Let `largest` be compiled for the target's logits, before a request needs it."""
+        if self._largest is not None:
+            zeros = torch.zeros(1, dtype=torch.int64, device=device)
+            noise = BlockNoise(zeros, torch.ones(1, device=device), zeros)
+            self._largest(torch.zeros(1, vocab_size, device=device), noise, 0)
 
     def single_token_mask(self, batch: ScheduleBatch) -> Tensor | None:
         """Bool `[R]`: requests that take one token per step; None for none."""
