@@ -78,8 +78,9 @@ def test_a_server_without_requests_sleeps(server: Server) -> None:
     time.sleep(1)
     before = cpu_seconds()
     time.sleep(4)
-    # Within 4 s, in which waiting busily takes 4.
-    assert cpu_seconds() - before < 0.5
+    spent = cpu_seconds() - before
+    print(f"{spent:.2f} CPU seconds in 4 s without requests")
+    assert spent < 0.5
 
 
 @pytest.mark.server(DFLASH)
