@@ -87,11 +87,14 @@ def _vllm_arms(
 ) -> dict[str, Program]:
     python = settings.vllm or ""
     version, requests = vllm.version_of(python, accelerator), max(settings.levels)
-    # Prompts of a thousand tokens or more.
+    # With prompts of a thousand tokens or more.
     tokens = max(KV_TOKENS, requests * (settings.max_new_tokens + 1024))
+    itemsize = 4 if settings.dtype == "float32" else 2
+    # Servers of large models have an accelerator to themselves, one after another.
+    bounded = settings.embedded or not accelerator
     flags: dict[str, FlagValue] = {
         "--dtype": settings.dtype,
-        **vllm.limits(target, tokens, requests, settings.dtype),
+        **vllm.limits(target, tokens, requests, itemsize if bounded else None),
         # Nothing of the target's own sampling parameters.
         "--generation-config": "vllm",
     }

@@ -68,22 +68,26 @@ def _foreign() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _OF_THIS_PYTHON}
 
 
-def limits(target: str, tokens: int, requests: int, dtype: str) -> dict[str, FlagValue]:
-    """Flags for a KV cache of that many tokens, contexts that fit it, and so many requests at a
-    time.
+def limits(target: str, tokens: int, requests: int, itemsize: int | None) -> dict[str, FlagValue]:
+    """Flags for contexts of that many tokens at most, and so many requests at a time.
+
+    Args:
+        itemsize: bytes of a number in a KV cache for so many tokens; None for a cache in all of the
+            memory that a device has.
 
     Raises:
         ConfigError: the target's config.json cannot be had.
     """
-    config = look_up("target", target).config
-    of_token = target_kv_bytes(TargetGeometry.from_dict(config), 4 if dtype == "float32" else 2)
+    config, flags = look_up("target", target).config, dict[str, FlagValue]()
+    flags["--max-num-seqs"] = requests
     context = Fields.of(config, "target").get("max_position_embeddings")
-    flags: dict[str, FlagValue] = {
-        "--max-num-seqs": requests,
+    if context is not None:
+        flags["--max-model-len"] = min(context, tokens)
+    if itemsize is not None:
+        of_token = target_kv_bytes(TargetGeometry.from_dict(config), itemsize)
         # A GiB more for what a draft's layers or recurrent states add.
-        "--kv-cache-memory-bytes": tokens * of_token + _GIB,
-    }
-    return flags if context is None else {**flags, "--max-model-len": min(context, tokens)}
+        flags["--kv-cache-memory-bytes"] = tokens * of_token + _GIB
+    return flags
 
 
 def dflash_flags(draft: str) -> dict[str, FlagValue]:

@@ -172,7 +172,11 @@ def test_its_limits_are_bounded(tmp_path: Path) -> None:
     long = served(concurrency="16", max_new_tokens=2048, **of)["vllm"].flags
     assert long["--max-model-len"] == 32768
     given = {"target": str(PAIR.target), "draft": str(PAIR.draft)}
-    assert "--enforce-eager" not in served(True, **given, **of)["vllm"].flags
+    assert "--kv-cache-memory-bytes" in served(**given, **of)["vllm"].flags
+    # One of a large model has the accelerator to itself.
+    alone = served(True, **given, **of)["vllm"].flags
+    assert not {"--kv-cache-memory-bytes", "--enforce-eager"} & set(alone)
+    assert alone["--max-num-seqs"] == 32
 
 
 def test_the_environment_of_the_bench_is_not_its(
