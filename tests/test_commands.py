@@ -25,6 +25,7 @@ ELSEWHERE = {
     "torchrun ": "tests/bench/test_published_pair.py",
     "python -m sglang_router": "tests/engine/test_router.py",
     "pip install mooncake": "tests/engine/test_disaggregation.py",
+    "pip install vllm": "needs a GPU and the network; tests/bench/test_vllm.py has a fake",
     "pip install accelerate": "a package of the index; our own code does not need it",
     "sglang-dflash env": "tests/engine/test_env.py",
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",

@@ -108,6 +108,13 @@ means little.
 | target | {target_parameters:,} | {target_bytes:,} | {target_depth} |
 | draft (block {block}) | {draft_parameters:,} | {draft_bytes:,} | {depth}, reads {features} |
 
+To serve it with SGLang, and with vLLM:
+
+    python -m sglang.launch_server --model-path launch/demo_models/code/target --dtype float32 \\
+        --speculative-algorithm DFLASH --speculative-draft-model-path launch/demo_models/code/draft
+    vllm serve launch/demo_models/code/target --dtype float32 --speculative-config \\
+        '{{"method":"dflash","model":"launch/demo_models/code/draft","num_speculative_tokens":7}}'
+
 - **Data**: the sources of Python {python}'s standard library, split by file: {train_files} for
   training, {held_out_files} held out, of which neither the target nor the draft nor the tokenizer
   has seen any. Left out of training because they share passages with held-out files: {near_copies}.

@@ -7,44 +7,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from sglang_dflash.bench.load import Endpoint, SGLang, endpoint
+from sglang_dflash.bench import vllm
+from sglang_dflash.bench.load import Endpoint, endpoint
 from sglang_dflash.bench.server import (
+    KV_TOKENS,
     FlagValue,
-    Server,
+    Program,
     ServerConfig,
+    ServerProcess,
     demo_config,
     dflash_flags,
     dtype_flags,
     together,
 )
 from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.drafting.machine import available_bytes
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.published import look_up
 
 SIMULATED_LENGTH = "SGLANG_SIMULATE_ACC_LEN"
 
 # Arm -> the server to start, or the URL of one that runs.
-Arms = dict[str, ServerConfig | str]
+Arms = dict[str, Program | str]
 
 
 def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
     """The arms in the order asked for; the others are compared with the first.
 
     Raises:
-        ConfigError: the environment simulates acceptance, or there is no such embedded pair.
+        ConfigError: the environment simulates acceptance, there is no such embedded pair, or no
+            vLLM where it should be.
     """
     if settings.base_url:
         return dict(settings.servers)
     if SIMULATED_LENGTH in os.environ:
         required = "would reach every server unseen; unset it, and give {simulated_acceptance}"
         raise ConfigError(SIMULATED_LENGTH, os.environ[SIMULATED_LENGTH], required)
-    names = settings.arms or ("ar", "dflash")
     if settings.embedded:
-        draft = str(demo_pair(settings.embedded).draft)
+        pair = demo_pair(settings.embedded)
+        target, draft = str(pair.target), str(pair.draft)
         base = _embedded_server(settings, accelerator)
     else:
-        draft = settings.draft or ""
+        target, draft = settings.target or "", settings.draft or ""
         base = _given_server(settings, accelerator)
+    made = {
+        **_sglang_arms(settings, base, draft),
+        **(_vllm_arms(settings, target, draft, accelerator) if settings.vllm else {}),
+    }
+    return {name: made[name] for name in settings.arms or ("ar", "dflash")}
+
+
+def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dict[str, Program]:
+    """SGLang's, by the server that they have in common."""
     dflash = dflash_flags(draft)
     flags: dict[str, dict[str, FlagValue]] = {
         "ar": {},
@@ -59,13 +74,36 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
         }
     return {
         name: replace(
-            base.with_flags(flags[name]),
+            base.with_flags(of),
             # The user's own flags come last and win.
             extra_args=settings.server_flags,
             env={} if name == "ar" else simulated,
         )
-        for name in names
+        for name, of in flags.items()
     }
+
+
+def _vllm_arms(
+    settings: BenchSettings, target: str, draft: str, accelerator: bool
+) -> dict[str, Program]:
+    python = settings.vllm or ""
+    version, requests = vllm.version_of(python, accelerator), max(settings.levels)
+    # With prompts of a thousand tokens or more.
+    tokens = max(KV_TOKENS, requests * (settings.max_new_tokens + 1024))
+    itemsize = 4 if settings.dtype == "float32" else 2
+    # Servers of large models have an accelerator to themselves, one after another.
+    bounded = settings.embedded or not accelerator
+    flags: dict[str, FlagValue] = {
+        "--dtype": settings.dtype,
+        **vllm.limits(target, tokens, requests, itemsize if bounded else None),
+        # Nothing of the target's own sampling parameters.
+        "--generation-config": "vllm",
+    }
+    if not accelerator:
+        flags["--enforce-eager"] = True
+    plain = vllm.VLLMConfig(python, version, target, None, flags, on_cpu=not accelerator)
+    with_draft = {**flags, **vllm.dflash_flags(draft)}
+    return {"vllm": plain, "vllm-dflash": replace(plain, draft=draft, flags=with_draft)}
 
 
 def _embedded_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
@@ -85,8 +123,6 @@ def _given_server(settings: BenchSettings, accelerator: bool) -> ServerConfig:
         "--model-path": settings.target or "",
         **_for_all(settings, accelerator),
     }
-    if not accelerator:
-        flags["--sleep-on-idle"] = True
     if settings.simulated_acceptance is not None:
         # No answer means anything, so no weights are read.
         flags["--load-format"] = "dummy"
@@ -102,6 +138,28 @@ def _for_all(settings: BenchSettings, accelerator: bool) -> dict[str, FlagValue]
     return flags | ({"--enable-deterministic-inference": True} if settings.temperature else {})
 
 
+def grouped(settings: BenchSettings, arms: Arms, accelerator: bool) -> list[Arms]:
+    """Which servers run at a time: all, or one after another if they may not fit the machine.
+
+    Those of large models do not: on an accelerator each takes most of the memory.
+    """
+    if settings.target is None or settings.base_url:
+        return [arms]
+    if not accelerator and _fit(settings.target, len(arms)):
+        return [arms]
+    return [{name: arm} for name, arm in arms.items()]
+
+
+def _fit(target: str, servers: int) -> bool:
+    """Whether so many servers of a target surely fit the memory of this machine."""
+    stored, available = look_up("target", target).weight_bytes, available_bytes()
+    if stored is None or available is None:
+        return False
+    # Weights of 16 bits may be served in 32, and the pools get as much. The three processes of a
+    # server take 3 GiB.
+    return servers * (4 * stored + (3 << 30)) <= available
+
+
 @contextmanager
 def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]:
     """The arms' endpoints. Servers that are started here all run at once, until the end.
@@ -110,13 +168,13 @@ def opened(arms: Arms, settings: BenchSettings) -> Iterator[dict[str, Endpoint]]
         Failed: a server does not start, or a running one does not answer.
     """
     started = {
-        name: Server(config, timeout_s=1800)
+        name: ServerProcess(config, timeout_s=1800)
         for name, config in arms.items()
-        if isinstance(config, ServerConfig)
+        if not isinstance(config, str)
     }
     with together(started.values()):
         found = {
-            name: endpoint(server) if isinstance(server, str) else SGLang(started[name].url)
-            for name, server in arms.items()
+            name: endpoint(arm) if isinstance(arm, str) else arm.endpoint(started[name].url)
+            for name, arm in arms.items()
         }
         yield {name: replace(to, sampling=settings.sampling(to.SEED)) for name, to in found.items()}

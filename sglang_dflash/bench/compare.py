@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dflash.bench import datasets, load, picture, report
-from sglang_dflash.bench.arms import Arms, arms_of, opened
+from sglang_dflash.bench.arms import Arms, arms_of, grouped, opened
 from sglang_dflash.bench.datasets import Encode, Prompt
 from sglang_dflash.bench.progress import progress_bar, waiting
 from sglang_dflash.bench.report import Measured
@@ -45,13 +45,14 @@ def main(given: Mapping[str, Any]) -> None:
         picture.check()
     out = made_folder("out", Path(settings.out))
     arms, prompts = arms_of(settings, accelerator), load_prompts(settings, settings.num_prompts)
+    groups = grouped(settings, arms, accelerator)
     for name, found in prompts.items():
         if len(found) < max(settings.levels):
             required = f"{name} has {len(found)} prompts only; see {{num_prompts}}"
             raise ConfigError("concurrency", max(settings.levels), required)
     encode, before = encode_of(settings, prompts), out / "results.json"
     last_times = json.loads(before.read_text()).get("start_s", {}) if before.is_file() else {}
-    measured = measure(settings, arms, prompts, encode, last_times)
+    measured = measure(settings, groups, prompts, encode, last_times)
     counts = {name: len(found) for name, found in prompts.items()}
     result = report.summarize(settings, counts, measured)
     text, drawn = report.markdown(result), out / "throughput.png"
@@ -103,12 +104,12 @@ def encode_of(settings: BenchSettings, prompts: Prompts) -> Encode:
 
 def measure(
     settings: BenchSettings,
-    arms: Arms,
+    groups: list[Arms],
     prompts: Prompts,
     encode: Encode,
     last_times: Mapping[str, float],
 ) -> Measured:
-    """Run all arms at once in turns, or one server after another.
+    """Run one group of servers after another. The arms of a group take turns.
 
     Args:
         last_times: seconds that the servers of arms took to start in an earlier run.
@@ -117,7 +118,7 @@ def measure(
         Failed: an arm's answers are not the first arm's, where they must be; or a server cannot be
             started or asked.
     """
-    found = Measured()
+    found = Measured(at_once=len(groups) == 1)
     simulated = settings.simulated_acceptance is not None
     few = asking(encode, settings.warm_up_tokens, simulated)
     ask = asking(encode, settings.max_new_tokens, simulated)
@@ -138,8 +139,8 @@ def measure(
                 passes.setdefault(arm, []).append(done)
 
     conversations = sum(map(len, prompts.values())) * len(settings.levels)
-    groups = [{name: arms[name]} for name in arms] if settings.in_turn else [arms]
-    with progress_bar(conversations * len(arms) * settings.rounds, steady=False) as bar:
+    arms = sum(map(len, groups))
+    with progress_bar(conversations * arms * settings.rounds, steady=False) as bar:
         for group in groups:
             began, before = time.monotonic(), [last_times[of] for of in group if of in last_times]
             with ExitStack() as servers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -158,19 +159,24 @@ class SGLang:
         """Labels for a report, all of them read from the server."""
         info = self.info()
         paths = (info.info.get(of) for of in ("model_path", "speculative_draft_model_path"))
-        # A hub name has two parts; of a folder's path the rest tells nothing to others.
-        names = ["/".join(Path(path).parts[-2:]) for path in paths if path]
-        model = " with draft ".join(names) or NOT_KNOWN
-        found = {"model": model, "worker": info.set_up(), **info.machine()}
+        found = {"model": labelled(*paths), "worker": info.set_up(), **info.machine()}
         if self.sampling["temperature"]:
             found[SEEDED] = "on" if info.info.get("enable_deterministic_inference") else "off"
         return found
 
-    def undrafted(self) -> VerifySteps:
+    def counted(self) -> VerifySteps:
         """Steps without drafts so far, which an answer's own count includes."""
         ours = self.info()
         steps, tokens = map(ours.values, ("undrafted_steps", "undrafted_tokens"))
         return VerifySteps(sum(steps), sum(tokens))
+
+    def speculation(self, answers: list[Answer], counted: VerifySteps) -> VerifySteps:
+        """Of a pass.
+
+        Args:
+            counted: by `counted`, meanwhile.
+        """
+        return sum((of_answer(a.verify_steps, a.tokens) for a in answers), VerifySteps()) - counted
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,8 @@ class OpenAI:
     """
 
     SEED: ClassVar = "seed"
+    # What requests have beyond the API.
+    MORE: ClassVar[Mapping[str, Any]] = {}
 
     url: str
     model: str
@@ -202,27 +210,29 @@ class OpenAI:
         body = {
             "model": self.model,
             **what,
+            **self.MORE,
             **self.sampling,
             "max_tokens": max_new_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         began, first, last = time.perf_counter(), None, 0.0
-        text, tokens = "", 0
+        text, ids, tokens = "", list[int](), 0
         for chunk in chunks(f"{self.url}{path}", body, self.timeout_s):
             for choice in chunk.get("choices") or ():
-                piece = _text(choice)
-                if piece:
+                piece, new = _text(choice), choice.get("token_ids") or []
+                if piece or new:
                     last = time.perf_counter()
                     first = first or last
-                    text += piece
+                    text, ids = text + piece, ids + new
             tokens = (chunk.get("usage") or {}).get("completion_tokens") or tokens
         if first is None or not tokens:
             raise Failed(
                 f"{self.url}: an answer without text, or without `usage`, "
                 "whose tokens cannot be counted"
             )
-        return Answer(text, None, tokens, first - began, last - began)
+        named = tuple(ids) if len(ids) == tokens else None
+        return Answer(text, named, tokens, first - began, last - began)
 
     def flush(self) -> bool:
         """See `SGLang.flush`. vLLM can do so only in its development mode."""
@@ -233,9 +243,70 @@ class OpenAI:
         found = {"model": self.model, "worker": NOT_KNOWN, **ServerInfo({}).machine()}
         return found | ({SEEDED: NOT_KNOWN} if self.sampling["temperature"] else {})
 
-    def undrafted(self) -> VerifySteps:
+    def counted(self) -> VerifySteps:
         """The API counts no steps."""
         return VerifySteps()
+
+    def speculation(self, answers: list[Answer], counted: VerifySteps) -> VerifySteps:
+        """See `SGLang.speculation`."""
+        return counted
+
+
+@dataclass(frozen=True)
+class VLLM(OpenAI):
+    """A server of vLLM, which names token ids, and counts drafts in /metrics."""
+
+    MORE: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
+
+    def counted(self) -> VerifySteps:
+        """Verify steps so far. Tokens that no request keeps are among those that it counts."""
+        page = _answered("GET", f"{self.url}/metrics").text
+
+        def of(series: str) -> int:
+            named = rf"^vllm:spec_decode_num_{series}_total(?:{{.*}})? (\S+)$"
+            return sum(int(float(value)) for value in re.findall(named, page, re.M))
+
+        drafts = of("drafts")
+        return VerifySteps(drafts, drafts + of("accepted_tokens"))
+
+    def describe(self) -> dict[str, str]:
+        """See `SGLang.describe`. In development mode it tells all."""
+        found = super().describe()
+        version = _answered("GET", f"{self.url}/version")
+        if version.ok:
+            found["engine"] = f"vLLM {version.json()['version']}"
+        told = _answered("GET", f"{self.url}/server_info", params={"config_format": "json"})
+        if not told.ok:
+            return found
+        config, machine = told.json()["vllm_config"], told.json()["system_env"]
+        served, drafts = config["model_config"], config["speculative_config"]
+        worker = "plain decoding"
+        if drafts is not None:
+            worker = f"{drafts['method']}, {drafts['num_speculative_tokens']} drafts per step"
+        return {
+            **found,
+            "model": labelled(served["model"], drafts and drafts["model"]),
+            "worker": worker,
+            "dtype": served["dtype"].removeprefix("torch."),
+            "device": _device(machine),
+            "torch": machine["torch_version"],
+        }
+
+
+def labelled(target: str | None, draft: str | None) -> str:
+    """A pair, for reading."""
+    # A hub name has two parts; of a folder's path the rest tells nothing to others.
+    names = ["/".join(Path(path).parts[-2:]) for path in (target, draft) if path]
+    return " with draft ".join(names) or NOT_KNOWN
+
+
+def _device(machine: Mapping[str, Any]) -> str:
+    """What a server of vLLM computes on, by what it tells of its system."""
+    if machine["nvidia_gpu_models"]:
+        return machine["nvidia_gpu_models"].splitlines()[0]
+    lines = (line.partition(":") for line in (machine["cpu_info"] or "").splitlines())
+    told = {name.strip(): value.strip() for name, _, value in lines}
+    return f"CPU, {told.get('CPU(s)')} cores of {told.get('Model name')}" if told else NOT_KNOWN
 
 
 def _text(choice: dict[str, Any]) -> str:
@@ -267,7 +338,8 @@ def endpoint(url: str) -> Endpoint:
             return SGLang(url)
         models = requests.get(f"{url}/v1/models", timeout=60)
         models.raise_for_status()
-        return OpenAI(url, models.json()["data"][0]["id"])
+        model = models.json()["data"][0]
+        return (VLLM if model.get("owned_by") == "vllm" else OpenAI)(url, model["id"])
     except (requests.RequestException, KeyError, IndexError) as error:
         raise Failed(
             f"{url}: neither SGLang nor a server of the OpenAI API "
@@ -296,10 +368,10 @@ def run(
         on_answer()
         return answers
 
-    before, began = to.undrafted(), time.perf_counter()
+    before, began = to.counted(), time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         # The first failure cancels what has not begun.
         answers = list(pool.map(converse, prompts))
     seconds = time.perf_counter() - began
-    counts = (of_answer(a.verify_steps, a.tokens) for turns in answers for a in turns)
-    return Pass(seconds, answers, sum(counts, VerifySteps()) - (to.undrafted() - before))
+    every = [answer for turns in answers for answer in turns]
+    return Pass(seconds, answers, to.speculation(every, to.counted() - before))

@@ -27,12 +27,14 @@ class Measured:
         kept_prefixes: arms whose prefix cache could not be emptied between passes.
         servers: what each arm's server tells of itself: `load.SGLang.describe`.
         start_s: seconds from the start of a server until it served, of those that were started.
+        at_once: whether all servers ran at once.
     """
 
     runs: Runs = field(default_factory=dict)
     kept_prefixes: list[str] = field(default_factory=list)
     servers: dict[str, dict[str, str]] = field(default_factory=dict)
     start_s: dict[str, float] = field(default_factory=dict)
+    at_once: bool = True
 
 
 TIMES = {"ttft_ms": "TTFT ms", "tpot_ms": "TPOT ms"}
@@ -186,7 +188,7 @@ def summarize(
     differing = None
     if simulated is None:
         differing = {arm: len(places) for arm, places in differences(runs).items()}
-    in_turn = "one server after another"
+    in_turns = "all servers at once, arms taking turns"
     pair = settings.embedded and not settings.base_url
     return {
         "outputs": _outputs(settings, measured, differing),
@@ -205,7 +207,7 @@ def summarize(
         "temperature": settings.temperature,
         "sampling": sampling(settings),
         "thinking": settings.thinking,
-        "order": in_turn if settings.in_turn else "all servers at once, arms taking turns",
+        "order": in_turns if measured.at_once else "one server after another",
         "prefix_cache_kept": measured.kept_prefixes,
         "start_s": measured.start_s,
         "rows": rows(runs),

@@ -1,4 +1,4 @@
-"""An SGLang server as our child process: configured, started, waited for, and ended.
+"""A server as our child process: configured, started, waited for, and ended.
 
 Loads without `requests` and SGLang: experiments run on bare machines too.
 """
@@ -17,18 +17,58 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
 
 from sglang_dflash.facts.embedded import DemoPair
 from sglang_dflash.facts.errors import Failed
+
+if TYPE_CHECKING:
+    from sglang_dflash.bench.load import Endpoint
 
 # True is a flag without a value; a tuple is a flag with several.
 FlagValue = str | int | float | bool | tuple[str | int | float, ...]
 
 
+# Of the KV cache of a demo pair's server.
+KV_TOKENS = 16384
+
+
+def rendered(flags: Mapping[str, FlagValue]) -> list[str]:
+    """Flags as words of a command line."""
+    words: list[str] = []
+    for name, value in flags.items():
+        words.append(name)
+        if value is not True:
+            words += map(str, value if isinstance(value, tuple) else (value,))
+    return words
+
+
+class Program(Protocol):
+    """A kind of server to start."""
+
+    def command(self, port: int) -> list[str]:
+        """What starts one on that port of 127.0.0.1."""
+
+    def environment(self) -> dict[str, str]:
+        """All environment variables of its process."""
+
+    def serves(self, url: str, log: Path) -> bool:
+        """Whether it answers requests by now."""
+
+    def trouble(self, how: str, log: Path) -> str:
+        """Why it does not serve, by its log.
+
+        Args:
+            how: as the process shows it.
+        """
+
+    def endpoint(self, url: str) -> Endpoint:
+        """How it is asked."""
+
+
 @dataclass(frozen=True)
 class ServerConfig:
-    """One server to start.
+    """One SGLang server to start: a `Program`.
 
     Attributes:
         flags: flag -> value, in the order of the command line. True is a flag without a value.
@@ -45,13 +85,27 @@ class ServerConfig:
 
     def args(self) -> list[str]:
         """The command line after `python -m MODULE`."""
-        rendered: list[str] = []
-        for name, value in self.flags.items():
-            rendered.append(name)
-            if value is not True:
-                values = value if isinstance(value, tuple) else (value,)
-                rendered += map(str, values)
-        return [*rendered, *self.extra_args]
+        return [*rendered(self.flags), *self.extra_args]
+
+    def command(self, port: int) -> list[str]:
+        at = ["--host", "127.0.0.1", "--port", str(port)]
+        return [sys.executable, "-m", self.module, *at, *self.args()]
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, **self.env}
+
+    def serves(self, url: str, log: Path) -> bool:
+        # Written once the warm-up request has been answered.
+        return "ready to roll" in log.read_text(errors="replace")
+
+    def trouble(self, how: str, log: Path) -> str:
+        tail = log.read_text(errors="replace").splitlines()[-25:]
+        return "\n".join([f"the server {how}:", *tail])
+
+    def endpoint(self, url: str) -> Endpoint:
+        from sglang_dflash.bench.load import SGLang
+
+        return SGLang(url)
 
     def with_flags(self, flags: Mapping[str, FlagValue]) -> Self:
         """The same server with these flags set; a flag that was set keeps its place."""
@@ -83,7 +137,7 @@ def demo_config(pair: DemoPair, *, dflash: bool, accelerator: bool = False) -> S
     flags: dict[str, FlagValue] = {
         "--model-path": str(pair.target),
         **dtype_flags("float32", accelerator),
-        "--max-total-tokens": 16384,
+        "--max-total-tokens": KV_TOKENS,
         "--sleep-on-idle": True,
     }
     if pair.is_hybrid:
@@ -106,7 +160,7 @@ def free_port() -> int:
     raise Failed("no free port found between 20000 and 29999")
 
 
-class Server:
+class ServerProcess:
     """A server on a free port of 127.0.0.1. As a context manager it ends the process it started.
 
     Args:
@@ -115,15 +169,11 @@ class Server:
         log: file that gets the server's output; a temporary one by default.
     """
 
-    def __init__(
-        self, config: ServerConfig, timeout_s: float = 300, log: Path | None = None
-    ) -> None:
+    def __init__(self, config: Program, timeout_s: float = 300, log: Path | None = None) -> None:
         self.config, self.timeout_s = config, timeout_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.args = config.args()
-        self.log = log or Path(tempfile.mkstemp(prefix="sglang-server-", suffix=".log")[1])
-        self._env = {**os.environ, **config.env}
+        self.log = log or Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
 
     def __enter__(self) -> Self:
         self.start()
@@ -140,14 +190,13 @@ class Server:
 
     def start(self) -> None:
         """Start the process; `wait` tells when it serves."""
-        at = ["--host", "127.0.0.1", "--port", str(self.port)]
         # A session of its own, so that its children end with it.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.config.module, *at, *self.args],
+            self.config.command(self.port),
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=self._env,
+            env=self.config.environment(),
             start_new_session=True,
         )
 
@@ -156,17 +205,15 @@ class Server:
         deadline = time.monotonic() + self.timeout_s
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise Failed(
-                    f"the server ended with status {self.process.returncode}:\n{self._log_tail()}"
-                )
-            # Written once the warm-up request has been answered.
-            if "ready to roll" in self.log.read_text(errors="replace"):
+                self._fail(f"ended with status {self.process.returncode}")
+            if self.config.serves(self.url, self.log):
                 return
             time.sleep(0.2)
         self.stop()
-        raise Failed(
-            f"the server did not answer within {self.timeout_s:.0f} s:\n{self._log_tail()}"
-        )
+        self._fail(f"did not answer within {self.timeout_s:.0f} s")
+
+    def _fail(self, how: str) -> NoReturn:
+        raise Failed(self.config.trouble(how, self.log))
 
     def stop(self) -> None:
         """End the process and its children."""
@@ -186,8 +233,16 @@ class Server:
         except ProcessLookupError:
             return
 
-    def _log_tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+
+class Server(ServerProcess):
+    """An SGLang server that is asked by its own API."""
+
+    config: ServerConfig
+
+    def __init__(
+        self, config: ServerConfig, timeout_s: float = 300, log: Path | None = None
+    ) -> None:
+        super().__init__(config, timeout_s, log)
 
     def generate(self, prompt: str | list[int], **sampling: Any) -> dict[str, Any]:
         """POST /generate of a text or of token ids, with SGLang's sampling parameters.
@@ -216,9 +271,9 @@ class Server:
 
 
 @contextmanager
-def together(servers: Iterable[Server]) -> Iterator[None]:
+def together(servers: Iterable[ServerProcess]) -> Iterator[None]:
     """Start all of them side by side, wait for all, and end all. Raises Failed."""
-    started: list[Server] = []
+    started: list[ServerProcess] = []
     try:
         for server in servers:
             server.start()

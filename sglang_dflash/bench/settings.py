@@ -15,6 +15,11 @@ from sglang_dflash.facts.errors import ConfigError, cut
 # What is measured on an accelerator if nothing else is asked for. The fields' own defaults are for
 # two cores: the embedded dense pair in under ten minutes.
 ON_ACCELERATOR = {"concurrency": "1,8,16,32", "num_prompts": 128, "max_new_tokens": 1024}
+VLLM_ARMS = ("vllm", "vllm-dflash")
+# Arms that cannot be compared by a seed, and why.
+_UNSEEDED = {"builtin": "samples without regard to a seed"} | dict.fromkeys(
+    VLLM_ARMS, "has random numbers of its own"
+)
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,11 @@ class BenchSettings:
     arms: tuple[str, ...] = setting(
         (),
         "repeat for more (default: ar and dflash); ratios are to the first. ar is plain decoding, "
-        "builtin SGLang's own worker",
-        choices=("ar", "dflash", "builtin"),
+        "builtin SGLang's own worker, vllm and vllm-dflash are vLLM's",
+        choices=("ar", "dflash", "builtin", *VLLM_ARMS),
+    )
+    vllm: str | None = setting(
+        None, "the Python of an environment with vLLM, for its arms", metavar="PYTHON"
     )
     base_url: tuple[str, ...] = setting(
         (),
@@ -173,11 +181,6 @@ class BenchSettings:
         return {name: url for name, _, url in (one.partition("=") for one in self.base_url)}
 
     @property
-    def in_turn(self) -> bool:
-        """Whether one server runs after another: two of a large model do not fit one machine."""
-        return self.target is not None and not self.base_url
-
-    @property
     def embedded(self) -> str | None:
         """The embedded pair that is served, if it is known to be one."""
         return self.pair or (None if self.base_url or self.target else "dense")
@@ -213,14 +216,16 @@ def _check_served(settings: BenchSettings) -> None:
     if length is not None and not 1 <= length < math.inf:
         required = "a verify step commits 1 token or more"
         raise ConfigError("simulated_acceptance", length, required)
-    if settings.temperature and "builtin" in settings.arms:
-        required = "samples without regard to a seed; with {temperature} arms are compared by it"
-        raise ConfigError("arms", "builtin", required)
+    for arm in settings.arms if settings.temperature else ():
+        if arm in _UNSEEDED:
+            required = f"{_UNSEEDED[arm]}; with {{temperature}} arms are compared by it"
+            raise ConfigError("arms", arm, required)
     if len(set(settings.arms)) != len(settings.arms):
         raise ConfigError("arms", settings.arms, "give every one once")
     if not settings.base_url:
+        _check_vllm(settings)
         return
-    for field in ("arms", "simulated_acceptance", "server_flags"):
+    for field in ("arms", "vllm", "simulated_acceptance", "server_flags"):
         value = getattr(settings, field)
         if value:
             required = "is for servers that are started here; with {base_url} none is"
@@ -232,3 +237,17 @@ def _check_served(settings: BenchSettings) -> None:
             raise ConfigError("base_url", one, required)
     if len(settings.servers) != len(settings.base_url):
         raise ConfigError("base_url", settings.base_url, "give every name once")
+
+
+def _check_vllm(settings: BenchSettings) -> None:
+    """Whether vLLM's arms and its environment go together."""
+    asked = [arm for arm in settings.arms if arm in VLLM_ARMS]
+    if asked and settings.vllm is None:
+        required = f"missing; the arm {asked[0]} needs the Python of an environment with vLLM"
+        raise ConfigError("vllm", required=required)
+    if settings.vllm is not None and not asked:
+        required = f"no arm is vLLM's; give {{arms}} {' or '.join(VLLM_ARMS)}"
+        raise ConfigError("vllm", settings.vllm, required)
+    if asked and settings.simulated_acceptance is not None:
+        required = "simulates no acceptance; leave out {simulated_acceptance}"
+        raise ConfigError("arms", asked[0], required)

@@ -9,9 +9,9 @@ from sglang_dflash.facts.command_line import add_flags, given, spelled
 
 FLAGS = spelled(
     (
-        "base_url", "target", "draft", "dataset_file", "seed", "num_prompts", "max_new_tokens",
-        "rounds", "temperature", "top_p", "top_k", "thinking", "simulated_acceptance", "dtype",
-        "out", "picture",
+        "vllm", "base_url", "target", "draft", "dataset_file", "seed", "num_prompts",
+        "max_new_tokens", "rounds", "temperature", "top_p", "top_k", "thinking",
+        "simulated_acceptance", "dtype", "out", "picture",
     ),
     arms="--arm",
     pair="--model",
@@ -21,7 +21,7 @@ FLAGS = spelled(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "sglang-dflash bench [options] [-- FLAGS of every server that is started]"
+    parser.usage = "sglang-dflash bench [options] [-- FLAGS of every SGLang server that is started]"
     large = {k: f"{v}; {getattr(BenchSettings, k)} on a CPU" for k, v in ON_ACCELERATOR.items()}
     add_flags(parser, BenchSettings, FLAGS, {"pair": "dense", **large})
 

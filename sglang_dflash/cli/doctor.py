@@ -44,8 +44,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
-    """The server on one line; one per finding, and what to do below it."""
+    """The server on one line, and its step on another; one per finding, and what to do below
+    it."""
     lines = [] if server is None else [server.line()]
+    step = None if server is None else server.step_line()
+    lines += [] if step is None else [step]
     lines += [f"{f.name}: {f.problem}\n    {f.advice}" for f in findings]
     if server is not None and server.reports and server.verify_steps < ENOUGH_STEPS:
         lines.append(

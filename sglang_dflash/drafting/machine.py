@@ -36,6 +36,14 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def available_bytes() -> int | None:
+    """Memory that processes can have without swapping; None if the system does not tell."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0]) if found else None
+
+
 def version(package: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:

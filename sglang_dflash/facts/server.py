@@ -124,6 +124,8 @@ class ServerInfo:
             "acceptance_length": None if length is None else round(length, 4),
             "verify_steps": self.verify_steps,
             "tokens_per_step": None if every is None else round(every, 4),
+            "step_milliseconds": ours.get("step_milliseconds"),
+            "step_shares": ours.get("step_shares"),
             "judged": self.verify_steps >= ENOUGH_STEPS,
             "target_kv_tokens": self.target_kv_tokens,
         }
@@ -149,6 +151,19 @@ class ServerInfo:
             words.append(f"acceptance length not known yet{why}")
         return ", ".join(words)
 
+    def step_line(self) -> str | None:
+        """Where the time of a decode step goes; None before there were enough, or if another
+        worker serves."""
+        ours: Mapping[str, Any] = self.reports[0] if self.reports else {}
+        shares = ours.get("step_shares")
+        if not shares or ours.get("decode_steps", 0) < ENOUGH_STEPS:
+            return None
+        took = f"a step takes {ours['step_milliseconds']:.1f} ms"
+        if self._machine.get("accelerator") is None:
+            return f"{took}: {', '.join(f'{part} {share:.0%}' for part, share in shares.items())}"
+        launched = (f"{part} {share:.0%}" for part, share in shares.items() if part != "host")
+        return f"{took}; the host launches {', '.join(launched)}, and works or waits in the rest"
+
     def _without_drafts(self) -> list[str]:
         """In words, steps without drafts: of width 1, or with custom logit processors."""
         undrafted, every = sum(self.values("undrafted_steps")), self.tokens_per_step
@@ -157,16 +172,20 @@ class ServerInfo:
         steps = undrafted + self.verify_steps
         return [f"{every:.2f} tokens per step over all {steps:,} ({undrafted:,} without drafts)"]
 
+    @property
+    def _machine(self) -> Mapping[str, Any]:
+        told = [state["machine"] for state in self.states if state.get("machine")]
+        return told[0] if told else {}
+
     def machine(self) -> dict[str, str]:
         """What the server says of where and in what it computes."""
-        told = [state["machine"] for state in self.states if state.get("machine")]
-        found: Mapping[str, Any] = told[0] if told else {}
+        found = self._machine
         cpu = f"CPU, {found.get('cores')} cores of {found.get('processor')}" if found else NOT_KNOWN
         # Of a server without this package: what was asked for.
-        asked = self.info.get("dtype")
+        asked, version = self.info.get("dtype"), self.info.get("version")
         return {
             "dtype": found.get("dtype") or (NOT_KNOWN if asked in (None, "auto") else asked),
             "device": found.get("accelerator") or cpu,
-            "sglang": self.info.get("version") or NOT_KNOWN,
+            "engine": f"SGLang {version}" if version else NOT_KNOWN,
             "torch": found.get("torch", NOT_KNOWN),
         }

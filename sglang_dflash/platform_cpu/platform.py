@@ -26,6 +26,11 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_device(self, device_id: int | None = None) -> str:
         return "cpu"
 
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Let a scheduler without requests sleep, as `--sleep-on-idle` does. SGLang has no flag
+        against it. A scheduler that polls takes a core from all that runs beside it."""
+        server_args.sleep_on_idle = True
+
     def init_backend(self) -> None:
         # SGLang's `torch_native` backend knows neither target verify nor a draft's block. Ours
         # takes its name, because SGLang treats `torch_native` as "no Triton here" in many places.

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.bench.arms import arms_of
+from sglang_dflash.bench import arms
+from sglang_dflash.bench.arms import arms_of, grouped
 from sglang_dflash.bench.server import ServerConfig, demo_config
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.cli import bench
-from sglang_dflash.facts.command_line import given
+from sglang_dflash.facts.command_line import given as given_by
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 
@@ -85,7 +86,7 @@ def test_sglangs_flag_names_are_taken() -> None:
     parser = argparse.ArgumentParser()
     bench.arguments(parser)
     words = "--dataset-name demo --max-concurrency 4 --seed 7 --num-prompts 9"
-    ours = settings_for(**given(parser.parse_args(words.split()), BenchSettings))
+    ours = settings_for(**given_by(parser.parse_args(words.split()), BenchSettings))
     assert (ours.dataset, ours.levels, ours.seed, ours.num_prompts) == (("demo",), (4,), 7, 9)
 
 
@@ -113,11 +114,9 @@ def test_defaults_depend_on_the_machine() -> None:
     assert list(started()) == ["ar", "dflash"]
     assert (cpu.levels, cpu.datasets) == ((1, 8, 16), ("demo", "stdlib"))
     assert (gpu.levels, gpu.num_prompts, gpu.max_new_tokens) == ((1, 8, 16, 32), 128, 1024)
-    assert cpu.dtype == gpu.dtype == "float32" and not gpu.in_turn
-    given_pair = settings_for(False, target="T", draft="D")
-    assert given_pair.datasets == ("stdlib",) and given_pair.in_turn
-    large = settings_for(True, target="T", draft="D")
-    assert large.in_turn and large.dtype == "bfloat16"
+    assert cpu.dtype == gpu.dtype == "float32"
+    assert settings_for(False, target="T", draft="D").datasets == ("stdlib",)
+    assert settings_for(True, target="T", draft="D").dtype == "bfloat16"
     assert settings_for(pair="code").datasets == ("unseen",)
 
 
@@ -126,7 +125,31 @@ def test_running_servers_are_arms_by_their_url() -> None:
     assert arms_of(of, accelerator=True) == {"vllm": "http://x:1", "own": "http://y:2/v1"}
     assert of.embedded == "hybrid" and of.datasets == ("demo", "stdlib")
     # As they tell.
-    assert of.dtype == "auto" and not of.in_turn
+    assert of.dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "available", "at_once"),
+    # Two servers of the pair: 3 GiB each, and four times 5.7 MB.
+    [
+        (False, 7 << 30, True),
+        (False, 6 << 30, False),
+        (False, None, False),
+        (True, 99 << 30, False),
+    ],
+)
+def test_servers_of_given_models_run_at_once_where_they_surely_fit(
+    accelerator: bool, available: int | None, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "available_bytes", lambda: available)
+    pair = demo_pair("dense")
+    given = settings_for(accelerator, target=str(pair.target), draft=str(pair.draft))
+    made = arms_of(given, accelerator)
+    one_by_one = [{name: arm} for name, arm in made.items()]
+    assert grouped(given, made, accelerator) == ([made] if at_once else one_by_one)
+    for others in (settings_for(accelerator), settings_for(accelerator, base_url=URL, target="T")):
+        made = arms_of(others, accelerator)
+        assert grouped(others, made, accelerator) == [made]
 
 
 URL = ("a=http://x",)

@@ -131,7 +131,7 @@ def test_labels_of_a_running_server_are_its_own_or_the_clients(
         code, out, err = bench(capsys, tmp_path, *urls(server), *asked)
     told = "model me/m; worker plain decoding; dtype bfloat16; device CPU, 3 cores of an abacus; "
     lines = out.splitlines()
-    assert code == 0 and f"- mine: {told}sglang 9.8.7; torch 7.6.5" in lines
+    assert code == 0 and f"- mine: {told}engine SGLang 9.8.7; torch 7.6.5" in lines
     assert "- outputs: not compared: one arm" in lines
     assert "asking mine" in err and "starting" not in err
     client = f"{os.cpu_count()} cores"
@@ -143,14 +143,14 @@ def test_labels_of_a_running_server_are_its_own_or_the_clients(
     assert "device CPU, 3 cores of an abacus; dtype bfloat16" in title and client not in title
     with FakeServer("vllm", echo, []) as server:
         code, out, _ = bench(capsys, tmp_path, *urls(server), *asked[:-1])
-    told = "worker not known; dtype not known; device not known; sglang not known; torch not known"
+    told = "worker not known; dtype not known; device not known; engine not known; torch not known"
     assert code == 0 and f"- vllm: model fake; {told}" in out.splitlines()
 
 
 def started_here(
     monkeypatch: pytest.MonkeyPatch, out: Path, capsys: Captured, *asked: str
 ) -> tuple[int, str, str]:
-    monkeypatch.setattr("sglang_dflash.bench.arms.Server", Started)
+    monkeypatch.setattr("sglang_dflash.bench.arms.ServerProcess", Started)
     monkeypatch.setattr(Started, "made", [])
     return bench(capsys, out, "--concurrency", "1", "--rounds", "1", "--dtype", "float32", *asked)
 
@@ -168,6 +168,8 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     chats.write_text('{"turns": ["first question", "second question"]}\n')
     given = ["--target", str(pair.target), "--draft", str(pair.draft), "--dataset-file", str(chats)]
     arms = ["--arm", "ar", "--arm", "dflash", "--arm", "builtin"]
+    # Too little for three of them at once.
+    monkeypatch.setattr("sglang_dflash.bench.arms.available_bytes", lambda: 9 << 30)
     code, out, _ = started_here(
         monkeypatch, tmp_path, capsys, "--simulated-acceptance", "3", "--picture", *given, *arms
     )
@@ -182,7 +184,7 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     # Chats too are answered at full length, in every arm.
     asked = [body for server in Started.made for _, _, body in server.asked]
     assert all(body["sampling_params"]["ignore_eos"] for body in asked)
-    # Given models run one after another: per arm a warm-up and a round.
+    # Per arm a warm-up and a round.
     assert "one server after another" in out
     assert [(server.beside, len(server.asked)) for server in Started.made] == [(0, 4)] * 3
 

@@ -72,7 +72,7 @@ def test_figures_of_two_rounds_are_those_of_all_their_answers() -> None:
 
 
 # By a server, of itself.
-TOLD = {"model": "m", "worker": "w", "dtype": "float32", "device": "CPU", "sglang": "1",
+TOLD = {"model": "m", "worker": "w", "dtype": "float32", "device": "CPU", "engine": "1",
         "torch": "2"}  # fmt: skip
 
 

@@ -37,6 +37,9 @@ HEALTHY: dict[str, Any] = {
     "warnings": [],
     "simulated_acceptance": None,
     "width": "fixed",
+    "decode_steps": 4000,
+    "step_milliseconds": 21.34,
+    "step_shares": {"verify": 0.712, "propose": 0.149, "commit": 0.04, "host": 0.099},
 }
 
 
@@ -136,21 +139,22 @@ OURS = (
     "3 MiB, target KV 16,384 tokens, acceptance length "
 )
 LINES = [
-    ({"undrafted_steps": 0}, f"{OURS}4.00 over 5,000 steps with drafts\nnothing wrong found"),
+    ({"undrafted_steps": 0}, f"{OURS}4.00 over 5,000 steps with drafts\na step takes"),
     # Of an adaptive server, drafts that do not pay are no finding.
     (
         {"undrafted_steps": 15_000, "undrafted_tokens": 15_000, "width": "adaptive"},
         "4.00 over 5,000 steps with drafts, 1.75 tokens per step over all 20,000 (15,000 without "
-        "drafts)\nnothing wrong found",
+        "drafts)\na step takes",
     ),
     ({"trained_block_size": 4}, "block 8 (trained for 4), window all"),
     ({"window": 128}, "block 8, window 128"),
     (
         {**STARTED, "undrafted_steps": 0},
-        f"{OURS}1.02 over 60 steps with drafts\ntoo early to judge acceptance: 60 of 100 steps "
+        f"{OURS}1.02 over 60 steps with drafts\na step takes 21.3 ms: verify 71%, propose 15%, "
+        "commit 4%, host 10%\ntoo early to judge acceptance: 60 of 100 steps "
         "with drafts, warm-up included; send more requests\nnothing wrong found",
     ),
-    ({**STARTED, "verify_steps": 0}, f"{OURS}not known yet: no verify step\ntoo early"),
+    ({**STARTED, "verify_steps": 0}, f"{OURS}not known yet: no verify step\na step takes"),
 ]
 
 
@@ -172,6 +176,30 @@ def test_the_first_line_describes_the_server(report: dict[str, Any], line: str) 
 )
 def test_so_it_does_other_servers(server: ServerInfo, line: str) -> None:
     assert server.line().startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("report", "machine", "line"),
+    [
+        ({}, {}, "a step takes 21.3 ms: verify 71%, propose 15%, commit 4%, host 10%"),
+        (
+            {},
+            {"accelerator": "an H100"},
+            "a step takes 21.3 ms; the host launches verify 71%, propose 15%, commit 4%, and works "
+            "or waits in the rest",
+        ),
+        # The first steps take longer than others.
+        ({"decode_steps": 99}, {}, None),
+        ({"step_shares": {}, "step_milliseconds": None}, {}, None),
+    ],
+)
+def test_it_tells_where_the_time_of_a_step_goes(
+    report: dict[str, Any], machine: dict[str, Any], line: str | None
+) -> None:
+    server = reading(report)
+    server.states[0]["machine"] = machine
+    assert server.step_line() == line
+    assert (line in as_text(server, []).splitlines()) is (line is not None)
 
 
 def test_the_dtype_is_known_if_it_was_asked_for() -> None:
@@ -249,6 +277,8 @@ def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         "verify_steps": 5000,
         "tokens_per_step": 3.992,
         "judged": True,
+        "step_milliseconds": 21.34,
+        "step_shares": {"verify": 0.712, "propose": 0.149, "commit": 0.04, "host": 0.099},
         "target_kv_tokens": None,
         "findings": [],
     }

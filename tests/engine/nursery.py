@@ -184,10 +184,9 @@ class ForkedServer(Server):
     def start(self) -> None:
         # `wait` reads it, perhaps before the child has opened it.
         self.log.touch()
-        args = ["--host", "127.0.0.1", "--port", str(self.port), *self.args]
-        self.process = Forked(
-            self._nursery, module=self.config.module, args=args, env=self._env, log=str(self.log)
-        )
+        _python, _m, module, *args = self.config.command(self.port)
+        env = self.config.environment()
+        self.process = Forked(self._nursery, module=module, args=args, env=env, log=str(self.log))
 
     def stop(self) -> None:
         """Kill it. An orderly end takes 5 to 30 s; test_as_installed.py tests it."""

@@ -66,7 +66,7 @@ def recording_name(config: ServerConfig, ask: Ask) -> str:
 # -- the demo pair
 
 PLAIN = ServerConfig(name="plain").having(
-    model_path=PAIR.target, dtype="float32", sleep_on_idle=True, max_total_tokens=32768
+    model_path=PAIR.target, dtype="float32", max_total_tokens=32768
 )
 
 
@@ -318,7 +318,6 @@ SGLANGS_PENALTIES = FEATURES.named("sglangs-penalties").changed("no_penalty_rows
 # States are kept for the prefix cache every 64 tokens: many verify steps cross such a boundary.
 HYBRID = ServerConfig(name="hybrid").having(
     dtype="float32",
-    sleep_on_idle=True,
     max_total_tokens=16384,
     max_mamba_cache_size=64,
     max_running_requests=8,

@@ -27,7 +27,7 @@ def test_two_servers_side_by_side(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     servers.stop()
-    monkeypatch.setattr(arms, "Server", functools.partial(ForkedServer, servers.nursery))
+    monkeypatch.setattr(arms, "ServerProcess", functools.partial(ForkedServer, servers.nursery))
     asked = "--arm ar --arm dflash --dataset demo --num-prompts 2 --max-new-tokens 16 --rounds 1"
     command = ["bench", *asked.split(), "--concurrency", "1,2", "--picture", "--out", str(tmp_path)]
     assert cli.main(command) == 0

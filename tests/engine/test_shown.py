@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import psutil
 import pytest
 
 from sglang_dflash.bench.server import Server
@@ -60,6 +63,24 @@ def test_a_draft_kv_cache_is_split_by_heads(server: Server) -> None:
     layers, two, heads, width = DraftConfig.from_pretrained(PAIR.draft).kv_shape
     bytes_per_entry = report["draft_kv_bytes"] / (report["draft_kv_entries"] + 1)
     assert bytes_per_entry == layers * two * heads * width * 4 / 2
+
+
+@pytest.mark.server(DFLASH)
+def test_a_server_without_requests_sleeps(server: Server) -> None:
+    """Its scheduler took a core."""
+
+    def cpu_seconds() -> float:
+        server_process = psutil.Process(server.process.pid)
+        every = [server_process, *server_process.children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in every)
+
+    server.generate("import os\n", temperature=0, max_new_tokens=4)
+    time.sleep(1)
+    before = cpu_seconds()
+    time.sleep(4)
+    spent = cpu_seconds() - before
+    print(f"{spent:.2f} CPU seconds in 4 s without requests")
+    assert spent < 0.5
 
 
 @pytest.mark.server(DFLASH)

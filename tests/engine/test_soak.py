@@ -92,7 +92,7 @@ def soak(server: Server, plain: list[Expected], clients: int, seconds: float) ->
 
 
 def is_hierarchical(server: Server) -> bool:
-    return "--enable-hierarchical-cache" in server.args
+    return "--enable-hierarchical-cache" in server.config.args()
 
 
 def check_log(server: Server) -> None:

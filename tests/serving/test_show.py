@@ -230,7 +230,7 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     counters = worker.drafter.counters
     counters.add_context(torch.tensor([9]), torch.tensor([[0, -1, -1, 5]], dtype=torch.int32))
     counters.send()
-    worker.figures.host_seconds |= {"propose": 0.25, "verify": 0.5}
+    worker.figures.times.seconds |= {"propose": 0.25, "verify": 0.5}
     worker.learn([RequestStep(3, 3, 4)] * JUDGED_STEPS, 4, {})
     assert shown("acceptance_alarm") == 0
     context = [shown(f"draft_context_{what}_total") for what in ("sought", "found")]

@@ -29,9 +29,10 @@ PAIR = demo_pair("dense")
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "cpu"]], ids=["default", "device-cpu"])
-def test_the_default_attention_backend_is_ours(device: list[str], resolve: Any) -> None:
+def test_defaults_of_the_cpu_platform(device: list[str], resolve: Any) -> None:
     settings = resolving_view(resolve(server_flags(*device)))
     assert settings.attention_backend == "torch_native" and settings.sampling_backend == "pytorch"
+    assert settings.sleep_on_idle
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(

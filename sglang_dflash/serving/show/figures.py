@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +21,7 @@ from sglang_dflash.facts.sizes import HeadBytes, head_bytes
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.show.counts import AcceptanceCounts, DraftWatch, RequestStep
+from sglang_dflash.serving.show.step_times import StepTimes
 
 INFO_HELP = (
     "Always 1. Which DFLASH worker serves (sglang-dflash or builtin, SGLang's own), its block size "
@@ -119,7 +117,9 @@ COUNTS = (
     Figure("width_steps", lambda s: {str(w): steps for w, steps in s.width_steps.items()},
            "steps", "Decode steps of a batch, by verify width.", label="width"),
     Figure("decode_steps", lambda s: sum(s.width_steps.values())),
-    Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.host_seconds.items()},
+    Figure("step_milliseconds", lambda s: s.times.step_milliseconds),
+    Figure("step_shares", lambda s: s.times.shares()),
+    Figure("host_seconds", lambda s: {k: round(v, 6) for k, v in s.times.seconds.items()},
            "host_seconds", "Host time of decode steps, by phase; on an accelerator, the time to "
            "launch it.", label="phase"),
 )  # fmt: skip
@@ -195,7 +195,7 @@ class Figures:
         host_tier: of draft K/V in host memory; None without a hierarchical cache.
         pages: of draft K/V, as other servers send them.
         rollback: of recurrent layers; None without them.
-        host_seconds: of decode steps by phase; on an accelerator, the time to launch them.
+        times: of decode steps.
         labels: of this process's series in /metrics; None for none.
         notices: what was warned of at start-up.
     """
@@ -219,11 +219,11 @@ class Figures:
     notices: Sequence[Notice] = ()
     counts: AcceptanceCounts = field(init=False)
     watch: DraftWatch = field(init=False)
-    host_seconds: dict[str, float] = field(init=False)
+    times: StepTimes = field(init=False)
 
     def __post_init__(self) -> None:
         self.counts = AcceptanceCounts(self.options.block_size)
-        self.host_seconds = defaultdict(float)
+        self.times = StepTimes()
         counters, speaks = self.drafter.counters, self.tp.rank == 0
         self.watch = DraftWatch(counters, self.draft_kv_entries, self.notices, speaks)
         self._series = None if self.labels is None else Series(self, self.labels)
@@ -242,13 +242,6 @@ class Figures:
     def head_bytes(self) -> HeadBytes:
         itemsize = self.model.dtype.itemsize
         return head_bytes(self.model.config, self.options.draft_block, itemsize)
-
-    @contextmanager
-    def timing(self, phase: str) -> Iterator[None]:
-        """Count the time within to that phase of a decode step."""
-        began = time.perf_counter()
-        yield
-        self.host_seconds[phase] += time.perf_counter() - began
 
     def add(self, steps: Sequence[RequestStep]) -> None:
         """Take in what live requests got from one decode step."""

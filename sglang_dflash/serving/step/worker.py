@@ -103,12 +103,13 @@ class DFlashWorker:
         if self.host_tier is not None:
             self.host_tier.follow(self._plain_context.absorb)
         if batch.forward_mode.is_idle():
-            self.widths.clock.interrupted()
+            self._interrupted()
             return self._idle(publish)
         with self.seeds.given(batch):
             if not batch.forward_mode.is_extend():
-                return self._decode(batch, publish, grammar_barrier)
-            self.widths.clock.interrupted()
+                with self.figures.times.step():
+                    return self._decode(batch, publish, grammar_barrier)
+            self._interrupted()
             self._plain_context.absorb()
             return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
 
@@ -138,22 +139,22 @@ class DFlashWorker:
     def _decode(
         self, batch: ScheduleBatch, publish: Publish, barrier: Barrier | None
     ) -> GenerationBatchResult:
-        with self.figures.timing("choose_width"):
+        with self.figures.times.phase("choose_width"):
             width = self.widths.choose(batch)
         step = self._next_step(batch, width)
         self.observer.before_step(batch, step)
-        with self.figures.timing("propose"):
+        with self.figures.times.phase("propose"):
             block, guesses = self._propose(batch, step)
             if self.lookup is not None:
                 self.lookup.write(step.rows[:, None], step.positions, block)
-        with self.figures.timing("verify"), self.target.at(step.width):
+        with self.figures.times.phase("verify"), self.target.at(step.width):
             target, accepted = self._verify(batch, step, block, barrier)
             new_seq_lens = step.seq_lens + accepted.lengths
             publish(new_seq_lens)
             self._sampled_drafts.learn(guesses, accepted)
             if self.lookup is not None and step.width > 1:
                 self.lookup.learn(accepted.lengths)
-        with self.figures.timing("commit"):
+        with self.figures.times.phase("commit"):
             self._commit(batch, step, target.logits_output, accepted)
             self.drafter.counters.send()
         self.observer.after_step(batch, step, accepted, new_seq_lens)
@@ -237,6 +238,11 @@ class DFlashWorker:
             hidden, step.positions.flatten(), step.slots.flatten(), keep=committed.flatten()
         )
 
+    def _interrupted(self) -> None:
+        """Something else than decode steps runs."""
+        self.widths.clock.interrupted()
+        self.figures.times.interrupted()
+
     def _idle(self, publish: Publish) -> GenerationBatchResult:
         empty = self._offsets[:0]
         publish(empty)
@@ -254,6 +260,8 @@ class DFlashWorker:
         """Take in requests whose prompts another server has computed, and whose draft K/V has
         arrived. Their first tokens are the batch's bonus tokens."""
         theirs = batch.spec_info
+        # Before them there may have been none.
+        self.figures.times.interrupted()
         self.seeds.keep(batch)
         self.target_tokens.penalties.commit(batch, theirs.bonus_tokens[:, None])
         if self.lookup is not None:
@@ -269,7 +277,7 @@ class DFlashWorker:
             accepted: accepted drafts of each live request that takes drafts.
         """
         self.figures.add(steps)
-        with self.figures.timing("learn_width"):
+        with self.figures.times.phase("learn_width"):
             self.widths.observe(width, accepted)
 
     def clear(self) -> None:
