@@ -15,8 +15,12 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.repairs import sent_text
+from sglang_dflash.repairs.token_events import TokenEvents
+from tests.seam.originals import original
 
 END = "<|im_end|>"
+DECODE = "sglang.srt.managers.detokenizer_manager.DetokenizerManager._decode_batch_token_id_output"
 TAG = re.compile(r"\]?<[^<>\s\"]{2,40}>\[?>?\[?|\[TOOL_CALLS\]")
 # Tokens of an event.
 MOST = 16
@@ -70,10 +74,14 @@ def blocks(count: int, rng: random.Random) -> list[int]:
 
 
 def detokenize(
-    tokenizer: PreTrainedTokenizerFast, answers: list[Answer], sizes: list[list[int]]
+    tokenizer: PreTrainedTokenizerFast,
+    answers: list[Answer],
+    sizes: list[list[int]],
+    row: bool = True,
 ) -> list[list[str]]:
-    """What SGLang's detokenizer sends in each event of the answers, all of them beside each
-    other."""
+    """What SGLang's detokenizer sends in each event of the answers, all of them beside each other,
+    with our row or without."""
+    decode = original(DECODE)
     detokenizer = DetokenizerManager.__new__(DetokenizerManager)
     detokenizer.tokenizer, detokenizer.vocab_size = tokenizer, len(tokenizer)
     detokenizer.decode_status = OrderedDict()
@@ -90,21 +98,20 @@ def detokenize(
             begin, done[i] = done[i], done[i] + sizes[i][step]
             new.append((prompt if begin == 0 else []) + answers[i].ids[begin : done[i]])
         last = [step == len(sizes[i]) - 1 for i in going]
-        sent = detokenizer._decode_batch_token_id_output(
-            SimpleNamespace(
-                rids=going,
-                decoded_texts=[""] * len(going),
-                decode_ids=new,
-                read_offsets=[len(prompt)] * len(going),
-                finished_reasons=[
-                    answers[i].finish if ended else None
-                    for i, ended in zip(going, last, strict=True)
-                ],
-                no_stop_trim=[False] * len(going),
-                skip_special_tokens=[False] * len(going),
-                spaces_between_special_tokens=[True] * len(going),
-            )  # type: ignore[arg-type]
+        batch = SimpleNamespace(
+            rids=going,
+            decoded_texts=[""] * len(going),
+            decode_ids=new,
+            read_offsets=[len(prompt)] * len(going),
+            finished_reasons=[
+                answers[i].finish if ended else None for i, ended in zip(going, last, strict=True)
+            ],
+            no_stop_trim=[False] * len(going),
+            skip_special_tokens=[False] * len(going),
+            spaces_between_special_tokens=[True] * len(going),
         )
+        args = (detokenizer, batch)
+        sent = sent_text.send_once(decode, *args) if row else decode(*args)
         for i, text in zip(going, sent, strict=True):
             texts[i].append(text)
     return texts
@@ -138,3 +145,25 @@ def manager(tokenizer: PreTrainedTokenizerFast, incremental: bool = False) -> An
     made.tokenizer, made.preferred_sampling_params = tokenizer, None
     made.incremental_streaming_output = incremental
     return made
+
+
+def deltas(events: list[dict[str, Any]]) -> list[str]:
+    """The new text of each, where each has the whole text."""
+    ends = [0, *(len(event["text"]) for event in events)]
+    return [event["text"][end:] for event, end in zip(events, ends, strict=False)]
+
+
+def streamed(
+    tokenizer: PreTrainedTokenizerFast, texts: list[str], rng: random.Random
+) -> Iterator[tuple[list[str], list[str]]]:
+    """Of answers with these texts: what a parser is given if every event has one token, and what we
+    give it if an event has 1 to 16."""
+    answers = [answer(tokenizer, text, rng) for text in texts]
+    ones = [[1] * len(one.ids) for one in answers]
+    sizes = [blocks(len(one.ids), rng) for one in answers]
+    alone, several = (detokenize(tokenizer, answers, each) for each in (ones, sizes))
+    of = manager(tokenizer)
+    for one, single, size, block in zip(answers, alone, sizes, several, strict=True):
+        stream = TokenEvents(of, REQUEST)
+        given = [new for event in events(one, size, block) for new in stream.split(event)]
+        yield single, deltas(given)

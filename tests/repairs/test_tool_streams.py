@@ -16,9 +16,9 @@ from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from transformers import PreTrainedTokenizerFast
 
-from sglang_dflash.repairs.token_events import TokenEvents
 from tests.conftest import FUZZ
 from tests.repairs import detokenized
+from tests.repairs.detokenized import streamed
 from tests.repairs.tool_formats import FORMATS, JSON_ARRAY, JSON_TEMPLATE, TOOLS, conversation
 
 ANSWERS = 300 * FUZZ
@@ -65,12 +65,6 @@ def parsed(name: str, texts: list[str]) -> tuple[str, dict[int, list[str]]]:
     return "".join(text or "" for text, _ in got), calls
 
 
-def deltas(events: list[dict[str, Any]]) -> list[str]:
-    """The new text of each."""
-    ends = [0, *(len(event["text"]) for event in events)]
-    return [event["text"][end:] for event, end in zip(events, ends, strict=False)]
-
-
 def test_every_registered_parser_has_a_format() -> None:
     assert set(FORMATS) == set(REGISTERED)
 
@@ -78,25 +72,12 @@ def test_every_registered_parser_has_a_format() -> None:
 def compared(name: str, step: int) -> tuple[list[list[str]], int]:
     """The answers, in blocks, that differ from those in single tokens, and the number of calls."""
     rng, form = random.Random(f"{name} {step}"), FORMATS.get(name, JSON_ARRAY)
-    reads = tokenizer(step)
-    answers = [
-        detokenized.answer(reads, conversation(form, rng), rng) for _ in range(ANSWERS // 2)
-    ]
-    ones = [[1] * len(one.ids) for one in answers]
-    sizes = [detokenized.blocks(len(one.ids), rng) for one in answers]
-    alone, blocks = (detokenized.detokenize(reads, answers, each) for each in (ones, sizes))
-    manager = detokenized.manager(reads)
+    texts = [conversation(form, rng) for _ in range(ANSWERS // 2)]
     differing, found = [], 0
-    for answer, single, size, block in zip(answers, alone, sizes, blocks, strict=True):
-        stream = TokenEvents(manager, detokenized.REQUEST)
-        events = [
-            one
-            for event in detokenized.events(answer, size, block)
-            for one in stream.split(event)
-        ]
-        expected = parsed(name, single)
-        if parsed(name, deltas(events)) != expected:
-            differing.append(block)
+    for alone, blocks in streamed(tokenizer(step), texts, rng):
+        expected = parsed(name, alone)
+        if parsed(name, blocks) != expected:
+            differing.append(blocks)
         found += len(expected[1])
     return differing, found
 

@@ -31,7 +31,21 @@ TOOLS = [
     }
     for name, kinds in PARAMETERS.items()
 ]
-WORDS = ["the sky", "is", "blue", "é", "日本", "🙂", "a < b", '"x"', "[1]", "{}", "it's;", "\n", "1, 2"]
+WORDS = [
+    "the sky",
+    "is",
+    "blue",
+    "é",
+    "日本",
+    "🙂",
+    "a < b",
+    '"x"',
+    "[1]",
+    "{}",
+    "it's;",
+    "\n",
+    "1, 2",
+]
 
 
 class Format(NamedTuple):
@@ -158,6 +172,7 @@ JSON_TEMPLATE: dict[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
     "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
         "content": {"content": "text"},
         "tool_calls": {
             "open": "<call>",
@@ -255,7 +270,9 @@ FORMATS: dict[str, Format] = {
     "kimi_k3": Format(
         tagged(
             '<|open|>call tool="{name}" index="{at}"<|sep|>',
-            pairs('<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'),
+            pairs(
+                '<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+            ),
             "<|close|>call<|sep|>",
         ),
         begin="<|open|>tools<|sep|>",
@@ -318,9 +335,7 @@ FORMATS: dict[str, Format] = {
         minimax3, begin=f"{MINIMAX}<tool_call>", between="\n", end=f"{MINIMAX}</tool_call>"
     ),
     "interns1": Format(
-        around(
-            "<|action_start|> <|plugin|>\n", of_json("name", "parameters"), "<|action_end|>"
-        ),
+        around("<|action_start|> <|plugin|>\n", of_json("name", "parameters"), "<|action_end|>"),
         between="\n",
     ),
     "hermes": Format(around("<tool_call>", of_json("name", "arguments"), "</tool_call>")),
@@ -348,9 +363,7 @@ FORMATS: dict[str, Format] = {
         end="</｜GCML｜tool_calls>",
         groups=False,
     ),
-    "gemma4": Format(
-        lambda name, args, _: f"<|tool_call>call:{name}{gemma(args)}<tool_call|>"
-    ),
+    "gemma4": Format(lambda name, args, _: f"<|tool_call>call:{name}{gemma(args)}<tool_call|>"),
     "inkling": Format(
         lambda name, args, _: (
             f"<|message_model|>{name}<|content_invoke_tool_json|>"
