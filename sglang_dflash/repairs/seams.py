@@ -74,6 +74,24 @@ SEAMS = (
            "A profile that cannot be made ends the server.",
            "tests/repairs/test_operators.py::test_a_profile_that_cannot_be_made_is_an_answer")
           for method, ours in (("_profile", "answer"), ("_profile_batch_predicate", "follow"))),
+        (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager.generate_request",
+         "streams:adapt",
+         "Streamed tool calls lose arguments or whole calls if an event holds several tokens.",
+         "tests/repairs/test_front_ends.py::test_calls_are_lost_without_the_rows"),
+        (Kind.BEFORE, "entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+         "streams:mark_chat", "The same, of chat completions and /v1/messages.",
+         "tests/repairs/test_front_ends.py::test_calls_are_lost_without_the_rows"),
+        (Kind.BEFORE, "entrypoints.openai.serving_responses.OpenAIServingResponses"
+         "._generate_with_builtin_tools", "streams:mark_response", "The same, of /v1/responses.",
+         "tests/repairs/test_front_ends.py::test_calls_are_lost_without_the_rows"),
+        *((Kind.BEFORE, f"entrypoints.ollama.serving.OllamaServing._stream_{kind}_response",
+           "streams:mark_ollama", "Ollama's endpoints leave out the text of the last event.",
+           "tests/repairs/test_ollama.py::test_the_last_text_is_lost_without_the_rows")
+          for kind in ("chat", "generate")),
+        (Kind.AROUND, "managers.detokenizer_manager.DetokenizerManager"
+         "._decode_batch_token_id_output", "sent_text:send_once",
+         "Text before two events that end inside a character can be sent twice.",
+         "tests/repairs/test_token_events.py::test_text_is_sent_twice_without_the_row"),
         *((Kind.AROUND, f"entrypoints.openai.serving_{endpoint}._convert_to_internal_request",
            "bad_bodies:convert",
            "chat_template_kwargs with a name of SGLang's own arguments are an HTTP 500.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,52 @@ def sliding(folder: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+# Tokens of the demo target by their text -> what they are written as. In its answers this makes
+# calls of tools inside a block, with and without arguments, reasoning, and halves of a character.
+OTHER_TEXTS = {
+    "de": b"<tool_call>\n",
+    "e": b'{"name": "get_time", ',
+    "p": b'"arguments": {',
+    "co": b"}",
+    "py": b"}\n",
+    "_": b"</tool_call>",
+    "ri": b"<tool_call>\n",
+    "or": b'{"name": "search", ',
+    "ity": b'"arguments": {"text": "',
+    "kwargs": b'"}}',
+    ")\n\n": b"\n</tool_call>",
+    "def": b"<think>",
+    "):\n": b"</think>",
+    "at": "€".encode()[:2],
+    "o": "€".encode()[2:],
+}
+
+
+def other_texts(folder: Path) -> None:
+    """The demo target whose tokenizer writes some tokens otherwise, and reads them as before. A
+    chat is the text of its messages."""
+    shutil.copytree(PAIR.target, folder, dirs_exist_ok=True)
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    decoders = [raw["decoder"]]
+    for text, other in OTHER_TEXTS.items():
+        exactly = {"Regex": f"^{re.escape(_byte_level(text.encode()))}$"}
+        decoders.insert(0, {"type": "Replace", "pattern": exactly, "content": _byte_level(other)})
+    raw["decoder"] = {"type": "Sequence", "decoders": decoders}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{% for one in messages %}{{ one['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _byte_level(text: bytes) -> str:
+    """Bytes as the vocabulary writes them: as they are if they can be printed, else one by one from
+    character 256 on."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("ÿ") + 1)]
+    printed.remove(0xAD)
+    others = [byte for byte in range(256) if byte not in printed]
+    return "".join(chr(256 + others.index(b)) if b in others else chr(b) for b in text)
+
+
 def hybrid_moe(folder: Path) -> None:
     save_random_hybrid(folder, moe=True)
 
@@ -177,6 +224,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "overflowing-draft": overflowing_draft,
     "config-only": config_only,
     "sliding": sliding,
+    "other-texts": other_texts,
     "hybrid": save_random_hybrid,
     "hybrid-moe": hybrid_moe,
     "hybrid-draft": hybrid_draft,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_dflash.bench.server import Server
-from tests.engine import answer_ends, checks, workload
+from tests.engine import answer_ends, checks, front_ends, workload
 from tests.engine import feature_requests as features
 from tests.engine import hierarchical as h
 from tests.engine import servers as s
@@ -307,7 +307,20 @@ HYBRID = (
         ),
     ),
 )
-TABLE = (*DEMO, *SAMPLED, *FEATURES, *ENDS, *RETURNED, *HYBRID)
+# Every front end, streamed and not.
+TOLD = tuple(
+    Row(front_ends.TOLD, front_ends.TOLD_PLAIN, (ask,), checks)
+    for ask, checks in (
+        (front_ends.chat, (front_ends.calls_told, front_ends.in_blocks)),
+        (front_ends.messages, (front_ends.calls_told,)),
+        (front_ends.responses, (front_ends.calls_told,)),
+        (front_ends.completions, ()),
+        (front_ends.ollama_chat, ()),
+        (front_ends.ollama_generate, ()),
+        (front_ends.native, ()),
+    )
+)
+TABLE = (*DEMO, *SAMPLED, *FEATURES, *ENDS, *RETURNED, *HYBRID, *TOLD)
 
 
 def half_of_two(answers: dict[str, Any]) -> dict[str, Any]:
