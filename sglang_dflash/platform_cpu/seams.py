@@ -82,6 +82,11 @@ SEAMS = (
          "torch_ops:gather_on_cpu",
          "SGLang calls a custom operator that is registered for accelerators only.",
          f"{_PROOFS}test_all_gather_needs_an_accelerator"),
+        # Grammars.
+        (Kind.REPLACE, "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
+         "torch_ops:forbid_tokens",
+         "With --enable-strict-thinking no server starts: a mask without a grammar is applied by "
+         "kernels only.", f"{_PROOFS}test_a_mask_without_a_grammar_needs_a_kernel"),
         # LoRA.
         (Kind.AROUND, "lora.lora_manager.LoRAManager.__init__", "torch_ops:without_pinned_memory",
          "SGLang makes tensors of LoRA layers in pinned memory, which needs an accelerator.",
