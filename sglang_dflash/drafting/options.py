@@ -115,6 +115,16 @@ class ResolvedOptions:
             is_fixed: whether every step verifies the whole block.
         """
         found, context, trained = [], self.context, config.max_position_embeddings
+        if not config.names_target_layers:
+            ids = list(config.target_layer_ids)
+            found.append(
+                Notice(
+                    "target-layers-not-named",
+                    f"target_layer_ids of the draft: missing; the default, {ids}, is taken: if it "
+                    "was trained with other layers of the target, acceptance falls",
+                    "add the layers that it was trained with to dflash_config in its config.json",
+                )
+            )
         if self.draft_block > config.block_size:
             found.append(
                 Notice(

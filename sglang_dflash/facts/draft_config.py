@@ -87,6 +87,9 @@ class DraftConfig:
 
     Attributes:
         num_target_layers: None if the checkpoint does not tell.
+        names_target_layers: whether the checkpoint tells `target_layer_ids`. If not, they are
+            `default_target_layer_ids`, as in DFlash's own code; it may have been trained with
+            others.
         layers: how each layer attends.
         draft_vocab_size: rows of an lm_head of its own, for a part of the vocabulary; None if it
             takes the target's.
@@ -110,6 +113,7 @@ class DraftConfig:
     num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
     layers: tuple[LayerAttention, ...]
+    names_target_layers: bool = True
     attention_bias: bool = False
     draft_vocab_size: int | None = None
     output_multiplier: float = 1.0
@@ -165,6 +169,7 @@ class DraftConfig:
             num_target_layers=num_target_layers,
             target_layer_ids=_target_layer_ids(fields, num_target_layers, depth),
             layers=_layer_attention(fields, depth),
+            names_target_layers="target_layer_ids" in fields,
             attention_bias=fields.flag("attention_bias", default=False),
             draft_vocab_size=_draft_vocab_size(fields),
             output_multiplier=float(fields.positive_number("output_multiplier", default=1)),

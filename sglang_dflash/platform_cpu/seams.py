@@ -93,6 +93,11 @@ SEAMS = (
          ".update_weights_from_ipc", "linear:update_by_ipc",
          "SGLang loads weights by IPC into parameters without restoring packed ones first.",
          f"{_PROOFS}test_weights_by_ipc_are_loaded_into_parameters"),
+        # Grammars.
+        (Kind.REPLACE, "constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
+         "torch_ops:forbid_tokens",
+         "With --enable-strict-thinking no server starts: a mask without a grammar is applied by "
+         "kernels only.", f"{_PROOFS}test_a_mask_without_a_grammar_needs_a_kernel"),
         # LoRA.
         (Kind.AROUND, "lora.lora_manager.LoRAManager.__init__", "torch_ops:without_pinned_memory",
          "SGLang makes tensors of LoRA layers in pinned memory, which needs an accelerator.",

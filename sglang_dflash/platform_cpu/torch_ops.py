@@ -141,6 +141,14 @@ def table_qk_norm_rope_(
     heads.copy_(torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1))
 
 
+def forbid_tokens(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """In place of `XGrammarGrammarBackend.apply_vocab_mask`, which masks logits in place where a
+    request has no grammar: as SGLang does on a CPU where it has one."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+
+
 def draft_in_own_dtype(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Cast the draft's input embeddings to the dtype of its weights."""
     if kwargs.get("input_embeds") is not None:

@@ -45,6 +45,10 @@ SEAMS = rows(
      ".SchedulerInternalStateController._add_speculative", "show.figures:add_report",
      "/server_info shows nothing of an out-of-tree worker.",
      "tests/serving/test_seams.py::test_server_info_shows_no_worker_without_the_row"),
+    (Kind.AFTER, "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+     "step.scheduler:rate_of_answer",
+     "An answer's spec_accept_rate is of whole blocks, whatever its steps have verified.",
+     "tests/serving/test_seams.py::test_rates_are_of_whole_blocks_without_the_rows"),
 )  # fmt: skip
 
 # Applied in the scheduler process when our worker serves.
@@ -55,6 +59,10 @@ WORKER_SEAMS = rows(
      "step.scheduler:count_kept_tokens",
      "The worker does not learn which steps and tokens of its result a request keeps.",
      "tests/engine/test_counts.py::test_all_accounts_of_the_acceptance_agree"),
+    (Kind.AROUND, "managers.scheduler_components.metrics_reporter"
+     ".SchedulerMetricsReporter.report_decode_stats", "step.scheduler:rate_of_proposed",
+     "The accept rate of the log and of /metrics is of whole blocks, too.",
+     "tests/serving/test_seams.py::test_rates_are_of_whole_blocks_without_the_rows"),
     (Kind.REPLACE, "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
      "step.batch:slots_for_next_step",
      "A request that plain decoding finishes ends with HTTP 500 if the pool has no room for two "

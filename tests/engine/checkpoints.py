@@ -215,6 +215,28 @@ def adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
+# Tokens of the demo target, and their texts for a model that thinks: it writes the first often.
+THOUGHTS = {327: "</think>", 707: "<think>", 336: "<tool_call>", 378: "</tool_call>"}
+
+
+def thinking(folder: Path) -> None:
+    """The demo target with other texts for some tokens: its drafts stay as good."""
+    shutil.copytree(PAIR.target, folder, dirs_exist_ok=True)
+    file = folder / "tokenizer.json"
+    raw = json.loads(file.read_text())
+    model, given = raw["model"], raw["added_tokens"][0]
+    old = {piece for piece, token in model["vocab"].items() if token in THOUGHTS}
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & old]
+    kept = {piece: token for piece, token in model["vocab"].items() if piece not in old}
+    model["vocab"] = {**kept, **{text: token for token, text in THOUGHTS.items()}}
+    raw["added_tokens"] += [
+        {**given, "id": token, "content": text, "special": False}
+        for token, text in THOUGHTS.items()
+    ]
+    file.write_text(json.dumps(raw))
+
+
 # The first folder of a path after `{files}` -> what fills it.
 MAKERS: dict[str, Callable[[Path], None]] = {
     "short-draft": short_draft,
@@ -229,4 +251,5 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "hybrid-moe": hybrid_moe,
     "hybrid-draft": hybrid_draft,
     "adapter": adapter,
+    "thinking": thinking,
 }

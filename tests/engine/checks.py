@@ -12,7 +12,7 @@ import requests
 import torch
 
 from sglang_dflash.bench.server import Server
-from tests.engine import workload
+from tests.engine import checkpoints, workload
 from tests.engine.hybrid import BLOCK_SIZE
 from tests.engine.servers import GRAPHS, ServerConfig, shown_states
 from tests.engine.session import ServerSession
@@ -112,6 +112,16 @@ def sampled(length: float) -> Check:
         assert workload.acceptance_length(seen.ours) > length
 
     return check
+
+
+def thought_in_bounds(seen: Seen) -> None:
+    """The thought ends where it may not go on: earlier with a smaller budget."""
+    end = next(token for token, text in checkpoints.THOUGHTS.items() if text == "</think>")
+    lengths = [answer["output_ids"].index(end) for answer in seen.ours[:14]]
+    assert lengths[::2] == lengths[1::2]
+    budgets = (0, 1, 3, 7, 8, 9, 20)
+    assert all(length <= budget for length, budget in zip(lengths[::2], budgets, strict=True))
+    assert lengths[:2] == [0, 0] and len(set(lengths)) > 3
 
 
 def ended_alike(seen: Seen) -> None:

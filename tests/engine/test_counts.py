@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from tests.engine import workload
 from tests.engine.client import ask, post, stream, together
 from tests.engine.processors import Nudged
 from tests.engine.servers import (
+    ADAPTIVE,
     PAGE16_NO_OVERLAP,
     PAGE16_WINDOW,
     TIGHT,
@@ -125,6 +127,42 @@ def test_all_accounts_of_the_acceptance_agree(config: ServerConfig, server: Serv
     assert [after.total(name) - before.total(name) for name in COUNTS] == totals
     assert after.series[SGLANGS] - before.series[SGLANGS] == expected.steps + single.steps
     check_totals(after)
+
+
+@pytest.mark.server(ADAPTIVE)
+def test_rates_are_of_the_drafts_of_each_step(server: Server) -> None:
+    """In the answer, and in the log and /metrics every 40 steps, by SGLang's own other numbers: an
+    answer's steps by the tokens that they verified, and the means of what they committed and
+    verified."""
+    block = server.dflash()["block_size"]
+    texts = [*workload.prompts()["short"][8:11], *workload.prompts()["demo"][:2]]
+    narrower = False
+    for text in texts:
+        before = server.dflash()["width_steps"]
+        info = ask(server, text, max_new_tokens=100)["meta_info"]
+        after = server.dflash()["width_steps"]
+        taken = {int(width): steps - before[width] for width, steps in after.items()}
+        proposed = sum(steps * (width - 1) for width, steps in taken.items())
+        # Overlap runs a step too many.
+        assert proposed - block < info["spec_num_proposed_drafts"] <= proposed
+        narrower |= info["spec_num_proposed_drafts"] < (block - 1) * info["spec_verify_ct"]
+        rate = info["spec_num_correct_drafts"] / (info["spec_num_proposed_drafts"] or 1)
+        assert info["spec_accept_rate"] == rate
+    assert narrower
+    shown = r"accept len: ([0-9.]+), accept rate: ([0-9.]+), cap len: ([0-9.]+)"
+    lines = [tuple(map(float, line)) for line in re.findall(shown, server.log.read_text())]
+    assert len(lines) > 2
+    for committed, rate, verified in lines:
+        # All three are rounded to two digits.
+        least, most = ((committed - 1 + e) / max(verified - 1 - e, 0.005) for e in (-0.005, 0.005))
+        assert least - 0.005 <= rate <= most + 0.005
+    assert gauge(server, "spec_accept_rate") == pytest.approx(lines[-1][1], abs=0.005)
+
+
+def gauge(server: Server, name: str) -> float:
+    text = requests.get(f"{server.url}/metrics", timeout=60).text
+    (line,) = [line for line in text.splitlines() if line.startswith(f"sglang:{name}{{")]
+    return float(line.split()[-1])
 
 
 @pytest.mark.server(TIGHT)

@@ -17,6 +17,7 @@ import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.engine import answer_ends, checks, front_ends, workload
+from tests.engine import constrained as c
 from tests.engine import feature_requests as features
 from tests.engine import hierarchical as h
 from tests.engine import servers as s
@@ -198,6 +199,11 @@ FEATURES = (
         (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
 )
+# Budgets of a model that thinks.
+THINKING = (
+    Row(c.THINKING_PLAIN, c.THINKING_PLAIN, (c.thoughts,), (checks.thought_in_bounds,)),
+    Row(c.THINKING, c.THINKING_PLAIN, (c.thoughts,), (checks.drafted,)),
+)
 # Answers that end inside a block, for the earlier of two reasons.
 ENDS = (
     Row(s.FEATURES_DFLASH, s.FEATURES_PLAIN, (answer_ends.ends,), (checks.ended_alike,)),
@@ -320,7 +326,7 @@ TOLD = tuple(
         (front_ends.native, ()),
     )
 )
-TABLE = (*DEMO, *SAMPLED, *FEATURES, *ENDS, *RETURNED, *HYBRID, *TOLD)
+TABLE = (*DEMO, *SAMPLED, *FEATURES, *THINKING, *ENDS, *RETURNED, *HYBRID, *TOLD)
 
 
 def half_of_two(answers: dict[str, Any]) -> dict[str, Any]:

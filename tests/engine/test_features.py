@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import requests
 
 from sglang_dflash.bench.server import Server
 from tests.engine import feature_requests as features
@@ -134,6 +135,15 @@ def test_aborted_requests_end_and_the_others_continue(answers: Any) -> None:
             assert a["meta_info"]["finish_reason"]["type"] == "abort" and len(x) < 20_000
         else:
             assert len(x) == len(y) == a["meta_info"]["finish_reason"]["length"]
+
+
+@overlapped
+def test_beam_search_is_refused(server: Server) -> None:
+    """As docs/limits.md says, and not served by chance: other requests go on."""
+    body = {"text": "import os", "sampling_params": {"beam_width": 2, "max_new_tokens": 4}}
+    answer = requests.post(f"{server.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 400 and "Beam search" in answer.text
+    assert server.generate("import os", max_new_tokens=4)["output_ids"]
 
 
 @either

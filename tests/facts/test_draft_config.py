@@ -15,7 +15,7 @@ from sglang_dflash.facts.draft_config import (
     default_target_layer_ids,
 )
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
-from tests.conftest import raw_config
+from tests.conftest import raw_config, with_own
 
 
 def test_published_fields_are_read() -> None:
@@ -42,12 +42,25 @@ def test_sliding_layers_are_causal_unless_the_config_denies_it() -> None:
     )
 
 
+UNNAMED = "target-layers-not-named"
+
+
 @pytest.mark.parametrize(
     ("layers", "depth", "ids"),
     [(36, 5, (1, 9, 17, 25, 33)), (64, 5, (1, 16, 31, 46, 61)), (8, 1, (4,))],
 )
 def test_default_layers_are_the_published_ones(layers: int, depth: int, ids: tuple) -> None:
     assert default_target_layer_ids(layers, depth) == ids
+
+
+@pytest.mark.parametrize(("named", "expected"), [([1, 3], []), (None, [UNNAMED])])
+def test_layers_that_the_draft_does_not_name_are_warned_of(
+    named: list[int] | None, expected: list[str]
+) -> None:
+    config = DraftConfig.from_dict(raw_config(**with_own(target_layer_ids=named)))
+    found = Options().resolve(config).warnings(config, {})
+    assert [notice.name for notice in found] == expected
+    assert all(str(list(config.target_layer_ids)) in notice.problem for notice in found)
 
 
 UNSUPPORTED = {

@@ -212,6 +212,16 @@ def test_input_embeddings_become_bfloat16() -> None:
     assert torch_ops.draft_in_own_dtype(forward, draft, **kwargs).dtype == torch.float32
 
 
+def test_a_mask_without_a_grammar_needs_a_kernel() -> None:
+    row = next(row for row in SEAMS if row.attribute == "apply_vocab_mask")
+    # Token 0 and 33 are allowed.
+    logits, mask = torch.zeros(1, 64), torch.tensor([[1, 2]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="Unsupported device: cpu"):
+        original(row.target)(logits, mask)
+    torch_ops.forbid_tokens(logits=logits, vocab_mask=mask)
+    assert (logits == 0).nonzero()[:, 1].tolist() == [0, 33]
+
+
 def test_all_gather_needs_an_accelerator() -> None:
     target = "sglang.srt.distributed.parallel_state.GroupCoordinator.all_gather_into_tensor"
     with pytest.raises(NotImplementedError, match="CPU"):

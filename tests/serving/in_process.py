@@ -155,7 +155,10 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
     given = draft_input(bonus, seq_lens.to(device), in_flight=1)
     batch = SimpleNamespace(
         forward_mode=ForwardMode.DECODE,
-        reqs=[SimpleNamespace(rid=str(row)) for row in range(len(lengths))],
+        reqs=[
+            SimpleNamespace(rid=str(row), custom_logit_processor=None)
+            for row in range(len(lengths))
+        ],
         req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
         seq_lens=seq_lens.to(device),
         seq_lens_cpu=seq_lens,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
+import re
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -84,6 +87,58 @@ def test_requests_are_refused_without_the_rows(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
     refusal = sampling.refuse_simulated_masks(validate, request, dflash)
     assert refusal is not None and "simulated" in refusal
+
+
+REPORTER, TOKENIZER = (
+    "sglang.srt.managers.scheduler_components.metrics_reporter",
+    "sglang.srt.managers.tokenizer_manager",
+)
+
+
+def reporter_of(correct: int, steps: int, verified: int, decoded: int) -> Any:
+    """SGLang's, after so many steps, of which it reports every tenth."""
+    reporter = MagicMock(
+        current_scheduler_metrics_enabled=False, is_stats_logging_rank=True,
+        enable_mfu_metrics=False, decode_log_interval=10, forward_ct_decode=decoded,
+        last_decode_stats_tic=0.0, num_generated_tokens=correct + steps,
+        spec_num_correct_drafts=correct, spec_num_accept_tokens=correct + steps,
+        spec_num_forward_ct=steps, spec_num_cap_tokens=verified,
+        spec_num_block_accept_tokens=0,
+    )  # fmt: skip
+    reporter.scheduler.spec_algorithm.is_none.return_value = False
+    reporter.scheduler.spec_algorithm.is_dspark.return_value = False
+    return reporter
+
+
+def test_rates_are_of_whole_blocks_without_the_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twenty steps of a server with blocks of 8: five verified 4 tokens each, the others one, and
+    ten drafts were accepted of fifteen."""
+    spec = SimpleNamespace(speculative_algorithm="DFLASH", speculative_num_draft_tokens=8)
+    for module in (our_batch, scheduler, *map(pkgutil.resolve_name, (REPORTER, TOKENIZER))):
+        monkeypatch.setattr(module, "get_spec", lambda: spec)
+    monkeypatch.setattr(f"{REPORTER}.get_disagg", lambda: SimpleNamespace(language_only=False))
+    caplog.set_level("INFO", REPORTER)
+    report = original(row_of("report_decode_stats").target)
+    report(reporter_of(10, 20, 35, decoded=20), False)
+    scheduler.rate_of_proposed(report, reporter_of(10, 20, 35, decoded=20), False)
+    scheduler.rate_of_proposed(report, reporter_of(0, 20, 20, decoded=20), False)
+    rates = re.findall("accept rate: ([0-9.]+)", caplog.text)
+    assert rates == [f"{10 / 140:.2f}", f"{10 / 15:.2f}", "0.00"]
+    unreported = reporter_of(10, 19, 34, decoded=19)
+    scheduler.rate_of_proposed(report, unreported, False)
+    assert unreported.spec_num_correct_drafts == 10
+
+    received = SimpleNamespace(
+        spec_verify_ct=[20], spec_num_correct_drafts=[10], completion_tokens=[30],
+        spec_num_cap_tokens=[35], spec_correct_drafts_histogram=[],
+    )  # fmt: skip
+    shown: dict[str, Any] = {}
+    original(row_of("_calculate_spec_decoding_metrics").target)(None, shown, received, 0)
+    assert (shown["spec_num_proposed_drafts"], shown["spec_accept_rate"]) == (140, 10 / 140)
+    scheduler.rate_of_answer(None, None, shown, received, 0)
+    assert (shown["spec_num_proposed_drafts"], shown["spec_accept_rate"]) == (15, 10 / 15)
 
 
 def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     get_server_return_hidden_states_mode,
 )
-from sglang.srt.runtime_context import get_spec, mamba_track_grid
+from sglang.srt.runtime_context import get_spec as get_spec
+from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify

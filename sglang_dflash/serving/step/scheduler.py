@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_dflash.serving.show.counts import RequestStep
-from sglang_dflash.serving.step.batch import serves_dflash
+from sglang_dflash.serving.step.batch import get_spec, serves_dflash
 from sglang_dflash.serving.step.target_tokens import takes_one_token
 
 
@@ -62,6 +62,33 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
             request.reasoning_tokens = min(request.reasoning_tokens, kept)
             break
     request.grammar = grammar
+
+
+def rate_of_proposed(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `SchedulerMetricsReporter.report_decode_stats`, for the log and /metrics: divide
+    accepted drafts by the drafts of the steps' own widths.
+
+    SGLang divides by a whole block's drafts per step, and then begins to count anew.
+    """
+    correct, steps = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
+    proposed = reporter.spec_num_cap_tokens - steps
+    of_whole_blocks = steps * (get_spec().speculative_num_draft_tokens - 1)
+    reporter.spec_num_correct_drafts = correct * of_whole_blocks / proposed if proposed else 0
+    original(reporter, *args, **kwargs)
+    if reporter.spec_num_forward_ct:
+        # This step reported nothing.
+        reporter.spec_num_correct_drafts = correct
+
+
+def rate_of_answer(result: None, manager: Any, meta_info: Any, received: Any, i: int) -> None:
+    """After `TokenizerManager._calculate_spec_decoding_metrics`, the same for an answer."""
+    del result, manager
+    if "spec_verify_ct" in meta_info and received.spec_num_cap_tokens and serves_dflash():
+        proposed = received.spec_num_cap_tokens[i] - meta_info["spec_verify_ct"]
+        if proposed >= 0:
+            correct = meta_info["spec_num_correct_drafts"]
+            meta_info["spec_num_proposed_drafts"] = proposed
+            meta_info["spec_accept_rate"] = correct / proposed if proposed else 0.0
 
 
 def count_kept_tokens(original: Any, processor: Any, batch: Any, result: Any) -> None:

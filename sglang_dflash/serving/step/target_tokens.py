@@ -138,3 +138,10 @@ def takes_one_token(request: Any) -> bool:
     """Whether the request takes one token per step: its logits may depend on any token before, in a
     way that only its own processor knows."""
     return bool(request.custom_logit_processor)
+
+
+def verified_tokens(batch: ScheduleBatch, width: int) -> Tensor:
+    """Of a step of that width, int32 `[R]` on the host: how many of its block each request can
+    take, the bonus token included."""
+    taken = [1 if takes_one_token(request) else width for request in batch.reqs]
+    return torch.tensor(taken, dtype=torch.int32)

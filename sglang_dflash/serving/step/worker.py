@@ -44,7 +44,7 @@ from sglang_dflash.serving.step.prefill import (
 )
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import TargetForward
-from sglang_dflash.serving.step.target_tokens import TargetTokens
+from sglang_dflash.serving.step.target_tokens import TargetTokens, verified_tokens
 from sglang_dflash.serving.step.width import StepWidths
 
 Publish = Callable[[Tensor], None]
@@ -163,6 +163,7 @@ class DFlashWorker:
         target.accept_lens, target.new_seq_lens = accepted.lengths.int(), new_seq_lens
         target.next_draft_input = draft_input(accepted.bonus, new_seq_lens, in_flight=step.width)
         target.speculative_num_draft_tokens = step.width
+        target.cap_lens = verified_tokens(batch, step.width)
         return target
 
     def _next_step(self, batch: ScheduleBatch, width: int) -> Step:
