@@ -1,125 +1,97 @@
-"""The draft: it learns from the target's continuations (`continuations.py`)."""
+"""The draft: it learns from what the target has written (`states.py`)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.selector import CandidateSelector
-from sglang_dflash.facts.tensors import layout
 
-from . import data
-from .continuations import Shard
-from .loop import train
+from .states import States
 
-BLOCK_SIZE = 8
 # Later positions count less, because a token is used only if all before it are right
 # (arXiv 2602.06036, section 4.3).
 DECAY = 4.0
-# The layers whose outputs the draft reads, spread as in published drafts.
-TARGET_LAYERS = (1, 4, 6)
-BATCH, ANCHORS = 12, 28
-LR = 6e-3
-# Of the DFlash2 draft, which starts from the v1 draft: a lower rate, and a higher one for tables
-# that begin at zero.
-LR2, CODEBOOKS = 2e-3, 2.0
-DFLASH2 = {
-    "selector_rank": 64, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16,
-}  # fmt: skip
+BATCH, ANCHORS = 8, 64
 # Share of the loss that compares distributions; the rest is the cross entropy of the argmax.
 SOFT = 0.5
-
-
-def dflash2_config(first: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the DFlash2 draft, by that of the v1 draft."""
-    own = {**first["dflash_config"], **DFLASH2}
-    return {**first, "architectures": ["DFlash2DraftModel"], "dflash_config": own}
-
-
-def draft_config(target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """config.json of the v1 draft, in the published layout. Its layers are as wide as the target's,
-    which they start from."""
-    of = target.config
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": of.hidden_size,
-        "intermediate_size": of.intermediate_size,
-        "num_hidden_layers": 3,
-        "num_attention_heads": of.num_attention_heads,
-        "num_key_value_heads": of.num_key_value_heads,
-        "head_dim": of.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": of.max_position_embeddings,
-        "vocab_size": of.vocab_size,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "block_size": BLOCK_SIZE,
-        "num_target_layers": of.num_hidden_layers,
-        "dflash_config": {
-            "mask_token_id": tokenizer.token_to_id(data.MASK),
-            "target_layer_ids": list(TARGET_LAYERS),
-        },
-    }
+# The softmax is over the tokens that are the most frequent in the text, those that the target finds
+# likely in the batch, and so many of the others, which stand for all of these.
+FREQUENT, OTHERS = 4096, 1024
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows of several shards, and where their blocks begin.
+    """R texts up to an answer's end, padded to W tokens, and where their A blocks begin.
 
     Attributes:
-        ids, argmax: int64 `[R, W]`; hidden: float32 `[R, W, (F + 1) E]`. See `Shard`.
+        ids: int64 `[R, W]`; hidden: bfloat16 `[R, W, F E]`; likely, log_p: `[R, W, K]`. See
+            `States`.
         ends: int64 `[R]`; anchors: int64 `[R, A]`.
     """
 
     ids: Tensor
-    argmax: Tensor
     hidden: Tensor
+    likely: Tensor
+    log_p: Tensor
     ends: Tensor
     anchors: Tensor
 
 
-def draw(shards: Sequence[Shard], rows: int, anchors: int, rng: random.Random) -> Batch:
-    """Random windows, each with blocks at random places of what the target wrote."""
-    which = [rng.choice(shards) for _ in range(rows)]
-    picked = [(shard, rng.randrange(len(shard.ends))) for shard in which]
-    places = []
-    for shard, row in picked:
-        # The first generated token is the first that a block can begin with; one must follow.
-        room = range(shard.begin, int(shard.ends[row]) - 1)
-        places.append(sorted(rng.choices(room, k=anchors)))
-    return Batch(
-        torch.stack([shard.ids[row] for shard, row in picked]),
-        torch.stack([shard.argmax[row] for shard, row in picked]),
-        torch.stack([shard.hidden[row] for shard, row in picked]).float(),
-        torch.stack([shard.ends[row] for shard, row in picked]),
-        torch.tensor(places),
+def draw(shards: Sequence[States], rows: int, anchors: int, rng: random.Random) -> Batch:
+    """Random answers, each with blocks at random places of it."""
+    weights = [len(shard.answers) for shard in shards]
+    picked = [
+        (shard, rng.randrange(len(shard.answers)))
+        for shard in rng.choices(shards, weights, k=rows)
+    ]
+    # The first generated token is the first that a block can begin with; one must follow.
+    places = [
+        sorted(rng.choices(range(begin, max(begin + 1, end - 1)), k=anchors))
+        for begin, end in (shard.answers[i, 1:].tolist() for shard, i in picked)
+    ]
+    return gather(picked, torch.tensor(places))
+
+
+def gather(picked: Sequence[tuple[States, int]], anchors: Tensor) -> Batch:
+    """The texts of these answers, with blocks at `anchors` `[R, A]`."""
+    found, ends = [], []
+    for shard, i in picked:
+        text, _, end = shard.answers[i].tolist()
+        begin = int(shard.begins[text])
+        own = slice(begin, begin + end)
+        found.append((shard.ids[own], shard.hidden[own], shard.likely[own], shard.log_p[own]))
+        ends.append(end)
+    ids, hidden, likely, log_p = (
+        torch.nn.utils.rnn.pad_sequence(list(of), batch_first=True)
+        for of in zip(*found, strict=True)
     )
+    return Batch(ids, hidden, likely.long(), log_p.float(), torch.tensor(ends), anchors)
 
 
-def labels_of(batch: Batch) -> tuple[Tensor, Tensor]:
+def places_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
+    """Positions of all drafted tokens `[R, A, B - 1]`, inside of the text, and which are really."""
+    at = batch.anchors[..., None] + torch.arange(1, block)
+    inside = at < batch.ends[:, None, None]
+    return at.clamp_max(batch.ids.shape[1] - 1), inside
+
+
+def labels_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
     """The target's token at every drafted position, `[R, A, B - 1]`, and whether it is known.
 
     After the target's first token that is not the text's, its greedy continuation is unknown.
     """
-    at = batch.anchors[..., None] + torch.arange(1, BLOCK_SIZE)
-    inside = at < batch.ends[:, None, None]
-    at = at.clamp_max(batch.ids.shape[1] - 1).flatten(1)
-    labels = batch.argmax.gather(1, at - 1).view(inside.shape)
-    follows = (labels == batch.ids.gather(1, at).view(inside.shape)).long()
+    at, inside = places_of(batch, block)
+    labels = batch.likely[..., 0].gather(1, (at - 1).flatten(1)).view(at.shape)
+    follows = (labels == batch.ids.gather(1, at.flatten(1)).view(at.shape)).long()
     known = torch.cat((torch.ones_like(follows[..., :1]), follows[..., :-1].cumprod(-1)), -1)
     return labels, known.bool() & inside
 
@@ -142,8 +114,8 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
             ~seen[:, None, :, None, None], float("-inf")
         )
         to_block = torch.einsum("rabhgd,rachd->rhagbc", q, k)
-        p = torch.cat((to_context, to_block), dim=-1).softmax(-1)
-        p_ctx, p_block = p.split((k_ctx.shape[1], BLOCK_SIZE), dim=-1)
+        p = torch.cat((to_context, to_block), dim=-1).softmax(-1).to(v.dtype)
+        p_ctx, p_block = p.split((k_ctx.shape[1], q.shape[2]), dim=-1)
         out = torch.einsum("rhagbw,rwhd->rabhgd", p_ctx, v_ctx) + torch.einsum(
             "rhagbc,rachd->rabhgd", p_block, v
         )
@@ -152,89 +124,88 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
     return attend
 
 
-def block_logits(
-    model: DraftModel, embed: Tensor, target_hidden: Tensor, ids: Tensor, anchors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Hidden states `[R, A, B - 1, E]` and logits `[R, A, B - 1, V]` of blocks that start at
-    `anchors` `[R, A]` of `ids` `[R, W]`."""
-    rows, width = ids.shape
-    context = model.context_kv(target_hidden, torch.arange(width).expand(rows, -1))
-    blocks = torch.full((*anchors.shape, BLOCK_SIZE), model.config.mask_token_id)
-    blocks[..., 0] = ids.gather(1, anchors)
-    positions = anchors[..., None] + torch.arange(BLOCK_SIZE)
-    attend = masked_block_attention(context, anchors)
-    hidden = model(F.embedding(blocks, embed), positions, attend)[:, :, 1:]
-    return hidden, hidden @ embed.T
+def block_hidden(model: DraftModel, embed: Tensor, batch: Batch) -> Tensor:
+    """Hidden states `[R, A, B - 1, E]` of the drafted tokens."""
+    rows, width = batch.ids.shape
+    block = model.config.block_size
+    context = model.context_kv(batch.hidden, torch.arange(width).expand(rows, -1))
+    blocks = torch.full((*batch.anchors.shape, block), model.config.mask_token_id)
+    blocks[..., 0] = batch.ids.gather(1, batch.anchors)
+    positions = batch.anchors[..., None] + torch.arange(block)
+    attend = masked_block_attention(context, batch.anchors)
+    return model(F.embedding(blocks, embed), positions, attend)[:, :, 1:]
 
 
-def edge_logits(selector: CandidateSelector, hidden: Tensor, before: Tensor) -> Tensor:
-    """What the selector adds to the logits of all tokens `[R, A, B - 1, V]`, after the tokens
-    `before` `[R, A, B - 1]`."""
+class Vocabulary:
+    """The tokens that a step's softmax is over."""
+
+    def __init__(self, size: int, shards: Sequence[States]) -> None:
+        self.size = size
+        counts = sum(
+            (torch.bincount(shard.ids, minlength=size) for shard in shards),
+            torch.zeros(size, dtype=torch.int64),
+        )
+        self.frequent = counts.argsort(descending=True)[:FREQUENT]
+
+    def tokens(self, needed: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """Tokens int64 `[n]`, ascending, and what is added to the logit of each: a token of the
+        random ones stands for as many as were left out for it."""
+        kept = torch.zeros(self.size, dtype=torch.bool)
+        kept[self.frequent] = True
+        kept[needed.flatten()] = True
+        others = torch.nonzero(~kept)[:, 0]
+        added = torch.zeros(self.size)
+        if len(others):
+            drawn = others[
+                torch.randperm(
+                    len(others), generator=torch.Generator().manual_seed(rng.getrandbits(60))
+                )[:OTHERS]
+            ]
+            kept[drawn] = True
+            added[drawn] = torch.tensor(len(others) / len(drawn)).log()
+        tokens = torch.nonzero(kept)[:, 0]
+        return tokens, added[tokens]
+
+
+def edge_logits(
+    selector: CandidateSelector, hidden: Tensor, before: Tensor, tokens: Tensor
+) -> Tensor:
+    """What the selector adds to the logits of `tokens` `[n]`, `[..., n]`, after the tokens `before`
+    `[...]`."""
     query = selector.predecessor_codebook[before] * selector.hidden_projection(hidden)
-    return query @ selector.successor_codebook.T
+    return query @ selector.successor_codebook[tokens].T
 
 
-def block_loss(model: DraftModel, embed: Tensor, batch: Batch) -> tuple[Tensor, float]:
-    """The loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length."""
-    width = model.config.target_hidden_width
-    hidden, logits = block_logits(model, embed, batch.hidden[..., :width], batch.ids, batch.anchors)
-    labels, known = labels_of(batch)
+def block_loss(
+    model: DraftModel, embed: Tensor, head: Tensor, of: Vocabulary, batch: Batch, rng: random.Random
+) -> tuple[Tensor, float]:
+    """The loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length.
+
+    Args:
+        embed, head: `[V, E]`, the target's.
+    """
+    block = model.config.block_size
+    hidden = block_hidden(model, embed, batch)
+    labels, known = labels_of(batch, block)
+    # What is not known is not computed.
+    hidden, weight = hidden[known], torch.exp(-torch.arange(block - 1) / DECAY).expand_as(known)
+    weight = weight[known] / weight[known].sum()
+    at = (places_of(batch, block)[0] - 1).flatten(1)[..., None]
+    soft = [t.gather(1, at.expand(-1, -1, t.shape[-1])) for t in (batch.likely, batch.log_p)]
+    likely, log_p = (t.view(*known.shape, -1)[known] for t in soft)
+    tokens, added = of.tokens(likely, rng)
+    logits = F.linear(hidden, head[tokens], added.to(head.dtype))
     if model.candidate_selector is not None:
         bonus = batch.ids.gather(1, batch.anchors)[..., None]
-        before = torch.cat((bonus, labels[..., :-1]), -1)
-        logits = logits + edge_logits(model.candidate_selector, hidden, before)
-    weight = known * torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
-    weight, log_q = weight / weight.sum(), logits.log_softmax(-1)
-    hard = -log_q.gather(-1, labels[..., None])[..., 0]
-    at = batch.anchors[..., None] + torch.arange(BLOCK_SIZE - 1)
-    at = at.clamp_max(batch.ids.shape[1] - 1).flatten(1)[..., None]
-    final = batch.hidden[..., width:]
-    final = final.gather(1, at.expand(-1, -1, final.shape[-1])).view(*labels.shape, -1)
-    soft = -(log_q * (final @ embed.T).softmax(-1)).sum(-1)
-    loss = (((1 - SOFT) * hard + SOFT * soft) * weight).sum()
-    accepted = ((logits.argmax(-1) == labels) & known).long().cumprod(-1).sum(-1)
+        before = torch.cat((bonus, labels[..., :-1]), -1)[known]
+        logits = logits + edge_logits(model.candidate_selector, hidden, before, tokens)
+    log_q = F.log_softmax(logits, -1, dtype=torch.float32)
+    of_likely = log_q.gather(1, torch.searchsorted(tokens, likely))
+    share = SOFT * log_p.exp()
+    share[:, 0] += 1 - SOFT
+    loss = -((share * of_likely).sum(-1) * weight).sum()
+    with torch.no_grad():
+        right = torch.zeros_like(known)
+        right[known] = of_likely[:, 0] >= log_q.amax(-1)
+        accepted = right.long().cumprod(-1).sum(-1)
     return loss, 1 + accepted.float().mean().item()
-
-
-def train_draft(
-    model: DraftModel, embed: Tensor, shards: Sequence[Shard], work: Path, steps: int
-) -> None:
-    """Train `model` in place; an interrupted run resumes."""
-
-    def loss_of(rng: random.Random) -> tuple[Tensor, dict[str, float]]:
-        loss, acceptance = block_loss(model, embed, draw(shards, BATCH, ANCHORS, rng))
-        return loss, {"acceptance": acceptance}
-
-    is_second = model.candidate_selector is not None
-    name, lr = ("dflash2", LR2) if is_second else ("draft", LR)
-    train(name, model, loss_of, steps=steps, lr=lr, work=work, codebooks=CODEBOOKS)
-
-
-def init_from_draft(model: DraftModel, first: DraftModel) -> None:
-    """Start a DFlash2 draft as the v1 draft that it computes the same as."""
-    model.load_state_dict(first.state_dict(), strict=False)
-    selector = model.candidate_selector
-    assert selector is not None
-    with torch.no_grad():
-        selector.predecessor_codebook.normal_(0, 0.3)
-        selector.hidden_projection.weight.normal_(0, 0.05)
-        for layer in model.layers:
-            for convolution in (layer.attention_conv, layer.mlp_conv):
-                convolution.kernel_projection.weight.zero_()
-
-
-def init_from_target(model: DraftModel, target: PreTrainedModel) -> None:
-    """Copy the target's last layers into the draft's, and pass its last feature through `fc`."""
-    weights, parts = target.model.state_dict(), layout(model.config)
-    before = target.config.num_hidden_layers - len(model.layers)
-    for i, layer in enumerate(model.layers):
-        own, of = f"layers.{i}.", f"layers.{before + i}."
-        state = {
-            name: torch.cat([weights[part.name.replace(own, of)] for part in parts[own + name]])
-            for name in layer.state_dict()
-        }
-        layer.load_state_dict(state)
-    width = model.config.hidden_size
-    with torch.no_grad():
-        model.fc.weight.normal_(0, 0.02)
-        model.fc.weight[:, -width:] += torch.eye(width)

@@ -1,4 +1,5 @@
-"""A seeded, resumable training loop with a progress bar: Muon on matrices, AdamW on the rest."""
+"""A seeded, resumable training loop: Muon on matrices, AdamW on the rest, and an average of the
+weights, which is what is measured and kept."""
 
 from __future__ import annotations
 
@@ -8,20 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from sglang_dflash.bench.progress import progress_bar
-
-SAVE_EVERY_S = 60.0
-
-
+SAVE_EVERY_S = 120.0
+# The average goes back over so large a share of the steps so far.
+AVERAGED = 0.1
 # What is indexed by token, which is no matrix to Muon.
 TABLES = ("embed", "lm_head", "codebook")
 
 
-def make_optimizers(model: nn.Module, codebooks: float) -> list[torch.optim.Optimizer]:
+def make_optimizers(
+    params: dict[str, nn.Parameter], codebooks: float
+) -> list[torch.optim.Optimizer]:
     """`codebooks`: how much faster tables of a selector learn than the rest."""
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     kinds: dict[str, list[nn.Parameter]] = {"matrix": [], "codebook": [], "rest": []}
     for name, param in params.items():
         is_matrix = param.ndim == 2 and not any(table in name for table in TABLES)
@@ -32,75 +32,118 @@ def make_optimizers(model: nn.Module, codebooks: float) -> list[torch.optim.Opti
 
 
 def lr_scale(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, a plateau until half of the run, then linearly down to 1 %."""
+    """Linear warm-up, a plateau until 60 % of the run, then linearly down to 1 %.
+
+    A run that is extended goes on with the rate that the longer run has there.
+    """
     if step < warmup:
         return (step + 1) / warmup
-    return max(0.01, min(1.0, 2 * (steps - step) / steps))
+    return max(0.01, min(1.0, 2.5 * (steps - step) / steps))
 
 
-def train(
-    name: str,
-    model: nn.Module,
-    loss_of: Callable[[random.Random], tuple[torch.Tensor, dict[str, float]]],
-    *,
-    steps: int,
-    lr: float,
-    work: Path,
-    warmup: int = 30,
-    codebooks: float = 1.0,
-    before_step: Callable[[int], None] = lambda step: None,
-) -> None:
-    """Run `steps` optimizer steps of `loss_of(rng)`, each after `before_step(step)`.
+class Run:
+    """A training run whose state lies under `work`, from which an interrupted one goes on.
 
-    The state is saved under `work`, from which an interrupted run resumes. `name` names the state
-    file and seeds the data.
+    Args:
+        name: of the state's file; it seeds the data.
+        model: in the dtype that its forward and backward passes are computed in; the weights that
+            are updated are float32.
+        loss_of: of a step's random numbers: the loss, and the acceptance length of the batch.
+
+    Attributes:
+        step: steps so far; spent: CPU seconds so far, interruptions included.
+        average: weights, averaged over the last steps.
     """
-    file, optimizers = work / f"{name}.state.pt", make_optimizers(model, codebooks)
-    done, spent = 0, 0.0
-    if file.exists():
-        state = torch.load(file)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        done, spent = state["step"], state["spent"]
-    began, saved_at = time.process_time(), time.monotonic()
 
-    def save(step: int) -> None:
-        state = {
-            "model": model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-            "step": step,
-            # CPU seconds so far, interruptions included.
-            "spent": spent + time.process_time() - began,
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        loss_of: Callable[[random.Random], tuple[Tensor, float]],
+        *,
+        lr: float,
+        work: Path,
+        warmup: int = 30,
+        codebooks: float = 1.0,
+    ) -> None:
+        self.name, self.model, self.loss_of = name, model, loss_of
+        self.lr, self.warmup, self.file = lr, warmup, work / f"{name}.state.pt"
+        self.weights = {
+            n: nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()
         }
-        # Replaced in one operation: a cut leaves the old state or the new one.
-        torch.save(state, file.with_suffix(".tmp"))
-        file.with_suffix(".tmp").replace(file)
+        self.optimizers = make_optimizers(self.weights, codebooks)
+        self.step, self.spent = 0, 0.0
+        self.average = {n: p.detach().clone() for n, p in self.weights.items()}
+        if self.file.exists():
+            state = torch.load(self.file)
+            self._set(state["weights"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.step, self.spent, self.average = (
+                state[of] for of in ("step", "spent", "average")
+            )
+        self._copy()
 
-    with progress_bar(steps) as bar:
-        bar.set_description(name)
-        bar.update(done)
-        for step in range(done, steps):
-            before_step(step)
+    @torch.no_grad()
+    def _set(self, weights: dict[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self.weights[name].copy_(value)
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for name, param in self.model.named_parameters():
+            param.copy_(self.weights[name])
+            param.grad = None
+
+    def save(self) -> None:
+        """Replaced in one operation: a cut leaves the old state or the new one."""
+        state = {
+            "weights": {n: p.detach() for n, p in self.weights.items()},
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "average": self.average,
+            "step": self.step,
+            "spent": self.spent,
+        }
+        torch.save(state, self.file.with_suffix(".tmp"))
+        self.file.with_suffix(".tmp").replace(self.file)
+
+    def train(self, steps: int, until: float = float("inf")) -> float:
+        """Go on to `steps` steps or `until` CPU seconds of the run; the mean acceptance length of
+        the batches of these steps."""
+        saved_at, lengths = time.monotonic(), []
+        while self.step < steps and self.spent < until:
+            began = time.process_time()
             # One generator per step: a resumed run sees the same data as an uninterrupted one.
-            loss, figures = loss_of(random.Random(f"0-{name}-{step}"))
-            update(model, optimizers, loss, lr * lr_scale(step, steps, warmup))
-            bar.set_postfix(loss=loss.item(), **figures)
-            bar.update()
+            loss, acceptance = self.loss_of(random.Random(f"0-{self.name}-{self.step}"))
+            self._update(loss, self.lr * lr_scale(self.step, steps, self.warmup))
+            lengths.append(acceptance)
+            self.step += 1
+            self.spent += time.process_time() - began
+            if self.step % 10 == 0:
+                recent = sum(lengths[-10:]) / len(lengths[-10:])
+                print(
+                    f"{self.name} {self.step}/{steps}: loss {loss.item():.3f}, acceptance in the "
+                    f"batches {recent:.2f}, {self.spent:.0f} CPU seconds",
+                    flush=True,
+                )
             if time.monotonic() - saved_at >= SAVE_EVERY_S:
-                save(step + 1)
+                self.save()
                 saved_at = time.monotonic()
-    save(steps)
+        self.save()
+        return sum(lengths) / max(1, len(lengths))
 
-
-def update(
-    model: nn.Module, optimizers: list[torch.optim.Optimizer], loss: torch.Tensor, lr: float
-) -> None:
-    """One optimizer step."""
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("factor", 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def _update(self, loss: Tensor, lr: float) -> None:
+        """One optimizer step."""
+        loss.backward()
+        for name, param in self.model.named_parameters():
+            self.weights[name].grad = None if param.grad is None else param.grad.float()
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("factor", 1.0)
+            optimizer.step()
+        share = min(1.0, 1 / (1 + AVERAGED * self.step))
+        with torch.no_grad():
+            for name, value in self.weights.items():
+                self.average[name].lerp_(value, share)
+        self._copy()
