@@ -32,8 +32,8 @@ from .writer import Job, Nucleus, fast_decoding, write
 # Of the v1 draft, and of the DFlash2 draft, which starts from it: a lower rate, and a higher one for
 # tables that begin at zero.
 LR, LR2, CODEBOOKS = 3e-3, 1e-3, 2.0
-# Tokens of an answer to a held-out prompt.
-HELD_OUT_TOKENS = 192
+# Prompts of a held-out set that are measured at a milestone, and tokens of an answer to one.
+HELD_OUT, HELD_OUT_TOKENS = 32, 128
 # Tokens that the draft sees in training, and is served with.
 CONTEXT = 768
 
@@ -118,7 +118,7 @@ class Recipe:
         for name, prompts in self.held_out.items():
             file = folder / f"{name}.pt"
             if not file.exists():
-                rows = self._answered(name, prompts)
+                rows = self._answered(name, prompts[:: -(-len(prompts) // HELD_OUT)])
                 made = states.states_of(self.target, self.layers, rows)
                 torch.save(vars(made), file.with_suffix(".tmp"))
                 file.with_suffix(".tmp").replace(file)

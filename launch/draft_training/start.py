@@ -9,20 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.facts.draft_config import default_target_layer_ids
 from sglang_dflash.facts.tensors import layout
 
 BLOCK_SIZE, LAYERS, FEATURES = 8, 3, 5
 DFLASH2 = {
     "selector_rank": 64, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16,
 }  # fmt: skip
-
-
-def evenly(count: int, layers: int) -> list[int]:
-    """`count` of a target's layers, from the second to the third last one, as published drafts
-    read them."""
-    first, last = min(1, layers - 1), max(1, layers - 3)
-    step = (last - first) / max(1, count - 1)
-    return sorted({round(first + i * step) for i in range(count)})
 
 
 def mask_token(tokenizer: Any, rows: int) -> int:
@@ -82,7 +75,9 @@ def draft_config(target: PreTrainedModel, tokenizer: Any, context: int) -> dict[
         "num_target_layers": of.num_hidden_layers,
         "dflash_config": {
             "mask_token_id": mask_token(tokenizer, of.vocab_size),
-            "target_layer_ids": evenly(FEATURES, of.num_hidden_layers),
+            "target_layer_ids": list(
+                default_target_layer_ids(of.num_hidden_layers, min(FEATURES, of.num_hidden_layers - 3))
+            ),
         },
     }
 

@@ -97,7 +97,7 @@ def _name(of_gguf: str) -> str:
 def _weight(tensor: Any, config: dict[str, Any]) -> Tensor:
     from gguf import dequantize
 
-    values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).float()
+    values = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
     part = tensor.name.split(".")[-2]
     if part in ("attn_q", "attn_k"):
         # A GGUF rotates neighboring pairs of a head's channels, Transformers the two halves.
