@@ -171,15 +171,14 @@ class Recipe:
     def train(self, second: bool, steps: int, every: float) -> None:
         """Train, with a milestone every so many CPU seconds."""
         raw, model = self.new_dflash2() if second else (self.raw, self.new_draft())
-        name, shards = "dflash2" if second else "draft", self.shards()
-        of = draft.Vocabulary(self.head.shape[0], shards)
+        shards: list[states.States] = []
 
         def loss_of(rng: random.Random) -> tuple[Tensor, float]:
             batch = draft.draw(shards, draft.BATCH, draft.ANCHORS, rng)
             return draft.block_loss(model, self.embed, self.head, of, batch, rng)
 
         run = Run(
-            name,
+            "dflash2" if second else "draft",
             model.to(self.dtype),
             loss_of,
             lr=LR2 if second else LR,
@@ -187,6 +186,10 @@ class Recipe:
             codebooks=CODEBOOKS,
         )
         while run.step < steps:
+            # More text may have been written.
+            self.write_states()
+            shards[:] = self.shards()
+            of = draft.Vocabulary(self.head.shape[0], shards)
             in_batches = run.train(steps, until=(run.spent // every + 1) * every)
             self.milestone(run, raw, in_batches, len(shards))
 
