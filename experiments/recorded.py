@@ -79,7 +79,8 @@ def read(file: Path) -> list[dict[str, Any]]:
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         required = (
-            f'a JSON file with "cases", each with "messages" and "reference_response" ({cut(error)})'
+            'a JSON file with "cases", each with "messages" and "reference_response" '
+            f"({cut(str(error))})"
         )
         raise ConfigError("recorded", str(file), required) from error
 
@@ -126,8 +127,8 @@ def table(result: dict[str, Any]) -> list[str]:
     context = result["context_tokens"]
     names = [f"block {block}" for block in BLOCKS]
     return [
-        f"{result['cases']} recorded turns, {result['answer_tokens']} tokens of answers, contexts of "
-        f"{context['least']} to {context['most']} tokens; lookup alone",
+        f"{result['cases']} recorded turns, {result['answer_tokens']} tokens of answers, contexts "
+        f"of {context['least']} to {context['most']} tokens; lookup alone",
         f"{'tokens per step':18}" + "".join(f"{name:>10}" for name in names),
         *(
             f"{least:18}" + "".join(f"{row[name]:10.2f}" for name in names)

@@ -53,17 +53,27 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
-    held_out = {"chat": datasets.load("chat", datasets.ALL)}
-    for name, file in (given.split("=", 1) for given in args.held_out):
-        held_out[name] = datasets.from_file(Path(file))
-    prompts = datasets.from_file(args.prompts) if args.prompts else ()
-    recipe = Recipe(args.target, args.work, prompts, held_out)
+    try:
+        held_out = {"chat": datasets.load("chat", datasets.ALL)}
+        for name, file in (given.split("=", 1) for given in args.held_out):
+            held_out[name] = datasets.from_file(Path(file))
+        prompts = datasets.from_file(args.prompts) if args.prompts else ()
+        run(args, Recipe(args.target, args.work, prompts, held_out))
+    except ValueError as error:
+        raise SystemExit(f"train_draft: {error}") from error
+
+
+def run(args: argparse.Namespace, recipe: Recipe) -> None:
     stages = {
         "text": lambda: recipe.write_text(args.shards, args.chats),
         "states": recipe.write_states,
         "draft": lambda: recipe.train(False, args.steps, args.milestone),
         "dflash2": lambda: args.dflash2 and recipe.train(True, args.dflash2_steps, args.milestone),
-        "card": lambda: card.write(recipe, args.out, args.dflash2),
+        "card": lambda: [
+            card.write(recipe, name, folder)
+            for name, folder in (("draft", args.out), ("dflash2", args.dflash2))
+            if folder
+        ],
     }
     for name in STAGES:
         if args.only in (None, name):

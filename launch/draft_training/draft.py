@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.selector import CandidateSelector
@@ -50,8 +49,7 @@ def draw(shards: Sequence[States], rows: int, anchors: int, rng: random.Random) 
     """Random answers, each with blocks at random places of it."""
     weights = [len(shard.answers) for shard in shards]
     picked = [
-        (shard, rng.randrange(len(shard.answers)))
-        for shard in rng.choices(shards, weights, k=rows)
+        (shard, rng.randrange(len(shard.answers))) for shard in rng.choices(shards, weights, k=rows)
     ]
     # The first generated token is the first that a block can begin with; one must follow.
     places = [
@@ -96,14 +94,17 @@ def labels_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
     return labels, known.bool() & inside
 
 
-def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
+def masked_block_attention(context: Tensor, positions: Tensor, windows: Sequence[int]) -> Any:
     """`attend` for training, of blocks `[R, A, B]`.
 
-    A block sees the context before its anchor, and all of its own tokens.
+    A block sees the context before its anchor, as far back as the layer's window reaches, and all
+    of its own tokens.
 
-    `context`: `[R, W, L, 2, G, D]`; `anchors`: `[R, A]`, the position of each block's first token.
+    `context`: `[R, W, L, 2, G, D]`; `positions`: `[R, A, B]`.
     """
-    seen = torch.arange(context.shape[1]) < anchors[..., None]  # [R, A, W]
+    at = torch.arange(context.shape[1])
+    before = at < positions[..., :1, None]  # [R, A, 1, W]
+    unseen = [~(before & (at > positions[..., None] - window)) for window in windows]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k_ctx, v_ctx = context[:, :, layer].unbind(2)  # [R, W, G, D]
@@ -111,7 +112,7 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
         # [R, A, B, G, g, D]
         q = q.unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
         to_context = torch.einsum("rabhgd,rwhd->rhagbw", q, k_ctx).masked_fill(
-            ~seen[:, None, :, None, None], float("-inf")
+            unseen[layer][:, None, :, None], float("-inf")
         )
         to_block = torch.einsum("rabhgd,rachd->rhagbc", q, k)
         p = torch.cat((to_context, to_block), dim=-1).softmax(-1).to(v.dtype)
@@ -125,15 +126,16 @@ def masked_block_attention(context: Tensor, anchors: Tensor) -> Any:
 
 
 def block_hidden(model: DraftModel, embed: Tensor, batch: Batch) -> Tensor:
-    """Hidden states `[R, A, B - 1, E]` of the drafted tokens."""
+    """Hidden states `[R, A, B, E]` of blocks."""
     rows, width = batch.ids.shape
     block = model.config.block_size
     context = model.context_kv(batch.hidden, torch.arange(width).expand(rows, -1))
     blocks = torch.full((*batch.anchors.shape, block), model.config.mask_token_id)
     blocks[..., 0] = batch.ids.gather(1, batch.anchors)
     positions = batch.anchors[..., None] + torch.arange(block)
-    attend = masked_block_attention(context, batch.anchors)
-    return model(F.embedding(blocks, embed), positions, attend)[:, :, 1:]
+    windows = [layer.sliding_window or width for layer in model.config.layers]
+    attend = masked_block_attention(context, positions, windows)
+    return model(F.embedding(blocks, embed), positions, attend)
 
 
 class Vocabulary:
@@ -185,7 +187,7 @@ def block_loss(
         embed, head: `[V, E]`, the target's.
     """
     block = model.config.block_size
-    hidden = block_hidden(model, embed, batch)
+    hidden = block_hidden(model, embed, batch)[:, :, 1:]
     labels, known = labels_of(batch, block)
     # What is not known is not computed.
     hidden, weight = hidden[known], torch.exp(-torch.arange(block - 1) / DECAY).expand_as(known)

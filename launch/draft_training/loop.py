@@ -79,9 +79,7 @@ class Run:
             self._set(state["weights"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-            self.step, self.spent, self.average = (
-                state[of] for of in ("step", "spent", "average")
-            )
+            self.step, self.spent, self.average = (state[of] for of in ("step", "spent", "average"))
         self._copy()
 
     @torch.no_grad()

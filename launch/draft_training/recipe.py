@@ -21,21 +21,19 @@ from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.fields import read_json_object
-from sglang_dflash.transformers_loop.pair import chat_tokens
+from sglang_dflash.transformers_loop.writer import fast_decoding
 
 from . import draft, measure, states, text
 from .loop import Run
 from .start import dflash2_config, draft_config, init_from_draft, init_from_target
-from .writer import Job, Nucleus, fast_decoding, write
 
-# Of the v1 draft, and of the DFlash2 draft, which starts from it: a lower rate, and a higher one for
-# tables that begin at zero.
+# Of the v1 draft, and of the DFlash2 draft, which starts from it: a lower rate, and a higher one
+# for tables that begin at zero.
 LR, LR2, CODEBOOKS = 3e-3, 1e-3, 2.0
 # Prompts of a held-out set that are measured at a milestone, and tokens of an answer to one.
 HELD_OUT, HELD_OUT_TOKENS = 32, 128
-# Tokens that the draft sees in training, and is served with.
-CONTEXT = 768
+# Tokens back that the draft sees in training, and when it is served: farther ones would be noise.
+CONTEXT = 512
 
 
 def fastest_dtype() -> torch.dtype:
@@ -104,9 +102,8 @@ class Recipe:
 
     def write_text(self, shards: int, chats: int) -> None:
         every = [prompt for prompts in self.held_out.values() for prompt in prompts]
-        held_out = text.HeldOut.of(every)
-        author = text.Author(self.target, self.tokenizer, self.ends, held_out, self.prompts)
-        text.write_shards(author, self.work / "text", shards, chats)
+        author = text.Author(self.target, self.tokenizer, self.ends, every)
+        text.write_shards(author, self.work / "text", shards, chats, self.prompts)
 
     def write_states(self) -> None:
         states.write_states(self.target, self.layers, self.work / "text", self.work / "states")
@@ -115,38 +112,19 @@ class Recipe:
         """Of the target's greedy answers to held-out prompts, which it gives once."""
         folder, found = self.work / "held_out", {}
         folder.mkdir(exist_ok=True)
+        author = text.Author(self.target, self.tokenizer, self.ends, loop_tokens=10**6)
         for name, prompts in self.held_out.items():
             file = folder / f"{name}.pt"
             if not file.exists():
-                rows = self._answered(name, prompts[:: -(-len(prompts) // HELD_OUT)])
+                some = prompts[:: -(-len(prompts) // HELD_OUT)]
+                chats = [text.Chat(name, False, list(prompt.turns)) for prompt in some]
+                author.answer(chats, HELD_OUT_TOKENS)
+                rows = [chat.row for chat in chats if chat.answers]
                 made = states.states_of(self.target, self.layers, rows)
                 torch.save(vars(made), file.with_suffix(".tmp"))
                 file.with_suffix(".tmp").replace(file)
             found[name] = states.read_states(file)
         return found
-
-    def _answered(self, name: str, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-        """A row for every turn."""
-        rows, answers = [], [list[str]() for _ in prompts]
-        for turn in range(max(len(prompt.turns) for prompt in prompts)):
-            asked = [i for i, prompt in enumerate(prompts) if turn < len(prompt.turns)]
-            jobs = [
-                Job(
-                    chat_tokens(self.tokenizer, prompts[i].messages(answers[i])),
-                    HELD_OUT_TOKENS,
-                    sampled=False,
-                )
-                for i in asked
-            ]
-            write(
-                self.target, jobs, self.ends, rows=text.ROWS, nucleus=Nucleus(), loop_tokens=10**6
-            )
-            for i, job in zip(asked, jobs, strict=True):
-                answers[i].append(self.tokenizer.decode(job.tokens, skip_special_tokens=True))
-                begin, ids = len(job.prompt), job.prompt + job.tokens
-                if len(ids) - begin > 1:
-                    rows.append({"kind": name, "ids": ids, "answers": [(begin, len(ids))]})
-        return rows
 
     def shards(self) -> list[states.States]:
         return [states.read_states(file) for file in sorted((self.work / "states").glob("*.pt"))]
@@ -220,11 +198,3 @@ class Recipe:
         for of in self.held_out_states().values():
             found |= measure.acceptance(model, self.embed, self.head, of)
         return {name: round(value, 3) for name, value in found.items()}
-
-    def newest(self, name: str) -> Path:
-        """The newest milestone."""
-        return max((self.work / "milestones").glob(f"{name}-*"))
-
-
-def settings_of(folder: Path) -> dict[str, Any]:
-    return read_json_object(folder / "config.json", "")

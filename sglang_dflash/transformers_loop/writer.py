@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .loops import loop_start
+from sglang_dflash.transformers_loop.loops import loop_start
 
 # Candidates per sampled token; one that is outside the nucleus is passed over.
 DRAWS = 8
@@ -173,7 +173,9 @@ def write(
     while waiting:
         waiting.sort(key=lambda job: len(job.prompt) + len(job.tokens), reverse=True)
         batch, waiting = waiting[:rows], waiting[rows:]
-        _decode(target, batch, ends, nucleus, loop_tokens, len(batch) // 4 if waiting else 0, report)
+        _decode(
+            target, batch, ends, nucleus, loop_tokens, len(batch) // 4 if waiting else 0, report
+        )
         waiting += [job for job in batch if not job.is_done]
 
 
