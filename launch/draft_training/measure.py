@@ -30,6 +30,8 @@ def acceptance(model: DraftModel, embed: Tensor, head: Tensor, states: States) -
         text, begin, end = answer
         at = int(states.begins[text])
         stop = begin + loop_start(states.ids[at + begin : at + end].tolist())
+        if stop - begin < 2:
+            continue
         accepted = [
             count
             for places in torch.arange(begin, stop).split(BLOCKS)
