@@ -29,7 +29,7 @@ from .start import dflash2_config, draft_config, init_from_draft, init_from_targ
 
 # Of the v1 draft, and of the DFlash2 draft, which starts from it: a lower rate, and a higher one
 # for tables that begin at zero.
-LR, LR2, CODEBOOKS = 3e-3, 1e-3, 2.0
+LR, LR2, CODEBOOKS = 5e-3, 1e-3, 2.0
 # Prompts of a held-out set that are measured at a milestone, and tokens of an answer to one.
 HELD_OUT, HELD_OUT_TOKENS = 32, 128
 # Tokens back that the draft sees in training, and when it is served: farther ones would be noise.

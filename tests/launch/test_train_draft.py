@@ -44,7 +44,6 @@ def cut_after_a_milestone(asked: list[str], folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
 def test_from_a_folder_to_a_served_draft(tmp_path: Path) -> None:
     write_target(tmp_path / "target")
     asked = command(tmp_path)
