@@ -20,13 +20,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments import texts
+from experiments import recorded, texts
 from sglang_dflash.bench.datasets import stdlib_functions
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.lookup import continue_seen, seen_before
@@ -45,6 +46,9 @@ KINDS = ("plain", "sampled", "agents", "tools", "quote", "edit", "random")
 @dataclass(frozen=True)
 class Options:
     texts: int = setting(8, "texts of each kind (default {default})")
+    recorded: str = setting(
+        "", "replay lookup alone on this JSON file of recorded agent turns, without a model"
+    )
 
 
 class Position(NamedTuple):
@@ -221,6 +225,8 @@ def median_ms(work: Callable[[], None]) -> float:
 
 
 def run(options: Options) -> dict[str, Any]:
+    if options.recorded:
+        return recorded.run(Path(options.recorded))
     named = demo_pair("code")
     pair = load(str(named.target), str(named.draft))
     rows = {}
@@ -240,6 +246,8 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
+    if "cases" in result:
+        return recorded.table(result)
     kinds = list(result["rows"])
     lines = [f"{'tokens per step':32}" + "".join(f"{kind:>9}" for kind in kinds)]
     took = f"at {result['context']} tokens: verify {result['verify_ms']} ms, lookup "

@@ -31,8 +31,6 @@ ELSEWHERE = {
     "curl http": ENGINE + "test_the_readmes_clients_get_an_answer",
     "pip install -e .": "launch/setup.sh, which every test run begins with",
     "python tools/mutate.py": "tests/reliability/test_mutations.py",
-    "python launch/measure_drafts.py": "tests/launch/test_code_pair.py::"
-    "test_several_drafts_are_measured_side_by_side",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
     "sglang-dflash doctor": "needs a server: tests/cli/test_doctor.py",
     "pipx run pip-audit": "asks the network for known defects",

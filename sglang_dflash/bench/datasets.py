@@ -86,7 +86,9 @@ HUB = {
         lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))],
     ),
 }
-BUILT_IN = ("demo", "unseen", "stdlib")
+BUILT_IN = ("demo", "unseen", "stdlib", "chat")
+# What people ask an assistant; no text of ours was trained on it.
+CHAT = Path(__file__).parent / "chat.jsonl"
 NAMES = (*BUILT_IN, *HUB)
 # A count that no set reaches.
 ALL = 10**9
@@ -108,6 +110,8 @@ def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> l
         found = _fetched(name)
     elif name == "stdlib":
         found = stdlib_functions()
+    elif name == "chat":
+        found = from_file(CHAT)
     else:
         texts = demo_pair("code" if name == "unseen" else model or "dense").prompts
         found = [Prompt((text,), chat=False) for text in texts]

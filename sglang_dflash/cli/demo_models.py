@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts import public_target
+from sglang_dflash.facts.embedded import demo_pair, kinds
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", help="dense; in a checkout also code and hybrid")
+    parser.add_argument("kind", nargs="?", help="the pair; without it, the pairs are listed")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.kind is None:
+        for kind, text in kinds().items():
+            print(f"{kind:14}{text}")
+        return
+    if args.kind in kinds() and args.kind == public_target.KIND:
+        from sglang_dflash.bench.public_target import fetch
+
+        fetch()
     pair = demo_pair(args.kind)
     print(pair.target.resolve())
     print(pair.draft.resolve())

@@ -1,4 +1,5 @@
-"""The embedded demo pairs: all of a checkout, or the one of an installed wheel."""
+"""The embedded demo pairs: all of a checkout, or the one of an installed wheel. The target of one
+is fetched."""
 
 from __future__ import annotations
 
@@ -6,8 +7,17 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_dflash.facts import public_target
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.target_config import TargetGeometry
+
+_MEMORIZED = "Python code that both models have memorized"
+# What the prompts of the others are.
+_TEXTS = {
+    "code": "Python code from files that neither model has seen",
+    "code-dflash2": "Python code from files that neither model has seen",
+    public_target.KIND: "chats, with SmolLM2-135M-Instruct, which is fetched once",
+}
 
 
 @dataclass(frozen=True)
@@ -18,7 +28,7 @@ class DemoPair:
         kind: its name.
         target, draft: folders.
         cut: its prompts. Each has the keys `prompt`, and `file`, the file of the Python library
-            that it was cut from.
+            that it was cut from. A pair that chats has none.
     """
 
     kind: str
@@ -32,11 +42,8 @@ class DemoPair:
 
     @property
     def text(self) -> str:
-        """What its prompts are cut from, in words."""
-        # Of these the prompts are from files that were held out of the training of both models.
-        if self.kind in ("code", "code-dflash2"):
-            return "Python code from files that neither model has seen"
-        return "Python code that both models have memorized"
+        """What its prompts are, in words."""
+        return _TEXTS.get(self.kind, _MEMORIZED)
 
     @property
     def is_hybrid(self) -> bool:
@@ -44,16 +51,26 @@ class DemoPair:
         return TargetGeometry.from_pretrained(self.target).recurrent_layers > 0
 
 
-def demo_pair(kind: str) -> DemoPair:
-    """The pair `kind`. Raises ConfigError with the kinds that exist."""
+def _home() -> Path:
     package = Path(__file__).parent.parent
-    for home in (package / "demo_models", package.parent / "launch" / "demo_models"):
-        if home.is_dir():
-            break
-    kinds = sorted(path.name for path in home.glob("*") if path.is_dir())
-    if kind not in kinds:
-        required = f"choose one of {', '.join(kinds)}; a checkout has all pairs, the wheel one"
+    wheel, checkout = package / "demo_models", package.parent / "launch" / "demo_models"
+    return wheel if wheel.is_dir() else checkout
+
+
+def kinds() -> dict[str, str]:
+    """The pairs that are here, by name, and what each is in words."""
+    found = sorted(path.parent.name for path in _home().glob("*/draft"))
+    return {kind: _TEXTS.get(kind, _MEMORIZED) for kind in found}
+
+
+def demo_pair(kind: str) -> DemoPair:
+    """The pair `kind`. Raises ConfigError with the kinds that exist, or if its target is not
+    fetched yet."""
+    if kind not in kinds():
+        required = f"choose one of {', '.join(kinds())}; a checkout has all pairs, the wheel one"
         raise ConfigError("demo pair", kind, required)
-    folder = home / kind
-    cut = tuple(json.loads((folder / "prompts.json").read_text()))
-    return DemoPair(kind, folder / "target", folder / "draft", cut)
+    folder = _home() / kind
+    prompts = folder / "prompts.json"
+    cut = tuple(json.loads(prompts.read_text())) if prompts.exists() else ()
+    target = public_target.fetched() if kind == public_target.KIND else folder / "target"
+    return DemoPair(kind, target, folder / "draft", cut)

@@ -8,13 +8,13 @@ from typing import Any
 import datasets as hub
 import pytest
 
-from launch.demo_training.data import load_split
 from sglang_dflash.bench import datasets
 from sglang_dflash.bench.compare import encode_of
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
+from tests.held_out import held_out_files
 
 
 def test_the_library_functions_are_of_held_out_modules() -> None:
@@ -25,7 +25,7 @@ def test_the_library_functions_are_of_held_out_modules() -> None:
 
 
 def test_unseen_text_is_of_files_that_neither_model_has_seen() -> None:
-    held_out, cut = load_split().held_out, demo_pair("code").cut
+    held_out, cut = held_out_files(), demo_pair("code").cut
     assert cut and all(item["prompt"] in held_out[item["file"]] for item in cut)
     assert {p.turns[0] for p in datasets.load("unseen", 1000)} == {item["prompt"] for item in cut}
 

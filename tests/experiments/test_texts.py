@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from experiments import texts
-from launch.demo_training.data import load_split
+from tests.held_out import held_out_files
 
 
 def test_long_documents_are_of_files_that_neither_model_has_seen() -> None:
-    held_out = "".join(load_split().held_out.values())
+    held_out = "".join(held_out_files().values())
     found = texts.load("unseen-long", 1000, "code")
     assert len(found) >= 16 and found == texts.load("unseen-long", 1000, "code")
     least, most = texts.LONG_BYTES

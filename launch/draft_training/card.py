@@ -1,0 +1,102 @@
+"""The newest draft with its card: what it learned from, and the learning curve."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dflash.facts.draft_config import DraftConfig
+
+from . import draft, text
+from .recipe import HELD_OUT, HELD_OUT_TOKENS, Recipe
+from .states import read_text
+
+
+def write(recipe: Recipe, name: str, out: Path) -> None:
+    """Copy the newest milestone of the run `name` into `out`, and write its README.md and
+    curve.json."""
+    newest = max((recipe.work / "milestones").glob(f"{name}-*"))
+    out.mkdir(parents=True, exist_ok=True)
+    for file in ("config.json", "model.safetensors"):
+        shutil.copyfile(newest / file, out / file)
+    curve = json.loads((recipe.work / f"{name}.curve.json").read_text())
+    (out / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+    config = DraftConfig.from_pretrained(out)
+    (out / "README.md").write_text(_CARD.format(**_facts(recipe, config, out), curve=_table(curve)))
+
+
+def _table(curve: list[dict[str, Any]]) -> str:
+    names = list(curve[-1]["held_out"])
+    head = ["steps", "CPU seconds", "blocks", "in training", *names]
+    lines = [head, ["---"] * len(head)]
+    for row in curve:
+        held_out = [f"{row['held_out'].get(name, float('nan')):.2f}" for name in names]
+        numbers = [f"{row[of]:,}" for of in ("step", "cpu_seconds", "blocks")]
+        lines.append([*numbers, f"{row['in_batches']:.2f}", *held_out])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _facts(recipe: Recipe, config: DraftConfig, out: Path) -> dict[str, Any]:
+    rows = [
+        row for file in sorted((recipe.work / "text").glob("*.jsonl")) for row in read_text(file)
+    ]
+    kinds = Counter(row["kind"] for row in rows)
+    tokens = sum(end - begin for row in rows for begin, end in row["answers"])
+    return {
+        "target": recipe.target_folder.name,
+        "kind": config.kind,
+        "block": config.block_size,
+        "depth": config.num_hidden_layers,
+        "features": ", ".join(map(str, config.target_layer_ids)),
+        "window": config.layers[0].sliding_window,
+        "bytes": (out / "model.safetensors").stat().st_size,
+        "chats": len(rows),
+        "kinds": ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())),
+        "tokens": tokens,
+        "sampled": sum(row["sampled"] for row in rows) / max(1, len(rows)),
+        "text_seconds": _spent(recipe.work / "text"),
+        "states_seconds": _spent(recipe.work / "states"),
+        "temperature": text.ANSWERS.temperature,
+        "near": text.NEAR_COPY,
+        "loop": text.LOOP_TOKENS,
+        "decay": draft.DECAY,
+        "held_out": ", ".join(f"{name} ({len(of)})" for name, of in recipe.held_out.items()),
+        "new_tokens": HELD_OUT_TOKENS,
+        "measured": HELD_OUT,
+    }
+
+
+def _spent(folder: Path) -> float:
+    """CPU seconds of all shards."""
+    heads = [json.loads(file.open().readline()) for file in sorted(folder.glob("*.jsonl"))]
+    states = [torch.load(file, mmap=True) for file in sorted(folder.glob("*.pt"))]
+    return sum(of["spent"] for of in (*heads, *states))
+
+
+_CARD = """# A {kind} draft for {target}
+
+Block {block}, {depth} layers of the target's shape that read its layers {features} and the last
+{window} tokens; {bytes:,} bytes in bfloat16. It borrows the target's embedding and lm_head.
+
+- **Text**: {chats:,} chats ({kinds}), {tokens:,} tokens of answers, all written by the target:
+  {sampled:.0%} of the answers sampled at temperature {temperature}, the others greedy; a loop is
+  cut after {loop} tokens. {text_seconds:,.0f} CPU seconds, and {states_seconds:,.0f} for hidden
+  states.
+- **Never seen**: {held_out}. A text that shares {near} words in a row with one of these prompts is
+  left out.
+- **Loss**: of blocks at random places of the answers, position weights
+  exp(-(k - 1) / {decay:g}), half cross entropy of the target's greedy token, half that of its likeliest tokens.
+
+Acceptance length in tokens per verify step, bonus included, greedy, outside repetition loops, on up
+to {measured} prompts of each held-out set, {new_tokens} new tokens at most, while the draft learned
+("in training": on the blocks that it is trained on; all others are of averaged weights):
+
+{curve}
+
+Made by `python launch/train_draft.py --target TARGET --work WORK --out DRAFT`.
+"""

@@ -1,0 +1,213 @@
+"""The draft: it learns from what the target has written (`states.py`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.selector import CandidateSelector
+
+from .states import States
+
+# Later positions count less, because a token is used only if all before it are right
+# (arXiv 2602.06036, section 4.3).
+DECAY = 4.0
+BATCH, ANCHORS = 8, 64
+# Share of the loss that compares distributions; the rest is the cross entropy of the argmax.
+SOFT = 0.5
+# The softmax is over the tokens that are the most frequent in the text, those that the target finds
+# likely in the batch, and so many of the others, which stand for all of these.
+FREQUENT, OTHERS = 4096, 1024
+
+
+@dataclass(frozen=True)
+class Batch:
+    """R texts up to an answer's end, padded to W tokens, and where their A blocks begin.
+
+    Attributes:
+        ids: int64 `[R, W]`; hidden: bfloat16 `[R, W, F E]`; likely, log_p: `[R, W, K]`. See
+            `States`.
+        ends: int64 `[R]`; anchors: int64 `[R, A]`.
+    """
+
+    ids: Tensor
+    hidden: Tensor
+    likely: Tensor
+    log_p: Tensor
+    ends: Tensor
+    anchors: Tensor
+
+
+def draw(shards: Sequence[States], rows: int, anchors: int, rng: random.Random) -> Batch:
+    """Random answers, each with blocks at random places of it."""
+    weights = [len(shard.answers) for shard in shards]
+    picked = [
+        (shard, rng.randrange(len(shard.answers))) for shard in rng.choices(shards, weights, k=rows)
+    ]
+    # The first generated token is the first that a block can begin with; one must follow.
+    places = [
+        sorted(rng.choices(range(begin, max(begin + 1, end - 1)), k=anchors))
+        for begin, end in (shard.answers[i, 1:].tolist() for shard, i in picked)
+    ]
+    return gather(picked, torch.tensor(places))
+
+
+def gather(picked: Sequence[tuple[States, int]], anchors: Tensor) -> Batch:
+    """The texts of these answers, with blocks at `anchors` `[R, A]`."""
+    found, ends = [], []
+    for shard, i in picked:
+        text, _, end = shard.answers[i].tolist()
+        begin = int(shard.begins[text])
+        own = slice(begin, begin + end)
+        found.append((shard.ids[own], shard.hidden[own], shard.likely[own], shard.log_p[own]))
+        ends.append(end)
+    ids, hidden, likely, log_p = (
+        torch.nn.utils.rnn.pad_sequence(list(of), batch_first=True)
+        for of in zip(*found, strict=True)
+    )
+    return Batch(ids, hidden, likely.long(), log_p.float(), torch.tensor(ends), anchors)
+
+
+def places_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
+    """Positions of all drafted tokens `[R, A, B - 1]`, inside of the text, and which are really."""
+    at = batch.anchors[..., None] + torch.arange(1, block)
+    inside = at < batch.ends[:, None, None]
+    return at.clamp_max(batch.ids.shape[1] - 1), inside
+
+
+def labels_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
+    """The target's token at every drafted position, `[R, A, B - 1]`, and whether it is known.
+
+    After the target's first token that is not the text's, its greedy continuation is unknown.
+    """
+    at, inside = places_of(batch, block)
+    labels = batch.likely[..., 0].gather(1, (at - 1).flatten(1)).view(at.shape)
+    follows = (labels == batch.ids.gather(1, at.flatten(1)).view(at.shape)).long()
+    known = torch.cat((torch.ones_like(follows[..., :1]), follows[..., :-1].cumprod(-1)), -1)
+    return labels, known.bool() & inside
+
+
+def masked_block_attention(context: Tensor, positions: Tensor, windows: Sequence[int]) -> Any:
+    """`attend` for training, of blocks `[R, A, B]`.
+
+    A block sees the context before its anchor, as far back as the layer's window reaches, and all
+    of its own tokens.
+
+    `context`: `[R, W, L, 2, G, D]`; `positions`: `[R, A, B]`.
+    """
+    at = torch.arange(context.shape[1])
+    before = at < positions[..., :1, None]  # [R, A, 1, W]
+    unseen = [~(before & (at > positions[..., None] - window)) for window in windows]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_ctx, v_ctx = context[:, :, layer].unbind(2)  # [R, W, G, D]
+        groups = q.shape[3] // k.shape[3]
+        # [R, A, B, G, g, D]
+        q = q.unflatten(3, (-1, groups)) * q.shape[-1] ** -0.5
+        to_context = torch.einsum("rabhgd,rwhd->rhagbw", q, k_ctx).masked_fill(
+            unseen[layer][:, None, :, None], float("-inf")
+        )
+        to_block = torch.einsum("rabhgd,rachd->rhagbc", q, k)
+        p = torch.cat((to_context, to_block), dim=-1).softmax(-1).to(v.dtype)
+        p_ctx, p_block = p.split((k_ctx.shape[1], q.shape[2]), dim=-1)
+        out = torch.einsum("rhagbw,rwhd->rabhgd", p_ctx, v_ctx) + torch.einsum(
+            "rhagbc,rachd->rabhgd", p_block, v
+        )
+        return out.flatten(3, 4)
+
+    return attend
+
+
+def block_hidden(model: DraftModel, embed: Tensor, batch: Batch) -> Tensor:
+    """Hidden states `[R, A, B, E]` of blocks."""
+    rows, width = batch.ids.shape
+    block = model.config.block_size
+    context = model.context_kv(batch.hidden, torch.arange(width).expand(rows, -1))
+    blocks = torch.full((*batch.anchors.shape, block), model.config.mask_token_id)
+    blocks[..., 0] = batch.ids.gather(1, batch.anchors)
+    positions = batch.anchors[..., None] + torch.arange(block)
+    windows = [layer.sliding_window or width for layer in model.config.layers]
+    attend = masked_block_attention(context, positions, windows)
+    return model(F.embedding(blocks, embed), positions, attend)
+
+
+class Vocabulary:
+    """The tokens that a step's softmax is over."""
+
+    def __init__(self, size: int, shards: Sequence[States]) -> None:
+        self.size = size
+        counts = sum(
+            (torch.bincount(shard.ids, minlength=size) for shard in shards),
+            torch.zeros(size, dtype=torch.int64),
+        )
+        self.frequent = counts.argsort(descending=True)[:FREQUENT]
+
+    def tokens(self, needed: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
+        """Tokens int64 `[n]`, ascending, and what is added to the logit of each: a token of the
+        random ones stands for as many as were left out for it."""
+        kept = torch.zeros(self.size, dtype=torch.bool)
+        kept[self.frequent] = True
+        kept[needed.flatten()] = True
+        others = torch.nonzero(~kept)[:, 0]
+        added = torch.zeros(self.size)
+        if len(others):
+            drawn = others[
+                torch.randperm(
+                    len(others), generator=torch.Generator().manual_seed(rng.getrandbits(60))
+                )[:OTHERS]
+            ]
+            kept[drawn] = True
+            added[drawn] = torch.tensor(len(others) / len(drawn)).log()
+        tokens = torch.nonzero(kept)[:, 0]
+        return tokens, added[tokens]
+
+
+def edge_logits(
+    selector: CandidateSelector, hidden: Tensor, before: Tensor, tokens: Tensor
+) -> Tensor:
+    """What the selector adds to the logits of `tokens` `[n]`, `[..., n]`, after the tokens `before`
+    `[...]`."""
+    query = selector.predecessor_codebook[before] * selector.hidden_projection(hidden)
+    return query @ selector.successor_codebook[tokens].T
+
+
+def block_loss(
+    model: DraftModel, embed: Tensor, head: Tensor, of: Vocabulary, batch: Batch, rng: random.Random
+) -> tuple[Tensor, float]:
+    """The loss with position weights exp(-(k - 1) / DECAY), and the mean acceptance length.
+
+    Args:
+        embed, head: `[V, E]`, the target's.
+    """
+    block = model.config.block_size
+    hidden = block_hidden(model, embed, batch)[:, :, 1:]
+    labels, known = labels_of(batch, block)
+    # What is not known is not computed.
+    hidden, weight = hidden[known], torch.exp(-torch.arange(block - 1) / DECAY).expand_as(known)
+    weight = weight[known] / weight[known].sum()
+    at = (places_of(batch, block)[0] - 1).flatten(1)[..., None]
+    soft = [t.gather(1, at.expand(-1, -1, t.shape[-1])) for t in (batch.likely, batch.log_p)]
+    likely, log_p = (t.view(*known.shape, -1)[known] for t in soft)
+    tokens, added = of.tokens(likely, rng)
+    logits = F.linear(hidden, head[tokens], added.to(head.dtype))
+    if model.candidate_selector is not None:
+        bonus = batch.ids.gather(1, batch.anchors)[..., None]
+        before = torch.cat((bonus, labels[..., :-1]), -1)[known]
+        logits = logits + edge_logits(model.candidate_selector, hidden, before, tokens)
+    log_q = F.log_softmax(logits, -1, dtype=torch.float32)
+    of_likely = log_q.gather(1, torch.searchsorted(tokens, likely))
+    share = SOFT * log_p.exp()
+    share[:, 0] += 1 - SOFT
+    loss = -((share * of_likely).sum(-1) * weight).sum()
+    with torch.no_grad():
+        right = torch.zeros_like(known)
+        right[known] = of_likely[:, 0] >= log_q.amax(-1)
+        accepted = right.long().cumprod(-1).sum(-1)
+    return loss, 1 + accepted.float().mean().item()

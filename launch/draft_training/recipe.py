@@ -1,0 +1,200 @@
+"""The stages of a draft's training. Each resumes if it is cut, and returns at once if its result is
+there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.weights import load_model, save_model
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.transformers_loop.writer import fast_decoding
+
+from . import draft, measure, states, text
+from .loop import Run
+from .start import dflash2_config, draft_config, init_from_draft, init_from_target
+
+# Of the v1 draft, and of the DFlash2 draft, which starts from it: a lower rate, and a higher one
+# for tables that begin at zero.
+LR, LR2, CODEBOOKS = 5e-3, 1e-3, 2.0
+# Prompts of a held-out set that are measured at a milestone, and tokens of an answer to one.
+HELD_OUT, HELD_OUT_TOKENS = 32, 128
+# Tokens back that the draft sees in training, and when it is served: farther ones would be noise.
+CONTEXT = 512
+
+
+def fastest_dtype() -> torch.dtype:
+    """bfloat16 where the CPU multiplies it faster than float32."""
+    x, w = torch.randn(256, 1024), torch.randn(1024, 1024)
+    times = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = x.to(dtype), w.to(dtype)
+        F.linear(a, b)
+        began = time.perf_counter()
+        for _ in range(5):
+            F.linear(a, b)
+        times[dtype] = time.perf_counter() - began
+    return min(times, key=times.__getitem__)
+
+
+@dataclass
+class Recipe:
+    """What all stages share.
+
+    Attributes:
+        work: folder of the state.
+        target_folder, prompts: see `launch/train_draft.py`.
+        held_out: prompts by the name of their set.
+    """
+
+    target_folder: Path
+    work: Path
+    prompts: Sequence[Prompt]
+    held_out: Mapping[str, Sequence[Prompt]]
+    dtype: torch.dtype = field(default_factory=fastest_dtype)
+
+    def __post_init__(self) -> None:
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._check_target()
+        self.tokenizer = AutoTokenizer.from_pretrained(self.target_folder)
+        model = AutoModelForCausalLM.from_pretrained(self.target_folder, dtype=self.dtype)
+        self.target: PreTrainedModel = fast_decoding(model.eval().requires_grad_(False))
+        self.raw = draft_config(self.target, self.tokenizer, CONTEXT)
+        self.layers = self.raw["dflash_config"]["target_layer_ids"]
+        named = self.target.generation_config.eos_token_id
+        listed = named if isinstance(named, list) else [named]
+        self.ends = {token for token in (*listed, self.tokenizer.eos_token_id) if token is not None}
+
+    def _check_target(self) -> None:
+        """Raises ValueError: the state is that of another target."""
+        digest = hashlib.sha256()
+        for file in sorted(self.target_folder.glob("*.safetensors")):
+            digest.update(file.read_bytes())
+        file = self.work / "target.sha256"
+        if not file.exists():
+            file.write_text(digest.hexdigest())
+        if file.read_text() != digest.hexdigest():
+            raise ValueError(
+                f"{self.work}: the state of another target than {self.target_folder}; delete the "
+                "folder, or give another --work"
+            )
+
+    @property
+    def head(self) -> Tensor:
+        return self.target.get_output_embeddings().weight.detach()
+
+    @property
+    def embed(self) -> Tensor:
+        return self.target.get_input_embeddings().weight.detach()
+
+    def write_text(self, shards: int, chats: int) -> None:
+        every = [prompt for prompts in self.held_out.values() for prompt in prompts]
+        author = text.Author(self.target, self.tokenizer, self.ends, every)
+        text.write_shards(author, self.work / "text", shards, chats, self.prompts)
+
+    def write_states(self) -> None:
+        states.write_states(self.target, self.layers, self.work / "text", self.work / "states")
+
+    def held_out_states(self) -> dict[str, states.States]:
+        """Of the target's greedy answers to held-out prompts, which it gives once."""
+        folder, found = self.work / "held_out", {}
+        folder.mkdir(exist_ok=True)
+        author = text.Author(self.target, self.tokenizer, self.ends, loop_tokens=10**6)
+        for name, prompts in self.held_out.items():
+            file = folder / f"{name}.pt"
+            if not file.exists():
+                some = prompts[:: -(-len(prompts) // HELD_OUT)]
+                chats = [text.Chat(name, False, list(prompt.turns)) for prompt in some]
+                author.answer(chats, HELD_OUT_TOKENS)
+                rows = [chat.row for chat in chats if chat.answers]
+                made = states.states_of(self.target, self.layers, rows)
+                torch.save(vars(made), file.with_suffix(".tmp"))
+                file.with_suffix(".tmp").replace(file)
+            found[name] = states.read_states(file)
+        return found
+
+    def shards(self) -> list[states.States]:
+        return [states.read_states(file) for file in sorted((self.work / "states").glob("*.pt"))]
+
+    def new_draft(self) -> DraftModel:
+        torch.manual_seed(1)
+        model = DraftModel(DraftConfig.from_dict(self.raw))
+        sample = states.read_text(sorted((self.work / "text").glob("*.jsonl"))[0])[0]["ids"]
+        if not init_from_target(model, self.target, torch.tensor([sample])):
+            print("draft: the target's layers are others than a draft's; random weights")
+        return model
+
+    def new_dflash2(self) -> tuple[dict[str, Any], DraftModel]:
+        raw = dflash2_config(self.raw)
+        torch.manual_seed(2)
+        model = DraftModel(DraftConfig.from_dict(raw))
+        first = DraftModel(DraftConfig.from_dict(self.raw))
+        first.load_state_dict(torch.load(self.work / "draft.state.pt", mmap=True)["average"])
+        init_from_draft(model, first)
+        return raw, model
+
+    def train(self, second: bool, steps: int, every: float) -> None:
+        """Train, with a milestone every so many CPU seconds."""
+        raw, model = self.new_dflash2() if second else (self.raw, self.new_draft())
+        shards: list[states.States] = []
+
+        def loss_of(rng: random.Random) -> tuple[Tensor, float]:
+            batch = draft.draw(shards, draft.BATCH, draft.ANCHORS, rng)
+            return draft.block_loss(model, self.embed, self.head, of, batch, rng)
+
+        run = Run(
+            "dflash2" if second else "draft",
+            model.to(self.dtype),
+            loss_of,
+            lr=LR2 if second else LR,
+            work=self.work,
+            codebooks=CODEBOOKS,
+        )
+        while run.step < steps:
+            # More text may have been written.
+            self.write_states()
+            shards[:] = self.shards()
+            of = draft.Vocabulary(self.head.shape[0], shards)
+            in_batches = run.train(steps, until=(run.spent // every + 1) * every)
+            self.milestone(run, raw, in_batches, len(shards))
+
+    def milestone(self, run: Run, raw: dict[str, Any], in_batches: float, shards: int) -> None:
+        """Keep the averaged weights, and measure them."""
+        model = DraftModel(DraftConfig.from_dict(raw))
+        model.load_state_dict(run.average)
+        folder = self.work / "milestones" / f"{run.name}-{run.step:06}"
+        save_model(model, raw, folder, torch.bfloat16)
+        row = {
+            "step": run.step,
+            "cpu_seconds": round(run.spent),
+            "blocks": run.step * draft.BATCH * draft.ANCHORS,
+            "shards": shards,
+            "in_batches": round(in_batches, 3),
+            "held_out": self.measured(folder),
+        }
+        file = self.work / f"{run.name}.curve.json"
+        curve = json.loads(file.read_text()) if file.exists() else []
+        curve = [old for old in curve if old["step"] < run.step] + [row]
+        file.write_text(json.dumps(curve, indent=1) + "\n")
+        print(f"milestone {row}", flush=True)
+
+    def measured(self, folder: Path) -> dict[str, float]:
+        """Acceptance length of a draft on every held-out set."""
+        model = load_model(folder, dtype=self.dtype)
+        found: dict[str, float] = {}
+        for of in self.held_out_states().values():
+            found |= measure.acceptance(model, self.embed, self.head, of)
+        return {name: round(value, 3) for name, value in found.items()}

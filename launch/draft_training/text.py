@@ -1,0 +1,229 @@
+"""The text that a draft learns from: chats whose turns and answers the target writes itself.
+
+An instruct model that is given only its template's user header writes a user's turn (Magpie, arXiv
+2406.08464). A shard is one batch of chats: a cut loses one at most, and a shard does not depend on
+those before it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.transformers_loop.pair import chat_tokens
+from sglang_dflash.transformers_loop.writer import Job, Nucleus, write
+
+# How a user's turn begins, by kind, and the share of the kind. What follows is the target's.
+OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "chat": (0.5, ("",)),
+    "code": (
+        0.27,
+        (
+            "Complete this Python function.\n\n```python\ndef ",
+            "Complete this Python function.\n\n```python\nfrom typing import List\n\n\ndef ",
+            "Complete this Python function.\n\n```python\nimport ",
+            "Write a Python function",
+            "Write a Python program that",
+            "Write a function that takes a list",
+            "Write a function that takes a string",
+            "Implement",
+            "Can you write a Python script",
+            "What does this Python code do?\n\n```python\n",
+            "Add type hints and a docstring to this function.\n\n```python\ndef ",
+        ),
+    ),
+    "math": (
+        0.23,
+        (
+            "Maria has", "Tom buys", "A shop sells", "A train", "There are", "How many", "If a",
+            "Lena earns", "A baker", "Sam reads", "Each week,", "A rectangle", "Calculate",
+            "A class of", "The price of", "In a garden", "Omar drives", "Nina saves", "A farmer",
+        ),
+    ),
+}  # fmt: skip
+# What half of the arithmetic turns end with.
+REASON = "\n\nReason step by step, and put the final answer in \\boxed{}."
+# Chats of a shard, and how many are decoded at a time.
+CHATS, ROWS = 512, 256
+# One answer of three is sampled, the others are greedy; a quarter of the chats has a second turn.
+SAMPLED, SECOND_TURN = 3, 0.25
+TURNS, ANSWERS = Nucleus(0.9, 0.97), Nucleus(0.7, 0.97)
+TURN_TOKENS, ANSWER_TOKENS = 160, 288
+# Of a repetition loop so many tokens are kept: the draft sees loops, but does not learn them only.
+LOOP_TOKENS = 24
+# A text that shares so many words in a row with a held-out prompt is a near copy.
+NEAR_COPY = 13
+MARK = "\N{SNOWMAN}\N{SNOWMAN}"
+
+
+@dataclass
+class Chat:
+    """Messages, and their tokens.
+
+    Attributes:
+        kind: of `OPENINGS`, or the name of a set of prompts.
+        sampled: how the answers are written.
+        planned: the user's turns that follow.
+        ids: token ids up to the last answer's end.
+        answers: begin and end of every answer in `ids`.
+        is_over: no turn follows.
+    """
+
+    kind: str
+    sampled: bool
+    planned: list[str] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    is_over: bool = False
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("kind", "sampled", "ids", "answers")}
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def grams(text: str) -> set[tuple[str, ...]]:
+    """All runs of `NEAR_COPY` words; all words of a shorter text."""
+    words = words_of(text)
+    count = max(1, len(words) - NEAR_COPY + 1)
+    return {tuple(words[i : i + NEAR_COPY]) for i in range(count)} if words else set()
+
+
+def is_turn(text: str) -> bool:
+    """Whether a text looks like what a user writes in English: the target writes others as well."""
+    plain = sum(char.isascii() for char in text)
+    whole = text.count("```") % 2 == 0
+    return len(words_of(text)) >= 3 and plain >= 0.98 * len(text) and whole
+
+
+class Author:
+    """Writes chats.
+
+    Args:
+        target: as `writer.fast_decoding` returns it.
+        ends: the tokens that end a text.
+        held_out: prompts that no text may be a near copy of.
+        loop_tokens: of a repetition loop so many tokens are kept.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: Any,
+        ends: Collection[int],
+        held_out: Sequence[Prompt] = (),
+        loop_tokens: int = LOOP_TOKENS,
+    ) -> None:
+        self.target, self.tokenizer, self.ends = target, tokenizer, ends
+        self.held_out = {gram for of in held_out for turn in of.turns for gram in grams(turn)}
+        self.loop_tokens = loop_tokens
+        after = tokenizer(self._around_turn([])[1], add_special_tokens=False)["input_ids"]
+        self.ends_of_turn = {*ends, *after[:1]}
+
+    def shard(self, number: int, count: int, prompts: Sequence[Prompt]) -> list[Chat]:
+        """Chats of the user's prompts, or else of turns that the target writes."""
+        torch.manual_seed(number)
+        rng = random.Random(f"text-{number}")
+        kinds, shares = zip(*((kind, of[0]) for kind, of in OPENINGS.items()), strict=True)
+        chats = []
+        for i in range(number * count, (number + 1) * count):
+            sampled = rng.randrange(SAMPLED) == 0
+            if prompts:
+                # Once all have a greedy answer, others are sampled.
+                turns = list(prompts[i % len(prompts)].turns)
+                chats.append(Chat("prompts", sampled or i >= len(prompts), turns))
+            else:
+                chats.append(Chat(rng.choices(kinds, shares)[0], sampled))
+        if not prompts:
+            self._plan(chats, rng)
+        self.answer(chats, ANSWER_TOKENS)
+        if not prompts:
+            again = [chat for chat in chats if not chat.is_over and rng.random() < SECOND_TURN]
+            self._plan(again, rng)
+            self.answer(again, ANSWER_TOKENS)
+        return [chat for chat in chats if chat.answers]
+
+    def answer(self, chats: Sequence[Chat], tokens: int) -> None:
+        """Answer all planned turns."""
+        while asked := [chat for chat in chats if chat.planned and not chat.is_over]:
+            self._answer_next(asked, tokens)
+
+    def _around_turn(self, messages: list[dict[str, str]]) -> list[str]:
+        """What the template has before and after a user's turn."""
+        asked = [*messages, {"role": "user", "content": MARK}]
+        how = {"tokenize": False, "add_generation_prompt": True}
+        return self.tokenizer.apply_chat_template(asked, **how).split(MARK)
+
+    def _plan(self, chats: list[Chat], rng: random.Random) -> None:
+        """Let the target write the next turn of every chat; without a good one, it is over."""
+        openings = ["" if chat.messages else rng.choice(OPENINGS[chat.kind][1]) for chat in chats]
+        jobs = []
+        for chat, opening in zip(chats, openings, strict=True):
+            text = self._around_turn(chat.messages)[0] + opening
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            jobs.append(Job(ids, TURN_TOKENS, sampled=True))
+        self._write(jobs, self.ends_of_turn, TURNS)
+        for chat, opening, job in zip(chats, openings, jobs, strict=True):
+            text = (opening + self.tokenizer.decode(job.tokens[:-1])).strip()
+            good = job.ended and is_turn(text) and self.held_out.isdisjoint(grams(text))
+            if good and chat.kind == "math" and not chat.messages and rng.random() < 0.5:
+                text += REASON
+            chat.planned, chat.is_over = [text] if good else [], not good
+
+    def _answer_next(self, chats: list[Chat], tokens: int) -> None:
+        for chat in chats:
+            chat.messages.append({"role": "user", "content": chat.planned.pop(0)})
+        asked = [chat_tokens(self.tokenizer, chat.messages) for chat in chats]
+        jobs = [Job(ids, tokens, chat.sampled) for chat, ids in zip(chats, asked, strict=True)]
+        self._write(jobs, self.ends, ANSWERS)
+        for chat, job in zip(chats, jobs, strict=True):
+            text = self.tokenizer.decode(job.tokens, skip_special_tokens=True)
+            chat.is_over = not self.held_out.isdisjoint(grams(text))
+            if chat.is_over or len(job.tokens) < 2:
+                continue
+            chat.messages.append({"role": "assistant", "content": text})
+            # A template may render earlier turns in another way: their answers then are not kept.
+            same = job.prompt[: len(chat.ids)] == chat.ids
+            span = (len(job.prompt), len(job.prompt) + len(job.tokens))
+            chat.ids, chat.answers = job.prompt + job.tokens, [*chat.answers * same, span]
+            chat.is_over = not job.ended and not chat.planned
+
+    def _write(self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus) -> None:
+        write(self.target, jobs, ends, rows=ROWS, nucleus=nucleus, loop_tokens=self.loop_tokens)
+
+
+def write_shards(
+    author: Author, folder: Path, count: int, chats: int, prompts: Sequence[Prompt]
+) -> None:
+    """Write the shards 0 to `count - 1` that are not in `folder` yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        file = folder / f"{number:04}.jsonl"
+        if file.exists():
+            continue
+        began = time.process_time()
+        rows = [chat.row for chat in author.shard(number, chats, prompts)]
+        spent = time.process_time() - began
+        lines = [{"chats": len(rows), "spent": spent}, *rows]
+        file.with_suffix(".tmp").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        file.with_suffix(".tmp").replace(file)
+        new = sum(end - begin for row in rows for begin, end in row["answers"])
+        print(
+            f"text {number + 1}/{count}: {len(rows)} chats of {chats}, {new} tokens of answers, "
+            f"{spent:.0f} CPU seconds",
+            flush=True,
+        )

@@ -1,0 +1,85 @@
+"""Train a draft for a chat model that Transformers loads, on one machine.
+
+    python launch/train_draft.py --target FOLDER --work WORK --out DRAFT
+
+Stages: text (the target writes chats, or answers --prompts), states (what the draft reads), draft
+(DFlash v1), dflash2 (if --dflash2 is given; it starts from that one), card. A stage whose result is
+there is skipped, and an interrupted one resumes: run the same command again. More --shards or
+--steps go on from what is there. Everything runs on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from launch.draft_training import card, text
+from launch.draft_training.recipe import Recipe
+from sglang_dflash.bench import datasets
+
+STAGES = ("text", "states", "draft", "dflash2", "card")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--target", type=Path, required=True, help="folder of a chat model")
+    add("--work", type=Path, required=True, help="folder of the training state")
+    add("--out", type=Path, required=True, help="folder that gets the draft and its card")
+    add("--dflash2", type=Path, help="folder that gets a DFlash2 draft")
+    add("--prompts", type=Path, help="JSONL of prompts to answer, as of bench --dataset-file")
+    add(
+        "--held-out",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="JSONL of prompts that are measured and never trained on, beside the built-in chat",
+    )
+    add("--only", choices=STAGES, help="the only stage to run")
+    add("--shards", type=int, default=10, help="of the text")
+    add("--chats", type=int, default=text.CHATS, help="of a shard")
+    add("--steps", type=int, default=4000, help="of the v1 draft")
+    add("--dflash2-steps", type=int, default=1000)
+    add("--milestone", type=float, default=600, help="CPU seconds from one to the next")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    torch.set_num_threads(1)
+    try:
+        held_out = {"chat": datasets.load("chat", datasets.ALL)}
+        for name, file in (given.split("=", 1) for given in args.held_out):
+            held_out[name] = datasets.from_file(Path(file))
+        prompts = datasets.from_file(args.prompts) if args.prompts else ()
+        run(args, Recipe(args.target, args.work, prompts, held_out))
+    except ValueError as error:
+        raise SystemExit(f"train_draft: {error}") from error
+
+
+def run(args: argparse.Namespace, recipe: Recipe) -> None:
+    stages = {
+        "text": lambda: recipe.write_text(args.shards, args.chats),
+        "states": recipe.write_states,
+        "draft": lambda: recipe.train(False, args.steps, args.milestone),
+        "dflash2": lambda: args.dflash2 and recipe.train(True, args.dflash2_steps, args.milestone),
+        "card": lambda: [
+            card.write(recipe, name, folder)
+            for name, folder in (("draft", args.out), ("dflash2", args.dflash2))
+            if folder
+        ],
+    }
+    for name in STAGES:
+        if args.only in (None, name):
+            stages[name]()
+            print(f"{name}: done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

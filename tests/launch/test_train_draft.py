@@ -1,0 +1,89 @@
+"""`python launch/train_draft.py`: from a folder to a draft that SGLang serves, cut once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch import train_draft
+from sglang_dflash.bench.server import Server, ServerConfig, dflash_flags
+from sglang_dflash.facts.draft_config import DraftConfig
+from tests.launch.small_target import PROMPTS, write_prompts, write_target
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(folder: Path) -> list[str]:
+    prompts = write_prompts(folder / "prompts.jsonl")
+    return [
+        sys.executable, "launch/train_draft.py", "--target", str(folder / "target"),
+        "--work", str(folder / "work"), "--out", str(folder / "draft"), "--prompts", str(prompts),
+        "--held-out", f"again={prompts}", "--shards", "2", "--chats", "8", "--steps", "16",
+        "--milestone", "2",
+    ]  # fmt: skip
+
+
+def cut_after_a_milestone(asked: list[str], folder: Path) -> dict[Path, bytes]:
+    """Run it until a state is saved, and kill it; what it has written."""
+    with subprocess.Popen(asked, cwd=ROOT) as process:
+        while not (folder / "work/draft.curve.json").exists():
+            assert process.poll() is None, "it ended, or failed, before the cut"
+            time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
+    files = [*(folder / "work/text").glob("*"), *(folder / "work/states").glob("*.pt")]
+    return {file: file.read_bytes() for file in files}
+
+
+@pytest.mark.engine
+def test_from_a_folder_to_a_served_draft(tmp_path: Path) -> None:
+    write_target(tmp_path / "target")
+    asked = command(tmp_path)
+    written = cut_after_a_milestone(asked, tmp_path)
+    assert len(written) == 4 and not (tmp_path / "draft").exists()
+    done = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True)
+    # Text and states are not written again, and the steps go on.
+    assert all(file.read_bytes() == before for file, before in written.items())
+    assert "text 1/2" not in done.stdout and "states 0" not in done.stdout
+    curve = json.loads((tmp_path / "draft/curve.json").read_text())
+    assert len(curve) > 1 and curve[-1]["step"] == 16 and set(curve[-1]["held_out"]) == {
+        "chat", "again",
+    }  # fmt: skip
+    card = (tmp_path / "draft/README.md").read_text()
+    assert f"| 16 | {curve[-1]['cpu_seconds']:,} |" in card and "again (8)" in card
+    assert DraftConfig.from_pretrained(tmp_path / "draft").block_size == 8
+    served_as_plain_decoding(tmp_path)
+
+
+def served_as_plain_decoding(folder: Path) -> None:
+    """Greedy answers in float32 are Transformers'."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    flags = {
+        "--model-path": str(folder / "target"), "--dtype": "float32", "--sleep-on-idle": True,
+        "--max-total-tokens": 4096, **dflash_flags(str(folder / "draft")),
+    }  # fmt: skip
+    with Server(ServerConfig().with_flags(flags)) as server:
+        for prompt in PROMPTS[:4]:
+            ids = tokenizer(prompt)["input_ids"]
+            answer = server.generate(ids, temperature=0, max_new_tokens=24, ignore_eos=True)
+            wanted = target.generate(
+                torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=24,
+                min_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            assert answer["output_ids"] == wanted[0, len(ids) :].tolist()
+            assert answer["meta_info"]["spec_verify_ct"] > 0
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    asked = ["--target", "t", "--work", "w", "--out", "o", "--held-out", "a=nowhere.jsonl"]
+    with pytest.raises(SystemExit, match=r"train_draft: .*nowhere.jsonl.*no such file"):
+        train_draft.main(asked)

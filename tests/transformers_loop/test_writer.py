@@ -1,0 +1,84 @@
+"""Batched decoding: the same texts as one at a time, and samples from the nucleus."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from sglang_dflash.transformers_loop import writer
+from sglang_dflash.transformers_loop.writer import Job, Nucleus
+
+END = 7
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=60, hidden_size=48, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=8, initializer_range=0.4,
+        max_position_embeddings=512,
+    )  # type: ignore[call-arg]  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(8, 60) for _ in range(rng.randint(2, 30))] for _ in range(count)]
+
+
+def alone(target: PreTrainedModel, prompt: list[int], limit: int) -> list[int]:
+    """What Transformers' own loop writes."""
+    asked = torch.tensor([prompt])
+    how = {"do_sample": False, "eos_token_id": END, "pad_token_id": 0, "max_new_tokens": limit}
+    found = target.generate(asked, attention_mask=torch.ones_like(asked), **how)
+    return found[0, len(prompt) :].tolist()
+
+
+def test_greedy_texts_are_those_of_one_at_a_time(
+    target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of many lengths, of which some end early, more than a batch holds, and a cache that
+    grows."""
+    monkeypatch.setattr(writer, "ROOM", 5)
+    monkeypatch.setattr(writer, "TIDY", 3)
+    asked, limit = prompts(23), 24
+    expected = [alone(target, prompt, limit) for prompt in asked]
+    assert 2 < sum(text[-1] == END for text in expected) < 20
+    writer.fast_decoding(target)
+    jobs = [Job(prompt, limit, sampled=False) for prompt in asked]
+    new = 0
+
+    def report(count: int) -> None:
+        nonlocal new
+        new += count
+
+    writer.write(target, jobs, {END}, rows=8, nucleus=Nucleus(), loop_tokens=10**6, report=report)
+    assert [job.tokens for job in jobs] == expected
+    assert [job.ended for job in jobs] == [text[-1] == END for text in expected]
+    assert new == sum(map(len, expected))
+
+
+def test_loops_are_cut(target: PreTrainedModel) -> None:
+    loop = [11, 12, 13]
+    job = Job([1], 100, sampled=False, tokens=[5, 6, *loop * 20])
+    job.look_for_loop(keep=24)
+    assert job.looped and job.is_done and len(job.tokens) == 2 + 24
+    fine = Job([1], 100, sampled=False, tokens=list(range(60)))
+    fine.look_for_loop(keep=24)
+    assert not fine.looped and len(fine.tokens) == 60
+
+
+def test_samples_are_of_the_nucleus() -> None:
+    """In the shares of the probabilities; a token outside is never drawn."""
+    torch.manual_seed(0)
+    p = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
+    drawn = Nucleus(1.0, 0.9)(p.log().expand(20_000, -1))
+    shares = drawn.bincount(minlength=5) / len(drawn)
+    assert shares[3:].sum() == 0
+    torch.testing.assert_close(shares[:3], p[:3] / p[:3].sum(), atol=0.02, rtol=0)
+    cold = Nucleus(0.1, 1.0)(p.log().expand(1000, -1))
+    assert cold.bincount(minlength=5)[0] > 980
