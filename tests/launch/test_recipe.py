@@ -103,9 +103,7 @@ def test_the_target_writes_turns_itself(made: Recipe, monkeypatch: pytest.Monkey
 
 def test_near_copies_of_held_out_prompts_are_left_out(made: Recipe) -> None:
     words = [f"word{i}" for i in range(20)]
-    author = text.Author(
-        made.target, made.tokenizer, made.ends, [Prompt((" ".join(words),), True)]
-    )
+    author = text.Author(made.target, made.tokenizer, made.ends, [Prompt((" ".join(words),), True)])
     near = f"Please: {' '.join(words[3 : 3 + text.NEAR_COPY])}!"
     far = f"Please: {' '.join(words[3 : 2 + text.NEAR_COPY])}!"
     assert not author.held_out.isdisjoint(text.grams(near))
@@ -136,7 +134,9 @@ def test_a_dflash2_draft_begins_as_the_v1_draft(made: Recipe) -> None:
         torch.testing.assert_close(hidden, draft.block_hidden(first, made.embed, batch))
         selector = second.candidate_selector
         assert selector is not None
-        added = draft.edge_logits(selector, hidden, batch.ids[:, :24].view(2, 3, 8), torch.arange(9))
+        added = draft.edge_logits(
+            selector, hidden, batch.ids[:, :24].view(2, 3, 8), torch.arange(9)
+        )
     assert not added.any() and selector.predecessor_codebook.any()
 
 
@@ -190,7 +190,9 @@ def test_a_layer_reads_no_further_than_its_window(made: Recipe) -> None:
         batch.hidden[:, : end - 10 - 8] = 0
         assert torch.equal(draft.block_hidden(model, made.embed, batch), before)
         batch.hidden[:, end - 10 - 8] = 0
-        assert not torch.equal(draft.block_hidden(model, made.embed, batch)[0, 0, 0], before[0, 0, 0])
+        assert not torch.equal(
+            draft.block_hidden(model, made.embed, batch)[0, 0, 0], before[0, 0, 0]
+        )
 
 
 def learned(made: Recipe, steps: int) -> tuple[DraftModel, list[float]]:
