@@ -72,9 +72,9 @@ def candidates_kernel(
     b_chunks = _offsets(tl.topk(_keys(b_largest, o_c), TOP)).to(tl.int32)
     o_v = b_chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     p_row = p_logits + i_n * s_logits
+    # What is no column is as little as any, and has a higher number than all: K others precede it.
     b = tl.load(p_row + o_v, mask=o_v < V, other=float("-inf"))
-    # And what is no column.
-    b_keys = tl.where(o_v < V, _keys(_ordered(b.to(tl.float32)), o_v), -(2**63))
+    b_keys = _keys(_ordered(b.to(tl.float32)), o_v)
     b_columns = _offsets(tl.topk(tl.reshape(b_keys, (TOP * CHUNK,)), TOP))
     b_values = tl.load(p_row + b_columns, mask=o_k < K, other=0.0)
     tl.store(p_values + i_n * K + o_k, b_values, mask=o_k < K)

@@ -9,7 +9,8 @@ WARP = 32
 
 
 class Executed(NamedTuple):
-    """Instructions of a thread on the shortest way through a kernel, and on the longest."""
+    """Instructions of a thread on the shortest way through a kernel to its end, and on the longest.
+    No thread ends early."""
 
     least: int
     most: int

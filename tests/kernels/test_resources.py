@@ -84,8 +84,8 @@ SASS = """
 
 
 def test_instructions_are_counted_along_the_ways_through_a_kernel() -> None:
-    """A part that may be left out, a loop with such a part, and an early end."""
-    assert executed(SASS, turns=10) == (2 + 3 * 10 + 1, 4 + 4 * 10 + 3)
+    """A part that may be left out, a loop with such a part, and an end for some threads."""
+    assert executed(SASS, turns=10) == (2 + 3 * 10 + 3, 4 + 4 * 10 + 3)
     with pytest.raises(ValueError, match="2 loops"):
         executed(SASS.replace("@P3 EXIT", "@P3 BRA 0x40"))
 
