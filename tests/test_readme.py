@@ -35,7 +35,8 @@ def test_every_flag_that_is_named_is_a_flag() -> None:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     shown = parser.format_help()
-    sources = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]
+    homes = ("sglang_dflash", "experiments", "launch")
+    sources = [path for home in homes for path in (ROOT / home).rglob("*.py")]
     ours = "\n".join(path.read_text() for path in sources)
     flags = {
         flag for text in PAGES for flag in re.findall(r"`(--[a-z][a-z-]*[a-z])(?![a-z-])", text)

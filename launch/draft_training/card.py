@@ -90,7 +90,8 @@ Block {block}, {depth} layers of the target's shape that read its layers {featur
 - **Never seen**: {held_out}. A text that shares {near} words in a row with one of these prompts is
   left out.
 - **Loss**: of blocks at random places of the answers, position weights
-  exp(-(k - 1) / {decay:g}), half cross entropy of the target's greedy token, half that of its likeliest tokens.
+  exp(-(k - 1) / {decay:g}), half cross entropy of the target's greedy token, half that of its
+  likeliest tokens.
 
 Acceptance length in tokens per verify step, bonus included, greedy, outside repetition loops, on up
 to {measured} prompts of each held-out set, {new_tokens} new tokens at most, while the draft learned

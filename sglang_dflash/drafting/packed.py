@@ -134,9 +134,9 @@ def pack_linears(module: nn.Module, float16: bool = False) -> None:
             pack_linears(child, float16)
 
 
-def packed_of(layer: nn.Module) -> Packed | None:
+def packed_of(layer: nn.Module | None) -> Packed | None:
     """The packed weight of a layer, one of SGLang's or ours; None if it is not packed."""
-    return layer.__dict__.get("packed_weight")
+    return getattr(layer, "__dict__", {}).get("packed_weight")
 
 
 def without_bias(layer: nn.Linear | PackedLinear, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Every key that the config.json of published drafts has, by the exporters that write them (z-lab,
-JetSpec, Model-Optimizer, speculators, SpecForge, Transformers), and what it does here; and the
-layout that the speculators library writes (RedHat's drafts).
+JetSpec, Model-Optimizer, speculators, SpecForge, NeMo Automodel, Transformers), and what it does
+here; and the layout that the speculators library writes (RedHat's drafts).
 
 A key that is not in these tables is refused by name (`check_keys`): none is ignored.
 """
@@ -19,6 +19,7 @@ _MODEL_TYPES = ("qwen3", "gpt_oss")
 _ARCHITECTURES = (
     "DFlashDraftModel", "DFlash2DraftModel", "MiniMaxDFlash2DraftModel", "DFlashSpeculator",
     "DFlash2Speculator", "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
+    "Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel",
 )  # fmt: skip
 _DTYPES = ("bfloat16", "float16", "float32", "half", "float")
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")

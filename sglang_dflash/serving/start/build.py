@@ -125,7 +125,8 @@ class DFlashSpecWorker(BaseSpecWorker):
         model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
         if device.type == "cpu":
             # As the target's: with float32 rows its weights may be float16.
-            model.pack(isinstance(packed_of(unwrap_lora_layer(runner.model.lm_head)), Float16))
+            head = unwrap_lora_layer(getattr(runner.model, "lm_head", None))
+            model.pack(isinstance(packed_of(head), Float16))
         self._load_seconds = time.perf_counter() - began
         context = runner.model_config.context_len
         options = flags.options(server_args, settings).resolve(model.config)
@@ -348,7 +349,7 @@ def keep_last_hidden_states(model: Any) -> None:
 def unserved_target(model: Any) -> str | None:
     """Why the drafter cannot borrow from the loaded target, or None. It needs a dense lm_head."""
     lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
-    packed = None if lm_head is None else packed_of(lm_head)
+    packed = packed_of(lm_head)
     weight = packed.unpacked() if packed else getattr(lm_head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         found = "missing" if weight is None else weight.dtype
