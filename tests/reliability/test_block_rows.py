@@ -151,12 +151,14 @@ def test_a_verified_block_comes_after_the_committed_tokens() -> None:
         out_cache_loc=None,
     )
     backend.init_forward_metadata(forward)
-    assert [span.prefix for span in backend.spans] == [5, 9]
-    assert [(span.rows.start, span.rows.stop) for span in backend.spans] == [(0, 4), (4, 8)]
-    assert [span.slots.tolist() for span in backend.spans] == [
-        list(range(40, 49)),
-        list(range(20, 33)),
-    ]
+    (piece,) = backend._pieces(causal=True)
+    assert piece.first.tolist() == [5, 9] and piece.length.tolist() == [9, 13]
+    assert piece.rows == slice(0, 8)
+    columns = len(piece.slots) // 2
+    wanted = [*range(40, 49)], [*range(20, 33)]
+    for own, tokens in zip(piece.slots.split(columns), wanted, strict=True):
+        # Padded with the last one.
+        assert own.tolist() == tokens + tokens[-1:] * (columns - len(tokens))
 
 
 def test_a_proposal_outlives_the_next_replay() -> None:
