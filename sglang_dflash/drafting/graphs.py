@@ -212,7 +212,7 @@ class _Static:
     """The buffers that recordings read and write, for batches of up to R requests."""
 
     def __init__(self, drafter: Drafter, requests: int) -> None:
-        weight, tokens = drafter.model.fc.weight, requests * drafter.verified
+        weight, tokens = drafter.model.norm.weight, requests * drafter.verified
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=weight.device)
