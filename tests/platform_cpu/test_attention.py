@@ -142,6 +142,7 @@ def test_a_token_does_not_depend_on_the_tokens_verified_with_it() -> None:
 def test_what_padding_holds_reaches_nobody() -> None:
     """Neither the slot for padded tokens nor another request's, NaN or not."""
     pool, q = Pool([9, 20]), queries(2)
+    pool.table[0, 9:] = pool.slots[1][0]
     want = pool.backend([8], [1]).forward_extend(q[:1], None, None, layer(), None)
     pool.keys[pool.slots[1]] = pool.values[pool.slots[1]] = float("nan")
     unused = [i for i in range(len(pool.keys)) if i not in pool.table.unique()]
