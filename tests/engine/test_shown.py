@@ -84,5 +84,18 @@ def test_a_server_without_requests_sleeps(server: Server) -> None:
 
 
 @pytest.mark.server(DFLASH)
+def test_it_tells_where_the_time_of_a_step_goes(server: Server) -> None:
+    answer = server.generate("import os\n", temperature=0, max_new_tokens=64, ignore_eos=True)
+    report = server.dflash()
+    shares, spent = report["step_shares"], report["host_seconds"]
+    assert sum(shares.values()) == pytest.approx(1, abs=0.001) and min(shares.values()) > 0
+    # In a forward of the target, and one of the drafter.
+    assert shares["verify"] > shares["commit"] and shares["propose"] > shares["commit"]
+    step = report["step_milliseconds"] / 1000
+    parts = sum(spent[part] for part in ("verify", "propose", "commit"))
+    assert parts / report["decode_steps"] < step < answer["meta_info"]["e2e_latency"]
+
+
+@pytest.mark.server(DFLASH)
 def test_without_the_flag_nothing_is_recorded_on_a_cpu(server: Server) -> None:
     assert "draft_graph_batch_sizes" not in server.dflash()
