@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
@@ -12,39 +11,40 @@ from sglang.utils import find_printable_text
 
 # How a text ends that is cut inside a character.
 INCOMPLETE = "�"
-# Tokens before an event that tell where the text of its first one begins: more than a character
-# has.
-CONTEXT = 5
 # So many tokens at most wait for the end of a character.
-MOST_WAITING = 64
+MOST_WAITING = 256
 # Of a whole answer so far, in its `meta_info`.
 COUNTS = ("completion_tokens", "output_token_logprobs_length", "output_token_sampling_mask_length")
-Decode = Callable[[list[list[int]]], list[str]]
 
 
-def token_ends(decode: Decode, context: list[int], tokens: list[int]) -> tuple[list[int], bool]:
-    """Where the text of each token ends if every token is sent alone: part of a character adds
-    nothing, and the token that completes it adds all of it.
+class TokenEnds:
+    """Where the text of each token of an answer ends, if SGLang's detokenizer gets every token
+    alone: part of a character adds nothing, and the token that completes it adds all of it.
 
-    Args:
-        decode: token ids of several texts -> the texts.
-        context: the tokens before.
-
-    Returns:
-        Characters from the end of the context's text; whether the last token completes a
-        character.
+    Attributes:
+        sent: characters that it has sent.
+        is_whole: whether the text ends with a whole character.
     """
-    every = context + tokens
-    texts = decode([every[: i + 1] for i in range(len(every))])
-    complete, sent, ends = 0, 0, [0]
-    for text in texts:
-        if text.endswith(INCOMPLETE):
-            sent = max(sent, complete + len(find_printable_text(text[complete:])))
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self.sent, self.is_whole = 0, True
+        # Tokens of the last whole characters, before which nothing is read again, and later ones.
+        self._tokens: list[int] = []
+        self._known = self._known_length = self._complete = 0
+
+    def add(self, token: int) -> int:
+        """Returns `sent` after the token."""
+        self._tokens.append(token)
+        new = self._decode(self._tokens)[self._known_length :]
+        self.is_whole = not new.endswith(INCOMPLETE)
+        if new and self.is_whole:
+            self.sent = self._complete = self._complete + len(new)
+            del self._tokens[: self._known]
+            self._known, self._known_length = len(self._tokens), len(self._decode(self._tokens))
         else:
-            complete = sent = len(text)
-        ends.append(sent)
-    begin = ends[len(context)]
-    return [end - begin for end in ends[len(context) + 1 :]], not texts[-1].endswith(INCOMPLETE)
+            self.sent = max(self.sent, self._complete + len(find_printable_text(new)))
+        return self.sent
 
 
 class TokenEvents:
@@ -56,50 +56,65 @@ class TokenEvents:
             manager: SGLang's `TokenizerManager`.
             obj: the request, a `GenerateReqInput`.
         """
-        params = obj.sampling_params
-        params = params[0] if isinstance(params, list) else params
-        params = {**(manager.preferred_sampling_params or {}), **params}
-        skip = params.get("skip_special_tokens", True)
-        spaces = params.get("spaces_between_special_tokens", True)
-        self._decode = partial(_decode, manager, skip, spaces)
         self._coalesce = manager._coalesce_streaming_chunks
         # Whether an event has what is new, and not the answer so far.
         self._incremental = manager.incremental_streaming_output
-        # Of the answer, what was passed on: tokens, characters, the last tokens.
-        self._tokens = self._length = 0
-        self._context: list[int] = []
-        # An event whose text ends inside a character: the detokenizer holds back what it likes.
-        self._waiting: list[dict[str, Any]] = []
+        self._ends = TokenEnds(_decoder(manager, obj))
+        # Tokens that came alone, and are read only if a later one needs it.
+        self._unread: list[int] = []
+        # Of the answer, what was passed on: tokens, characters, characters by `_ends`.
+        self._tokens = self._length = self._begin = 0
+        # An event whose text ends inside a character, of which the detokenizer may hold back whole
+        # words; the ends of its tokens.
+        self._held: list[dict[str, Any]] = []
+        self._waiting: list[int] = []
 
     def split(self, event: dict[str, Any]) -> list[dict[str, Any]]:
-        """Events of one token each, in order, whose last is `event`; none if it has to wait."""
+        """Events of one token each, in order; none if the event has to wait."""
         finish = event["meta_info"].get("finish_reason")
         if not isinstance(event.get("text"), str) or (finish and finish["type"] == "abort"):
             # An aborted answer repeats a token.
-            return [*self._waiting, event]
-        if self._waiting and self._incremental:
-            event = self._coalesce([*self._waiting, event], event["meta_info"]["id"])
-        tokens, text = event["output_ids"], event["text"]
-        if not self._incremental:
+            return [*self._held, event]
+        tokens = event["output_ids"]
+        if self._incremental:
+            if self._held:
+                event = self._coalesce([*self._held, event], event["meta_info"]["id"])
+            text = event["text"]
+        else:
             # SGLang may have added to the list since.
-            tokens = tokens[self._tokens : event["meta_info"]["completion_tokens"]]
-            text = text[self._length :]
-        ends = [len(text)]
-        if len(tokens) > 1:
-            ends, complete = token_ends(self._decode, self._context, tokens)
-            if not complete and not finish and len(tokens) <= MOST_WAITING:
-                self._waiting = [event]
-                return []
-            # A first token may have lost a space before it, a text that has ended its stop.
-            late = len(text) - ends[-1] if complete and not finish else 0
-            ends = [min(max(end + late, 0), len(text)) for end in ends[:-1]] + [len(text)]
+            known, count = (
+                self._tokens + len(self._waiting),
+                event["meta_info"]["completion_tokens"],
+            )
+            tokens, text = tokens[known:count], event["text"][self._length :]
+        if not self._waiting and len(tokens) < 2:
+            self._unread += tokens
+            return self._passed_on(event, [len(text)], len(tokens))
+        if not self._waiting:
+            for token in self._unread:
+                self._ends.add(token)
+            self._unread, self._begin = [], self._ends.sent
+        self._waiting += map(self._ends.add, tokens)
+        whole = self._ends.is_whole
+        if not whole and not finish and len(self._waiting) <= MOST_WAITING:
+            self._held = [event]
+            return []
+        ends = [end - self._begin for end in self._waiting]
+        # A first token may have lost a space before it; a text that has ended lost its stop.
+        late = len(text) - ends[-1] if whole and not finish else 0
+        ends = [min(max(end + late, 0), len(text)) for end in ends[:-1]] + [len(text)]
+        return self._passed_on(event, ends, len(ends))
+
+    def _passed_on(
+        self, event: dict[str, Any], ends: list[int], tokens: int
+    ) -> list[dict[str, Any]]:
         parts = list(self._parts(event, ends))
-        self._waiting, self._context = [], [*self._context, *tokens][-CONTEXT:]
-        self._tokens, self._length = self._tokens + len(tokens), self._length + len(text)
+        self._held, self._waiting = [], []
+        self._tokens, self._length = self._tokens + tokens, self._length + ends[-1]
         return parts
 
     def _parts(self, event: dict[str, Any], ends: list[int]) -> Iterator[dict[str, Any]]:
-        """Events whose new texts end there; the last is `event`, without what the others have."""
+        """Events whose new texts end there. The last has what an event has besides tokens."""
         begin, last = 0, len(ends) - 1
         for i, end in enumerate(ends):
             info, left = dict(event["meta_info"]), last - i
@@ -119,7 +134,16 @@ class TokenEvents:
             begin = end
 
 
-def _decode(manager: Any, skip: bool, spaces: bool, texts: list[list[int]]) -> list[str]:
-    """As SGLang's detokenizer does it, whose method reads the tokenizer only."""
-    flags = [skip] * len(texts), [spaces] * len(texts)
-    return DetokenizerManager._grouped_batch_decode(manager, texts, *flags)
+def _decoder(manager: Any, obj: Any) -> Callable[[list[int]], str]:
+    """Token ids -> text, as SGLang's detokenizer makes it for the request."""
+    params = obj.sampling_params
+    params = params[0] if isinstance(params, list) else params
+    params = {**(manager.preferred_sampling_params or {}), **params}
+    skip = params.get("skip_special_tokens", True)
+    spaces = params.get("spaces_between_special_tokens", True)
+
+    def decode(ids: list[int]) -> str:
+        # Of its object, the method reads the tokenizer only.
+        return str(DetokenizerManager._grouped_batch_decode(manager, [ids], [skip], [spaces])[0])
+
+    return decode

@@ -86,14 +86,14 @@ def test_events_are_those_of_single_tokens(make: Any, incremental: bool) -> None
         assert several == alone
 
 
-@pytest.mark.parametrize("sizes", [[1, 3, 4, 2], [1, 9]])
+@pytest.mark.parametrize("sizes", [[1, 3, 5, 1], [1, 9]])
 def test_a_text_is_sent_once(sizes: list[int]) -> None:
     assert "".join(two_halves(sizes, row=True)) == CHINESE
 
 
 def test_text_is_sent_twice_without_the_row() -> None:
-    """The first event ends after 日 and half of a character, the second in another."""
-    assert "".join(two_halves([1, 3, 4, 2], row=False)) == "日" + CHINESE
+    """The second event ends after 日 and part of a character, the third in another."""
+    assert "".join(two_halves([1, 3, 5, 1], row=False)) == "日" + CHINESE
 
 
 def two_halves(sizes: list[int], row: bool) -> list[str]:
@@ -106,15 +106,15 @@ def test_an_answer_without_whole_characters_comes_in_time() -> None:
     """Bytes that are no character, without end."""
     tokenizer = byte_level()
     half = tokenizer("é")["input_ids"][0]
-    of = Answer([half] * 400, {"type": "length", "length": 400})
-    sizes = [1] + [7] * 57
+    of = Answer([half] * 600, {"type": "length", "length": 600})
+    sizes = [1] + [7] * 85 + [4]
     (texts,) = detokenize(tokenizer, [of], [sizes])
     stream = TokenEvents(detokenized.manager(tokenizer), REQUEST)
     late, sent = 0, 0
     for event in events(of, sizes, texts):
         sent += len(stream.split(event))
         late = max(late, event["meta_info"]["completion_tokens"] - sent)
-    assert sent == 400 and late <= token_events.MOST_WAITING
+    assert sent == 600 and late <= token_events.MOST_WAITING
 
 
 def test_a_stop_that_was_cut_off_is_not_sent() -> None:

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001 - the models have such characters in their tags
 """How models write tool calls, for every parser that SGLang registers, and random conversations in
 these formats."""
 
