@@ -150,7 +150,7 @@ class ServerInfo:
         return ", ".join(words)
 
     def _without_drafts(self) -> list[str]:
-        """In words, steps without drafts: of width 1, or with custom logit processors."""
+        """In words, steps without drafts: of width 1, or with one token per step of a request."""
         undrafted, every = sum(self.values("undrafted_steps")), self.tokens_per_step
         if not undrafted or every is None:
             return []

@@ -213,6 +213,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         widths = StepWidths(policy, setup.tp, StepClock(setup.device))
         return DFlashWorker(
             block_size=block,
+            features=setup.model.config.target_hidden_width,
             running=setup.running,
             req_to_token=req_to_token,
             widths=widths,

@@ -112,7 +112,7 @@ def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:
     """In place of the hidden states that the drafter has read, leave the last layer's if a request
     asks for them. The overlap loop copies what is left to the host."""
     last, output.hidden_states, output.last_hidden_states = output.last_hidden_states, None, None
-    if not batch.return_hidden_states:
+    if not batch.return_hidden_states or last is None:
         return
     if batch.forward_mode.is_extend() and get_server_return_hidden_states_mode().is_last():
         # SGLang then expects one row per request.
