@@ -231,7 +231,7 @@ def _requests(server: ServerInfo) -> Iterator[Notice]:
         yield Notice(
             "many-undrafted",
             f"{undrafted / steps:.0%} of the decode steps had no drafts: their requests have a "
-            "custom logit processor",
-            "send requests without one where it is not needed; such a request takes one token per "
-            "step",
+            "custom logit processor, or a grammar that cannot look ahead",
+            "send requests without a processor where none is needed, and leave out "
+            "--grammar-backend; such a request takes one token per step",
         )

@@ -114,17 +114,8 @@ class ResolvedOptions:
             names: setting -> what the user types for it.
             is_fixed: whether every step verifies the whole block.
         """
-        found, context, trained = [], self.context, config.max_position_embeddings
-        if not config.names_target_layers:
-            ids = list(config.target_layer_ids)
-            found.append(
-                Notice(
-                    "target-layers-not-named",
-                    f"target_layer_ids of the draft: missing; the default, {ids}, is taken: if it "
-                    "was trained with other layers of the target, acceptance falls",
-                    "add the layers that it was trained with to dflash_config in its config.json",
-                )
-            )
+        found, context = _of_checkpoint(config), self.context
+        trained = config.max_position_embeddings
         if self.draft_block > config.block_size:
             found.append(
                 Notice(
@@ -256,6 +247,21 @@ class Options:
             )
         draft_block = min(block_size, trained or block_size) if self.looks_up else block_size
         return ResolvedOptions(self, block_size, draft_block, Reach(self.window, self.sinks))
+
+
+def _of_checkpoint(config: DraftConfig) -> list[Notice]:
+    """What outputs survive and acceptance may not, whatever was asked for."""
+    if config.names_target_layers:
+        return []
+    ids = list(config.target_layer_ids)
+    return [
+        Notice(
+            "target-layers-not-named",
+            f"target_layer_ids of the draft: missing; the default, {ids}, is taken: if it was "
+            "trained with other layers of the target, acceptance falls",
+            "add the layers that it was trained with to dflash_config in its config.json",
+        )
+    ]
 
 
 def _at_most(block_size: int) -> str:

@@ -165,7 +165,7 @@ class ServerInfo:
         return f"{took}; the host launches {', '.join(launched)}, and works or waits in the rest"
 
     def _without_drafts(self) -> list[str]:
-        """In words, steps without drafts: of width 1, or with custom logit processors."""
+        """In words, steps without drafts: of width 1, or with one token per step of a request."""
         undrafted, every = sum(self.values("undrafted_steps")), self.tokens_per_step
         if not undrafted or every is None:
             return []

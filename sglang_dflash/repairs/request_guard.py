@@ -106,6 +106,7 @@ def check_and_create(
         for name in POSITIONS:
             _check_positions(name, getattr(obj, name), len(input_ids or obj.input_embeds or ()))
         _check_sampling(obj.sampling_params)
+        _check_scores(obj)
     tokenized = original(manager, obj, input_text, input_ids, *others, **named)
     if isinstance(tokenized, io_struct.TokenizedGenerateReqInput):
         _check_encoding(tokenized)
@@ -238,6 +239,17 @@ def _check_positions(name: str, positions: Any, tokens: int) -> None:
     )
     required = f"a list of positions in the prompt, 0 to {tokens - 1}"
     _require(are_inside, name, positions, required)
+
+
+def _check_scores(obj: Any) -> None:
+    """Raise ValueError for scores at chosen positions in a request that SGLang reads others of."""
+    if obj.token_indices_to_pool is None:
+        return
+    required = "0 is required with token_indices_to_pool"
+    tokens = obj.sampling_params.get("max_new_tokens")
+    _require(tokens == 0, "max_new_tokens", tokens, required)
+    start = obj.logprob_start_len
+    _require(not obj.return_logprob or start == 0, "logprob_start_len", start, required)
 
 
 def _check_sampling(params: Mapping[str, Any]) -> None:

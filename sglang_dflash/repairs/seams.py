@@ -27,6 +27,10 @@ SEAMS = (
          "A seeded answer depends on the top-k, top-p and min-p of other requests; one with min-p "
          "ends the server.",
          "tests/repairs/test_seeded_sampling.py::test_tokens_depend_on_neighbors_without_the_row"),
+        (Kind.AFTER, "managers.scheduler_components.logprob_result_processor"
+         ".SchedulerLogprobResultProcessor.add_logprob_return_values", "scores:without_output",
+         "A request for no token gets one's log-probability if it shares a prefill with others.",
+         "tests/repairs/test_scores.py::test_an_output_token_is_scored_without_the_row"),
         (Kind.BEFORE, "managers.tokenizer_manager.TokenizerManager.generate_request",
          "request_guard:check_shape",
          "Lists that do not match a batch are an HTTP 500, or end the scheduler.",

@@ -33,7 +33,7 @@ class Kind(Enum):
     """How a row changes its target.
 
     The first four are SGLang's hook types (`sglang.srt.plugins.hook_registry.HookType`). ASSIGN
-    sets an attribute.
+    sets an attribute, PROPERTY a property of a class, which our function computes.
     """
 
     BEFORE = "before"
@@ -41,10 +41,11 @@ class Kind(Enum):
     AROUND = "around"
     REPLACE = "replace"
     ASSIGN = "assign"
+    PROPERTY = "property"
 
     @property
     def is_hook(self) -> bool:
-        return self is not Kind.ASSIGN
+        return self not in (Kind.ASSIGN, Kind.PROPERTY)
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,8 @@ def check(row: Seam) -> None:
             raise _error(row, "the target is a class; only kind replace works on a class")
         _refuse_other_hooks(row)
         _refuse_applied(row)
+    elif row.kind is Kind.PROPERTY and not isinstance(current, property):
+        raise _error(row, f"expected a property, found a {type(current).__name__}")
     own = row.target.partition(".")[0]
     for module in _defining_modules(current):
         if module == REGISTRY or module.partition(".")[0] not in (own, *DECORATORS):
@@ -219,7 +222,8 @@ def _in_place(row: Seam) -> bool:
     if row.kind.is_hook:
         return (row.kind.value, row.value) in [(kind, hook) for kind, hook, _ in _hooks(row)]
     try:
-        return _current(row) == row.value
+        current = _current(row)
+        return (current.fget if row.kind is Kind.PROPERTY else current) == row.value
     except Exception:  # `check` reports it.
         return False
 
@@ -286,8 +290,9 @@ def _name(value: Any) -> str:
 
 
 def _apply(row: Seam) -> None:
-    if row.kind is Kind.ASSIGN:
-        setattr(pkgutil.resolve_name(row.parent), row.attribute, row.value)
+    if not row.kind.is_hook:
+        value = property(row.value) if row.kind is Kind.PROPERTY else row.value
+        setattr(pkgutil.resolve_name(row.parent), row.attribute, value)
     else:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -63,6 +63,10 @@ WORKER_SEAMS = rows(
      ".SchedulerMetricsReporter.report_decode_stats", "step.scheduler:rate_of_proposed",
      "The accept rate of the log and of /metrics is of whole blocks, too.",
      "tests/serving/test_seams.py::test_rates_are_of_whole_blocks_without_the_rows"),
+    (Kind.PROPERTY, "managers.schedule_batch.Req.is_prefill_only", "step.scheduler:asks_no_token",
+     "Beside any draft, a request for no token gets one token's log-probability, and scores of "
+     "every position in place of those that it asks for.",
+     "tests/serving/test_seams.py::test_no_request_is_for_scores_without_the_row"),
     (Kind.REPLACE, "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2",
      "step.batch:slots_for_next_step",
      "A request that plain decoding finishes ends with HTTP 500 if the pool has no room for two "

@@ -34,6 +34,25 @@ def no_penalty_rows() -> None:
     seams.SEAMS = plugin.SEAMS = kept
 
 
+def own_grammars() -> None:
+    """With a grammar backend of one's own, `own`: XGrammar's grammars, whose masks have a bool per
+    token, and which take no token back."""
+    from sglang.srt.constrained import base_grammar_backend as base
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from sglang.srt.server_args import add_grammar_backend_choices
+
+    from tests.engine.own_grammar import OwnBackend
+
+    def make(server_args: Any, tokenizer: Any, vocab_size: int, eos_token_ids: Any) -> Any:
+        theirs = XGrammarGrammarBackend(
+            tokenizer, vocab_size, list(eos_token_ids), any_whitespace=False
+        )
+        return OwnBackend(theirs)
+
+    add_grammar_backend_choices(["own"])
+    base.register_grammar_backend("own", make)
+
+
 def states() -> None:
     """Plain decoding with its recurrent states written to the folder SHOWN after every step."""
     from sglang.srt.managers.tp_worker import TpModelWorker

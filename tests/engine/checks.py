@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import requests
 import torch
 
@@ -52,6 +53,11 @@ def drafted(seen: Seen) -> None:
     assert seen.report["worker"] == "sglang_dflash.serving.step.worker.DFlashWorker"
     found = [answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in _answers(seen)]
     assert max(found) > 2
+
+
+def undrafted(seen: Seen) -> None:
+    """Requests under a grammar took one token per step."""
+    assert seen.report["undrafted_steps"] > 100
 
 
 def known_text_drafted(seen: Seen) -> None:
@@ -139,6 +145,34 @@ def ended_alike(seen: Seen) -> None:
         )  # fmt: skip
     types = [answer["meta_info"]["finish_reason"]["type"] for answer in seen.ours]
     assert types.count("stop") > len(types) / 2
+
+
+def scored_alike(seen: Seen) -> None:
+    """Requests for no token: with plain decoding's log-probabilities, and the same ones beside
+    others as alone."""
+    keys = [
+        f"{of}_{what}_logprobs"
+        for of in ("input", "output")
+        for what in ("token", "top", "token_ids")
+    ]
+    alone, beside = (slice(6), slice(6, 18))
+    for got, expected in (
+        (seen.ours, seen.theirs),
+        (seen.theirs[beside], 2 * seen.theirs[alone]),
+    ):
+        for ours, theirs in zip(got, expected, strict=True):
+            for key in keys:
+                pair = [_every_number(one["meta_info"].get(key)) for one in (ours, theirs)]
+                assert pair[0] == pytest.approx(pair[1], abs=1e-4), key
+    assert len(seen.ours[5]["meta_info"]["input_token_ids_logprobs"]) == 2
+    assert not seen.ours[0]["meta_info"]["output_token_logprobs"]
+
+
+def _every_number(value: Any) -> list[float]:
+    """All numbers of nested lists, in their order."""
+    if isinstance(value, list):
+        return [number for one in value for number in _every_number(one)]
+    return [] if value is None else [value]
 
 
 def hidden_states_alike(seen: Seen) -> None:

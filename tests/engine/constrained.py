@@ -9,7 +9,7 @@ from tests.engine import feature_requests as features
 from tests.engine import workload
 from tests.engine.client import ask, together
 from tests.engine.feature_requests import Answers
-from tests.engine.servers import DFLASH_FLAGS, FILES, PLAIN
+from tests.engine.servers import DFLASH_FLAGS, FEATURES_DFLASH, FILES, PLAIN
 
 # A model that thinks no longer than it is allowed to.
 THINKING_PLAIN = PLAIN.named("thinking-plain").having(
@@ -29,4 +29,27 @@ def thoughts(server: Server) -> Answers:
         )
         for t, m in zip(workload.prompts()["demo"], limits, strict=False)
         for k in ({}, point)
+    )
+
+
+# Grammars that SGLang cannot look ahead with: outlines', and those of a backend of one's own, which
+# are XGrammar's with neither its masks nor its rollback.
+OUTLINES_PLAIN = PLAIN.named("outlines-plain").having(grammar_backend="outlines")
+OUTLINES = OUTLINES_PLAIN.named("outlines").having(**DFLASH_FLAGS)
+OWN = FEATURES_DFLASH.named("own-grammars").having(grammar_backend="own").changed("own_grammars")
+GUIDANCE_PLAIN = PLAIN.named("llguidance-plain").having(grammar_backend="llguidance")
+GUIDANCE = GUIDANCE_PLAIN.named("llguidance").having(**DFLASH_FLAGS)
+
+
+def regular(server: Server) -> Answers:
+    """As `feature_requests.grammars`, without EBNF, which outlines does not have."""
+    kinds: list[dict[str, str]] = [
+        {"json_schema": json.dumps(features.POINT)},
+        *({"regex": r} for r in features.REGULAR),
+        {},
+    ]
+    return together(
+        lambda t=t, k=k: ask(server, t, max_new_tokens=80, ignore_eos=False, **k)
+        for k in kinds
+        for t in workload.prompts()["demo"][:2]
     )

@@ -77,6 +77,27 @@ def logprobs(server: Server) -> Answers:
     )
 
 
+def scores(server: Server) -> Answers:
+    """Of requests for no token: log-probabilities of the prompt and after it, and those at chosen
+    positions; each by itself, then all beside requests for tokens."""
+    asked: list[dict[str, Any]] = [
+        {},
+        {"logprob_start_len": 0},
+        {"top_logprobs_num": 2},
+        {"token_ids_logprob": [10, 500]},
+        {"logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [10, 500]},
+        {"logprob_start_len": 0, "token_ids_logprob": [10], "token_indices_to_pool": [1, 3]},
+    ]
+    text = PROMPTS["demo"][2]
+    jobs = [
+        lambda more=more: ask(server, text, {"return_logprob": True, **more}, max_new_tokens=0)
+        for more in asked
+    ]
+    alone = [job() for job in jobs]
+    many = lambda t: lambda: ask(server, t, {"return_logprob": True}, max_new_tokens=9)  # noqa: E731
+    return alone + together([*jobs * 2, *map(many, PROMPTS["demo"][:6])])
+
+
 BIASES = [{}, {"77": 3.0, "260": 3.0, "14": -4.0}, {str(token): 2.5 for token in range(64, 91)}]
 # The target is so unsure of these that a mild bias changes the output.
 UNSURE = PROMPTS["short"][8:11]

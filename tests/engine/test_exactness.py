@@ -199,10 +199,29 @@ FEATURES = (
         (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
 )
+# Scores, and nothing else.
+SCORES = (
+    Row(s.FEATURES_DFLASH, s.FEATURES_PLAIN, (features.scores,), (checks.scored_alike,)),
+    Row(s.FEATURES_DFLASH_NO_OVERLAP, s.FEATURES_PLAIN, (features.scores,), (checks.scored_alike,)),
+)
 # Budgets of a model that thinks.
 THINKING = (
     Row(c.THINKING_PLAIN, c.THINKING_PLAIN, (c.thoughts,), (checks.thought_in_bounds,)),
     Row(c.THINKING, c.THINKING_PLAIN, (c.thoughts,), (checks.drafted,)),
+)
+# Grammars of other backends than XGrammar.
+BACKENDS = (
+    Row(c.OWN, s.FEATURES_PLAIN, (features.grammars,), (checks.drafted, checks.undrafted)),
+    Row(
+        c.OUTLINES,
+        c.OUTLINES_PLAIN,
+        (c.regular,),
+        (checks.drafted, checks.undrafted),
+        long=(c.regular,),
+    ),
+    Row(
+        c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,), (features.grammars,)
+    ),
 )
 # Answers that end inside a block, for the earlier of two reasons.
 ENDS = (
@@ -326,7 +345,9 @@ TOLD = tuple(
         (front_ends.native, ()),
     )
 )
-TABLE = (*DEMO, *SAMPLED, *FEATURES, *THINKING, *ENDS, *RETURNED, *HYBRID, *TOLD)
+TABLE = (
+    *DEMO, *SAMPLED, *FEATURES, *SCORES, *THINKING, *BACKENDS, *ENDS, *RETURNED, *HYBRID, *TOLD,
+)  # fmt: skip
 
 
 def half_of_two(answers: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no position": ({"token_indices_to_pool": []}, r"token_indices_to_pool: \[\]; a list of pos"),
     "position": ({"ids": [5] * 3, "token_indices_to_pool": [0, 3]}, r"\[0, 3\]; .* prompt, 0 to 2"),
     "below": ({"token_indices_to_pool": [-1]}, r"token_indices_to_pool: \[-1\]; a list"),
+    "scores and tokens": ({"token_indices_to_pool": [0]}, r"max_new_tokens: None; 0 is required"),
+    "scores of a part": (
+        {
+            "token_indices_to_pool": [0],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+        },
+        r"logprob_start_len: -1; 0 is required with token_indices",
+    ),
     "delimiter": ({"multi_item_delimiter_indices": [99]}, r"delimiter_indices: \[99\]; a list"),
     "positions": ({"token_indices_to_pool": 5}, r"token_indices_to_pool: 5; a list"),
     "processor": ({"custom_logit_processor": 5}, r"custom_logit_processor: 5; Expected `str"),
@@ -135,7 +144,10 @@ def test_sglang_can_clean_up_after_a_refused_stream(rid: Any) -> None:
 
 
 def test_positions_in_the_prompt_are_passed_on() -> None:
-    made = guarded(ids=[5] * 3, token_indices_to_pool=[0, 2], multi_item_delimiter_indices=[1])
+    made = guarded(
+        ids=[5] * 3, token_indices_to_pool=[0, 2], multi_item_delimiter_indices=[1],
+        sampling_params={"max_new_tokens": 0}, return_logprob=True, logprob_start_len=0,
+    )  # fmt: skip
     assert made.token_indices_to_pool == [0, 2] and made.multi_item_delimiter_indices == [1]
 
 

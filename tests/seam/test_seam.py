@@ -56,6 +56,8 @@ class Worker(Base):
     @staticmethod
     def static(x): return x + 1
     kind = Base
+    @property
+    def size(self): return 1
 
 Worker.assigned = borrowed
 """
@@ -137,9 +139,12 @@ def test_a_target_that_is_missing_or_no_function_is_refused(
     for target in (*(f"home.{name}" for name in missing), "missing.plain", "plain"):
         assert "cannot resolve it" in refused(seam(target, kind, doubled))
     assert "no device" in refused(seam("needs_a_device.run", kind, tenfold))
+    wanted = "property" if kind is Kind.PROPERTY else "function"
     if kind is not Kind.ASSIGN:
-        assert "expected a function, found a list" in refused(seam("home.mod.names", kind, doubled))
-    if kind not in (Kind.ASSIGN, Kind.REPLACE):
+        assert f"expected a {wanted}, found a list" in refused(
+            seam("home.mod.names", kind, doubled)
+        )
+    if kind.is_hook and kind is not Kind.REPLACE:
         assert "a class" in refused(seam("home.mod.Worker", kind, doubled))
 
 
@@ -240,6 +245,7 @@ def table() -> tuple[Seam, ...]:
         seam("home.mod.Worker.static", Kind.ASSIGN, staticmethod(tenfold)),
         seam("home.mod.names", Kind.ASSIGN, "operator:neg"),
         seam("home.mod.Worker.kind", Kind.ASSIGN, "operator:add"),
+        seam("home.mod.Worker.size", Kind.PROPERTY, "operator:truth"),
     )
 
 
@@ -288,6 +294,16 @@ def test_a_hook_that_the_registry_fails_to_apply_is_found(mod: ModuleType) -> No
         install_late([seam("home.mod.Sealed.method", Kind.REPLACE, tenfold)])
     with pytest.raises(SeamError, match=r"Sealed\.method.*frozen"):
         install([seam("home.mod.Sealed.method", Kind.ASSIGN, tenfold)])
+
+
+def test_a_property_is_computed_by_ours(mod: ModuleType, foreign: ModuleType) -> None:
+    row = seam("home.mod.Worker.size", Kind.PROPERTY, "operator:truth")
+    install([row])
+    assert mod.Worker().size is True
+    mod.Worker.size = property(foreign.bare)
+    with pytest.raises(SeamError, match=r"Worker\.size.*overwritten"):
+        verify([row])
+    assert "already changed by" in refused(row)
 
 
 def test_changes_after_ours_are_found(mod: ModuleType, foreign: ModuleType) -> None:

@@ -72,6 +72,7 @@ def test_ours_takes_the_arguments_of_the_target(row: Seam) -> None:
     if not callable(ours):
         return
     theirs = ASSIGNED.get(row.target) or original(row.target)
+    theirs = getattr(theirs, "fget", theirs)
     takes_all(row, ours, getattr(theirs, "__func__", theirs))
 
 

@@ -122,7 +122,8 @@ def worker_of(
         notices=notices, pages=DraftKVPages(groups),
     )  # fmt: skip
     worker: Any = DFlashWorker(
-        block_size=block, running=2, req_to_token=table, widths=widths, drafter=drafter,
+        block_size=block, features=model.config.target_hidden_width, running=2,
+        req_to_token=table, widths=widths, drafter=drafter,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,
         host_tier=HostTier(groups, 2) if hierarchical else None, waiting_steps=waiting_steps,
@@ -156,7 +157,7 @@ def decode_of(lengths: Sequence[int], device: str = "cpu", **changes: Any) -> An
     batch = SimpleNamespace(
         forward_mode=ForwardMode.DECODE,
         reqs=[
-            SimpleNamespace(rid=str(row), custom_logit_processor=None)
+            SimpleNamespace(rid=str(row), custom_logit_processor=None, grammar=None)
             for row in range(len(lengths))
         ],
         req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),

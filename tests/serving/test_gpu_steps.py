@@ -28,6 +28,7 @@ from sglang_dflash.serving.step import worker as our_worker
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.conftest import write_kv
+from tests.reliability.test_block_rows import sampling_info
 from tests.serving.fake_cuda import Crossing, FakeCuda
 from tests.serving.in_process import VOCAB, decode_of, prefill_of, widths_of, worker_of
 from tests.serving.recurrent_target import gdn_layer, recorded_runner
@@ -85,7 +86,10 @@ def test_the_block_is_read_for_grammars_before_the_target_computes(
 
     monkeypatch.setattr(sampling, "GrammarTree", SimpleNamespace(from_linear_chain=reads))
     monkeypatch.setattr(sampling, "build_grammar_vocab_mask", lambda **_: order.append("mask"))
-    worker, batch = worker_of(None), decode_of(LENGTHS, has_grammar=True)
+    info = sampling_info(temperatures=torch.ones(2, 1), is_all_greedy=True)
+    sampler = SimpleNamespace(_sync_token_ids_across_tp=lambda *_: None)
+    worker = worker_of(None, sampler=sampler)
+    batch = decode_of(LENGTHS, has_grammar=True, sampling_info=info)
     forward = worker.target_worker.forward_batch_generation
 
     def computes(*args: Any, **named: Any) -> Any:
@@ -193,9 +197,10 @@ def test_requests_with_processors_do_not_make_the_host_wait(gpu: FakeCuda) -> No
     """Which requests they are is copied while the target computes."""
     from sglang_dflash.serving.step.target_tokens import TargetTokens
 
-    requests = [SimpleNamespace(custom_logit_processor=given) for given in (None, "one")]
+    requests = [
+        SimpleNamespace(custom_logit_processor=given, grammar=None) for given in (None, "one")
+    ]
     batch = decode_of(LENGTHS, "cuda", reqs=requests)
-    batch.sampling_info = SimpleNamespace(has_custom_logit_processor=True)
     gpu.crossings.clear()
     ranks: Any = None
     mask = TargetTokens(None, ranks, ranks).single_token_mask(batch)

@@ -31,7 +31,12 @@ PROMPTS = [[3, 4, 5, 6, 3, 4, 5, 6, 3], [9, 8, 7, 1, 2, 9, 8, 7, 1]]
 
 def requests(prompts: Sequence[list[int]]) -> list[Any]:
     params = SimpleNamespace(max_new_tokens=100)
-    of_all = {"output_ids": [], "sampling_params": params, "custom_logit_processor": None}
+    of_all = {
+        "output_ids": [],
+        "sampling_params": params,
+        "custom_logit_processor": None,
+        "grammar": None,
+    }
     return [
         SimpleNamespace(rid=str(i), origin_input_ids=ids, **of_all) for i, ids in enumerate(prompts)
     ]

@@ -141,6 +141,16 @@ def test_rates_are_of_whole_blocks_without_the_rows(
     assert (shown["spec_num_proposed_drafts"], shown["spec_accept_rate"]) == (15, 10 / 15)
 
 
+def test_no_request_is_for_scores_without_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_algorithm="DFLASH")
+    monkeypatch.setattr("sglang.srt.managers.schedule_batch.get_spec", lambda: spec)
+    theirs = original(row_of("is_prefill_only").target).fget
+    for tokens, ours in ((0, True), (1, False)):
+        request = SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=tokens))
+        assert theirs(request) is False
+        assert scheduler.asks_no_token(request) is ours
+
+
 def test_a_session_counts_an_unwritten_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn of 4 prompt and 3 output tokens: 6 have been through the target, SGLang counts 7."""
     spec = SimpleNamespace(speculative_algorithm="DFLASH")

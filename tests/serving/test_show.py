@@ -47,6 +47,7 @@ class Request:
         self.finished_len: int | None = None
         self.spec_verify_ct = self.spec_num_correct_drafts = 0
         self.custom_logit_processor: str | None = None
+        self.grammar = None
         self.sampling_params = SimpleNamespace(**{"sampling_seed": None, "top_k": 20, **params})
 
     @property

@@ -66,6 +66,7 @@ def request(rid: str, most: int = 100, output: int = 0, processor: str | None = 
         origin_input_ids=[1] * (500 - output),
         output_ids=[1] * output,
         custom_logit_processor=processor,
+        grammar=None,
         sampling_params=SimpleNamespace(max_new_tokens=most),
     )
 

@@ -224,6 +224,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         target_tokens.warm_up(vocab_size, setup.device)
         return DFlashWorker(
             block_size=block,
+            features=setup.model.config.target_hidden_width,
             running=setup.running,
             req_to_token=req_to_token,
             widths=widths,

@@ -112,7 +112,7 @@ def replace_hidden_states(batch: ScheduleBatch, output: Any) -> None:
     """In place of the hidden states that the drafter has read, leave the last layer's if a request
     asks for them. The overlap loop copies what is left to the host."""
     last, output.hidden_states, output.last_hidden_states = output.last_hidden_states, None, None
-    if not batch.return_hidden_states:
+    if not batch.return_hidden_states or last is None:
         return
     # SGLang counts a verify forward as an extend too.
     is_prefill = batch.forward_mode.is_extend_without_speculative()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.constrained.base_grammar_backend import GrammarMask
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput as LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs as compute_spec_logprobs
@@ -30,14 +35,44 @@ from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
 
+# SGLang's grammars with packed masks and a rollback, which its look-ahead takes for granted.
+_LOOK_AHEAD = (
+    "sglang.srt.constrained.xgrammar_backend",
+    "sglang.srt.constrained.llguidance_backend",
+)
 # The token id that SGLang commits in its simulation mode "fixed".
 _FILLER = 100
 
 
+class GrammarMasks(NamedTuple):
+    """What forbids tokens at the positions of a block, of width B.
+
+    Attributes:
+        requests: R.
+        ahead: over all positions `[R * B, V]`, for grammars that can look ahead; None without any.
+        first: over the first positions `[R, V]`, for the others; None without any.
+    """
+
+    requests: int
+    ahead: GrammarMask | None
+    first: GrammarMask | None
+
+    def apply(self, logits: Tensor) -> None:
+        """Mask logits `[R * B, V]` in place."""
+        if self.ahead is not None:
+            self.ahead.apply(logits)
+        if self.first is not None:
+            by_position = logits.unflatten(0, (self.requests, -1))
+            # Whole rows, as in plain decoding: a mask may be applied by a kernel.
+            first = by_position[:, 0].contiguous()
+            self.first.apply(first)
+            by_position[:, 0] = first
+
+
 def grammar_mask(
     batch: ScheduleBatch, block: Tensor, barrier: Callable[[], None] | None
-) -> Callable[[], Any]:
-    """What makes SGLang's vocabulary mask over every position of the block; None without grammars.
+) -> Callable[[], GrammarMasks | None]:
+    """What makes the vocabulary masks of a block; None without grammars.
 
     To be called before the target's forward is launched: the host reads the block, and would wait
     for the forward too.
@@ -47,14 +82,45 @@ def grammar_mask(
     """
     if not batch.has_grammar:
         return lambda: None
-    tree = GrammarTree.from_linear_chain(block)
-    return lambda: build_grammar_vocab_mask(
-        reqs=batch.reqs,
-        tree=tree,
-        sampling_info=batch.sampling_info,
-        device=block.device,
-        barrier=barrier,
-    )
+    tree, info = GrammarTree.from_linear_chain(block), batch.sampling_info
+    grammars = [request.grammar for request in batch.reqs]
+    ahead = [grammar if looks_ahead(grammar) else None for grammar in grammars]
+    others = [None if looks_ahead(grammar) else grammar for grammar in grammars]
+
+    def make() -> GrammarMasks:
+        # It waits for the barrier.
+        over_block = build_grammar_vocab_mask(
+            reqs=[SimpleNamespace(grammar=grammar) for grammar in ahead],
+            tree=tree,
+            sampling_info=info,
+            device=block.device,
+            barrier=barrier,
+        )
+        # A prefill's is left.
+        info.grammar_mask = None
+        of_plain_step = copy(info)
+        of_plain_step.grammars = others if any(others) else None
+        of_plain_step.update_regex_vocab_mask()
+        return GrammarMasks(len(block), over_block, of_plain_step.grammar_mask)
+
+    return make
+
+
+def looks_ahead(grammar: Any) -> bool:
+    """Whether SGLang can tell which tokens the grammar allows after drafts: it takes them in, and
+    takes them back. True for no grammar."""
+    if grammar is None:
+        return True
+    if isinstance(grammar, ReasonerGrammarObject):
+        # What follows the thought; without anything, the functions of the backend.
+        grammar = grammar.grammar or grammar.apply_vocab_mask
+    return _is_of_look_ahead(grammar if isinstance(grammar, FunctionType) else type(grammar))
+
+
+@cache
+def _is_of_look_ahead(what: Any) -> bool:
+    """Whether a function is of these backends, or a class derives from one of theirs."""
+    return any(kind.__module__ in _LOOK_AHEAD for kind in getattr(what, "__mro__", (what,)))
 
 
 def apply_logit_adjustments(logits: Tensor, info: SamplingBatchInfo) -> None:

@@ -15,6 +15,12 @@ def serve_hidden_states(original: Any, request: Any, enable_overlap: bool) -> st
     return original(request, False)
 
 
+def asks_no_token(request: Any) -> bool:
+    """In place of `Req.is_prefill_only`, which is False beside any draft: whether the request is
+    for log-probabilities of its prompt, and nothing is sampled for it."""
+    return request.sampling_params.max_new_tokens == 0
+
+
 def without_rows_after_the_end(
     original: Any, *, req: Any, hidden_states: Any, start: int, accept_len: int
 ) -> None:

@@ -2,7 +2,7 @@
 
 Position 0 is an ordinary decoding step. So are the positions after it, with the penalties of the
 drafts before them; unless the request has a custom logit processor, which may depend on any token
-before: such a request commits one token per step.
+before, or a grammar that cannot look ahead: such a request commits one token per step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TargetTokens:
         top-p and min-p; None if SGLang's sampler draws all of them."""
         self._sampler, self._ranks, self.penalties = sampler, ranks, penalties
         self._largest = largest
-        self._warned = False
+        self._warned = set[str]()
 
     def __call__(
         self,
@@ -120,24 +120,33 @@ class TargetTokens:
 
     def single_token_mask(self, batch: ScheduleBatch) -> Tensor | None:
         """Bool `[R]`: requests that take one token per step; None for none."""
-        info = batch.sampling_info
-        if info is None or not info.has_custom_logit_processor:
-            return None
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "requests with a custom logit processor commit one token per step: their "
-                "logits may depend on each token before."
-            )
         mask = [takes_one_token(request) for request in batch.reqs]
+        if not any(mask):
+            return None
+        for request in batch.reqs:
+            self._warn(request)
         # The target computes the block by now: the host must not wait for it.
         return to_device(torch.tensor(mask), batch.seq_lens.device)
 
+    def _warn(self, request: Any) -> None:
+        """Log once of each kind why requests take one token per step."""
+        reasons = {
+            "a custom logit processor: their logits may depend on each token before": bool(
+                request.custom_logit_processor
+            ),
+            f"a grammar of the kind {type(request.grammar).__name__}: of SGLang's, those of "
+            "xgrammar and llguidance can look ahead": not sampling.looks_ahead(request.grammar),
+        }
+        for reason, holds in reasons.items():
+            if holds and reason not in self._warned:
+                self._warned.add(reason)
+                logger.warning("requests take one token per step, for they have %s", reason)
+
 
 def takes_one_token(request: Any) -> bool:
-    """Whether the request takes one token per step: its logits may depend on any token before, in a
-    way that only its own processor knows."""
-    return bool(request.custom_logit_processor)
+    """Whether the request takes one token per step: what it may be is known at the first position
+    of a block only, to its own processor or its grammar."""
+    return bool(request.custom_logit_processor) or not sampling.looks_ahead(request.grammar)
 
 
 def verified_tokens(batch: ScheduleBatch, width: int) -> Tensor:

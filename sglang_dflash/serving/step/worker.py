@@ -57,6 +57,7 @@ class DFlashWorker:
 
     Attributes:
         block_size: B.
+        features: F * E, numbers that the drafter reads of a token that the target has computed.
         running: requests that run at a time, at most.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         accept: what a step commits, of drafted and of the target's tokens.
@@ -70,6 +71,7 @@ class DFlashWorker:
     """
 
     block_size: int
+    features: int
     running: int
     req_to_token: Tensor
     widths: StepWidths
@@ -127,7 +129,12 @@ class DFlashWorker:
         self.ranks.prompt_tokens(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(result.new_seq_lens)
-        features = writes.features(result.logits_output.hidden_states)
+        hidden = result.logits_output.hidden_states
+        if hidden is None:
+            # SGLang has read log-probabilities at chosen positions, and drops the rest. Drafts of
+            # requests with that prefix find nothing in it, and not what its slots held before.
+            hidden = torch.zeros(writes.tokens, self.features, device=self.req_to_token.device)
+        features = writes.features(hidden)
         self.drafter.absorb(features, writes.positions, writes.slots, written=writes.written)
         replace_hidden_states(batch, result.logits_output)
         # Of decoding requests that take part, the host does not know the next token yet.
