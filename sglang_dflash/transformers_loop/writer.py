@@ -63,6 +63,9 @@ class Job:
 class RoomyLayer(DynamicLayer):
     """K/V of a layer that grow in place: torch's `cat` would copy all of them at every step."""
 
+    _keys: Tensor
+    _values: Tensor
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -241,9 +244,10 @@ def _read(
     """`_forward` over prompts, a few at a time, so that what a layer computes stays in the CPU's
     cache; and their K/V."""
     logits, caches = [], []
-    for part in zip(*(t.split(PREFILL_ROWS) for t in (ids, mask, positions)), strict=True):
+    for first in range(0, len(ids), PREFILL_ROWS):
+        some = slice(first, first + PREFILL_ROWS)
         caches.append(DynamicCache())
-        logits.append(_forward(target, *part, caches[-1]))
+        logits.append(_forward(target, ids[some], mask[some], positions[some], caches[-1]))
     whole = DynamicCache()
     whole.layers, whole.layer_class_to_replicate = [], RoomyLayer
     for i, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):

@@ -26,7 +26,7 @@ def command(folder: Path) -> list[str]:
     return [
         sys.executable, "launch/train_draft.py", "--target", str(folder / "target"),
         "--work", str(folder / "work"), "--out", str(folder / "draft"), "--prompts", str(prompts),
-        "--held-out", f"again={prompts}", "--shards", "2", "--chats", "8", "--steps", "16",
+        "--held-out", f"again={prompts}", "--shards", "2", "--chats", "8", "--steps", "10",
         "--milestone", "2",
     ]  # fmt: skip
 
@@ -53,11 +53,11 @@ def test_from_a_folder_to_a_served_draft(tmp_path: Path) -> None:
     assert all(file.read_bytes() == before for file, before in written.items())
     assert "text 1/2" not in done.stdout and "states 0" not in done.stdout
     curve = json.loads((tmp_path / "draft/curve.json").read_text())
-    assert len(curve) > 1 and curve[-1]["step"] == 16 and set(curve[-1]["held_out"]) == {
+    assert len(curve) > 1 and curve[-1]["step"] == 10 and set(curve[-1]["held_out"]) == {
         "chat", "again",
     }  # fmt: skip
     card = (tmp_path / "draft/README.md").read_text()
-    assert f"| 16 | {curve[-1]['cpu_seconds']:,} |" in card and "again (8)" in card
+    assert f"| 10 | {curve[-1]['cpu_seconds']:,} |" in card and "again (8)" in card
     assert DraftConfig.from_pretrained(tmp_path / "draft").block_size == 8
     served_as_plain_decoding(tmp_path)
 
