@@ -93,7 +93,7 @@ class _Packs:
             # For loaders, which read its attributes, and for what reads the weight itself.
             layer.__dict__["loading_attributes"] = dict(vars(weight))
             del layer._parameters["weight"]
-            kind: type = type(layer)
+            kind: Any = type(layer)
             layer.__class__ = _with_weight(kind)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
