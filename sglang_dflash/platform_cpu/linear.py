@@ -10,8 +10,9 @@ What `--dtype` means on a plain CPU:
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.layers.linear import LinearBase
@@ -93,8 +94,7 @@ class _Packs:
             # For loaders, which read its attributes, and for what reads the weight itself.
             layer.__dict__["loading_attributes"] = dict(vars(weight))
             del layer._parameters["weight"]
-            kind: Any = type(layer)
-            layer.__class__ = _with_weight(kind)
+            layer.__class__ = _with_weight(cast(Hashable, type(layer)))
 
     def restore_weights_before_loading(self, layer: Any) -> None:
         if "packed_weight" in layer.__dict__:
@@ -134,7 +134,7 @@ def update_by_ipc(original: Any, updater: Any, request: Any) -> Any:
 
 
 @cache
-def _with_weight(kind: type) -> type:
+def _with_weight(kind: Any) -> type:
     """The layer's class with an attribute `weight` that unpacks it when somebody reads it: then it
     stays, so memory is taken twice, and the next reader does not wait."""
 
