@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -114,10 +113,10 @@ def looks_ahead(grammar: Any) -> bool:
     if isinstance(grammar, ReasonerGrammarObject):
         # What follows the thought; without anything, the functions of the backend.
         grammar = grammar.grammar or grammar.apply_vocab_mask
-    return _is_of_look_ahead(grammar if isinstance(grammar, FunctionType) else type(grammar))
+    what: Any = grammar if isinstance(grammar, FunctionType) else type(grammar)
+    return _is_of_look_ahead(what)
 
 
-@cache
 def _is_of_look_ahead(what: Any) -> bool:
     """Whether a function is of these backends, or a class derives from one of theirs."""
     return any(kind.__module__ in _LOOK_AHEAD for kind in getattr(what, "__mro__", (what,)))
