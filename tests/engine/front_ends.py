@@ -27,11 +27,17 @@ TOLD_PLAIN = PLAIN.named("told-plain").having(
 TOLD = TOLD_PLAIN.named("told").having(**DFLASH_FLAGS)
 
 Answers = list[dict[str, Any]]
-NEW_TOKENS = 48
-# Calls without arguments, one with, reasoning, and calls that are none.
-PROMPTS = [PAIR.prompts[i] for i in (14, 11, 1, 9)]
-# Whose calls SGLang's parser takes for calls in a whole text, too.
-WITH_CALLS = 2
+# A prompt of the pair, and of its answer how many tokens. Answers end after a call, which is inside
+# a block: without arguments, the second, the third, with an argument; reasoning and calls that are
+# none.
+ASKED = [
+    (PAIR.prompts[at], tokens)
+    for at, tokens in ((14, 7), (14, 26), (14, 45), (11, 33), (1, 48), (9, 48))
+]
+# The calls of the first ones.
+CALLS = [[("get_time", {})] * times for times in (1, 2, 3)] + [
+    [("search", {"text": ", action, argument, "})]
+]
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}}
 TOOLS = [
     {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
@@ -42,18 +48,21 @@ FUNCTIONS = [{"type": "function", "function": tool} for tool in TOOLS]
 UNIQUE = ("id", "item_id", "call_id", "created", "created_at", "usage", "total_duration", "model")
 
 
-def _asked(server: Server, path: str, body: Callable[[str], dict[str, Any]], told: Any) -> Answers:
-    """All requests at once. `told` makes of a response, or of a stream's, what is compared."""
+def _asked(
+    server: Server, path: str, body: Callable[[str, int], dict[str, Any]], told: Any
+) -> Answers:
+    """All requests at once, whose body is made of a prompt and a number of tokens. `told` makes of
+    the chunks of a stream what is compared."""
 
-    def one(text: str, stream: bool) -> dict[str, Any]:
-        asked = {**body(text), "stream": stream}
+    def one(text: str, tokens: int, stream: bool) -> dict[str, Any]:
+        asked = {**body(text, tokens), "stream": stream}
         with requests.post(f"{server.url}/{path}", json=asked, stream=True, timeout=120) as got:
             assert got.ok, got.text
             lines = [line for line in got.iter_lines() if line.startswith((b"data: {", b"{"))]
         found = [json.loads(line.removeprefix(b"data: ")) for line in lines]
         return {"stream": stream, "told": told(found) if stream else [_common(*found)]}
 
-    return together(lambda t=t, s=s: one(t, s) for t in PROMPTS for s in (True, False))
+    return together(lambda t=t, n=n, s=s: one(t, n, s) for t, n in ASKED for s in (True, False))
 
 
 def _common(value: Any) -> Any:
@@ -68,25 +77,33 @@ def _messages_of(text: str) -> dict[str, Any]:
 
 
 def chat(server: Server) -> Answers:
-    more = {"tools": FUNCTIONS, "temperature": 0, "max_tokens": NEW_TOKENS}
-    return _asked(server, "v1/chat/completions", lambda text: _messages_of(text) | more, _common)
+    def body(text: str, tokens: int) -> dict[str, Any]:
+        return _messages_of(text) | {"tools": FUNCTIONS, "temperature": 0, "max_tokens": tokens}
+
+    return _asked(server, "v1/chat/completions", body, _common)
 
 
 def messages(server: Server) -> Answers:
     """Anthropic's."""
     tools = [{"name": tool["name"], "input_schema": tool["parameters"]} for tool in TOOLS]
-    more = {"tools": tools, "temperature": 0, "max_tokens": NEW_TOKENS}
-    return _asked(server, "v1/messages", lambda text: _messages_of(text) | more, _common)
+
+    def body(text: str, tokens: int) -> dict[str, Any]:
+        return _messages_of(text) | {"tools": tools, "temperature": 0, "max_tokens": tokens}
+
+    return _asked(server, "v1/messages", body, _common)
 
 
 def responses(server: Server) -> Answers:
-    more = {
-        "model": server.config.flags["--model-path"],
-        "tools": [{"type": "function", **tool} for tool in TOOLS],
-        "temperature": 0,
-        "max_output_tokens": NEW_TOKENS,
-    }
-    return _asked(server, "v1/responses", lambda text: {"input": text, **more}, _common)
+    def body(text: str, tokens: int) -> dict[str, Any]:
+        return {
+            "model": server.config.flags["--model-path"],
+            "input": text,
+            "tools": [{"type": "function", **tool} for tool in TOOLS],
+            "temperature": 0,
+            "max_output_tokens": tokens,
+        }
+
+    return _asked(server, "v1/responses", body, _common)
 
 
 def completions(server: Server) -> Answers:
@@ -94,28 +111,31 @@ def completions(server: Server) -> Answers:
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         return ["".join(one["text"] for one in choices), choices[-1]["finish_reason"]]
 
-    more = {"model": "default", "temperature": 0, "max_tokens": NEW_TOKENS}
-    return _asked(server, "v1/completions", lambda text: {"prompt": text, **more}, told)
+    def body(text: str, tokens: int) -> dict[str, Any]:
+        return {"model": "default", "prompt": text, "temperature": 0, "max_tokens": tokens}
 
-
-OLLAMA: dict[str, Any] = {
-    "model": "default",
-    "options": {"temperature": 0, "num_predict": NEW_TOKENS},
-}
+    return _asked(server, "v1/completions", body, told)
 
 
 def ollama_chat(server: Server) -> Answers:
     def told(lines: list[Any]) -> list[Any]:
         return ["".join(one["message"]["content"] for one in lines), lines[-1]["done"]]
 
-    return _asked(server, "api/chat", lambda text: _messages_of(text) | OLLAMA, told)
+    def body(text: str, tokens: int) -> dict[str, Any]:
+        return _messages_of(text) | {"options": {"temperature": 0, "num_predict": tokens}}
+
+    return _asked(server, "api/chat", body, told)
 
 
 def ollama_generate(server: Server) -> Answers:
     def told(lines: list[Any]) -> list[Any]:
         return ["".join(one["response"] for one in lines), lines[-1]["done"]]
 
-    return _asked(server, "api/generate", lambda text: {"prompt": text, **OLLAMA}, told)
+    def body(text: str, tokens: int) -> dict[str, Any]:
+        options = {"temperature": 0, "num_predict": tokens}
+        return {"model": "default", "prompt": text, "options": options}
+
+    return _asked(server, "api/generate", body, told)
 
 
 def native(server: Server) -> Answers:
@@ -127,10 +147,10 @@ def native(server: Server) -> Answers:
         last = events[-1]
         return [last["text"], last["output_ids"], last["meta_info"]["finish_reason"]]
 
-    sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS}
-    answers = _asked(
-        server, "generate", lambda text: {"text": text, "sampling_params": sampling}, told
-    )
+    def body(text: str, tokens: int) -> dict[str, Any]:
+        return {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": tokens}}
+
+    answers = _asked(server, "generate", body, told)
     for answer in answers:
         if not answer["stream"]:
             answer["told"] = told(answer["told"])
@@ -144,12 +164,9 @@ def in_blocks(seen: Seen) -> None:
 
 def calls_told(seen: Seen) -> None:
     """A stream has the calls that the answer has if it is not streamed."""
-    streamed, whole = ([a for a in seen.ours if a["stream"] is kind] for kind in (True, False))
-    calls = [_calls(answer) for answer in streamed[:WITH_CALLS]]
-    assert calls == [_calls(answer) for answer in whole[:WITH_CALLS]]
-    assert calls[0] == [("get_time", {})] * 3
-    ((name, args),) = calls[1]
-    assert name == "search" and list(args) == ["text"]
+    for stream in (True, False):
+        answers = [answer for answer in seen.ours if answer["stream"] is stream]
+        assert [_calls(answer) for answer in answers[: len(CALLS)]] == CALLS
 
 
 def _calls(answer: dict[str, Any]) -> list[tuple[str, Any]]:
