@@ -113,7 +113,8 @@ def looks_ahead(grammar: Any) -> bool:
     if isinstance(grammar, ReasonerGrammarObject):
         # What follows the thought; without anything, the functions of the backend.
         grammar = grammar.grammar or grammar.apply_vocab_mask
-    return _is_of_look_ahead(grammar if isinstance(grammar, FunctionType) else type(grammar))
+    what: Any = grammar if isinstance(grammar, FunctionType) else type(grammar)
+    return _is_of_look_ahead(what)
 
 
 @cache
