@@ -199,11 +199,8 @@ FEATURES = (
         (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
 )
-# Scores, and nothing else.
-SCORES = (
-    Row(s.FEATURES_DFLASH, s.FEATURES_PLAIN, (features.scores,), (checks.scored_alike,)),
-    Row(s.FEATURES_DFLASH_NO_OVERLAP, s.FEATURES_PLAIN, (features.scores,), (checks.scored_alike,)),
-)
+# Scores, and nothing else; of prompts that are not prefilled in chunks (docs/upstream.md).
+SCORES = (Row(s.DFLASH, s.PLAIN, (features.scores,), (checks.scored_alike,)),)
 # Budgets of a model that thinks.
 THINKING = (
     Row(c.THINKING_PLAIN, c.THINKING_PLAIN, (c.thoughts,), (checks.thought_in_bounds,)),
