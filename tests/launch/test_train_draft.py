@@ -42,6 +42,8 @@ def cut_after_a_milestone(asked: list[str], folder: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in files}
 
 
+# Two minutes of one core: parts of it are tested in every run (test_recipe.py).
+@pytest.mark.long
 @pytest.mark.engine
 def test_from_a_folder_to_a_served_draft(tmp_path: Path) -> None:
     write_target(tmp_path / "target")
