@@ -157,6 +157,10 @@ def native(server: Server) -> Answers:
     return answers
 
 
+# Whose answers are compared with plain decoding's, and nothing else.
+COMPARED_ONLY = (responses, completions, ollama_chat, ollama_generate, native)
+
+
 def in_blocks(seen: Seen) -> None:
     """The drafts are as good as with the tokens' own texts: a call is inside a block."""
     assert seen.report["acceptance_length"] > 3

@@ -335,11 +335,7 @@ TOLD = tuple(
     for ask, checks in (
         (front_ends.chat, (front_ends.calls_told, front_ends.in_blocks)),
         (front_ends.messages, (front_ends.calls_told,)),
-        (front_ends.responses, ()),
-        (front_ends.completions, ()),
-        (front_ends.ollama_chat, ()),
-        (front_ends.ollama_generate, ()),
-        (front_ends.native, ()),
+        *((ask, ()) for ask in front_ends.COMPARED_ONLY),
     )
 )
 TABLE = (

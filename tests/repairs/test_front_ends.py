@@ -12,7 +12,8 @@ from sglang.srt.runtime_context import get_context
 from tests.repairs import detokenized, front_ends
 from tests.repairs.front_ends import FRONT_ENDS
 from tests.repairs.test_tool_streams import tokenizer
-from tests.repairs.tool_formats import FORMATS, JSON_ARRAY, Format, conversation, random_text
+from tests.repairs.tool_conversations import conversation, random_text
+from tests.repairs.tool_formats import FORMATS, JSON_ARRAY, Format
 
 NAMED = {"type": "function", "function": {"name": "search"}}
 ANSWERS = 6

@@ -12,7 +12,8 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 from tests.conftest import FUZZ
 from tests.repairs.detokenized import streamed
 from tests.repairs.test_tool_streams import parsed, tokenizer
-from tests.repairs.tool_formats import FORMATS, JSON_TEMPLATE, conversation, random_text
+from tests.repairs.tool_conversations import conversation, random_text
+from tests.repairs.tool_formats import FORMATS, JSON_TEMPLATE
 
 ANSWERS = 60 * FUZZ
 REGISTERED = ReasoningParser.DetectorMap

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.conftest import FUZZ
 from tests.repairs import detokenized
 from tests.repairs.detokenized import streamed
-from tests.repairs.tool_formats import FORMATS, JSON_ARRAY, JSON_TEMPLATE, TOOLS, conversation
+from tests.repairs.tool_conversations import conversation
+from tests.repairs.tool_formats import FORMATS, JSON_ARRAY, JSON_TEMPLATE, TOOLS
 
 ANSWERS = 300 * FUZZ
 REGISTERED = FunctionCallParser.ToolCallParserEnum
