@@ -32,6 +32,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--target", type=Path, required=True, help="folder of a chat model")
     add("--work", type=Path, required=True, help="folder of the training state")
     add("--out", type=Path, required=True, help="folder that gets the draft and its card")
+    add("--start", type=Path, help="a draft of this recipe to go on with")
     add("--dflash2", type=Path, help="folder that gets a DFlash2 draft")
     add("--prompts", type=Path, help="JSONL of prompts to answer, as of bench --dataset-file")
     add(
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, file in (given.split("=", 1) for given in args.held_out):
             held_out[name] = datasets.from_file(Path(file))
         prompts = datasets.from_file(args.prompts) if args.prompts else ()
-        run(args, Recipe(args.target, args.work, prompts, held_out))
+        run(args, Recipe(args.target, args.work, prompts, held_out, start=args.start))
     except ValueError as error:
         raise SystemExit(f"train_draft: {error}") from error
 

@@ -65,6 +65,7 @@ def _facts(recipe: Recipe, config: DraftConfig, out: Path) -> dict[str, Any]:
         "near": text.NEAR_COPY,
         "loop": text.LOOP_TOKENS,
         "decay": draft.DECAY,
+        "started": "".join(_STARTED.format(row["step"]) for row in recipe.curve_before()[-1:]),
         "held_out": ", ".join(f"{name} ({len(of)})" for name, of in recipe.held_out.items()),
         "new_tokens": HELD_OUT_TOKENS,
         "measured": HELD_OUT,
@@ -78,6 +79,9 @@ def _spent(folder: Path) -> float:
     return sum(of["spent"] for of in (*heads, *states))
 
 
+_STARTED = """
+The first {} steps were a run before, on other text that the target had written.
+"""
 _CARD = """# A {kind} draft for {target}
 
 Block {block}, {depth} layers of the target's shape that read its layers {features} and the last
@@ -98,6 +102,6 @@ to {measured} prompts of each held-out set, {new_tokens} new tokens at most, whi
 ("in training": on the blocks that it is trained on; all others are of averaged weights):
 
 {curve}
-
+{started}
 Made by `python launch/train_draft.py --target TARGET --work WORK --out DRAFT`.
 """

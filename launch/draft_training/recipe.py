@@ -56,7 +56,7 @@ class Recipe:
 
     Attributes:
         work: folder of the state.
-        target_folder, prompts: see `launch/train_draft.py`.
+        target_folder, prompts, start: see `launch/train_draft.py`.
         held_out: prompts by the name of their set.
     """
 
@@ -65,6 +65,7 @@ class Recipe:
     prompts: Sequence[Prompt]
     held_out: Mapping[str, Sequence[Prompt]]
     dtype: torch.dtype = field(default_factory=fastest_dtype)
+    start: Path | None = None
 
     def __post_init__(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
@@ -130,12 +131,31 @@ class Recipe:
         return [states.read_states(file) for file in sorted((self.work / "states").glob("*.pt"))]
 
     def new_draft(self) -> DraftModel:
+        if self.start is not None:
+            return self._started()
         torch.manual_seed(1)
         model = DraftModel(DraftConfig.from_dict(self.raw))
         sample = states.read_text(sorted((self.work / "text").glob("*.jsonl"))[0])[0]["ids"]
         if not init_from_target(model, self.target, torch.tensor([sample])):
             print("draft: the target's layers are others than a draft's; random weights")
         return model
+
+    def _started(self) -> DraftModel:
+        """A draft that was trained before, to go on with.
+
+        Raises:
+            ValueError: it is not one that this recipe makes for this target.
+        """
+        found = json.loads((self.start / "config.json").read_text())
+        differ = sorted(key for key in self.raw if found.get(key) != self.raw[key])
+        if differ:
+            raise ValueError(f"{self.start}: its config.json has another {', '.join(differ)}")
+        return load_model(self.start, dtype=torch.float32)
+
+    def curve_before(self) -> list[dict[str, Any]]:
+        """The learning curve of the draft that the first one goes on from."""
+        file = self.start and self.start / "curve.json"
+        return json.loads(file.read_text()) if file and file.exists() else []
 
     def new_dflash2(self) -> tuple[dict[str, Any], DraftModel]:
         raw = dflash2_config(self.raw)
@@ -177,17 +197,19 @@ class Recipe:
         model.load_state_dict(run.average)
         folder = self.work / "milestones" / f"{run.name}-{run.step:06}"
         save_model(model, raw, folder, torch.bfloat16)
+        before = self.curve_before() if run.name == "draft" else []
+        last = before[-1] if before else dict.fromkeys(("step", "cpu_seconds", "blocks"), 0)
         row = {
-            "step": run.step,
-            "cpu_seconds": round(run.spent),
-            "blocks": run.step * draft.BATCH * draft.ANCHORS,
+            "step": last["step"] + run.step,
+            "cpu_seconds": last["cpu_seconds"] + round(run.spent),
+            "blocks": last["blocks"] + run.step * draft.BATCH * draft.ANCHORS,
             "shards": shards,
             "in_batches": round(in_batches, 3),
             "held_out": self.measured(folder),
         }
         file = self.work / f"{run.name}.curve.json"
-        curve = json.loads(file.read_text()) if file.exists() else []
-        curve = [old for old in curve if old["step"] < run.step] + [row]
+        curve = json.loads(file.read_text()) if file.exists() else before
+        curve = [old for old in curve if old["step"] < row["step"]] + [row]
         file.write_text(json.dumps(curve, indent=1) + "\n")
         print(f"milestone {row}", flush=True)
 

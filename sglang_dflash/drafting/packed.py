@@ -75,10 +75,10 @@ class Float16:
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for bfloat16 products, which torch uses."""
     mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bool(mkldnn and (torch.cpu._is_avx512_bf16_supported() or _has_amx()))
+    return bool(mkldnn and (torch.cpu._is_avx512_bf16_supported() or has_amx()))
 
 
-def _has_amx() -> bool:
+def has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 

@@ -5,7 +5,8 @@ What `--dtype` means on a plain CPU:
     float32    float32 weights and rows
     bfloat16   bfloat16 weights and rows
     float16    float16 weights, float32 rows: there are no float16 products on a CPU
-    auto       bfloat16 where the CPU multiplies it, else float16
+    auto       bfloat16 with AMX, else float16: AVX-512's bfloat16 products read a single row's
+               weights more slowly than FBGEMM does, and the answers are less exact
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from sglang.srt.layers.quantization.unquant import (
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from torch import Tensor, nn
 
-from sglang_dflash.drafting.packed import multiplies_bfloat16, pack, packed_of, packs_float16
+from sglang_dflash.drafting.packed import has_amx, pack, packed_of, packs_float16
 from sglang_dflash.facts.log import Log
 
 logger = Log(__name__)
@@ -36,7 +37,7 @@ def model_dtype(original: Any, config: Any, dtype: Any) -> torch.dtype:
     chosen = original(config, dtype)
     wanted = dtype.lower() if isinstance(dtype, str) else dtype
     half = wanted in ("half", "float16", torch.float16)
-    slow = wanted == "auto" and chosen in SIXTEEN_BITS and not multiplies_bfloat16()
+    slow = wanted == "auto" and chosen in SIXTEEN_BITS and not has_amx()
     return torch.float32 if packs_float16() and (half or slow) else chosen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from launch.draft_training import draft, recipe, start, text
+from launch.draft_training import card, draft, recipe, start, text
+from launch.draft_training.loop import Run
 from launch.draft_training.recipe import Recipe
 from launch.draft_training.states import States, read_text
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.drafting.weights import load_model, save_model
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.transformers_loop.generation import spec_generate
 from sglang_dflash.transformers_loop.loops import loop_start
@@ -250,3 +252,33 @@ def test_the_state_of_another_target_is_refused(made: Recipe, tmp_path: Path) ->
     (tmp_path / "target.sha256").write_text("another")
     with pytest.raises(ValueError, match="another target"):
         Recipe(made.target_folder, tmp_path, (), {}, torch.float32)
+
+
+def test_a_draft_goes_on_from_one_that_was_trained_before(made: Recipe, tmp_path: Path) -> None:
+    """Its weights and its learning curve; another shape is refused."""
+    model = made.new_draft()
+    with torch.no_grad():
+        model.fc.weight.normal_()
+    save_model(model, made.raw, tmp_path / "first", torch.float32)
+    row = {"step": 7, "cpu_seconds": 20, "blocks": 99, "in_batches": 1.2, "held_out": {"chat": 1.1}}
+    (tmp_path / "first/curve.json").write_text(json.dumps([row]))
+    again = Recipe(
+        made.target_folder, made.work, made.prompts, made.held_out, torch.float32,
+        tmp_path / "first",
+    )  # fmt: skip
+    assert torch.equal(again.new_draft().fc.weight, model.fc.weight)
+    work = tmp_path / "work"
+    (work / "text").mkdir(parents=True)
+    again.work, again.measured = work, lambda folder: {"chat": 1.3}  # type: ignore[method-assign]
+    run = Run(
+        "draft", again.new_draft(), lambda rng: (torch.zeros(()), 1.0), lr=1.0, work=again.work
+    )
+    run.step, run.spent = 3, 5.0
+    again.milestone(run, again.raw, 1.5, 1)
+    card.write(again, "draft", tmp_path / "out")
+    curve = json.loads((tmp_path / "out/curve.json").read_text())
+    assert curve[0] == row and (curve[1]["step"], curve[1]["cpu_seconds"]) == (10, 25)
+    assert "The first 7 steps were a run before" in (tmp_path / "out/README.md").read_text()
+    again.raw = {**again.raw, "num_hidden_layers": 2}
+    with pytest.raises(ValueError, match=r"its config\.json has another num_hidden_layers"):
+        again.new_draft()

@@ -178,7 +178,7 @@ def test_what_reads_a_packed_weight_gets_it(model: Model) -> None:
     ],
 )
 def test_dtypes(asked, chosen, fast, wanted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr(linear, "has_amx", lambda: fast)
     monkeypatch.setattr(linear, "packs_float16", lambda: True)
     assert linear.model_dtype(lambda *_: chosen, None, asked) == wanted
     monkeypatch.setattr(linear, "packs_float16", lambda: False)
