@@ -1,4 +1,4 @@
-"""`inspect` sizes a server: the card's memory in parts, and how many long requests run at a time."""
+"""`inspect` sizes a server: the card's memory in parts, and how many long requests run."""
 
 from __future__ import annotations
 
