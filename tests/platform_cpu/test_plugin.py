@@ -29,7 +29,7 @@ def test_it_activates_only_without_an_accelerator(monkeypatch: pytest.MonkeyPatc
 # By file of SGLang: what each of its processes warned of at start, 13 warnings together.
 WARNED = {
     "srt/layers/quantization/awq/awq.py": "Only CUDA, HIP and XPU support AWQ currently.",
-    "srt/layers/quantization/gguf.py": "Only CUDA, MUSA and NPU support GGUF quantization currently.",
+    "srt/layers/quantization/gguf.py": "Only CUDA, MUSA and NPU support GGUF quantization",
     "kernels/ops/attention/fla/utils.py": "Triton is not supported on current platform",
 }
 
