@@ -3,14 +3,17 @@
     python examples/transformers_generate.py
     python examples/transformers_generate.py --target Qwen/Qwen3-8B \
         --draft z-lab/Qwen3-8B-DFlash-b16 --device cuda:0
-
-On a busy CPU, OMP_NUM_THREADS=1 makes the embedded pair many times faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
+
+# Before torch is imported, as in `sglang-dflash generate`: threads that wait for one another sleep.
+# On a busy CPU a small model is many times slower otherwise.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

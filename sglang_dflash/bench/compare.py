@@ -44,17 +44,18 @@ def main(given: Mapping[str, Any]) -> None:
     if settings.picture:
         picture.check()
     out = made_folder("out", Path(settings.out))
-    arms, prompts = arms_of(settings, accelerator), load_prompts(settings, settings.num_prompts)
+    arms, levels = arms_of(settings, accelerator), settings.levels
+    prompts = load_prompts(settings, max(settings.num_prompts, *levels))
     groups = grouped(settings, arms, accelerator)
-    for name, found in prompts.items():
-        if len(found) < max(settings.levels):
-            required = f"{name} has {len(found)} prompts only; see {{num_prompts}}"
-            raise ConfigError("concurrency", max(settings.levels), required)
+    distinct = {name: len(found) for name, found in prompts.items()}
+    # What is asked for by name, and at least a prompt for each of the requests at a time.
+    count = max(given.get("num_prompts", 0), *levels)
+    prompts = {name: datasets.repeated(found, count) for name, found in prompts.items()}
     encode, before = encode_of(settings, prompts), out / "results.json"
     last_times = json.loads(before.read_text()).get("start_s", {}) if before.is_file() else {}
     measured = measure(settings, groups, prompts, encode, last_times)
     counts = {name: len(found) for name, found in prompts.items()}
-    result = report.summarize(settings, counts, measured)
+    result = report.summarize(settings, counts, distinct, measured)
     text, drawn = report.markdown(result), out / "throughput.png"
     print(text)
     if settings.picture:

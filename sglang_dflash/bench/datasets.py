@@ -9,30 +9,42 @@ import inspect
 import json
 import random
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sglang_dflash.bench import conversations
+from sglang_dflash.bench.conversations import Message
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError, cut
+from sglang_dflash.facts.hub import unreachable
 
 # What is sent: a text, token ids, or the messages of a chat.
-Input = str | list[int] | list[dict[str, str]]
+Input = str | list[int] | list[Message]
 
 
 class Prompt(NamedTuple):
     """A user's turns.
 
-    `chat`: whether they go through the chat template; otherwise they are one text to continue, to
-    which each later turn is added after the answer to the turn before.
+    Attributes:
+        chat: whether they go through the chat template; otherwise they are one text to continue, to
+            which each later turn is added after the answer to the turn before.
+        recorded: of a recorded conversation, by turn, all messages before its answer. The answers
+            in it are those of the record, so that all servers read the same.
+        tools: that the chat template is told of.
     """
 
     turns: tuple[str, ...]
     chat: bool
+    recorded: tuple[tuple[Message, ...], ...] = ()
+    tools: tuple[Message, ...] = ()
 
-    def messages(self, answers: list[str]) -> list[dict[str, str]]:
+    def messages(self, answers: list[str]) -> list[Message]:
         """A chat up to the turn after the last of `answers`."""
-        found = []
+        if self.recorded:
+            return list(self.recorded[len(answers)])
+        found = list[Message]()
         for turn, answer in zip(self.turns, answers, strict=False):
             found += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
         return [*found, {"role": "user", "content": self.turns[len(answers)]}]
@@ -141,50 +153,96 @@ def stdlib_functions() -> list[Prompt]:
     return list(dict.fromkeys(found))
 
 
-def from_file(path: Path) -> list[Prompt]:
-    """Prompts of a JSONL file.
+def repeated(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """At least `count` prompts: all of them, over and over if there are fewer."""
+    return list(islice(cycle(prompts), max(count, len(prompts))))
 
-    `{"prompt": TEXT}` is continued as it is, `{"turns": [TEXT, ...]}` goes through the chat
-    template.
+
+def from_file(path: Path) -> list[Prompt]:
+    """Prompts of a file: JSON on each line, or one list in JSON as ShareGPT's.
+
+    `{"prompt": TEXT}` is continued as it is, all else goes through the chat template: `{"turns":
+    [TEXT, ...]}`, and recorded conversations, `{"messages": [...]}` and `{"conversations": [...]}`,
+    whose every answer is asked for after what was recorded before it.
 
     Raises:
-        ConfigError: no such file, it is not UTF-8, or a line is neither.
+        ConfigError: no such file, it is not UTF-8, or a row is none of these.
     """
     if not path.is_file():
         raise ConfigError("dataset_file", str(path), "there is no such file")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         required = f"it cannot be read ({cut(str(error))})"
         raise ConfigError("dataset_file", str(path), required) from error
-    found = [_parsed(line, number) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    found = [_parsed(row, where) for where, row in _rows(text, path)]
+    # ShareGPT has conversations in which there is nothing to answer.
+    prompts = [prompt for prompt in found if prompt.turns]
+    if not prompts:
         raise ConfigError("dataset_file", str(path), "it holds no prompt")
-    return found
+    return prompts
 
 
-def _parsed(line: str, number: int) -> Prompt:
+def _rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Where each row stands, and what it holds."""
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            required = f"it begins as a list in JSON and is none ({cut(str(error))})"
+            raise ConfigError("dataset_file", str(path), required) from error
+        yield from ((f"entry {number}", row) for number, row in enumerate(rows, 1))
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = line
+            yield f"line {number}", row
+
+
+def _parsed(row: Any, where: str) -> Prompt:
+    why = (
+        'in JSON {"prompt": TEXT}, {"turns": [TEXT, ...]}, {"messages": [...]} or ShareGPT\'s '
+        '{"conversations": [...]} is required'
+    )
     try:
-        row = json.loads(line)
+        messages = conversations.of_row(row)
+        if messages is not None:
+            ends = conversations.requests_of(messages)
+            return Prompt(
+                tuple(messages[end - 1]["content"] for end in ends),
+                chat=True,
+                recorded=tuple(tuple(messages[:end]) for end in ends),
+                tools=tuple(row.get("tools") or ()),
+            )
         turns = row["turns"] if "turns" in row else [row["prompt"]]
         if isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns):
             return Prompt(tuple(turns), chat="turns" in row)
-    except (ValueError, TypeError, KeyError):
+    except ValueError as error:
+        why = cut(str(error))
+    except (TypeError, KeyError, AttributeError):
         pass
-    required = '{"prompt": TEXT} or {"turns": [TEXT, ...]} in JSON is required'
-    raise ConfigError("dataset_file", line[:60], f"line {number}: {required}")
+    line = row if isinstance(row, str) else json.dumps(row, ensure_ascii=False)
+    raise ConfigError("dataset_file", line[:60], f"{where}: {why}")
 
 
 def _fetched(name: str) -> list[Prompt]:
     """A set of `HUB`, which the library `datasets` keeps on disk."""
-    from datasets import load_dataset
+    import datasets
 
     of = HUB[name]
+    # The library would try for half a minute before it looks into its cache.
+    reason = unreachable(of.repository)
+    if reason is not None:
+        datasets.config.HF_HUB_OFFLINE = True
     try:
-        rows = load_dataset(of.repository, of.config, split=of.split)
+        rows = datasets.load_dataset(of.repository, of.config, split=of.split)
     # The hub, its client and the network raise many types; the way out is the same for all.
     except Exception as error:
-        required = f"could not be fetched ({cut(str(error))}); give {{dataset_file}}"
+        required = f"could not be fetched ({cut(reason or str(error))}); give {{dataset_file}}"
+        required += f", or one of {', '.join(BUILT_IN)}"
         raise ConfigError("dataset", name, f"{of.repository} {required}") from error
     return [Prompt(tuple(of.turns(row)), chat=True) for row in rows]
 
@@ -206,7 +264,7 @@ def encode_turn(
     if not prompt.chat:
         return tokenizer(prompt.text(answers))["input_ids"]
     asked = None if thinking is None else thinking == "on"
-    return chat_tokens(tokenizer, prompt.messages(answers), asked)
+    return chat_tokens(tokenizer, prompt.messages(answers), asked, prompt.tools)
 
 
 def encoder(source: str | None, thinking: str | None = None) -> Encode:
@@ -221,7 +279,7 @@ def encoder(source: str | None, thinking: str | None = None) -> Encode:
         ConfigError: there is no such tokenizer.
     """
     if source is None:
-        return lambda prompt, answers: (prompt.messages if prompt.chat else prompt.text)(answers)
+        return _as_it_is
     from transformers import AutoTokenizer
 
     try:
@@ -230,3 +288,11 @@ def encoder(source: str | None, thinking: str | None = None) -> Encode:
         required = f"it has no tokenizer that can be loaded ({cut(str(error))})"
         raise ConfigError("target", source, required) from error
     return lambda prompt, answers: encode_turn(tokenizer, prompt, answers, thinking)
+
+
+def _as_it_is(prompt: Prompt, answers: list[str]) -> Input:
+    """For a server that applies its own chat template."""
+    if prompt.tools:
+        required = "conversations with tools are sent as token ids, to SGLang servers"
+        raise ConfigError("dataset_file", required=required)
+    return (prompt.messages if prompt.chat else prompt.text)(answers)

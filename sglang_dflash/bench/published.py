@@ -159,7 +159,7 @@ def measure_server(
     """
     count, (concurrency,) = settings.num_prompts, settings.levels
     # Warm-up prompts are not measured, unless the data set is too small. Of each the first turn.
-    first = (Prompt(prompt.turns[:1], prompt.chat) for prompt in cycle(known))
+    first = (prompt._replace(turns=prompt.turns[:1]) for prompt in cycle(known))
     prompts = list(islice(first, concurrency + count))
     to = _endpoint(settings)
     # vLLM applies its chat template itself; SGLang's own API takes token ids.

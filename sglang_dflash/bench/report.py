@@ -177,12 +177,16 @@ def why_unequal(settings: BenchSettings, servers: Mapping[str, Mapping[str, str]
 
 
 def summarize(
-    settings: BenchSettings, prompts: dict[str, int], measured: Measured
+    settings: BenchSettings,
+    prompts: dict[str, int],
+    distinct: dict[str, int],
+    measured: Measured,
 ) -> dict[str, Any]:
     """The whole report as one object.
 
     Args:
         prompts: the number of prompts by data set.
+        distinct: those of them that are not repetitions.
     """
     runs, simulated = measured.runs, settings.simulated_acceptance
     differing = None
@@ -201,6 +205,7 @@ def summarize(
         "client": hardware(),
         "arms": list(next(iter(runs.values()))),
         "prompts": prompts,
+        "distinct_prompts": distinct,
         "max_new_tokens": settings.max_new_tokens,
         "rounds": settings.rounds,
         "seed": settings.seed,
@@ -261,10 +266,22 @@ def card(result: dict[str, Any]) -> list[str]:
         f"{result['sampling']}; rounds: {result['rounds']}; {result['order']}",
         ratios,
     ]
+    lines += _repeated(result)
     if result["prefix_cache_kept"]:
         arms = ", ".join(result["prefix_cache_kept"])
         lines.append(f"prefix cache: could not be emptied between passes on {arms}")
     return lines
+
+
+def _repeated(result: dict[str, Any]) -> list[str]:
+    """A line for each data set with prompts that are sent more than once in a pass."""
+    return [
+        f"repeated: {name} has {distinct} prompts, sent over and over; what is repeated comes from "
+        "the servers' prefix caches, so TTFT and tok/s of all arms are better than with as many "
+        "different prompts"
+        for name, distinct in result["distinct_prompts"].items()
+        if distinct < result["prompts"][name]
+    ]
 
 
 def _servers(result: dict[str, Any]) -> list[str]:

@@ -68,10 +68,13 @@ class BenchSettings:
     )
     dataset_file: str | None = setting(
         None,
-        'lines {"prompt": TEXT}, or {"turns": [TEXT, ...]} for the chat template',
-        metavar="JSONL",
+        'your own: lines {"prompt": TEXT}, and for the chat template {"turns": [TEXT, ...]}, '
+        '{"messages": [...]} or ShareGPT\'s {"conversations": [...]}',
+        metavar="FILE",
     )
-    num_prompts: int = setting(16, "measured prompts of a data set (default: {default})")
+    num_prompts: int = setting(
+        16, "measured prompts of a data set; if it is given, they repeat (default: {default})"
+    )
     max_samples: int | None = setting(None, "prompts at most (default: all)")
     seed: int = setting(0, "of the choice of prompts and of sampling (default: {default})")
     thinking: str | None = setting(

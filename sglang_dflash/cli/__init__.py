@@ -41,18 +41,19 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     ours, theirs = argv, list[str]()
-    if argv[0] == "bench" and "--" in argv:
-        # The servers' flags, which are not parsed here.
-        ours, theirs = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    if argv[0] in parsers:
-        # Only the verb that is asked for is imported.
-        module(argv[0]).arguments(parsers[argv[0]])
-    command = shlex.join(["sglang-dflash", *argv])
-    known = argparse.Namespace(server_flags=theirs, command=command)
-    args, unknown = parser.parse_known_args(ours, known)
-    if unknown:
-        parsers[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = argparse.Namespace(verb=argv[0])
     try:
+        if argv[0] in parsers:
+            # Only the verb that is asked for is imported.
+            verb, of_verb = module(argv[0]), parsers[argv[0]]
+            verb.arguments(of_verb)
+            if hasattr(verb, "split"):
+                ours, theirs = verb.split(argv, of_verb._option_string_actions)
+        command = shlex.join(["sglang-dflash", *argv])
+        known = argparse.Namespace(server_flags=theirs, command=command)
+        args, unknown = parser.parse_known_args(ours, known)
+        if unknown:
+            parsers[args.verb].error(f"unrecognized arguments: {' '.join(unknown)}")
         module(args.verb).run(args)
         sys.stdout.flush()
     except BrokenPipeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 
 from sglang_dflash.bench.settings import ON_ACCELERATOR, BenchSettings
 from sglang_dflash.facts.command_line import add_flags, given, spelled
@@ -24,6 +25,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sglang-dflash bench [options] [-- FLAGS of every SGLang server that is started]"
     large = {k: f"{v}; {getattr(BenchSettings, k)} on a CPU" for k, v in ON_ACCELERATOR.items()}
     add_flags(parser, BenchSettings, FLAGS, {"pair": "dense", **large})
+
+
+def split(argv: list[str], _known: Collection[str]) -> tuple[list[str], list[str]]:
+    """What is parsed here, and the servers' flags, which are not."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
 
 
 def run(args: argparse.Namespace) -> None:

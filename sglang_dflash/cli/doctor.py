@@ -15,10 +15,13 @@ from sglang_dflash.drafting.options import Notice
 from sglang_dflash.facts.errors import Failed
 from sglang_dflash.facts.server import ENOUGH_STEPS, ServerInfo
 
+# Where SGLang listens if it is not told.
+DEFAULT_URL = "http://127.0.0.1:30000"
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("url", help="the server, such as http://127.0.0.1:30000")
+    add("url", nargs="?", default=DEFAULT_URL, help="the server (default: %(default)s)")
     add("--timeout", type=float, default=30, metavar="S", help="seconds (default: %(default)s)")
     add("--api-key", help="of a server that asks for one")
     add("--json", action="store_true", help="print one JSON object")
@@ -44,12 +47,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def as_text(server: ServerInfo | None, findings: list[Notice]) -> str:
-    """The server on one line, and its step on another; one per finding, and what to do below
-    it."""
-    lines = [] if server is None else [server.line()]
+    """The server and its step in lines; one per finding, and what to do below it."""
+    lines = [] if server is None else server.lines()
     step = None if server is None else server.step_line()
     lines += [] if step is None else [step]
     lines += [f"{f.name}: {f.problem}\n    {f.advice}" for f in findings]
+    plainly = None if server is None else server.plainly
+    if plainly is not None:
+        return "\n".join([*lines, plainly])
     if server is not None and server.reports and server.verify_steps < ENOUGH_STEPS:
         lines.append(
             f"too early to judge acceptance: {server.verify_steps} of {ENOUGH_STEPS} steps with "

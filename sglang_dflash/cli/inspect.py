@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from os.path import exists
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sglang_dflash.facts.command_line import add_flags, given, spelled
 from sglang_dflash.facts.fields import READ_BY_SGLANG
 from sglang_dflash.facts.published import look_up, published_draft
 from sglang_dflash.facts.server import OURS
+from sglang_dflash.inspect import launch_command
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 
@@ -19,6 +21,7 @@ FLAGS = spelled(("window", "sinks", "block_size", "draft_kv_tokens"), looks_up="
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "sglang-dflash inspect TARGET [DRAFT] [options], or inspect -- LAUNCH COMMAND"
     add = parser.add_argument
     add("target", help="a folder with config.json, or a hub name")
     add(
@@ -33,13 +36,31 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+def split(argv: list[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """A command line in our words, and the server's launch command that it holds, if any.
+
+    Args:
+        known: our flags.
+    """
+    ours, command = argv[:1], argv[1:]
+    if "--" in argv:
+        ours, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+    elif not launch_command.is_launch(command):
+        return argv, []
+    return [*ours, *launch_command.read(command, known).words], command
+
+
 def run(args: argparse.Namespace) -> None:
+    command = launch_command.read(args.server_flags) if args.server_flags else None
     options = Options(**given(args, Options))
     serving = Serving(**given(args, Serving))
     target = look_up("target", args.target, offline=args.offline)
     named = args.draft or published_draft(args.target)
     draft = look_up("draft", named, offline=args.offline)
-    found = inspect(target, draft, options, serving)
+    found = inspect(target, draft, options, serving, command and command.builtin)
+    if command is not None and command.not_reckoned:
+        left_out = ", ".join(command.not_reckoned)
+        found["warnings"].insert(0, f"not part of the arithmetic: {left_out}")
     if exists(named) and exists(args.target):
         _check_as_sglang_reads_it(Path(args.target), Path(named), found["worker"])
     print(json.dumps(found) if args.json else as_table(found, sources=args.sources))

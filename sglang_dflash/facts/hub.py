@@ -122,6 +122,23 @@ def fetch_config(kind: str, name: str, *, offline: bool = False) -> tuple[Path, 
             ) from error
 
 
+def unreachable(dataset: str) -> str | None:
+    """Why the hub cannot be asked for a data set; None if it answers. It is asked once."""
+    import httpx
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        get_hf_file_metadata(hf_hub_url(dataset, "README.md", repo_type="dataset"), timeout=5.0)
+    except OfflineModeIsEnabled:
+        return "HF_HUB_OFFLINE is set"
+    except httpx.TransportError as error:
+        return f"the hub cannot be reached: {error}"
+    except HfHubHTTPError:
+        pass
+    return None
+
+
 def hub_tensors(kind: str, name: str) -> tuple[dict[str, StoredTensor], int] | None:
     """Tensors by stored name, and bytes, of the safetensors weights of `name` on the hub, from
     their headers. None if its weights have another format.

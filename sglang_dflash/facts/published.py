@@ -146,9 +146,13 @@ def _shipped_name(kind: str, name: str) -> str | None:
 
 
 def _suggestion(kind: str, name: str) -> str:
-    """The shipped names that are like `name`, with or without its organization, or all of them."""
+    """The shipped names that are like `name`, with or without its organization, or all of them. A
+    name with something behind it, such as -FP8, is another checkpoint, and no slip."""
     known = {each.casefold().rpartition("/")[2]: each for each in shipped(kind)}
-    near = difflib.get_close_matches(name.casefold().rpartition("/")[2], known, cutoff=0.75)
+    asked = name.casefold().rpartition("/")[2]
+    if any(asked.startswith(f"{each}-") and asked != f"{each}-" for each in known):
+        return f"no facts of it are shipped: give a folder with the {kind}'s config.json"
+    near = difflib.get_close_matches(asked, known, cutoff=0.75)
     if near:
         return f"did you mean {' or '.join(repr(known[text]) for text in near)}?"
     return f"facts of these {kind}s are shipped: {', '.join(known.values())}"

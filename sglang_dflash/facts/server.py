@@ -11,6 +11,8 @@ OURS, BUILTIN = "sglang-dflash", "builtin"
 NOT_KNOWN = "not known"
 # Verify steps before acceptance is judged.
 ENOUGH_STEPS = 100
+# Share of steps without drafts from which an adaptive server is called a plain one.
+_PLAIN = 0.9
 
 
 def labels(report: Mapping[str, Any]) -> dict[str, str]:
@@ -29,16 +31,25 @@ def labels(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def set_up(report: Mapping[str, Any]) -> str:
-    """A server of ours on one line. See `labels`."""
+    """A server of ours on one line."""
+    return f"{_who(report)}, {_draft_kv(report)}"
+
+
+def _who(report: Mapping[str, Any]) -> str:
+    """See `labels`."""
     of, trained = labels(report), report.get("trained_block_size")
     block = "" if trained in (None, report.get("block_size")) else f" (trained for {trained})"
-    entries, size = report.get("draft_kv_entries") or 0, report.get("draft_kv_bytes") or 0
+    # Of DFlash2, what it has stands behind a colon.
+    kind = report.get("draft_kind", "DFlash").partition(":")[0]
     return (
-        f"{of['worker']} {of['version']}, {report.get('draft_kind', 'DFlash')}, "
-        f"block {of['block']}{block}, window {of['window']}, "
-        f"width {report.get('width', NOT_KNOWN)}, draft KV {entries:,} entries in "
-        f"{size / 2**20:,.0f} MiB"
+        f"{of['worker']} {of['version']}, {kind}, block {of['block']}{block}, "
+        f"window {of['window']}, width {report.get('width', NOT_KNOWN)}"
     )
+
+
+def _draft_kv(report: Mapping[str, Any]) -> str:
+    entries, size = report.get("draft_kv_entries") or 0, report.get("draft_kv_bytes") or 0
+    return f"draft KV {entries:,} entries in {size / 2**20:,.0f} MiB"
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,7 @@ class ServerInfo:
             "step_milliseconds": ours.get("step_milliseconds"),
             "step_shares": ours.get("step_shares"),
             "judged": self.verify_steps >= ENOUGH_STEPS,
+            "decodes_plainly": self.plainly is not None,
             "target_kv_tokens": self.target_kv_tokens,
         }
 
@@ -134,22 +146,43 @@ class ServerInfo:
         """What serves, on one line."""
         return set_up(self.reports[0]) if self.reports else self.worker
 
-    def line(self) -> str:
-        """The facts on one line."""
-        words = [self.set_up()]
+    @property
+    def plainly(self) -> str | None:
+        """In words, that drafts do not pay and are left out, as an adaptive width does; or None."""
+        undrafted, length = sum(self.values("undrafted_steps")), self.acceptance_length
+        steps, widths = undrafted + self.verify_steps, self.values("width_steps")
+        # Steps of grammars and logit processors have no drafts either, and another width.
+        plain = sum(of.get("1", 0) for of in widths) >= _PLAIN * sum(
+            sum(of.values()) for of in widths
+        )
+        chosen = "adaptive" in self.values("width") and plain
+        if not chosen or undrafted < max(ENOUGH_STEPS, _PLAIN * steps):
+            return None
+        kept = "" if length is None else f"; those with drafts kept {length:.2f} tokens each"
+        return (
+            "drafts do not pay on this traffic, so it decodes plainly: "
+            f"{undrafted:,} of {steps:,} steps had none{kept}"
+        )
+
+    def lines(self) -> list[str]:
+        """The facts, in lines: who serves, its memory, and what drafts are worth."""
+        memory = [_draft_kv(self.reports[0])] if self.reports else []
         if self.target_kv_tokens is not None:
-            words.append(f"target KV {self.target_kv_tokens:,} tokens")
+            memory.append(f"target KV {self.target_kv_tokens:,} tokens")
+        who = _who(self.reports[0]) if self.reports else self.worker
+        return [who, *filter(None, (", ".join(memory), self._acceptance()))]
+
+    def _acceptance(self) -> str | None:
         length, steps = self.acceptance_length, self.verify_steps
         if length is not None:
             over = (
                 f" over {steps:,} steps with drafts" if self.reports else " (SGLang's own figure)"
             )
-            words.append(f"acceptance length {length:.2f}{over}")
-            words += self._without_drafts()
-        elif self.algorithm:
-            why = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
-            words.append(f"acceptance length not known yet{why}")
-        return ", ".join(words)
+            return ", ".join([f"acceptance length {length:.2f}{over}", *self._without_drafts()])
+        if not self.algorithm:
+            return None
+        why = ": no verify step" if self.reports else " (SGLang tells it between log lines)"
+        return f"acceptance length not known yet{why}"
 
     def step_line(self) -> str | None:
         """Where the time of a decode step goes; None before there were enough, or if another

@@ -86,6 +86,17 @@ def _described(of: LayerGroup, kv: GroupKV, target_tokens: int) -> dict[str, Any
     }
 
 
+def at_a_time(tokens: int, running: int, context: int, reserved: int) -> int:
+    """Requests of `context` tokens, the answer included, that run at a time.
+
+    Args:
+        tokens: of the target's KV pool.
+        running: requests that run at a time, however short.
+        reserved: tokens that a verify step takes ahead of each.
+    """
+    return min(running, tokens // (context + reserved))
+
+
 def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> dict[str, Any]:
     """Divide `memory` bytes between target and draft KV.
 
@@ -117,7 +128,6 @@ def split_kv(memory: int, target_bytes: int, groups: Sequence[DraftGroup]) -> di
         "draft_kv_bytes_unbounded": unbounded * draft_bytes,
         "target_tokens": tokens,
         "target_tokens_unbounded": unbounded,
-        "target_tokens_without_draft_kv": memory // target_bytes,
         "target_tokens_gain": tokens / unbounded - 1,
         "target_tokens_gain_ceiling": draft_bytes / target_bytes,
     }

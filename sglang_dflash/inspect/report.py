@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafting.options import Options, ResolvedOptions
@@ -17,7 +16,8 @@ from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.server import BUILTIN, OURS
 from sglang_dflash.facts.sizes import KV_DTYPES
 from sglang_dflash.facts.target_config import TargetGeometry, kv_heads_of_rank
-from sglang_dflash.inspect.kv import GIB, draft_groups, split_kv, state_pool
+from sglang_dflash.inspect import words
+from sglang_dflash.inspect.kv import GIB, StatePool, at_a_time, draft_groups, split_kv, state_pool
 from sglang_dflash.inspect.pair import (
     Judged,
     context_of,
@@ -28,7 +28,7 @@ from sglang_dflash.inspect.pair import (
 )
 
 # Far above any device, and below what makes the arithmetic overflow.
-_MOST_GIB, _MOST_REQUESTS = 2**40, 2**20
+_MOST_GIB, _MOST_REQUESTS, _MOST_TOKENS = 2**40, 2**20, 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ class Serving:
     """
 
     max_running_requests: int = setting(48, "requests that decode at a time (default: {default})")
+    context: int | None = setting(
+        None, "how many requests of so many tokens, the answer included, run at a time", metavar="N"
+    )
+    context_length: int | None = setting(
+        None, "tokens of a request that the server takes, at most (default: the target's)"
+    )
     tp_size: int = setting(1, "GPUs that the pair is split over (default: {default})")
     memory_gib: float = setting(80.0, "memory of each GPU, GiB (default: {default})")
     mem_fraction: float = setting(0.9, "fraction of it for weights and KV (default: {default})")
@@ -53,6 +59,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         gib = f"a number of GiB above 0 and up to {_MOST_GIB} is required"
+        tokens, of_tokens = "a positive number of tokens is required", ("context", "context_length")
         dtypes = f"choose one of {', '.join(KV_DTYPES)}"
         checks = (
             (
@@ -65,6 +72,7 @@ class Serving:
                 lambda n: 1 <= n <= _MOST_REQUESTS,
                 "a positive number of GPUs is required",
             ),
+            *((name, lambda n: n is None or 1 <= n <= _MOST_TOKENS, tokens) for name in of_tokens),
             ("mem_fraction", lambda x: 0 < x <= 1, "a fraction above 0 and up to 1 is required"),
             ("memory_gib", lambda x: 0 < x <= _MOST_GIB, gib),
             ("kv_memory_gib", lambda x: x is None or 0 < x <= _MOST_GIB, gib),
@@ -77,9 +85,16 @@ class Serving:
 
 
 def inspect(
-    target: ModelFacts, draft: ModelFacts, options: Options, serving: Serving
+    target: ModelFacts,
+    draft: ModelFacts,
+    options: Options,
+    serving: Serving,
+    builtin: str | None = None,
 ) -> dict[str, Any]:
     """What serving this pair would cost.
+
+    Args:
+        builtin: the setting with which SGLang's worker serves; None without one.
 
     Returns:
         Every fact of docs/inspect.md by name, None if it is unknown; sizes are in bytes. Texts name
@@ -90,15 +105,20 @@ def inspect(
             left for KV.
     """
     judged = judge(target, draft)
+    if builtin is not None and judged.worker == OURS:
+        judged = replace(judged, worker=BUILTIN, reason=builtin)
     geometry, config = judged.geometry, judged.config
     # Of a target whose context is not known the draft's tells what requests can have, at most.
     context = context_of(target) or (config.max_position_embeddings if config else None)
+    context = min(filter(None, (context, serving.context_length)), default=None)
+    if serving.context is not None and context is not None and serving.context > context:
+        raise ConfigError("context", serving.context, f"requests have up to {context} tokens here")
     resolved = replace(_resolve(options, draft, config), context=context)
     memory = _memory(target, draft, judged, resolved, serving)
     resolved.check_room(memory["target_tokens"])
     notices = resolved.warnings(config, spelled(Options.__dataclass_fields__)) if config else []
-    warnings = [*other_target(target.name, draft.name), *_config_only(draft)]
-    warnings += _capped(memory, serving)
+    warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
+    warnings += words.capped(memory, serving.max_running_requests)
     facts = {
         "warnings": warnings + [str(found) for found in notices],
         "target": target.name,
@@ -112,13 +132,15 @@ def inspect(
         "sinks": resolved.reach.sinks,
         "max_running_requests": serving.max_running_requests,
         "tp_size": serving.tp_size,
+        "context": serving.context,
         **_head_bytes(config, resolved.draft_block),
         "draft_tensors": len(draft.tensors) if config and draft.tensors else None,
         "draft_values": "finite" if config and draft.weights else None,
         **memory,
         "sources": [f"target: {target.source}", f"draft: {draft.source}"],
     }
-    return {"verdict": _verdict(facts), "assumptions": _assumptions(serving), **facts}
+    said = {"verdict": words.verdict(facts), "at_context": words.at_context(facts)}
+    return {**said, "assumptions": _assumptions(serving), **facts}
 
 
 def _memory(
@@ -144,23 +166,11 @@ def _memory(
     )
     of_draft = sizes.draft_weight_bytes(part.config) if part.config else of_draft
     memory = _kv_memory(serving, of_target, of_draft, steps or 0)
-    pool = snapshots = None
-    if recurrent["recurrent_state_bytes"] and serving.kv_memory_gib is None:
-        state, replay, snapshot = (
-            recurrent[f"recurrent_{each}_bytes"] for each in ("state", "replay", "snapshot")
-        )
-        pool = snapshots = state_pool(memory, requests, state, 0, snapshot)
-        if recurrent["recurrent_rollback"] == "replay":
-            pool = state_pool(memory, requests, state, replay, 0)
-        if not pool.requests:
-            raise ConfigError(
-                "memory_gib",
-                serving.memory_gib,
-                f"{memory / GIB:.2f} GiB beside weights and draft steps hold the recurrent states "
-                f"of no request; give more, or fewer requests ({{max_running_requests}})",
-            )
-        memory -= pool.total_bytes
-    return {
+    alone = _kv_memory(serving, of_target, 0, 0)
+    pool, snapshots, plain = _pools(serving, memory, alone, recurrent)
+    if pool is not None and plain is not None:
+        memory, alone = memory - pool.total_bytes, alone - plain.total_bytes
+    facts = {
         "target_kv_bytes_per_token": target_kv,
         "draft_kv_bytes_per_token": draft_kv,
         "kv_memory_bytes": memory,
@@ -172,31 +182,65 @@ def _memory(
         "running_requests": pool.requests if pool else requests,
         "running_requests_with_snapshots": snapshots and snapshots.requests,
         **split_kv(memory, target_kv, draft_groups(judged, options, draft_kv, requests)),
+        "target_tokens_without_draft": alone // target_kv,
     }
+    for which, of in {"": pool, "_unbounded": pool, "_without_draft": plain}.items():
+        reserved = 1 if which == "_without_draft" else 2 * options.block_size
+        running, tokens = of.requests if of else requests, facts[f"target_tokens{which}"]
+        facts[f"requests_at_context{which}"] = serving.context and at_a_time(
+            tokens, running, serving.context, reserved
+        )
+    return {**facts, "memory_bytes": _divided(facts, pool and pool.total_bytes, serving)}
 
 
-def _capped(memory: Mapping[str, Any], serving: Serving) -> list[str]:
-    """A warning if fewer requests run at a time than are asked for."""
-    asked, slots, running = (
-        serving.max_running_requests, memory["recurrent_slots"], memory["running_requests"]
-    )  # fmt: skip
-    if running == asked:
-        return []
-    return [
-        f"--max-running-requests {asked}: SGLang runs {running} at a time, for it keeps {slots} "
-        "recurrent states (--mamba-full-memory-ratio 0.9); --max-mamba-cache-size gives another "
-        "number of them"
-    ]
+def _pools(
+    serving: Serving, memory: int, alone: int, recurrent: Mapping[str, Any]
+) -> tuple[StatePool | None, StatePool | None, StatePool | None]:
+    """Of recurrent states: as served, with SGLang's snapshots, and without a draft. None without
+    such layers.
+
+    Args:
+        memory: bytes for it and both KV pools.
+        alone: the same without a draft.
+
+    Raises:
+        ConfigError: it holds the states of no request.
+    """
+    requests = serving.max_running_requests
+    state, replay, snapshot = (
+        recurrent[f"recurrent_{each}_bytes"] for each in ("state", "replay", "snapshot")
+    )
+    if not state or serving.kv_memory_gib is not None:
+        return None, None, None
+    pool = snapshots = state_pool(memory, requests, state, 0, snapshot)
+    if recurrent["recurrent_rollback"] == "replay":
+        pool = state_pool(memory, requests, state, replay, 0)
+    if not pool.requests:
+        raise ConfigError(
+            "memory_gib",
+            serving.memory_gib,
+            f"{memory / GIB:.2f} GiB beside weights and draft steps hold the recurrent states "
+            f"of no request; give more, or fewer requests ({{max_running_requests}})",
+        )
+    return pool, snapshots, state_pool(alone, requests, state, 0, 0)
 
 
-def _config_only(draft: ModelFacts) -> list[str]:
-    """A warning if the draft's folder has no weights."""
-    if draft.tensors is not None or not Path(draft.name).is_dir():
-        return []
-    return [
-        f"config only: {draft.name} has no weights, so they are not judged, and a server needs "
-        "them (or --load-format dummy)"
-    ]
+def _divided(
+    facts: Mapping[str, Any], states: int | None, serving: Serving
+) -> dict[str, int] | None:
+    """A GPU's memory by what takes it: the parts sum to the whole. None if only that of the KV
+    pools is known."""
+    if serving.kv_memory_gib is not None:
+        return None
+    parts = {
+        "target weights": facts["target_weight_bytes"],
+        "draft weights": facts["draft_weight_bytes"],
+        "draft steps": facts["draft_step_bytes"] or 0,
+        "recurrent states": states or 0,
+        "target KV": facts["target_tokens"] * facts["target_kv_bytes_per_token"],
+        "draft KV": facts["draft_kv_bytes"],
+    }
+    return {**parts, "left to SGLang": int(serving.memory_gib * GIB) - sum(parts.values())}
 
 
 def _resolve(options: Options, draft: ModelFacts, config: DraftConfig | None) -> ResolvedOptions:
@@ -287,43 +331,6 @@ def _recurrent(geometry: TargetGeometry, worker: str, block_size: int) -> dict[s
     }
 
 
-def _verdict(facts: Mapping[str, Any]) -> str:
-    """Who serves the pair, and how many tokens its draft KV leaves the target."""
-    worker = facts["worker"]
-    who = f"which worker serves is not known: {facts['worker_reason']}"
-    if worker == OURS:
-        who = "served by sglang-dflash"
-    elif worker == BUILTIN:
-        who = f"served by SGLang's built-in worker, because of {facts['worker_reason']}"
-    served, all_kept, without = (
-        f"{facts[f'target_tokens{which}']:,}" for which in ("", "_unbounded", "_without_draft_kv")
-    )
-    tokens, most = f"{served} tokens of target KV", _percent(facts["target_tokens_gain_ceiling"])
-    if worker == BUILTIN:
-        return f"{who}: {tokens}, whatever the window; {without} without a draft"
-    groups = facts["draft_kv_groups"]
-    slides = sum(len(group["layers"]) for group in groups if group["window"])
-    depth = sum(len(group["layers"]) for group in groups)
-    window = (
-        f"window {facts['window']}"
-        if facts["window"]
-        else f"{slides} of {depth} draft layers slide"
-    )
-    if not slides and not facts["window"]:
-        return f"{who}: {tokens}; with --window up to +{most}; {without} without a draft"
-    if not any(group["ring"] for group in groups):
-        return (
-            f"{who}: {tokens}; {window}, which frees nothing: {facts['max_running_requests']} "
-            f"running requests need as many draft entries; {without} without a draft"
-        )
-    gain = _percent(facts["target_tokens_gain"])
-    more = "" if slides == depth else f"; with --window up to +{most}"
-    return (
-        f"{who}: {tokens}, since {window}; {all_kept} if all draft KV were kept (+{gain}); "
-        f"{without} without a draft{more}"
-    )
-
-
 def _assumptions(serving: Serving) -> str:
     """What the figures are for, with the flags that change it."""
     memory = f"{serving.kv_memory_gib or 0:g} GiB for both KV pools (--kv-memory-gib)"
@@ -337,7 +344,3 @@ def _assumptions(serving: Serving) -> str:
         f"computed for {memory}, {serving.max_running_requests} running requests "
         f"(--max-running-requests), {serving.kv_dtype or 'bfloat16'} KV (--kv-dtype)"
     )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

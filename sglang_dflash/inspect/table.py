@@ -9,6 +9,7 @@ from typing import Any
 from sglang_dflash.facts.server import BUILTIN
 from sglang_dflash.inspect.kv import GIB
 
+_MEMORY = "memory of each GPU"
 # Heading -> facts of it. Without those that are unknown or 0.
 _GROUPS = {
     "target": ("target", "architecture", "layers", "dtype", "context", "hidden_size", "vocab_size"),
@@ -21,7 +22,8 @@ _GROUPS = {
         "worker", "worker_reason", "block_size", "window", "sinks", "max_running_requests",
         "running_requests", "tp_size", "recurrent_rollback",
     ),
-    "memory of each GPU": (
+    # Where the memory of the KV pools is given; otherwise see `_memory`.
+    _MEMORY: (
         "target_weight_bytes", "draft_weight_bytes", "draft_step_bytes", "kv_memory_bytes",
         "draft_kv_bytes",
     ),
@@ -31,7 +33,11 @@ _GROUPS = {
         "recurrent_slots", "running_requests_with_snapshots",
     ),
     "tokens of target KV": (
-        "target_tokens", "target_tokens_unbounded", "target_tokens_without_draft_kv",
+        "target_tokens", "target_tokens_unbounded", "target_tokens_without_draft",
+    ),
+    "requests at a time": (
+        "requests_at_context", "requests_at_context_unbounded",
+        "requests_at_context_without_draft",
     ),
     "draft KV": ("draft_kv_groups",),
 }  # fmt: skip
@@ -42,26 +48,33 @@ _WORDS = {
     "head_bytes_per_request": "and per request",
     "target_tokens": "as served",
     "target_tokens_unbounded": "with all draft KV kept",
-    "target_tokens_without_draft_kv": "without a draft",
+    "target_tokens_without_draft": "without a draft",
+    "requests_at_context": "as served",
+    "requests_at_context_unbounded": "with all draft KV kept",
+    "requests_at_context_without_draft": "without a draft",
     "draft_kv_groups": "groups",
 }
 
 
 def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     """The answer in words, then the facts in groups, byte counts in GiB or MiB. Facts that are
-    unknown, empty or 0 have no line. Lines have up to 120 columns.
+    unknown, empty or 0 have no line. Lines have up to 80 columns.
 
     Args:
         sources: also give the source of the facts.
     """
     head = [
         report["verdict"],
+        *([report["at_context"]] if report["at_context"] else []),
         _weights_verdict(report),
         report["assumptions"],
         *(f"warning: {text}" for text in report["warnings"]),
     ]
     lines = [_filled(text) for text in head]
     for heading, names in _GROUPS.items():
+        if heading == _MEMORY and report["memory_bytes"] is not None:
+            lines += ["", *_memory(report["memory_bytes"])]
+            continue
         keys = {
             name: f"{heading}_{name}" if f"{heading}_{name}" in report else name for name in names
         }
@@ -78,9 +91,19 @@ def as_table(report: Mapping[str, Any], *, sources: bool = False) -> str:
     return "\n".join([*lines, *(["", *report["sources"]] if sources else [])])
 
 
+def _memory(parts: Mapping[str, int]) -> list[str]:
+    """The memory of a GPU, in lines whose numbers sum to the last one."""
+    *named, (rest, _) = parts.items()
+    shown = {name: round(n / GIB, 2) for name, n in named if n}
+    total = round(sum(parts.values()) / GIB, 2)
+    shown[f"{rest} (activations, CUDA graphs)"] = total - sum(shown.values())
+    rows = [f"  {name:<44} {n:10,.2f}" for name, n in {**shown, "sum": total}.items()]
+    return [f"{_MEMORY:<46} {'GiB':>10}", *rows]
+
+
 def _filled(text: str, indent: str = "") -> str:
     # A flag is not cut.
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(text, 80, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _weights_verdict(facts: Mapping[str, Any]) -> str:

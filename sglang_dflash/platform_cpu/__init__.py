@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import warnings
 
+# What SGLang warns of in each of its processes where there is no accelerator, as that is known.
+_BESIDE_THE_POINT = (
+    r"Only CUDA, .*support (AWQ|GGUF)",
+    "Triton is not supported on current platform",
+)
 PLATFORM = "sglang_dflash.platform_cpu.platform.PlainCpuPlatform"
 ATTENTION_BACKEND = "torch_native"
 
@@ -26,6 +32,8 @@ def activate() -> str | None:
     # takes half a minute, in which the server answers nothing, and a C++ compiler; without one the
     # server ends. torch reads the variable where a function is decorated, and children inherit it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    for message in _BESIDE_THE_POINT:
+        warnings.filterwarnings("ignore", message, UserWarning)
     return PLATFORM
 
 

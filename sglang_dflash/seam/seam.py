@@ -12,6 +12,7 @@ it failed to apply.
 from __future__ import annotations
 
 import functools
+import logging
 import pkgutil
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from sglang_dflash.facts.log import Log
+
+logger = Log(__name__)
 REGISTRY = "sglang.srt.plugins.hook_registry"
 # Besides a target's own package, functions of these modules may wrap it: `torch.no_grad`,
 # `torch._dynamo.disable`, `contextlib.contextmanager`.
@@ -117,18 +121,31 @@ def install(rows: Iterable[Seam]) -> None:
             raise _error(row, f"{type(error).__name__}: {error}") from error
 
 
-def install_late(rows: Iterable[Seam]) -> None:
+def install_late(rows: Iterable[Seam], what: str) -> None:
     """`install` in a process whose plugins are loaded: the hooks are applied at once.
+
+    Args:
+        what: they are for. The log gets one line of ours, in place of one of SGLang's for each.
 
     Raises:
         SeamError: as for `install`, or the registry did not apply a hook.
     """
+    from sglang.srt.plugins import HookSource, _current_plugin_source
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     rows = list(rows)
-    install(rows)
-    HookRegistry.apply_hooks()
+    theirs = logging.getLogger(REGISTRY)
+    level, source = theirs.level, HookSource(plugin_name="dflash", dist_name="sglang-dflash")
+    token = _current_plugin_source.set(source)
+    try:
+        install(rows)
+        theirs.setLevel(logging.WARNING)
+        HookRegistry.apply_hooks()
+    finally:
+        theirs.setLevel(level)
+        _current_plugin_source.reset(token)
     verify(rows)
+    logger.info("%d changes to SGLang for %s", len(rows), what)
 
 
 def verify(rows: Iterable[Seam]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Options
@@ -93,7 +95,10 @@ def _stop_token_ids(target: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def chat_tokens(
-    tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None = None
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    thinking: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Token ids of a chat, up to the beginning of the assistant's answer.
 
@@ -101,16 +106,24 @@ def chat_tokens(
         tokenizer: of Transformers.
         messages: with the keys `role` and `content`.
         thinking: the template's `enable_thinking`; None for the template's default.
+        tools: that the template is told of.
 
     Raises:
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or it does not take these messages.
     """
     if not tokenizer.chat_template:
         required = "this model has no chat template; send the prompt as plain text"
         raise ConfigError("chat", tokenizer.name_or_path, required)
-    extra = {} if thinking is None else {"enable_thinking": thinking}
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **extra
-    )
+    extra: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    if tools:
+        extra["tools"] = list(tools)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **extra
+        )
+    except TemplateError as error:
+        roles = " ".join(one["role"] for one in messages)
+        required = f"the model's chat template does not take it ({cut(str(error))})"
+        raise ConfigError("chat", roles, required) from error
     # The text already holds the special tokens.
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -187,7 +187,6 @@ def test_bad_input_is_refused_by_name(asked: dict[str, Any], field: str, value: 
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (["--concurrency", "64"], "--concurrency: 64; demo has 16 prompts only; see --num-prompts"),
         (["--base-url", "a=http://x", "--", "-x"], "flags after --: ('-x',); is for servers"),
         (["--thinking", "on"], "--thinking: 'on'; none of demo, stdlib"),
         (["--base-url", "a=http://127.0.0.1:9"], "http://127.0.0.1:9: neither SGLang nor"),

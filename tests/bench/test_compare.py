@@ -56,6 +56,29 @@ def test_running_servers_are_compared_in_turns(tmp_path: Path, capsys: Captured)
     assert all(body.get("sampling_params", body)["ignore_eos"] is True for _, _, body in log)
 
 
+def test_a_few_prompts_of_ones_own_repeat_and_the_report_says_so(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    log, file = list[Any](), tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"text {i}"}) + "\n" for i in range(4)))
+    with FakeServer("sg", echo, log, sglang=True) as a:
+        asked = [*urls(a), "--dataset-file", str(file), "--rounds", "1", "--concurrency"]
+        code = cli.main(["bench", "--out", str(tmp_path / "a"), *asked, "8"])
+        table, result = capsys.readouterr().out, read(tmp_path / "a")
+        assert code == 0 and result["rows"][0]["answers"] == 8
+        assert result["prompts"] == {"own": 8} and result["distinct_prompts"] == {"own": 4}
+        assert "repeated: own has 4 prompts" in table and "prefix caches" in table
+        # As many as are there, unless another number is asked for.
+        assert cli.main(["bench", "--out", str(tmp_path / "b"), *asked, "1"]) == 0
+        assert "repeated" not in capsys.readouterr().out
+        assert read(tmp_path / "b")["rows"][0]["answers"] == 4
+        assert (
+            cli.main(["bench", "--out", str(tmp_path / "c"), *asked, "1", "--num-prompts", "6"])
+            == 0
+        )
+        assert read(tmp_path / "c")["rows"][0]["answers"] == 6
+
+
 def test_the_gate_lets_no_figure_out(tmp_path: Path, capsys: Captured) -> None:
     prompts = [prompt.turns[0] for prompt in datasets.load("stdlib", 3)]
 
@@ -186,7 +209,7 @@ def test_a_simulated_acceptance_is_told_first_everywhere(
     assert all(body["sampling_params"]["ignore_eos"] for body in asked)
     # Per arm a warm-up and a round.
     assert "one server after another" in out
-    assert [(server.beside, len(server.asked)) for server in Started.made] == [(0, 4)] * 3
+    assert [(server.beside, len(server.asked)) for server in Started.made] == [(0, 8)] * 3
 
 
 def test_a_start_is_shown_with_the_time_it_took_last(
@@ -223,7 +246,7 @@ def test_conversations_continue_from_the_answers(tmp_path: Path, capsys: Capture
         asked = [*urls(server), "--dataset-file", str(chats), "--concurrency", "1", "--rounds", "1"]
         assert "--target: chats need" in bench(capsys, tmp_path, *asked)[2]
         code, _, _ = bench(capsys, tmp_path, *asked, "--target", str(target))
-    assert code == 0 and read(tmp_path)["rows"][0]["answers"] == 2
+    assert code == 0 and read(tmp_path)["rows"][0]["answers"] == 6
     sent = AutoTokenizer.from_pretrained(target).decode(log[-1][1])
     parts = ("first question", "some answer", "second question", "<|im_start|>assistant\n")
     places = [sent.rfind(part) for part in parts]

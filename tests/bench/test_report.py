@@ -83,7 +83,7 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
     runs: Runs = {("demo", 2): {"ar": [made_up(same, 4.0)] * 3, "dflash": [made_up(same, 2.0)] * 3}}
     servers = {arm: {**TOLD, "worker": arm} for arm in ("ar", "dflash")}
     settings = BenchSettings(command="sglang-dflash bench")
-    result = report.summarize(settings, {"demo": 2}, Measured(runs, servers=servers))
+    result = report.summarize(settings, {"demo": 2}, {"demo": 1}, Measured(runs, servers=servers))
     assert result["arms"] == ["ar", "dflash"] and result["differing_answers"] == {"dflash": 0}
     assert result["outputs"].startswith("outputs: the same in all arms (6 answers each")
     assert [row["ratio"] for row in result["rows"]] == [1.0, 2.0]
@@ -100,9 +100,9 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
 
 def test_the_report_tells_whether_an_embedded_pair_knows_its_text() -> None:
     runs: Runs = {("demo", 1): {"ar": [made_up(["x"])]}}
-    measured = Measured(runs, servers={"ar": TOLD})
+    measured, one = Measured(runs, servers={"ar": TOLD}), {"demo": 1}
     dense, code = (
-        report.markdown(report.summarize(BenchSettings(pair=pair), {"demo": 1}, measured))
+        report.markdown(report.summarize(BenchSettings(pair=pair), one, one, measured))
         for pair in ("dense", "code")
     )
     assert "both models have memorized" in dense

@@ -135,8 +135,8 @@ def test_it_finds_what_is_wrong_and_nothing_else(
 
 
 OURS = (
-    "sglang-dflash 0.1.0, DFlash, block 8, window all, width fixed, draft KV 4,160 entries in "
-    "3 MiB, target KV 16,384 tokens, acceptance length "
+    "sglang-dflash 0.1.0, DFlash, block 8, window all, width fixed\ndraft KV 4,160 entries in "
+    "3 MiB, target KV 16,384 tokens\nacceptance length "
 )
 LINES = [
     ({"undrafted_steps": 0}, f"{OURS}4.00 over 5,000 steps with drafts\na step takes"),
@@ -165,17 +165,60 @@ def test_the_first_line_describes_the_server(report: dict[str, Any], line: str) 
     assert line in as_text(server, examine(server))
 
 
+# Forty requests at temperature 0.7.
+NOT_PAYING = {
+    "width": "adaptive", "verify_steps": 97, "committed_tokens": 109, "undrafted_steps": 2556,
+    "undrafted_tokens": 2556, "width_steps": {"1": 2556, "4": 60, "8": 37}, "trained_block_size": 4,
+    "draft_kind": "DFlash2: selector of rank 256 over 16 candidates, convolution of 2 taps",
+    "window": 4096,
+}  # fmt: skip
+
+
+def test_traffic_on_which_drafts_do_not_pay_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was "too early to judge", and then "nothing wrong found"."""
+    with serving(shown(reading(NOT_PAYING))) as url:
+        status, out, _ = doctor(capsys, url)
+        assert json.loads(doctor(capsys, url, "--json")[1])["decodes_plainly"] is True
+    assert status == 0 and len(out.splitlines()[0]) <= 100
+    assert out.endswith(
+        "\ndrafts do not pay on this traffic, so it decodes plainly: 2,556 of 2,653 steps had "
+        "none; those with drafts kept 1.12 tokens each\n"
+    )
+    assert "too early" not in out and "nothing wrong" not in out
+    # Nor is it that with a fixed width, in the beginning, or for grammars, which take one token.
+    for change in (
+        {"width": "fixed"},
+        {"undrafted_steps": 90, "verify_steps": 1},
+        {"verify_steps": 1000},
+        {"width_steps": {"1": 3, "8": 2653}},
+    ):
+        assert reading({**NOT_PAYING, **change}).plainly is None
+
+
+def test_without_a_url_it_asks_where_sglang_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = list[str]()
+
+    def read(url: str, *_: Any) -> ServerInfo:
+        asked.append(url)
+        return reading()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sglang_dflash.cli.doctor.read", read)
+        assert doctor(capsys)[0] == 0
+    assert asked == ["http://127.0.0.1:30000"]
+
+
 @pytest.mark.parametrize(
     ("server", "line"),
     [
         (others(None), "plain decoding"),
-        (others("EAGLE", avg_spec_accept_length=2.5), "EAGLE, acceptance length 2.50 (SGLang's"),
-        (others(), "builtin, acceptance length not known yet"),
+        (others("EAGLE", avg_spec_accept_length=2.5), "EAGLE\nacceptance length 2.50 (SGLang's"),
+        (others(), "builtin\nacceptance length not known yet"),
     ],
     ids=str,
 )
 def test_so_it_does_other_servers(server: ServerInfo, line: str) -> None:
-    assert server.line().startswith(line)
+    assert "\n".join(server.lines()).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +321,7 @@ def test_status_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
         "verify_steps": 5000,
         "tokens_per_step": 3.992,
         "judged": True,
+        "decodes_plainly": False,
         "step_milliseconds": 21.34,
         "step_shares": {"verify": 0.712, "propose": 0.149, "commit": 0.04, "host": 0.099},
         "target_kv_tokens": None,

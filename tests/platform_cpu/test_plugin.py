@@ -3,10 +3,13 @@ tests/engine/test_cpu_plugin.py.)"""
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sglang
 import torch
 
 from sglang_dflash.platform_cpu import PLATFORM, activate
@@ -21,6 +24,32 @@ def test_it_activates_only_without_an_accelerator(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert activate() is None
+
+
+# By file of SGLang: what each of its processes warned of at start, 13 warnings together.
+WARNED = {
+    "srt/layers/quantization/awq/awq.py": "Only CUDA, HIP and XPU support AWQ currently.",
+    "srt/layers/quantization/gguf.py": "Only CUDA, MUSA and NPU support GGUF quantization",
+    "kernels/ops/attention/fla/utils.py": "Triton is not supported on current platform",
+}
+
+
+@pytest.mark.parametrize("file", WARNED)
+def test_warnings_that_a_user_cannot_act_on_are_not_shown(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert WARNED[file] in Path(sglang.__path__[0], file).read_text()
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        warnings.warn(WARNED[file], UserWarning, stacklevel=1)
+        assert len(shown) == 1
+        activate()
+        warnings.warn(WARNED[file], UserWarning, stacklevel=1)
+        assert len(shown) == 1
+        warnings.warn("another one", UserWarning, stacklevel=1)
+        assert len(shown) == 2
 
 
 def test_it_does_not_activate_for_another_sglang(

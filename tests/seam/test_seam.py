@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType, _format_source
 
 from sglang_dflash.seam.seam import (
     Kind,
@@ -270,15 +270,23 @@ def test_a_second_install_changes_nothing(applied: bool, mod: ModuleType) -> Non
     verify(rows)
 
 
-def test_a_late_install_is_applied_at_once(mod: ModuleType) -> None:
+def test_a_late_install_is_applied_at_once(
+    mod: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And told in one line, with our name in SGLang's registry. There was a line of SGLang's for
+    each hook, which ended with "(from: unknown)"."""
     HookRegistry.register(METHOD, lambda result, self, x: None, HookType.AFTER, source=OTHER)
     HookRegistry.apply_hooks()
+    caplog.set_level("INFO")
     rows = table()[:1]
-    install_late(rows)
+    install_late(rows, "a test")
     assert mod.plain(2) == 20
-    install_late(rows)
+    assert caplog.messages == ["sglang-dflash: 1 changes to SGLang for a test"]
+    ((_, _, source),) = HookRegistry._hooks[rows[0].target]
+    assert _format_source(source) == "plugin=dflash, dist=sglang-dflash"
+    install_late(rows, "a test")
     with pytest.raises(SeamError, match="plugin=rival"):
-        install_late([seam(METHOD, Kind.AFTER, around_method)])
+        install_late([seam(METHOD, Kind.AFTER, around_method)], "a test")
 
 
 def test_a_hook_that_the_registry_fails_to_apply_is_found(mod: ModuleType) -> None:
@@ -291,7 +299,7 @@ def test_a_hook_that_the_registry_fails_to_apply_is_found(mod: ModuleType) -> No
     source = "class Sealed(metaclass=metaclass):\n    def method(self): return 1"
     exec(source, mod.__dict__ | {"metaclass": Frozen}, mod.__dict__)
     with pytest.raises(SeamError, match=r"Sealed\.method.*SGLang did not apply the hook"):
-        install_late([seam("home.mod.Sealed.method", Kind.REPLACE, tenfold)])
+        install_late([seam("home.mod.Sealed.method", Kind.REPLACE, tenfold)], "a test")
     with pytest.raises(SeamError, match=r"Sealed\.method.*frozen"):
         install([seam("home.mod.Sealed.method", Kind.ASSIGN, tenfold)])
 
@@ -347,5 +355,5 @@ def test_it_is_known_whether_a_plugin_has_run(mod: ModuleType) -> None:
     absent = seam("home.missing.name", Kind.ASSIGN, doubled)
     rows = [absent, seam(TARGET, Kind.AROUND, doubled)]
     assert not any_in_place(rows)
-    install_late(rows[1:])
+    install_late(rows[1:], "a test")
     assert any_in_place(rows) and not any_in_place([absent])

@@ -174,7 +174,7 @@ def make_rollback(requested: str, model_runner: Any) -> Rollback | None:
         )
     if requested == "snapshot" or not can_replay:
         return Rollback(model_runner)
-    install_late(REPLAY_SEAMS)
+    install_late(REPLAY_SEAMS, "replay of recurrent layers")
     return Replay(model_runner, _ops(torch.device(model_runner.device)))
 
 

@@ -92,7 +92,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         del gpu_id, nccl_port
         self._target_worker, self._names = target_worker, flags.names(server_args)
         with ends_the_server(self._names):
-            install_late(WORKER_SEAMS)
+            install_late(WORKER_SEAMS, "its DFLASH worker")
             keep_last_hidden_states(target_worker.model_runner.model)
             self._reserve(server_args, target_worker.model_runner, load_draft)
 

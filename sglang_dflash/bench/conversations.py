@@ -1,0 +1,88 @@
+"""Recorded conversations of a file: the messages of OpenAI's API, or ShareGPT's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+# ShareGPT's name of a speaker -> the role in a chat template.
+_ROLES: Mapping[str, str] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+def of_row(row: Mapping[str, Any]) -> list[Message] | None:
+    """The messages of `{"messages": [...]}` or `{"conversations": [{"from": ..., "value": ...}]}`;
+    None for another row.
+
+    Raises:
+        ValueError, TypeError, KeyError: a message is of no known form.
+    """
+    if "messages" in row:
+        return [_message(one) for one in row["messages"]]
+    if "conversations" in row:
+        return [
+            {"role": _known(one["from"]), "content": _text(one["value"])}
+            for one in row["conversations"]
+        ]
+    return None
+
+
+def requests_of(messages: Sequence[Message]) -> list[int]:
+    """Where the requests of a conversation end: before each answer that is recorded, and at the
+    end if that is to be answered."""
+    ends = [i for i, one in enumerate(messages) if i and one["role"] == "assistant"]
+    if messages and messages[-1]["role"] in ("user", "tool"):
+        ends.append(len(messages))
+    # Of answers in a row, one is asked for.
+    return [end for end in ends if messages[end - 1]["role"] in ("user", "tool")]
+
+
+def _known(speaker: str) -> str:
+    if speaker not in _ROLES:
+        raise ValueError(f"from {speaker!r}: one of {', '.join(_ROLES)} is required")
+    return _ROLES[speaker]
+
+
+def _message(one: Mapping[str, Any]) -> Message:
+    """As a chat template reads it: text content, and arguments of calls that are no strings."""
+    role = "system" if one["role"] == "developer" else one["role"]
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ValueError(f"role {role!r}: system, user, assistant or tool is required")
+    kept = {**one, "role": role, "content": _text(one.get("content"))}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _call(call: Mapping[str, Any]) -> Message:
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _text(content: object) -> str:
+    """Of a message. What only calls tools has none."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        raise ValueError("content of other kinds than text is not sent")
+    return "".join(part["text"] for part in parts)

@@ -1,0 +1,125 @@
+"""Answers of several servers to one prompt as they come, one above the other, on a terminal of 80 x
+24: the tokens of one step have one color, and each panel tells how fast its server is."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from sglang_dflash.bench.load import chunks
+
+WIDTH, LINES = 80, 8
+COLORS = ("cyan", "yellow", "magenta", "green")
+# What an SVG of rich loads from elsewhere.
+_FONTS = re.compile(r"@font-face\s*\{.*?\}", re.DOTALL)
+
+
+class Lane:
+    """A server's answer as far as it is.
+
+    Attributes:
+        name: of the server.
+        steps: the text that each of its steps has added.
+        tokens: so far.
+        ended: whether that is all.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.steps, self.tokens, self.ended = name, list[str](), 0, False
+        self.began = self.now = time.perf_counter()
+
+    def read(self, url: str, body: Mapping[str, Any]) -> None:
+        """Follow the answer of the server at `url` to its end."""
+        known = 0
+        for chunk in chunks(f"{url}/generate", {**body, "stream": True}):
+            self.steps.append(chunk["text"][known:])
+            known, self.now = len(chunk["text"]), time.perf_counter()
+            self.tokens = chunk["meta_info"]["completion_tokens"]
+        self.ended = True
+
+    def panel(self, width: int) -> Panel:
+        """The last lines of the answer."""
+        text = Text()
+        for number, added in enumerate(self.steps):
+            text.append(added, COLORS[number % len(COLORS)])
+        lines = text.wrap(Console(width=width), width - 4)[-LINES:]
+        seconds = self.now - self.began
+        rate = f"{self.tokens / seconds:.1f} tokens/s" if self.tokens else "waiting"
+        per_step = f"{self.tokens / max(1, len(self.steps)):.2f} per step"
+        return Panel(
+            Text("\n").join(lines),
+            title=f"{self.name}: {rate}, {per_step}",
+            subtitle=f"done, {self.tokens} tokens in {seconds:.1f} s" if self.ended else None,
+            width=width,
+            height=LINES + 2,
+        )
+
+
+def frame(asked: str, lanes: Sequence[Lane], width: int = WIDTH) -> RenderableType:
+    """A prompt above the answers to it."""
+    line = " ".join(asked.split())
+    prompt = Text(f"> {line}", "bold", no_wrap=True, overflow="ellipsis")
+    return Group(prompt, *(lane.panel(width) for lane in lanes))
+
+
+def race(
+    urls: Mapping[str, str],
+    asked: Sequence[tuple[str, Any]],
+    sampling: Mapping[str, Any],
+    picture: Path | None = None,
+) -> None:
+    """Let servers answer prompts at once. To look at: they share the machine, so what is shown is
+    no measurement.
+
+    Args:
+        urls: of the servers, by name.
+        asked: of each prompt what is shown, and its token ids.
+        sampling: SGLang's sampling parameters.
+        picture: gets the moment at which the first answer to the first prompt has ended, as SVG.
+    """
+    console = Console()
+    width = min(WIDTH, console.width)
+    for shown, ids in asked:
+        lanes = [Lane(name) for name in urls]
+        body = {"input_ids": ids, "sampling_params": dict(sampling)}
+
+        def drawn(shown: str = shown, lanes: Sequence[Lane] = tuple(lanes)) -> RenderableType:
+            return frame(shown, lanes, width)
+
+        with Live(get_renderable=drawn, console=console, refresh_per_second=8):
+            _run(lanes, list(urls.values()), body, lambda: _save(picture, drawn()))
+        picture = None
+
+
+def _run(
+    lanes: Sequence[Lane], urls: Sequence[str], body: Mapping[str, Any], first: Callable[[], None]
+) -> None:
+    """All lanes at once; `first` is called when one has ended."""
+    with ThreadPoolExecutor() as pool:
+        running = [
+            pool.submit(lane.read, url, body) for lane, url in zip(lanes, urls, strict=True)
+        ]
+        while not any(one.done() for one in running):
+            time.sleep(0.02)
+        first()
+        for one in running:
+            one.result()
+
+
+def _save(file: Path | None, drawn: RenderableType) -> None:
+    if file is None:
+        return
+    console = Console(record=True, width=WIDTH, file=io.StringIO())
+    console.print(drawn)
+    svg = console.export_svg(title="bash launch/demo.sh", unique_id="demo")
+    file.write_text(_FONTS.sub("", svg))

@@ -1,0 +1,129 @@
+"""What a server's launch command means for `sglang-dflash inspect`, by the names of its flags.
+SGLang is not imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from sglang_dflash.facts.errors import ConfigError
+
+TARGET = ("--model-path", "--model")
+DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
+# SGLang's flag, or ours of a server -> the flag of `sglang-dflash inspect`.
+_FLAGS: Mapping[str, str] = {
+    "--max-running-requests": "--max-running-requests",
+    "--tp-size": "--tp-size",
+    "--tensor-parallel-size": "--tp-size",
+    "--tp": "--tp-size",
+    "--mem-fraction-static": "--mem-fraction",
+    "--context-length": "--context-length",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--speculative-draft-kv-cache-dtype": "--draft-kv-dtype",
+    "--speculative-draft-window-size": "--window",
+    "--speculative-dflash-draft-window-size": "--window",
+    "--speculative-draft-sink-size": "--sinks",
+    "--speculative-num-draft-tokens": "--block-size",
+    "--speculative-dflash-block-size": "--block-size",
+    "--speculative-dflash-draft-kv-tokens": "--draft-kv-tokens",
+}
+_DTYPES = {"bf16": "bfloat16"}
+# With these SGLang's own worker serves (`serving.start.choose_worker`): always, or above 1.
+_BUILTIN = {
+    "--enable-flexkv", "--enable-unified-cache-external-linker", "--radix-cache-backend",
+    "--enable-pd-role-switch", "--enable-two-batch-overlap",
+    "--speculative-use-block-verification", "--speculative-draft-model-quantization",
+    "--enable-memory-saver", "--enable-unified-memory", "--disaggregation-enable-kv-checksum",
+    "--enable-dp-attention",
+}  # fmt: skip
+_BUILTIN_ABOVE_1 = {
+    "--attn-cp-size", "--attention-context-parallel-size", "--attn-dp-size",
+    "--attention-data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--pp",
+}  # fmt: skip
+# They change the figures, and are not part of the arithmetic.
+_NOT_RECKONED = {
+    "--config", "--max-total-tokens", "--max-mamba-cache-size", "--mamba-full-memory-ratio",
+    "--mamba-ssm-dtype", "--disable-radix-cache", "--swa-full-tokens-ratio", "--quantization",
+    "--dtype", "--dp-size", "--data-parallel-size", "--dp", "--ep-size", "--expert-parallel-size",
+    "--ep", "--cpu-offload-gb", "--enable-lora", "--lora-paths", "--page-size",
+    "--speculative-dflash-recurrent-rollback", "--speculative-dflash-extension",
+    "--disaggregation-mode",
+}  # fmt: skip
+
+
+class Launch(NamedTuple):
+    """A launch command as `inspect` reads it.
+
+    Attributes:
+        words: the arguments of `inspect` that it comes to.
+        builtin: the flag with which SGLang's worker serves; None without one.
+        not_reckoned: flags, with their values, that the figures leave out.
+        no_effect: flags that do not change them.
+    """
+
+    words: list[str]
+    builtin: str | None
+    not_reckoned: list[str]
+    no_effect: list[str]
+
+
+def is_launch(words: Sequence[str]) -> bool:
+    """Whether the target is given as a server takes it."""
+    return any(word.partition("=")[0] in TARGET for word in words)
+
+
+def read(words: Sequence[str], own: Sequence[str] = ()) -> Launch:
+    """Of a command, with or without the program in front of its flags.
+
+    Args:
+        own: flags of `inspect`, which stay as they are.
+
+    Raises:
+        ConfigError: it names no target, or is not for DFLASH.
+    """
+    found, taken = Launch([], None, [], []), dict[str, str]()
+    pair: dict[str, str] = {}
+    for flag, values in _flags(words):
+        value = " ".join(values)
+        typed = f"{flag} {value}".rstrip()
+        if flag in TARGET or flag in DRAFT:
+            pair["target" if flag in TARGET else "draft"] = value
+        elif flag == "--speculative-algorithm":
+            if value.upper() != "DFLASH":
+                raise ConfigError(flag, value, "inspect is about DFLASH")
+        elif flag == "--speculative-dflash-lookup":
+            found.words.extend(["--lookup"] if value == "on" else [])
+        elif flag == "--speculative-dflash-worker":
+            found = found._replace(builtin=typed if value == "builtin" else None)
+        elif flag in _FLAGS:
+            value = _DTYPES.get(value, value)
+            if value != "auto":
+                taken[_FLAGS[flag]] = value
+        elif flag in _BUILTIN or (flag in _BUILTIN_ABOVE_1 and value != "1"):
+            found = found._replace(builtin=typed)
+        elif flag in _NOT_RECKONED:
+            found.not_reckoned.append(typed)
+        elif flag in own:
+            found.words.extend([flag, *values])
+        else:
+            found.no_effect.append(flag)
+    if "target" not in pair:
+        raise ConfigError("server_flags", required=f"missing; {TARGET[0]} names the target")
+    given = [word for both in taken.items() for word in both]
+    positional = [pair["target"], *([pair["draft"]] if "draft" in pair else [])]
+    return found._replace(words=[*positional, *given, *found.words])
+
+
+def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag and the words up to the next one. What stands before the first is the program."""
+    flag, values = None, list[str]()
+    for word in words:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if flag is not None:
+            yield flag, values
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+    if flag is not None:
+        yield flag, values

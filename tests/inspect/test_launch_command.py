@@ -1,0 +1,90 @@
+"""`sglang-dflash inspect` reads a server's launch command."""
+
+from __future__ import annotations
+
+import ast
+import inspect as python
+import json
+import re
+
+import pytest
+
+from sglang_dflash import cli
+from sglang_dflash.inspect import launch_command
+from sglang_dflash.serving.start import choose_worker
+from tests.inspect.pairs import inspected
+
+TARGET, DRAFT = "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"
+COMMAND = (
+    f"python -m sglang.launch_server --model-path {TARGET} --speculative-algorithm DFLASH "
+    f"--speculative-draft-model-path {DRAFT} --speculative-num-draft-tokens 8 --tp-size=2 "
+    "--attention-backend fa3 --mem-fraction-static 0.75 --mamba-scheduler-strategy extra_buffer "
+    "--kv-cache-dtype fp8_e4m3 --max-running-requests 8 --context-length 65536 "
+    "--speculative-dflash-draft-window-size 4096 --trust-remote-code"
+).split()
+OURS = (
+    f"{TARGET} {DRAFT} --block-size 8 --tp-size 2 --mem-fraction 0.75 --kv-dtype fp8_e4m3 "
+    "--max-running-requests 8 --context-length 65536 --window 4096"
+).split()
+
+
+def test_a_pasted_command_gives_the_figures_of_our_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    expected = inspected(capsys, *OURS)
+    ways = (
+        ["--offline", "--json", "--", *COMMAND],
+        # Without the program, and its flags directly.
+        ["--offline", "--json", "--", *COMMAND[3:]],
+        [*COMMAND[3:], "--json", "--offline"],
+    )
+    for words in ways:
+        assert cli.main(["inspect", *words]) == 0
+        assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_flags_that_change_the_figures_and_are_not_reckoned_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*COMMAND, "--dp-size", "2", "--quantization=fp8"]
+    assert cli.main(["inspect", "--offline", "--", *words]) == 0
+    told = "warning: not part of the arithmetic: --dp-size 2, --quantization fp8"
+    assert told in capsys.readouterr().out
+
+
+def test_a_command_without_a_target_or_for_another_algorithm_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, message in (
+        (["--", "sglang", "serve", "--tp-size", "2"], "flags after --: missing; --model-path"),
+        (["--", *COMMAND, "--speculative-algorithm", "EAGLE"], "inspect is about DFLASH"),
+    ):
+        assert cli.main(["inspect", *words]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_flags_of_sglangs_worker_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ("--pp-size 2", "--enable-flexkv", "--speculative-dflash-worker builtin"):
+        assert cli.main(["inspect", "--offline", "--json", "--", *COMMAND, *flags.split()]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["worker"], found["worker_reason"]) == ("builtin", flags)
+    assert launch_command.read([*COMMAND, "--pp-size", "1"]).builtin is None
+
+
+# Of combinations and devices, which the names of flags alone do not decide.
+ELSEWHERE = {
+    "--device", "--disaggregation-transfer-backend", "--disaggregation-mode",
+    "--enable-hierarchical-cache", "--disaggregation-decode-host-receive-threshold",
+    "--hicache-host-memory-mode", "--kv-cache-dtype", "--speculative-draft-kv-cache-dtype",
+    "--speculative-draft-attention-backend",
+}  # fmt: skip
+
+
+def test_every_flag_that_our_worker_does_not_serve_is_known() -> None:
+    source = ast.parse(python.getsource(choose_worker.unserved_setting))
+    texts = [node.value for node in ast.walk(source) if isinstance(node, ast.Constant)]
+    named = {
+        flag for text in texts if isinstance(text, str) for flag in re.findall(r"--[\w-]+", text)
+    }
+    known = launch_command._BUILTIN | launch_command._BUILTIN_ABOVE_1
+    assert "--pp-size" in named and named - ELSEWHERE <= known

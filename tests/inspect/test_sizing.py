@@ -1,0 +1,44 @@
+"""`inspect` sizes a server: the card's memory in parts, and how many long requests run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sglang_dflash.inspect.kv import GIB
+from sglang_dflash.inspect.table import as_table
+from tests.inspect.pairs import inspected, refusal
+
+
+def test_the_memory_sums_to_that_of_the_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """It did not: states stood elsewhere, and what SGLang keeps nowhere."""
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--max-running-requests", "8")
+    found = inspected(capsys, *pair)
+    parts = found["memory_bytes"]
+    assert sum(parts.values()) == 80 * GIB and min(parts.values()) > 0
+    # A tenth, and less than a token and a ring's entry.
+    assert 8 * GIB <= parts["left to SGLang"] < 8.01 * GIB
+    assert found["kv_memory_bytes"] - parts["target KV"] - parts["draft KV"] < 1 << 20
+    _, _, table = as_table(found).partition("memory of each GPU")
+    shown = [float(n) for n in re.findall(r" ([\d.]+)$", table.partition("\n\n")[0], re.M)]
+    assert shown[-1] == 80 and round(sum(shown[:-1]), 2) == 80
+    assert max(map(len, as_table(found).splitlines())) <= 80
+
+
+def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ("Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash", "--max-running-requests", "8")
+    names = [f"requests_at_context{which}" for which in ("", "_unbounded", "_without_draft")]
+    for context, counts, bound in (
+        ("16384", [7, 6, 8], "the KV tokens bound it"),
+        ("1024", [8, 8, 8], "--max-running-requests bounds it"),
+        # A step takes two blocks ahead.
+        (str(118_304 // 2), [1, 1, 3], "the KV tokens bound it"),
+    ):
+        found = inspected(capsys, *pair, "--context", context)
+        assert [found[name] for name in names] == counts and bound in found["at_context"]
+        assert found["at_context"] in " ".join(as_table(found).split())
+    assert inspected(capsys, *pair)["at_context"] is None
+    assert "up to 262144 tokens here" in refusal(capsys, *pair[:2], "--context", "300000")
+    short = ("--context-length", "8192", "--context", "9000")
+    assert "up to 8192 tokens here" in refusal(capsys, *pair[:2], *short)
