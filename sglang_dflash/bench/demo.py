@@ -1,11 +1,10 @@
 """The demo: plain decoding and DFLASH side by side, on the same prompts, from two servers here.
 
-    python -m sglang_dflash.bench.demo [--model code] [--check] [--out FILE]
+    python -m sglang_dflash.bench.demo [--model smollm2] [--check] [--out FILE] [--picture SVG]
 
-On a terminal both first stream some answers at once. Then all are measured: greedy, float32, one
-request at a time, in turns; the server that waits sleeps. With --check it
-ends after the comparison and its last line is one JSON object; without, it keeps serving DFLASH
-until Ctrl-C.
+On a terminal both first answer some prompts at once. Then all are measured: greedy, float32, one
+request at a time, in turns; the server that waits sleeps. With --check it ends after the
+comparison and its last line is one JSON object; without, it keeps serving DFLASH until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,27 +14,34 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from rich.columns import Columns
-from rich.live import Live
-from rich.panel import Panel
-from rich.text import Text
 
-from sglang_dflash.bench.load import chunks
-from sglang_dflash.bench.server import Server, demo_config, sigterm_as_exit, together
+from sglang_dflash.bench import datasets, public_target
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.progress import progress_bar, waiting
+from sglang_dflash.bench.race import race
+from sglang_dflash.bench.server import (
+    Server,
+    ServerConfig,
+    demo_config,
+    sigterm_as_exit,
+    together,
+)
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.command_line import add_flags
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.errors import Failed
+from sglang_dflash.facts.public_target import KIND
 
-SAMPLING = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": True}
+# Prompts that are measured, and of these how many are shown before.
+MEASURED, SHOWN = 12, 3
 
 
 class Timed(NamedTuple):
@@ -47,45 +53,40 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def show(urls: Mapping[str, str], prompts: Sequence[str]) -> None:
-    """Stream both servers' answers at once, side by side. To look at: they share the machine, so
-    nothing is measured.
-
-    Args:
-        urls: of the servers, by name.
-    """
-    answers = dict.fromkeys(urls, "")
-
-    def stream(name: str, prompt: str) -> None:
-        body = {"text": prompt, "sampling_params": SAMPLING, "stream": True}
-        for chunk in chunks(f"{urls[name]}/generate", body):
-            answers[name] = chunk["text"]
-
-    def panels() -> Columns:
-        texts = ((name, Text(answer[-700:])) for name, answer in answers.items())
-        return Columns([Panel(text, title=name, width=68, height=18) for name, text in texts])
-
-    with Live(get_renderable=panels, refresh_per_second=8), ThreadPoolExecutor() as pool:
-        for prompt in prompts:
-            list(pool.map(stream, urls, [prompt] * len(urls)))
+def prompts_of(pair: DemoPair) -> list[Prompt]:
+    """The built-in chats' first turns, or the texts that a pair without a chat template goes on
+    with."""
+    if pair.kind != KIND:
+        return [Prompt((text,), chat=False) for text in pair.prompts[:MEASURED]]
+    chats = datasets.load("chat", datasets.ALL)
+    return [Prompt(chat.turns[:1], chat=True) for chat in chats[:: len(chats) // MEASURED]]
 
 
-def ask(server: Server, prompt: str) -> Timed:
+def config_of(pair: DemoPair, *, dflash: bool, on_gpu: bool) -> ServerConfig:
+    """The chat pair is served as it is to users; those that have memorized their text in whole
+    blocks."""
+    config = demo_config(pair, dflash=dflash, accelerator=on_gpu)
+    return config.without_flags("--speculative-dflash-width") if pair.kind == KIND else config
+
+
+def ask(server: Server, prompt: list[int], sampling: dict[str, Any]) -> Timed:
     began = time.perf_counter()
-    answer = server.generate(prompt, **SAMPLING)
+    answer = server.generate(prompt, **sampling)
     seconds = time.perf_counter() - began
     return Timed(answer["output_ids"], answer["meta_info"].get("spec_verify_ct") or 0, seconds)
 
 
-def compare(plain: Server, dflash: Server, prompts: list[str]) -> dict[str, Any]:
-    """Run all prompts on both servers, in turns, and summarize."""
+def compare(
+    plain: Server, dflash: Server, prompts: Sequence[list[int]], sampling: dict[str, Any]
+) -> dict[str, Any]:
+    """Run all prompts, of token ids, on both servers, in turns, and summarize."""
     servers, answers = (plain, dflash), dict[Server, list[Timed]]()
     for server in servers:
         server.generate(prompts[0], temperature=0, max_new_tokens=32)
         answers[server] = []
     for i, prompt in enumerate(prompts):
         for server in servers[:: -1 if i % 2 else 1]:
-            answers[server].append(ask(server, prompt))
+            answers[server].append(ask(server, prompt, sampling))
         rates = " -> ".join(f"{tokens_per_second(of):.1f}" for of in answers.values())
         print(f"prompt {i + 1}/{len(prompts)}: {rates} tok/s", flush=True)
     return outcome(*answers.values())
@@ -107,18 +108,18 @@ def outcome(plain: list[Timed], dflash: list[Timed]) -> dict[str, Any]:
     dflash_step = round(1000 * sum(one.seconds for one in dflash) / forwards, 2)
     return {
         "identical": [one.ids for one in plain] == [one.ids for one in dflash],
-        "acceptance_length": None if length is None else round(length, 3),
+        "acceptance_length": None if length is None else round(length, 2),
         "ar_tok_s": round(ar_tok_s, 2),
         "dflash_tok_s": round(dflash_tok_s, 2),
-        "speedup": round(dflash_tok_s / ar_tok_s, 3),
+        "speedup": round(dflash_tok_s / ar_tok_s, 2),
         "speedup_by_prompt": {
-            "median": round(statistics.median(ratios), 3),
-            "min": round(ratios[0], 3),
-            "max": round(ratios[-1], 3),
+            "median": round(statistics.median(ratios), 2),
+            "min": round(ratios[0], 2),
+            "max": round(ratios[-1], 2),
         },
         "ar_step_ms": ar_step,
         "dflash_step_ms": dflash_step,
-        "step_ratio": round(dflash_step / ar_step, 3),
+        "step_ratio": round(dflash_step / ar_step, 2),
     }
 
 
@@ -126,8 +127,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_flags(parser, BenchSettings, {"pair": "--model"}, {"pair": "code"})
-    parser.set_defaults(pair="code")
+    add_flags(parser, BenchSettings, {"pair": "--model"}, {"pair": KIND})
+    parser.set_defaults(pair=KIND)
     parser.add_argument(
         "--check", action="store_true", help="end after the comparison; the last line is JSON"
     )
@@ -137,6 +138,12 @@ def main() -> None:
         metavar="FILE",
         help="with --check: also write the result, with the machine",
     )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="SVG",
+        help="also draw the moment at which the first answer is there",
+    )
     args = parser.parse_args()
     with sigterm_as_exit(), suppress(KeyboardInterrupt):
         run(args)
@@ -144,30 +151,31 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The whole demo; it exits if it only checks."""
-    pair = demo_pair(args.pair)
-    on_gpu = torch.cuda.is_available()
+    if args.pair == KIND:
+        try:
+            public_target.fetch()
+        except Failed as error:
+            sys.exit(str(error))
+    pair, on_gpu = demo_pair(args.pair), torch.cuda.is_available()
+    asked = prompts_of(pair)
+    encode = datasets.encoder(str(pair.target))
+    ids = [encode(prompt, []) for prompt in asked]
+    sampling = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": pair.kind != KIND}
     plain, dflash = (
-        Server(demo_config(pair, dflash=dflash, accelerator=on_gpu)) for dflash in (False, True)
+        Server(config_of(pair, dflash=dflash, on_gpu=on_gpu)) for dflash in (False, True)
     )
-    print("starting two SGLang servers, one plain and one with DFLASH (about a minute)", flush=True)
     with ExitStack() as servers:
-        servers.enter_context(together((plain, dflash)))
-        if sys.stdout.isatty():
-            show({"plain decoding": plain.url, "DFLASH": dflash.url}, pair.prompts[:3])
-        found = compare(plain, dflash, pair.prompts[:12])
-        result = {"text": pair.text, **found}
+        what = "starting two SGLang servers, plain decoding and DFLASH"
+        with progress_bar(1, steady=False) as bar, waiting(bar, what, None):
+            servers.enter_context(together((plain, dflash)))
+        if sys.stdout.isatty() or args.picture:
+            shown = [(prompt.turns[0], of) for prompt, of in zip(asked, ids, strict=True)][:SHOWN]
+            race({"plain": plain.url, "DFLASH": dflash.url}, shown, sampling, args.picture)
+        result = {"text": pair.text, **compare(plain, dflash, ids, sampling)}
         plain.stop()
         print(summary(result, "GPU" if on_gpu else "CPU"))
         if args.check:
-            if args.out is not None:
-                # How a checkout repeats it.
-                choice = "" if args.pair == "code" else f" --model {args.pair}"
-                command = f"bash launch/demo.sh{choice} --check"
-                card = {"command": command, "hardware": hardware(), **result}
-                args.out.write_text(json.dumps(card, indent=1) + "\n")
-            print(json.dumps(result), flush=True)
-            # A GPU verifies a block with other kernels than it decodes a token with.
-            sys.exit(0 if result["identical"] or on_gpu else 1)
+            _end(result, args, on_gpu)
         print(
             f"DFLASH serves at {dflash.url} "
             "(OpenAI API under /v1, facts under /server_info). Ctrl-C ends it.",
@@ -176,11 +184,24 @@ def run(args: argparse.Namespace) -> None:
         dflash.process.wait()
 
 
+def _end(result: dict[str, Any], args: argparse.Namespace, on_gpu: bool) -> NoReturn:
+    if args.out is not None:
+        # How a checkout repeats it.
+        choice = "" if args.pair == KIND else f" --model {args.pair}"
+        command = f"bash launch/demo.sh{choice} --check"
+        card = {"command": command, "hardware": hardware(), **result}
+        args.out.write_text(json.dumps(card, indent=1) + "\n")
+    print(json.dumps(result), flush=True)
+    # A GPU verifies a block with other kernels than it decodes a token with.
+    sys.exit(0 if result["identical"] or on_gpu else 1)
+
+
 def summary(result: dict[str, Any], device: str) -> str:
     rows = (
         ("", "plain decoding", "DFLASH"),
         ("output tokens/s", result["ar_tok_s"], f"{result['dflash_tok_s']} ({result['speedup']}x)"),
-        ("tokens per verify step", 1, result["acceptance_length"]),
+        ("by prompt", "", "{median}x ({min}x to {max}x)".format(**result["speedup_by_prompt"])),
+        ("tokens per step", 1, result["acceptance_length"]),
         ("ms per target forward", result["ar_step_ms"], result["dflash_step_ms"]),
         ("same output", "", "yes, to the token" if result["identical"] else "NO"),
     )

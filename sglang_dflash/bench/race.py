@@ -6,8 +6,8 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -89,36 +89,27 @@ def race(
     """
     console = Console()
     width = min(WIDTH, console.width)
-    for shown, ids in asked:
+    for number, (shown, ids) in enumerate(asked):
         lanes = [Lane(name) for name in urls]
         body = {"input_ids": ids, "sampling_params": dict(sampling)}
 
         def drawn(shown: str = shown, lanes: Sequence[Lane] = tuple(lanes)) -> RenderableType:
             return frame(shown, lanes, width)
 
-        with Live(get_renderable=drawn, console=console, refresh_per_second=8):
-            _run(lanes, list(urls.values()), body, lambda: _save(picture, drawn()))
-        picture = None
+        with Live(get_renderable=drawn, console=console), ThreadPoolExecutor() as pool:
+            running = [
+                pool.submit(lane.read, url, body)
+                for lane, url in zip(lanes, urls.values(), strict=True)
+            ]
+            wait(running, return_when=FIRST_COMPLETED)
+            if picture is not None and number == 0:
+                _save(picture, drawn())
+            for one in running:
+                one.result()
+        console.print()
 
 
-def _run(
-    lanes: Sequence[Lane], urls: Sequence[str], body: Mapping[str, Any], first: Callable[[], None]
-) -> None:
-    """All lanes at once; `first` is called when one has ended."""
-    with ThreadPoolExecutor() as pool:
-        running = [
-            pool.submit(lane.read, url, body) for lane, url in zip(lanes, urls, strict=True)
-        ]
-        while not any(one.done() for one in running):
-            time.sleep(0.02)
-        first()
-        for one in running:
-            one.result()
-
-
-def _save(file: Path | None, drawn: RenderableType) -> None:
-    if file is None:
-        return
+def _save(file: Path, drawn: RenderableType) -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print(drawn)
     svg = console.export_svg(title="bash launch/demo.sh", unique_id="demo")

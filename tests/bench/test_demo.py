@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from sglang_dflash.bench.demo import SAMPLING, Timed, outcome, show
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.demo import MEASURED, Timed, config_of, outcome, prompts_of
+from sglang_dflash.bench.race import LINES, Lane, frame, race
+from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.public_target import KIND
 from tests.bench.fake_server import FakeServer
 
 
-def test_both_answers_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_race_is_shown_on_80_columns(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The prompt, both answers with the tokens per step, and a picture of the same."""
     log: list[Any] = []
     one, other = (
         FakeServer(name, lambda _, name=name: ["[", name, "]"], log, sglang=True, incremental=False)
         for name in ("left", "right")
     )
+    picture = tmp_path / "demo.svg"
     with one, other:
         urls = {name: server.url for name, server in (("A", one), ("B", other))}
-        show(urls, ["first", "second"])
+        race(urls, [("first\nprompt", [1]), ("second", [2])], {"temperature": 0}, picture)
     shown = capsys.readouterr().out
-    assert "[left]" in shown and "[right]" in shown
+    assert "[left]" in shown and "[right]" in shown and "> first prompt" in shown
+    assert not [line for line in shown.splitlines() if len(line) > 80]
     assert sorted(name for name, _, _ in log) == ["left", "left", "right", "right"]
-    assert all(body["sampling_params"] == SAMPLING for _, _, body in log)
+    assert all(body["sampling_params"] == {"temperature": 0} for _, _, body in log)
+    svg = picture.read_text()
+    assert "first&#160;prompt" in svg and "second" not in svg and "@font-face" not in svg
+
+
+def test_a_panel_is_clipped_to_the_last_lines() -> None:
+    lane = Lane("DFLASH")
+    lane.steps, lane.tokens = [f"word{i} and more " for i in range(200)], 800
+    lane.now = lane.began + 10
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    console.print(frame("a prompt " * 30, [lane, lane]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) <= 22 and max(map(len, lines)) <= 80
+    assert "word199" in lines[LINES + 1] and "80.0 tokens/s, 4.00 per step" in lines[1]
+
+
+def test_the_chat_pair_is_asked_chats_and_served_as_to_users() -> None:
+    pair = DemoPair(KIND, demo_pair("dense").target, Path("draft"), ())
+    asked = prompts_of(pair)
+    assert len(asked) >= MEASURED and all(p.chat and len(p.turns) == 1 for p in asked)
+    config = config_of(pair, dflash=True, on_gpu=False)
+    assert "--speculative-dflash-width" not in config.flags
+    assert config.flags["--dtype"] == "float32"
+    dense = demo_pair("dense")
+    assert "--speculative-dflash-width" in config_of(dense, dflash=True, on_gpu=False).flags
+    assert prompts_of(dense)[0] == Prompt((dense.prompts[0],), chat=False)
 
 
 def test_the_outcome_of_two_servers() -> None:
@@ -39,7 +74,7 @@ def test_the_outcome_of_two_servers() -> None:
         "speedup_by_prompt": {"median": 3.0, "min": 2.0, "max": 4.0},
         "ar_step_ms": 375.0,
         "dflash_step_ms": 333.33,
-        "step_ratio": 0.889,
+        "step_ratio": 0.89,
     }
     dflash[1] = Timed([2] * 7 + [3], 2, 1.0)
     assert not outcome(plain, dflash)["identical"]
