@@ -150,7 +150,10 @@ class Recipe:
         differ = sorted(key for key in self.raw if found.get(key) != self.raw[key])
         if differ:
             raise ValueError(f"{self.start}: its config.json has another {', '.join(differ)}")
-        return load_model(self.start, dtype=torch.float32)
+        model = DraftModel(DraftConfig.from_dict(self.raw))
+        # A loaded one is frozen.
+        model.load_state_dict(load_model(self.start, dtype=torch.float32).state_dict())
+        return model
 
     def curve_before(self) -> list[dict[str, Any]]:
         """The learning curve of the draft that the first one goes on from."""

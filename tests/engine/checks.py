@@ -147,6 +147,19 @@ def ended_alike(seen: Seen) -> None:
     assert types.count("stop") > len(types) / 2
 
 
+def likelihoods_to_the_bit(seen: Seen) -> None:
+    """Log-probabilities of plain decoding's, beside others as alone, with drafts as without."""
+    half = len(seen.ours) // 2
+    for ours, theirs in (
+        (seen.ours, seen.theirs),
+        (seen.ours[:half], seen.ours[half:]),
+        (seen.theirs[:half], seen.theirs[half:]),
+    ):
+        for got, expected in zip(ours, theirs, strict=True):
+            for key in ("output_token_logprobs", "output_top_logprobs"):
+                assert got["meta_info"][key] == expected["meta_info"][key], key
+
+
 def scored_alike(seen: Seen) -> None:
     """Requests for no token: with plain decoding's log-probabilities, and the same ones beside
     others as alone."""

@@ -98,6 +98,14 @@ def scores(server: Server) -> Answers:
     return alone + together([*jobs * 2, *map(many, PROMPTS["demo"][:6])])
 
 
+def likelihoods(server: Server) -> Answers:
+    """Log-probabilities of answers: each request by itself, then all at once."""
+    more = {"return_logprob": True, "top_logprobs_num": 2}
+    texts = [*PROMPTS["demo"][:5], *PROMPTS["short"][:2], PROMPTS["long"][0]]
+    jobs = [lambda text=text: ask(server, text, more) for text in texts]
+    return [job() for job in jobs] + together(jobs)
+
+
 BIASES = [{}, {"77": 3.0, "260": 3.0, "14": -4.0}, {str(token): 2.5 for token in range(64, 91)}]
 # The target is so unsure of these that a mild bias changes the output.
 UNSURE = PROMPTS["short"][8:11]

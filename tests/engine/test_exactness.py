@@ -201,6 +201,8 @@ FEATURES = (
 )
 # Scores, and nothing else; of prompts that are not prefilled in chunks (docs/upstream.md).
 SCORES = (Row(s.DFLASH, s.PLAIN, (features.scores,), (checks.scored_alike,)),)
+# In float32, on a CPU, a row has the same bits whatever rows are beside it.
+LIKELIHOODS = (Row(s.DFLASH, s.PLAIN, (features.likelihoods,), (checks.likelihoods_to_the_bit,)),)
 # Budgets of a model that thinks.
 THINKING = (
     Row(c.THINKING_PLAIN, c.THINKING_PLAIN, (c.thoughts,), (checks.thought_in_bounds,)),
@@ -339,7 +341,8 @@ TOLD = tuple(
     )
 )
 TABLE = (
-    *DEMO, *SAMPLED, *FEATURES, *SCORES, *THINKING, *BACKENDS, *ENDS, *RETURNED, *HYBRID, *TOLD,
+    *DEMO, *SAMPLED, *FEATURES, *SCORES, *LIKELIHOODS, *THINKING, *BACKENDS, *ENDS, *RETURNED,
+    *HYBRID, *TOLD,
 )  # fmt: skip
 
 

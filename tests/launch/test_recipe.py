@@ -267,6 +267,13 @@ def test_a_draft_goes_on_from_one_that_was_trained_before(made: Recipe, tmp_path
         tmp_path / "first",
     )  # fmt: skip
     assert torch.equal(again.new_draft().fc.weight, model.fc.weight)
+    begun = again.new_draft().to(torch.bfloat16)
+    of, batch = (
+        draft.Vocabulary(1024, made.shards()),
+        draft.draw(made.shards(), 2, 3, random.Random(0)),
+    )
+    embed, head = made.embed.bfloat16(), made.head.bfloat16()
+    draft.block_loss(begun, embed, head, of, batch, random.Random(0))[0].backward()
     work = tmp_path / "work"
     (work / "text").mkdir(parents=True)
     again.work, again.measured = work, lambda folder: {"chat": 1.3}  # type: ignore[method-assign]
