@@ -55,5 +55,6 @@ def commands(start: str = "") -> list[Printed]:
 
 
 def snippets() -> list[str]:
-    """The README's Python, one string per block."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    """The Python of docs/serving.md, one string per block."""
+    text = (ROOT / "docs/serving.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
