@@ -91,6 +91,10 @@ WORKER_SEAMS = rows(
      "Sampling masks of sampled requests are refused where SGLang's own worker would fall back to "
      "greedy tokens.",
      "tests/serving/test_seams.py::test_requests_are_refused_without_the_rows"),
+    (Kind.AFTER, "managers.scheduler_components.weight_updater"
+     ".SchedulerWeightUpdaterManager._select_runners", "start.draft_weights:with_draft",
+     "New weights for the draft are reported as a success, and ignored.",
+     "tests/serving/test_draft_weights.py::test_an_update_has_no_draft_without_the_row"),
     (Kind.AFTER, "disaggregation.utils.setup_state_kv_args", "fleet.disaggregation:add_draft_kv",
      "Draft K/V of a prompt stays on the prefill server.",
      "tests/serving/test_disaggregation.py::test_the_draft_kv_is_registered"),
