@@ -165,7 +165,6 @@ def without_bias(layer: nn.Linear | PackedLinear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight)
 
 
-def plain_weight(layer: nn.Module) -> Tensor:
+def plain_weight(layer: nn.Linear | PackedLinear) -> Tensor:
     """A linear layer's weight `[N, K]`; of a packed one a copy."""
-    packed = packed_of(layer)
-    return layer.weight if packed is None else packed.unpacked()
+    return layer.packed_weight.unpacked() if isinstance(layer, PackedLinear) else layer.weight

@@ -157,16 +157,16 @@ def reload(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
             continue
         path, _, kind = ours.rpartition(".")
         module = model.get_submodule(path)
-        is_packed = isinstance(module, PackedLinear) and kind == "weight"
-        own, begin = plain_weight(module) if is_packed else getattr(module, kind), 0
+        packed = module if isinstance(module, PackedLinear) and kind == "weight" else None
+        own, begin = plain_weight(packed) if packed else getattr(module, kind), 0
         for part in parts:
             whole = tensors.get(part.name, torch.empty(part.shape, device="meta"))
             shard = _shard(whole, part.split, config, tp)
             if part.name in tensors:
                 own[begin : begin + len(shard)].copy_(shard)
             begin += len(shard)
-        if is_packed:
-            module.replace(own)
+        if packed:
+            packed.replace(own)
     model.join_again()
 
 

@@ -17,8 +17,9 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from torch import Tensor, nn
 
 from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
-from sglang_dflash.serving.start.draft_weights import BUCKET, with_draft
+from sglang_dflash.serving.start.draft_weights import BUCKET, DraftWeights, with_draft
 from tests.conftest import random_model, raw_config, rewrite
 from tests.seam.originals import original
 
@@ -193,6 +194,23 @@ def test_what_is_no_tensor_is_refused(served: Served, new: dict[str, Tensor]) ->
     assert not has(served.draft, new)
 
 
+def test_nothing_is_loaded_if_another_rank_refuses(
+    served: Served, new: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gathered(found: list[str | None], mine: str | None, group: Any) -> None:
+        assert group == "ranks"
+        found[:] = [mine, theirs]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gathered)
+    served.draft.tp = TensorParallel(size=2)
+    draft = DraftWeights(served.draft, "ranks")
+    theirs: str | None = "its tensor is broken"
+    answer = draft.load_weights_from_distributed([])
+    assert answer == (False, f"{theirs}. The weights are unchanged")
+    theirs = None
+    assert draft.load_weights_from_distributed([])[0]
+
+
 def test_a_draft_waits_for_its_target(served: Served, new: dict[str, Tensor]) -> None:
     served.target.fails = True
     with pytest.raises(RuntimeError, match="the target's"):
@@ -269,4 +287,4 @@ def test_a_checkpoint_engine(
     parts[:] = [dict(every[:7]), dict(every[7:])]
     assert served.manager.update_weights_from_ipc(request).success
     assert has(served.draft, new) and list(served.target.given) == [Q]
-    assert served.target.load_weights.__func__ is Target.load_weights
+    assert "load_weights" not in vars(served.target)
