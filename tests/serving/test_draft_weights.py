@@ -66,7 +66,11 @@ class Served:
             deserialize_own_rank=lambda sent: sent,
             model_runner=runner,
         )
-        drafter = SimpleNamespace(draft_model=self.draft, weight_update_runners=list)
+        drafter = SimpleNamespace(
+            draft_model=self.draft,
+            weight_update_runners=list,
+            dflash=SimpleNamespace(rollback=None),
+        )
         scheduler = SimpleNamespace(
             record_weight_version_change=lambda new_version: self.versions.append(new_version)
         )

@@ -36,9 +36,12 @@ Result = tuple[bool, str]
 
 def with_draft(runners: list[Any], manager: Any, selector: str = "all") -> list[Any] | None:
     """After `SchedulerWeightUpdaterManager._select_runners`: what an update is given to."""
-    draft = DraftWeights(manager.draft_worker.draft_model, manager.tp_cpu_group)
+    worker = manager.draft_worker
+    draft = DraftWeights(worker.draft_model, manager.tp_cpu_group)
     if selector == "draft":
         return [("draft", draft)]
+    if worker.dflash.rollback is not None:
+        worker.dflash.rollback.weights_change()
     if selector == "all":
         return [(role, TargetAndDraft(runner, draft)) for role, runner in runners]
     return None
