@@ -17,7 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sglang_dflash.drafting.ops import TorchOps, norm_rope_context
-from sglang_dflash.drafting.packed import Packed, pack, pack_linears, without_bias
+from sglang_dflash.drafting.packed import (
+    Packed,
+    pack,
+    pack_again,
+    pack_linears,
+    plain_weight,
+    without_bias,
+)
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.drafting.selector import CandidateSelector
@@ -270,7 +277,7 @@ class DraftModel(nn.Module):
     def freeze(self) -> DraftModel:
         """Prepare for inference, in place: no gradients, all layers' K/V projections in one matrix.
 
-        Weights that change afterwards have no effect on context K/V.
+        Weights that change afterwards have no effect on context K/V until `join_again`.
         """
         self.requires_grad_(False).eval()
         weight, bias = self._context_projection()
@@ -281,14 +288,34 @@ class DraftModel(nn.Module):
         )
         return self
 
+    def join_again(self) -> None:
+        """After weights have changed in place: what `freeze` and `pack` have made of them, in the
+        memory that recorded steps read."""
+        if self._joined is None:
+            return
+        weight, bias, norms = self._joined
+        packed = self._packed_context
+        weight = weight if packed is None else packed.unpacked()
+        for i, layer in enumerate(self._each_layer()):
+            qkv, first = layer.qkv_proj, layer.heads * self.config.head_dim
+            norms[i].copy_(layer.k_norm.weight)
+            for joined, own in ((weight, plain_weight(qkv)), (bias, qkv.bias)):
+                if joined is not None and own is not None:
+                    rows = len(own) - first
+                    joined[i * rows : (i + 1) * rows].copy_(own[first:])
+        if packed is not None:
+            self._packed_context = pack_again(weight, self._float16)
+
     def pack(self, float16: bool = False) -> None:
         """Pack the weights of a frozen network on a CPU, in place (`packed.pack`)."""
         weight, bias = self._context_projection()
         self._packed_context = pack(weight, float16)
         if self._packed_context is not None:
             self._joined = (weight[:0], bias, self._k_norms())
+        self._float16 = float16
         pack_linears(self, float16)
 
+    _float16 = False
     _packed_context: Packed | None = None
     _joined: tuple[Tensor, Tensor | None, Tensor] | None = None
 

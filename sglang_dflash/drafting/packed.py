@@ -111,16 +111,34 @@ def pack(weight: Tensor, float16: bool = False) -> Packed | None:
     return None
 
 
-class PackedLinear(nn.Module):
-    """In place of an `nn.Linear` that is not trained any more."""
+def pack_again(weight: Tensor, float16: bool) -> Packed:
+    """A weight in place of one that `pack` has packed."""
+    packed = pack(weight, float16)
+    if packed is None:
+        raise ValueError(f"a {weight.dtype} weight was packed before, and cannot be now")
+    return packed
 
-    def __init__(self, weight: Packed, bias: Tensor | None, out_features: int) -> None:
+
+class PackedLinear(nn.Module):
+    """In place of an `nn.Linear` that is not trained any more.
+
+    Args:
+        float16: as it was packed (`pack`).
+    """
+
+    def __init__(
+        self, weight: Packed, bias: Tensor | None, out_features: int, float16: bool = False
+    ) -> None:
         super().__init__()
         self.out_features = out_features
-        self.packed_weight, self.bias = weight, bias
+        self.packed_weight, self.bias, self._float16 = weight, bias, float16
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed_weight(x, self.bias)
+
+    def replace(self, weight: Tensor) -> None:
+        """Pack another weight, of the same shape and dtype."""
+        self.packed_weight = pack_again(weight, self._float16)
 
 
 def pack_linears(module: nn.Module, float16: bool = False) -> None:
@@ -129,7 +147,8 @@ def pack_linears(module: nn.Module, float16: bool = False) -> None:
         if type(child) is nn.Linear:
             packed = pack(child.weight.data, float16)
             if packed is not None:
-                setattr(module, name, PackedLinear(packed, child.bias, child.out_features))
+                made = PackedLinear(packed, child.bias, child.out_features, float16)
+                setattr(module, name, made)
         else:
             pack_linears(child, float16)
 
@@ -144,3 +163,8 @@ def without_bias(layer: nn.Linear | PackedLinear, x: Tensor) -> Tensor:
     if isinstance(layer, PackedLinear):
         return layer.packed_weight(x)
     return F.linear(x, layer.weight)
+
+
+def plain_weight(layer: nn.Linear | PackedLinear) -> Tensor:
+    """A linear layer's weight `[N, K]`; of a packed one a copy."""
+    return layer.packed_weight.unpacked() if isinstance(layer, PackedLinear) else layer.weight

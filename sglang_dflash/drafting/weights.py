@@ -12,11 +12,28 @@ from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.packed import PackedLinear, plain_weight
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.tensors import check_weights, each_tensor, layout
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.tensors import (
+    StoredTensor,
+    check_tensors,
+    check_weights,
+    each_tensor,
+    expected_tensors,
+    layout,
+)
 from sglang_dflash.facts.vocabulary import D2T, T2D, token_ids
+
+# dtypes of weights, as safetensors names them.
+DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:
@@ -99,6 +116,60 @@ def load_model(
     return model.freeze()
 
 
+def check_new(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ConfigError unless `reload` takes these tensors, whole ones by their published names:
+    some or all of the model's draft, finite, and no other vocabulary.
+
+    Zeros are taken: who sends weights to a running server may want that.
+    """
+    forms = {
+        name: StoredTensor(DTYPES.get(one.dtype, str(one.dtype)), tuple(one.shape))
+        for name, one in tensors.items()
+    }
+    check_tensors(model.config, forms, is_part=True)
+    for name in expected_tensors(model.config).keys() & tensors.keys():
+        broken = int(tensors[name].isfinite().logical_not().sum())
+        if broken:
+            required = f"{broken} of {tensors[name].numel()} values are NaN or infinite"
+            raise ConfigError(f"tensor {name} of the draft", required=required)
+    served = _vocabulary(model)
+    for name in {D2T, T2D} & tensors.keys():
+        if name not in served or not served[name].equal(tensors[name].to(served[name])):
+            required = "another vocabulary than the served draft's; start a server with this draft"
+            raise ConfigError(f"tensor {name} of the draft", required=required)
+
+
+def _vocabulary(model: DraftModel) -> dict[str, Tensor]:
+    """The tensors of a checkpoint that give `token_ids`; none if it is None."""
+    if (ids := model.token_ids) is None:
+        return {}
+    every = torch.arange(model.config.vocab_size, device=ids.device)
+    return {D2T: ids - every[: len(ids)], T2D: torch.isin(every, ids)}
+
+
+@torch.no_grad()
+def reload(model: DraftModel, tensors: Mapping[str, Tensor]) -> None:
+    """Replace weights of a frozen network by tensors that `check_new` has accepted: in place, as
+    recorded steps read that memory; what is packed is packed anew."""
+    config, tp = model.config, model.tp
+    for ours, parts in layout(config).items():
+        if not any(part.name in tensors for part in parts):
+            continue
+        path, _, kind = ours.rpartition(".")
+        module = model.get_submodule(path)
+        packed = module if isinstance(module, PackedLinear) and kind == "weight" else None
+        own, begin = plain_weight(packed) if packed else getattr(module, kind), 0
+        for part in parts:
+            whole = tensors.get(part.name, torch.empty(part.shape, device="meta"))
+            shard = _shard(whole, part.split, config, tp)
+            if part.name in tensors:
+                own[begin : begin + len(shard)].copy_(shard)
+            begin += len(shard)
+        if packed:
+            packed.replace(own)
+    model.join_again()
+
+
 def _random_state(
     like: DraftModel, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
@@ -122,7 +193,7 @@ def save_model(
         for part, own in zip(parts, rows, strict=True):
             tensors[part.name] = own.to(dtype).contiguous()
     if model.token_ids is not None:
-        tensors[D2T] = model.token_ids.cpu() - torch.arange(len(model.token_ids))
+        tensors[D2T] = _vocabulary(model)[D2T].cpu()
     Path(folder).mkdir(parents=True, exist_ok=True)
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     (Path(folder) / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError, shown
-from sglang_dflash.facts.fields import Fields, is_int
+from sglang_dflash.facts.fields import Fields, is_int, read_json_object
 
 # What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
 _MODEL_TYPES = ("qwen3", "gpt_oss")
@@ -279,3 +280,12 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         # Full layers are bidirectional in any case.
         beside["is_causal"] = False
     return {**network, **beside}
+
+
+def is_draft(folder: str | Path) -> bool:
+    """Whether the folder's config.json names a draft."""
+    try:
+        names = read_json_object(Path(folder) / "config.json", "checkpoint").get("architectures")
+    except ConfigError:
+        return False
+    return isinstance(names, list) and any(name in _ARCHITECTURES for name in names)

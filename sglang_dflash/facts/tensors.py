@@ -167,19 +167,27 @@ def check_embedding(folder: str | Path) -> None:
         )
 
 
-def check_tensors(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> None:
+def check_tensors(
+    config: DraftConfig, tensors: Mapping[str, StoredTensor], is_part: bool = False
+) -> None:
     """Raise ConfigError if a tensor is missing or unexpected, or not of the config's shape or of
-    floating point."""
+    floating point.
+
+    Args:
+        is_part: whether tensors may be left out, and those of the vocabulary are another's matter.
+    """
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in tensors]
-    if missing:
+    if missing and not is_part:
         raise ConfigError(_tensor(missing[0]), required=f"missing{_more(missing)}")
+    expected = {name: shape for name, shape in expected.items() if name in tensors}
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             found = list(tensors[name].shape)
             raise ConfigError(_tensor(name), found, f"the config asks for {list(shape)}")
     # Copies of the target's embedding and head are ignored: the draft borrows the target's.
-    known = {*expected, "embed_tokens.weight", "lm_head.weight"} | check_map(config, tensors)
+    known = {*expected, "embed_tokens.weight", "lm_head.weight"}
+    known |= {D2T, T2D} if is_part else check_map(config, tensors)
     unexpected = sorted(tensors.keys() - known)
     if unexpected:
         required = f"no draft of this config has this tensor{_more(unexpected)}"

@@ -91,6 +91,11 @@ WORKER_SEAMS = rows(
      "Sampling masks of sampled requests are refused where SGLang's own worker would fall back to "
      "greedy tokens.",
      "tests/serving/test_seams.py::test_requests_are_refused_without_the_rows"),
+    (Kind.AFTER, "managers.scheduler_components.weight_updater"
+     ".SchedulerWeightUpdaterManager._select_runners", "start.draft_weights:with_draft",
+     "New weights for the draft are reported as a success, and ignored; replay, which has copies "
+     "of the recurrent layers' weights, does not learn of the target's.",
+     "tests/serving/test_draft_weights.py::test_an_update_has_no_draft_without_the_row"),
     (Kind.AFTER, "disaggregation.utils.setup_state_kv_args", "fleet.disaggregation:add_draft_kv",
      "Draft K/V of a prompt stays on the prefill server.",
      "tests/serving/test_disaggregation.py::test_the_draft_kv_is_registered"),
@@ -144,9 +149,4 @@ REPLAY_SEAMS = rows(
      "hybrid.replay_pool:verify_without_snapshots",
      "The kernel would write snapshots to a buffer that has no memory.",
      "tests/serving/test_replay_pool.py::test_a_buffer_without_memory_is_not_passed_on"),
-    (Kind.BEFORE, "managers.scheduler_components.weight_updater"
-     ".SchedulerWeightUpdaterManager._select_runners", "hybrid.replay_pool:note_new_weights",
-     "Replay has copies of the recurrent layers' weights, and SGLang's update does not tell a "
-     "worker without a runner of its own.",
-     "tests/serving/test_replay_pool.py::test_new_weights_are_stacked_again"),
 )  # fmt: skip

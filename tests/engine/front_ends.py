@@ -158,7 +158,7 @@ def native(server: Server) -> Answers:
 
 
 # Whose answers are compared with plain decoding's, and nothing else.
-COMPARED_ONLY = (responses, completions, ollama_chat, ollama_generate, native)
+COMPARED_ONLY = (completions, ollama_chat, ollama_generate, native)
 
 
 def in_blocks(seen: Seen) -> None:

@@ -337,6 +337,7 @@ TOLD = tuple(
     for ask, checks in (
         (front_ends.chat, (front_ends.calls_told, front_ends.in_blocks)),
         (front_ends.messages, (front_ends.calls_told,)),
+        (front_ends.responses, (front_ends.calls_told,)),
         *((ask, ()) for ask in front_ends.COMPARED_ONLY),
     )
 )

@@ -1,15 +1,31 @@
-"""`/update_weights_from_disk` with the right folder and with the draft's, on a server."""
+"""New weights on a server: for the target from the right folder and another model's; for the draft
+in every way that a machine without a GPU has."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
 import pytest
 import requests
+import torch
+from sglang.srt.utils import MultiprocessingSerializer, init_custom_process_group
+from torch import Tensor
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import Server, free_port
+from sglang_dflash.drafting.weights import read_tensors
+from tests.conftest import rewrite
 from tests.engine import client, workload
-from tests.engine.servers import DFLASH, PAIR
+from tests.engine.servers import DFLASH, PAIR, RECORDED, TP2, ServerConfig
 from tests.engine.session import ServerSession
 
+# The drafter's steps are recorded, and nothing is looked up.
+GRAPHS = DFLASH.named("graphs-alone").having(**RECORDED)
 OFF = DFLASH.named("guard-off").having(speculative_dflash_request_guard="off")
 
 
@@ -25,24 +41,34 @@ def output(server: Server) -> list[int]:
     return client.ask(server, workload.prompts()["demo"][0])["output_ids"]
 
 
-def test_outputs_are_wrong_without_the_row(servers: ServerSession) -> None:
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Of another architecture, with names of the target's tensors."""
+    folder = tmp_path / "other"
+    shutil.copytree(PAIR.draft, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Other"]}))
+    return folder
+
+
+def test_outputs_are_wrong_without_the_row(servers: ServerSession, other: Path) -> None:
     """With the guard off. The last update ruins the weights, so the server is the test's own."""
     with servers.own(OFF) as server:
         before = output(server)
         assert update(server, str(PAIR.target)).json()["success"]
         assert output(server) == before
-        assert update(server, str(PAIR.draft)).json()["success"]
+        assert update(server, str(other)).json()["success"]
         assert output(server) != before
 
 
 @pytest.mark.server(DFLASH)
-def test_another_models_weights_are_refused(server: Server) -> None:
+def test_another_models_weights_are_refused(server: Server, other: Path) -> None:
     """The weights stay, and at the end the same ones are loaded once more."""
     before = output(server)
-    answer = update(server, str(PAIR.draft))
+    answer = update(server, str(other))
     assert answer.status_code == 400 and not answer.json()["success"]
     message = answer.json()["message"]
-    assert "DFlash" in message and "Qwen3" in message and "unchanged" in message
+    assert "Other" in message and "Qwen3" in message and "unchanged" in message
     for name in (5000 * "a", "dra\0ft", "/no/such/folder"):
         answer = update(server, name)
         assert answer.status_code == 400 and not answer.json()["success"], name[:20]
@@ -53,3 +79,117 @@ def test_another_models_weights_are_refused(server: Server) -> None:
     assert output(server) == before
     assert update(server, str(PAIR.target)).json()["success"]
     assert output(server) == before
+
+
+# -- the draft's
+
+Send = Callable[[Server, dict[str, Tensor], str], requests.Response]
+
+
+def session(server: Server, selector: str, name: str, **body: Any) -> requests.Response:
+    """An update of that kind, in a session of its own."""
+    client.post(server, "begin_weight_update", {"selector": selector})
+    body = {"selector": selector, **body}
+    answer = requests.post(f"{server.url}/{name}", json=body, timeout=120)
+    client.post(server, "end_weight_update", {})
+    return answer
+
+
+def by_tensor(server: Server, tensors: dict[str, Tensor], selector: str) -> requests.Response:
+    ranks = int(str(server.config.flags.get("--tp-size", 1)))
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        # Each rank opens tensors of its own.
+        sent = [
+            MultiprocessingSerializer.serialize(
+                [(name, tensor.clone()) for name, tensor in tensors.items()], output_str=True
+            )
+            for _ in range(ranks)
+        ]
+        return session(
+            server, selector, "update_weights_from_tensor", serialized_named_tensors=sent
+        )
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def broadcast(server: Server, tensors: dict[str, Tensor], selector: str) -> requests.Response:
+    """From the first rank of a group that the server joins."""
+    port, group = free_port(), f"group-{time.monotonic_ns()}"
+    joins = {
+        "master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2,
+        "group_name": group, "backend": "gloo",
+    }  # fmt: skip
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(client.post, server, "init_weights_update_group", joins)
+        ours = init_custom_process_group(
+            backend="gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=0,
+            group_name=group,
+        )  # fmt: skip
+        joined.result()
+        described = {
+            "names": list(tensors),
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            "shapes": [list(t.shape) for t in tensors.values()],
+            "group_name": group,
+        }
+        name = "update_weights_from_distributed"
+        answer = pool.submit(session, server, selector, name, **described)
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor.contiguous(), src=0, group=ours)
+        told = answer.result()
+        client.post(server, "destroy_weights_update_group", {"group_name": group})
+    torch.distributed.destroy_process_group(ours)
+    return told
+
+
+def drafted(server: Server) -> tuple[list[int], float]:
+    """An answer, and its acceptance length."""
+    client.flush(server)
+    answer = client.ask(server, workload.prompts()["demo"][0], max_new_tokens=48)
+    info = answer["meta_info"]
+    return answer["output_ids"], (info["completion_tokens"] - 1) / info["spec_verify_ct"]
+
+
+WAYS = [(GRAPHS, by_tensor, "draft"), (DFLASH, broadcast, "all"), (TP2, by_tensor, "all")]
+
+
+@pytest.mark.parametrize(("config", "send", "selector"), WAYS, ids=lambda value: str(value))
+def test_new_weights_of_a_draft(
+    config: ServerConfig, send: Send, selector: str, server: Server
+) -> None:
+    """Zeros lower the acceptance to 1, and the old weights bring it back; the target's outputs are
+    the same throughout. What is wrong is named, and changes nothing."""
+    before, accepted = drafted(server)
+    assert accepted > 3
+    weights = read_tensors(PAIR.draft)
+    mark = "draft." if selector == "all" else ""
+
+    def sent(tensors: dict[str, Tensor]) -> requests.Response:
+        return send(server, {mark + name: t for name, t in tensors.items()}, selector)
+
+    for wrong in ({"fc.weight": torch.zeros(2, 3)}, {"fc.weights": torch.zeros(2)}):
+        answer = sent({"norm.weight": torch.zeros(weights["norm.weight"].shape), **wrong})
+        assert answer.status_code == 400 and min(wrong) in answer.json()["message"]
+        assert drafted(server) == (before, accepted)
+    assert sent({name: torch.zeros_like(t) for name, t in weights.items()}).ok
+    assert drafted(server) == (before, 1.0)
+    assert sent(weights).ok
+    assert drafted(server) == (before, accepted)
+
+
+@pytest.mark.server(DFLASH)
+def test_a_folder_of_a_draft(server: Server, tmp_path: Path) -> None:
+    """By then it is the folder of another draft of the same config, whose norm is negative."""
+    before, accepted = drafted(server)
+    shutil.copytree(PAIR.draft, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, lambda tensors: tensors["norm.weight"].neg_())
+    assert update(server, str(tmp_path)).ok
+    output_then, accepted_then = drafted(server)
+    assert output_then == before and accepted_then < 1.5
+    assert update(server, str(PAIR.draft)).ok
+    assert drafted(server) == (before, accepted)
+    # The target's, as before.
+    assert update(server, str(PAIR.target)).ok
+    assert drafted(server) == (before, accepted)

@@ -185,3 +185,10 @@ def test_server_info_shows_no_worker_without_the_row() -> None:
         figures.add_report(None, SimpleNamespace(scheduler=scheduler), state)
         machine = state.pop("machine")
         assert state == shown and machine["dtype"] == "bfloat16" and machine["cores"]
+
+
+def test_tables_that_are_applied_later_have_targets_of_their_own() -> None:
+    """A row is refused if another one has changed its target before."""
+    early = {row.target for row in SEAMS}
+    worker, replay = ({row.target for row in table} for table in (WORKER_SEAMS, REPLAY_SEAMS))
+    assert not (early & worker or early & replay or worker & replay)

@@ -130,8 +130,3 @@ def verify_without_snapshots(original: Any, dispatcher: Any, *args: Any, **kwarg
     else:
         kwargs["intermediate_states_buffer"] = None
     return original(dispatcher, *args, **kwargs)
-
-
-def note_new_weights(manager: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before SGLang chooses the runners whose weights an update replaces: replay has copies."""
-    manager.draft_worker.dflash.rollback.weights_change()

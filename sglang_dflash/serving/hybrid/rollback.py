@@ -76,6 +76,10 @@ class Rollback:
     def check(self) -> None:
         """Compare with torch what `commit` computes, if it is ours. Raises SelfCheckFailed."""
 
+    def weights_change(self) -> None:
+        """To be called if the target's weights are about to be replaced. SGLang reads the target's
+        own."""
+
     def commit(self, lengths: Tensor, checkpoints: Checkpoints | None) -> None:
         """Move the states of the last verify forward's requests on by `lengths` int64 `[R]` (1 to
         B) tokens."""
@@ -99,7 +103,6 @@ class Replay(Rollback):
         self._weights_changed = False
 
     def weights_change(self) -> None:
-        """To be called if the target's weights are about to be replaced."""
         self._weights_changed = True
 
     def layers(self) -> RecurrentLayers:

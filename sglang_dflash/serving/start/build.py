@@ -273,6 +273,11 @@ class DFlashSpecWorker(BaseSpecWorker):
         return ()
 
     @property
+    def draft_model(self) -> DraftModel:
+        """For `start/draft_weights.py`."""
+        return self._setup.model
+
+    @property
     def primary_draft_kv_pool(self) -> DraftKVPages:
         """For prefill/decode disaggregation."""
         return self._pages

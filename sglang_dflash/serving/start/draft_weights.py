@@ -1,0 +1,245 @@
+"""New weights for the draft of a running server, in the ways in which SGLang takes a target's.
+
+SGLang gives an update to *runners*, each with a `weight_updater`. Our drafter is none of them:
+`with_draft` puts into their list what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from torch import Tensor
+
+from sglang_dflash.drafting.model import DraftModel
+from sglang_dflash.drafting.weights import check_new, read_tensors, reload
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.draft_keys import is_draft
+from sglang_dflash.facts.errors import ConfigError, cut
+from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.tensors import check_weights, plain_name
+
+logger = Log(__name__)
+
+# Where tensors are for both (selector "all", SGLang's default), the draft's have this before their
+# names: without it, names of the target's layers may be the same.
+MARK = "draft."
+BUCKET = "flattened_bucket"
+Named = Iterable[tuple[str, Any]]
+Result = tuple[bool, str]
+
+
+def with_draft(runners: list[Any], manager: Any, selector: str = "all") -> list[Any] | None:
+    """After `SchedulerWeightUpdaterManager._select_runners`: what an update is given to."""
+    worker = manager.draft_worker
+    draft = DraftWeights(worker.draft_model, manager.tp_cpu_group)
+    if selector == "draft":
+        return [("draft", draft)]
+    if worker.dflash.rollback is not None:
+        worker.dflash.rollback.weights_change()
+    if selector == "all":
+        return [(role, TargetAndDraft(runner, draft)) for role, runner in runners]
+    return None
+
+
+class DraftWeights:
+    """The draft of a rank, as SGLang's runner and its `weight_updater` in one.
+
+    Nothing is loaded unless every tensor is right, on every rank.
+    """
+
+    def __init__(self, model: DraftModel, ranks: Any) -> None:
+        """`ranks`: their process group on the CPU."""
+        self._model, self._ranks = model, ranks
+
+    @property
+    def weight_updater(self) -> DraftWeights:
+        return self
+
+    def begin_weight_update(self) -> None:
+        """Nothing has to be unpacked."""
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        """Nothing is left to do."""
+
+    def check_weights(self, **_: Any) -> None:
+        raise NotImplementedError("a draft's weights are not compared; the target's are")
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: Any = None) -> Result:
+        if load_format in (None, BUCKET):
+            return self.load(lambda: unpacked(named_tensors))
+        required = f"null or {BUCKET!r} is required for a draft"
+        return False, str(ConfigError("load_format", load_format, required))
+
+    def load_weights_from_distributed(self, named_tensors: Named) -> Result:
+        return self.load(lambda: named_tensors)
+
+    def load_folder(self, folder: str) -> Result:
+        def read() -> Named:
+            check_same(DraftConfig.from_pretrained(folder), self._model.config)
+            check_weights(self._model.config, folder)
+            return read_tensors(folder).items()
+
+        return self.load(read)
+
+    def load(
+        self, read: Callable[[], Named], first: Callable[[], Result] = lambda: (True, "")
+    ) -> Result:
+        """Load what `read` returns, tensors by their published names.
+
+        Args:
+            first: another model's update, once the tensors are found right.
+        """
+        tensors, trouble = dict[str, Tensor](), None
+        try:
+            tensors = self.checked(read())
+        except ConfigError as error:
+            trouble = str(error)
+        # A client's mistakes have many types, and other ranks wait for this one.
+        except Exception as error:
+            trouble = f"{type(error).__name__}: {cut(str(error))}"
+        if self._model.tp.size > 1:
+            every: list[str | None] = [None] * self._model.tp.size
+            torch.distributed.all_gather_object(every, trouble, group=self._ranks)
+            trouble = next(filter(None, every), None)
+        if trouble is not None:
+            return False, f"{trouble}. The weights are unchanged"
+        success, message = first()
+        if success and tensors:
+            self.replace(tensors)
+            message = f"Succeeded to update the draft, {len(tensors)} tensors. {message}".rstrip()
+        return success, message
+
+    def checked(self, named: Named) -> dict[str, Tensor]:
+        """Tensors on the draft's device, by their plain names. Raises ConfigError."""
+        found: dict[str, Tensor] = {}
+        for sent, value in named:
+            name = plain_name(sent)
+            if name in found:
+                raise ConfigError(f"tensor {name} of the draft", required="given twice")
+            # A tensor for each rank.
+            by_rank = isinstance(value, LocalSerializedTensor)
+            tensor = value.get(self._model.tp.rank) if by_rank else value
+            found[name] = tensor.to(self._model.device)
+        check_new(self._model, found)
+        return found
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        """By `checked` tensors."""
+        # Steps run on another stream.
+        device = torch.get_device_module(self._model.device)
+        device.synchronize()
+        reload(self._model, tensors)
+        device.synchronize()
+        logger.info("new weights for the draft: %d tensors", len(tensors))
+
+
+class TargetAndDraft:
+    """SGLang's runner of the target and its `weight_updater`, which leaves the draft's tensors to
+    the draft. The draft's are checked first and loaded last."""
+
+    def __init__(self, runner: Any, draft: DraftWeights) -> None:
+        self._runner, self._target, self._draft = runner, runner.weight_updater, draft
+
+    @property
+    def weight_updater(self) -> TargetAndDraft:
+        return self
+
+    def begin_weight_update(self) -> None:
+        self._target.begin_weight_update()
+
+    def end_weight_update(self, *, run_post_load: bool) -> None:
+        self._target.end_weight_update(run_post_load=run_post_load)
+
+    def check_weights(self, **asked: Any) -> Any:
+        return self._runner.check_weights(**asked)
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: Any = None) -> Result:
+        def load_target(named: Any) -> Result:
+            return self._target.update_weights_from_tensor(
+                named_tensors=named, load_format=load_format
+            )
+
+        if load_format not in (None, BUCKET):
+            # Of SGLang's runner, or an operator's own.
+            return load_target(named_tensors)
+        return self._load(named_tensors, load_target)
+
+    def load_weights_from_distributed(self, named_tensors: Named) -> Result:
+        return self._load(list(named_tensors), self._target.load_weights_from_distributed)
+
+    def update_weights_from_disk(self, folder: str, *args: Any, **named: Any) -> Result:
+        if is_draft(folder):
+            return self._draft.load_folder(folder)
+        return self._target.update_weights_from_disk(folder, *args, **named)
+
+    def update_weights_from_ipc(self, request: Any) -> Result:
+        with self._split_loads():
+            return self._target.update_weights_from_ipc(request)
+
+    def _load(self, named: Any, load_target: Callable[[Any], Result]) -> Result:
+        ours, theirs = split(named)
+        if not ours:
+            return load_target(named)
+        return self._draft.load(
+            lambda: ours, (lambda: load_target(theirs)) if theirs else lambda: (True, "")
+        )
+
+    @contextmanager
+    def _split_loads(self) -> Iterator[None]:
+        """Leave the draft's tensors out of what the target's model loads: its updater makes one
+        handshake for each update, and catches errors."""
+        model = self._runner.model
+        load_target = model.load_weights
+
+        def load(named: Named) -> None:
+            ours, theirs = split(list(named))
+            tensors = self._draft.checked(ours)
+            if theirs:
+                load_target(theirs)
+            if tensors:
+                self._draft.replace(tensors)
+
+        model.load_weights = load
+        try:
+            yield
+        finally:
+            del model.load_weights
+
+
+def split(named: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The draft's tensors, without `MARK`, and the others as they came; empty if there are none."""
+    if isinstance(named, dict):
+        bucket = named["metadata"]
+        ours = [one for one in bucket if one.name.startswith(MARK)]
+        theirs = [one for one in bucket if not one.name.startswith(MARK)]
+        found = unpacked({**named, "metadata": ours}) if ours else []
+        others: Any = {**named, "metadata": theirs} if theirs else {}
+    else:
+        found = [pair for pair in named if pair[0].startswith(MARK)]
+        others = [pair for pair in named if not pair[0].startswith(MARK)]
+    return [(name.removeprefix(MARK), value) for name, value in found], others
+
+
+def unpacked(named: Any) -> list[tuple[str, Any]]:
+    """Names and tensors, also of a bucket."""
+    if not isinstance(named, dict):
+        return list(named)
+    bucket = FlattenedTensorBucket(
+        flattened_tensor=named["flattened_tensor"], metadata=named["metadata"]
+    )
+    return bucket.reconstruct_tensors()
+
+
+def check_same(config: DraftConfig, served: DraftConfig) -> None:
+    """Raise ConfigError if the server was not started for a draft of that config."""
+    for name in (field.name for field in fields(served)):
+        new, old = getattr(config, name), getattr(served, name)
+        if new != old:
+            required = f"the served draft has {old!r}; start a server with this draft"
+            raise ConfigError(f"{name} in the draft's config.json", new, required)
