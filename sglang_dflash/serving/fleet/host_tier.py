@@ -76,9 +76,9 @@ class HostTier:
         """Let SGLang's copies from and to the slots of that allocator find this tier."""
         setattr(allocator, _TIER, self)
 
-    def follow(self, absorb: Callable[[], Any], slots: Tensor | None = None) -> None:
+    def follow(self, absorb: Callable[[], Any], slots: Tensor | None = None) -> bool:
         """Do what was planned. To be called on the forward's stream, before it writes or reads
-        draft K/V.
+        draft K/V. Returns whether there was anything.
 
         Args:
             absorb: writes what is committed and not yet written; called if anything was planned.
@@ -86,6 +86,8 @@ class HostTier:
                 more; the others before later forwards. None copies all that was planned.
         """
         self._staging.land()
+        if not (self._begun or self._planned):
+            return False
         if self._planned:
             absorb()
         left = inf
@@ -105,6 +107,7 @@ class HostTier:
             self._begun.append(self._planned.popleft()())
         if self._begun and slots is not None:
             self._turns.index_fill_(0, slots, 0)
+        return True
 
     def clear(self) -> None:
         """SGLang empties its pools."""

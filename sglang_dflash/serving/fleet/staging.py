@@ -3,8 +3,9 @@ moved on the host by a thread of its own."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,7 @@ from torch import Tensor
 
 # Page-locked bytes. A piece takes a quarter of them at most.
 RING = 1 << 27
-# An int64 per row goes with it. Parts of the ring begin at multiples of its size, and so of a row's
-# itemsize.
+# Of an int64 that goes with each row. Parts of the ring begin at multiples, as any dtype needs.
 NUMBER = 8
 
 Job = Callable[[], object]
@@ -63,7 +63,7 @@ class Staging:
 
     def send(self, rows: Tensor, live: Tensor, keep: Callable[[Tensor, Tensor], object]) -> None:
         """The thread calls `keep(rows, live)` when both are on the host; `live` is bool `[N]`."""
-        part = self._take(rows)
+        part = self._take(rows.shape, rows.dtype)
         there = part.numbers.view(torch.bool)[: len(rows)]
         part.rows.copy_(rows, non_blocking=True)
         there.copy_(live, non_blocking=True)
@@ -76,7 +76,7 @@ class Staging:
     def fetch(self, host: Tensor, rows: Tensor, numbers: Tensor) -> Part:
         """The thread begins to gather rows of host memory, int64 `[N]`. Everything that was sent
         must have arrived. `numbers`, int64 `[N]`, go with them."""
-        part = self._take(host[:1].expand(len(rows), *host.shape[1:]))
+        part = self._take((len(rows), *host.shape[1:]), host.dtype)
         part.numbers.copy_(numbers)
         part.job = self._do(partial(torch.index_select, host, 0, rows, out=part.rows))
         return part
@@ -107,10 +107,10 @@ class Staging:
         while self._jobs:
             self._jobs.popleft().result()
 
-    def _take(self, rows: Tensor) -> Part:
-        """A part for rows of that shape and dtype."""
-        numbers = len(rows) * NUMBER
-        size = -(-(numbers + rows.numel() * rows.itemsize) // NUMBER) * NUMBER
+    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> Part:
+        """A part for rows `[N, ...]` of that shape."""
+        first = shape[0] * NUMBER
+        size = first + math.prod(shape) * dtype.itemsize
         if self._at + size > RING:
             self._at = 0
         where = range(self._at, self._at + size)
@@ -118,16 +118,12 @@ class Staging:
             used.where.start < where.stop and where.start < used.where.stop for used in self._used
         ):
             self._free(self._used.popleft())
-        self._at = where.stop
-        # Bytes after the last row are no row's.
-        bytes_ = self._ring[where.start : where.start + numbers + rows.numel() * rows.itemsize]
-        part = Part(
-            where,
-            bytes_[numbers:].view(rows.dtype).view(rows.shape),
-            bytes_[:numbers].view(torch.int64),
-        )
-        self._used.append(part)
-        return part
+        # The next part has int64, too.
+        self._at = -(-where.stop // NUMBER) * NUMBER
+        mine = self._ring[where.start : where.stop]
+        rows, numbers = mine[first:].view(dtype).view(*shape), mine[:first].view(torch.int64)
+        self._used.append(Part(where, rows, numbers))
+        return self._used[-1]
 
     def _free(self, part: Part) -> None:
         while part.job is None:

@@ -248,8 +248,9 @@ class DFlashWorker:
 
     def _follow_host(self, slots: Tensor) -> None:
         """Copies of draft K/V from and to host memory, before a forward writes to these slots."""
-        if self.host_tier is not None:
-            self.host_tier.follow(self._plain_context.absorb, slots)
+        tier = self.host_tier
+        if tier is not None and tier.follow(self._plain_context.absorb, slots):
+            self.widths.clock.begins_now()
 
     def _interrupted(self) -> None:
         """Something else than decode steps runs."""
