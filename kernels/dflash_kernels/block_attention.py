@@ -198,7 +198,10 @@ def tiles(block: int, groups: int, head_dim: int, itemsize: int, cache_itemsize:
         return Tiles(min(rows, 64), 32 if head_dim <= 128 else 16, size, warps=8, stages=1)
     columns = 64 if head_dim <= 64 else 32 if head_dim * cache_itemsize <= 512 else 16
     rows = min(rows, 128 if head_dim <= 128 else 64)
-    return Tiles(rows, columns, size, warps=8 if rows > 64 or head_dim > 128 else 4, stages=2)
+    warps = 8 if rows > 64 or head_dim > 128 else 4
+    # The third stage reads entry numbers ahead, which K/V would wait for. It takes registers: with
+    # 8 warps a multiprocessor would hold one program for two, and 8-bit caches would spill.
+    return Tiles(rows, columns, size, warps, stages=3 if warps == 4 and cache_itemsize > 1 else 2)
 
 
 def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
