@@ -20,6 +20,7 @@ from sglang_dflash.serving.fleet import host_tier, staging
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.fleet.staging import Staging
 from tests.conftest import write_kv
+from tests.serving.fake_cuda import FakeCuda
 from tests.serving.in_process import SLOTS as WORKERS_SLOTS
 from tests.serving.in_process import decode_of, draft_kv, prefill_of, worker_of
 from tests.serving.test_draft_memory import Alive
@@ -260,6 +261,40 @@ def test_the_next_piece_is_gathered_while_the_forward_runs(
         tier.follow(nothing, NO_SLOTS)
         assert calls == expected
         calls.clear()
+
+
+def test_the_host_waits_for_no_device(
+    events: list[Arrival], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While rows go out, and while they come in once they have arrived; on tensors of a GPU that
+    is not there, and page-locked memory only."""
+    gpu, take = FakeCuda(), Staging._take
+
+    def taken(*args: Any) -> Any:
+        part = take(*args)
+        gpu.pinned |= {part.rows.data_ptr(), part.numbers.data_ptr()}
+        return part
+
+    monkeypatch.setattr(Staging, "_take", taken)
+    monkeypatch.setattr(staging, "_page_locked", lambda size, _: torch.zeros(size).byte())
+    monkeypatch.setattr(host_tier, "_used_here", lambda _: None)
+    with gpu:
+        cache = TaggedKVCache(SLOTS, SHAPE, torch.float32, "cuda")
+        tier = HostTier([group(cache, Reach())], running=1)
+        slots = torch.arange(8, device="cuda")
+        gpu.crossings.clear()
+        tier.plan_backup(slots, torch.arange(30, 38), HOST)
+        for _ in range(4):
+            tier.follow(nothing, slots[:0])
+        out = len(gpu.crossings)
+        assert out == 8 and not any(event.reached for event in events)
+        tier._staging.wait()
+        tier._kept[0].live[30:38] = True
+        tier.plan_load(torch.arange(30, 38), slots)
+        for _ in range(4):
+            tier.follow(nothing, slots[:0])
+        assert len(gpu.crossings) == 2 * out
+        assert not any(crossing.waits for crossing in gpu.crossings)
 
 
 def test_what_the_thread_raises_ends_a_step() -> None:

@@ -49,7 +49,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._at = device, 0
-        self._ring = torch.empty(RING, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._ring = _page_locked(RING, device)
         self._used = deque[Part]()
         # On their way to the host, and what the thread is to do then.
         self._sent = deque[tuple[Any, Job, Part | None]]()
@@ -157,6 +157,10 @@ def _inferred(job: Job) -> object:
     """A thread begins without the inference mode in which the scheduler makes its tensors."""
     with torch.inference_mode():
         return job()
+
+
+def _page_locked(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 def _event(device: torch.device) -> Any:
