@@ -207,8 +207,8 @@ def tiles(
     columns = 64 if head_dim <= 64 else 32 if head_dim * cache_itemsize <= 512 else 16
     rows = min(rows, 128 if head_dim <= 128 else 64)
     warps = 8 if rows > 64 or head_dim > 128 else 4
-    # Splits are for few requests: a multiprocessor has one program, and waits while that reads entry
-    # numbers. A third stage reads them ahead. It takes registers: 8 warps of them are too many, and
+    # Splits are for few requests. A multiprocessor then has one program, which would wait while it
+    # reads entry numbers: a third stage reads them ahead. 8 warps have no registers for it, and
     # 8-bit caches would spill.
     ahead = is_split and warps == 4 and cache_itemsize > 1
     return Tiles(rows, columns, size, warps, stages=3 if ahead else 2)
