@@ -61,15 +61,16 @@ class HostTier:
         # What is soon done first: a long prefix of one group does not keep the others waiting.
         self._groups = sorted(groups, key=lambda group: not group.reach.is_bounded)
         self._running, self._sends = running, sends
-        cache = groups[0].cache
-        assert cache.tags is not None
-        self._staging = Staging(cache.kv.device)
+        tags = groups[0].cache.tags
+        if tags is None:
+            raise ValueError("groups: every token has draft K/V; tags are required")
+        self._staging = Staging(tags.entry_of.device)
         self._kept: list[Kept] = []
         self._planned: deque[Callable[[], Iterator[int]]] = deque()
         # Copies that have a turn, as what is left of them. By slot, the turn of the last copy from
         # or to it; 0 if a forward has written to it since.
         self._begun: deque[Iterator[int]] = deque()
-        self._turns, self._turn = torch.zeros_like(cache.tags.entry_of), 0
+        self._turns, self._turn = torch.zeros_like(tags.entry_of), 0
         self.loaded = self.loaded_draft = 0
 
     def attach(self, allocator: Any) -> None:

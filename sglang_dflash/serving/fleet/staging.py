@@ -84,8 +84,7 @@ class Staging:
     def bring(self, part: Part) -> tuple[Tensor, Tensor]:
         """The rows and numbers that were fetched, on the device; on a CPU in the ring. Waits for
         the thread."""
-        assert part.job is not None
-        part.job.result()
+        self._finish(part)
         rows, numbers = (
             host.to(self._device, non_blocking=True) for host in (part.rows, part.numbers)
         )
@@ -125,10 +124,13 @@ class Staging:
         self._used.append(Part(where, rows, numbers))
         return self._used[-1]
 
-    def _free(self, part: Part) -> None:
+    def _finish(self, part: Part) -> None:
         while part.job is None:
             self._pass_on()
         part.job.result()
+
+    def _free(self, part: Part) -> None:
+        self._finish(part)
         if part.event is not None:
             part.event.synchronize()
 
