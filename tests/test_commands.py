@@ -14,7 +14,9 @@ import pytest
 
 from experiments import runner
 from sglang_dflash import cli
-from sglang_dflash.bench import published
+from sglang_dflash.bench import datasets, published
+from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.facts.command_line import given
 from tests.commands import ROOT, Printed, commands
 
 ENGINE = "tests/engine/test_as_installed.py::"
@@ -93,9 +95,15 @@ def its_commit_is_named(command: Printed) -> None:
 
 
 def bench_takes_the_options(command: Printed) -> None:
+    """And a data set that is here has as many prompts as requests run at a time on a GPU."""
     parser = argparse.ArgumentParser()
     cli.module("bench").arguments(parser)
-    parser.parse_args(command.words[2:])
+    words = [word.replace("=URL", "=http://x") for word in command.words[2:]]
+    asked = given(parser.parse_args(words), BenchSettings)
+    settings = BenchSettings.for_machine(asked, accelerator=True)
+    for name in set(settings.datasets) - set(datasets.HUB):
+        prompts = datasets.load(name, settings.num_prompts, model=settings.embedded)
+        assert len(prompts) >= max(settings.levels), name
 
 
 def benchmark_takes_the_options(command: Printed) -> None:

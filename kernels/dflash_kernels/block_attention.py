@@ -182,7 +182,14 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def tiles(block: int, groups: int, head_dim: int, itemsize: int, cache_itemsize: int) -> Tiles:
+def tiles(
+    block: int,
+    groups: int,
+    head_dim: int,
+    itemsize: int,
+    cache_itemsize: int,
+    is_split: bool = False,
+) -> Tiles:
     """Tile sizes that compile without spills (tests/kernels/registers.json). Queries in float32 are
     for checks: they are multiplied without tensor cores, and spill registers.
 
@@ -191,6 +198,7 @@ def tiles(block: int, groups: int, head_dim: int, itemsize: int, cache_itemsize:
         groups: H / G.
         itemsize: bytes of an element of q.
         cache_itemsize: bytes of an element of the cache.
+        is_split: whether the context is.
     """
     rows = max(16, triton.next_power_of_2(block * groups))
     size = max(16, triton.next_power_of_2(block))
@@ -198,7 +206,12 @@ def tiles(block: int, groups: int, head_dim: int, itemsize: int, cache_itemsize:
         return Tiles(min(rows, 64), 32 if head_dim <= 128 else 16, size, warps=8, stages=1)
     columns = 64 if head_dim <= 64 else 32 if head_dim * cache_itemsize <= 512 else 16
     rows = min(rows, 128 if head_dim <= 128 else 64)
-    return Tiles(rows, columns, size, warps=8 if rows > 64 or head_dim > 128 else 4, stages=2)
+    warps = 8 if rows > 64 or head_dim > 128 else 4
+    # Splits are for few requests. A multiprocessor then has one program, which would wait while it
+    # reads entry numbers: a third stage reads them ahead. 8 warps have no registers for it, and
+    # 8-bit caches would spill.
+    ahead = is_split and warps == 4 and cache_itemsize > 1
+    return Tiles(rows, columns, size, warps, stages=3 if ahead else 2)
 
 
 def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
@@ -249,7 +262,7 @@ def block_attention(
     partial, lse = workspace or (out, out)
     if not requests:
         return
-    tile = tiles(block, groups, head_dim, q.element_size(), old.element_size())
+    tile = tiles(block, groups, head_dim, q.element_size(), old.element_size(), splits > 1)
     shape = {"B": block, "GROUPS": groups, "D": head_dim, "WINDOW": layer.sliding_window or 0,
              "SINKS": sinks, "BLOCK_N": tile.columns}  # fmt: skip
     row_tiles = triton.cdiv(block * groups, tile.rows)

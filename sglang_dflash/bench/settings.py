@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -151,6 +151,9 @@ class BenchSettings:
             # Large models are served in bfloat16; embedded pairs are here to be exact.
             values["dtype"] = "bfloat16" if large else "float32"
         settings = cls(**values)
+        if settings.embedded and "concurrency" not in given:
+            # It has 16 texts.
+            settings = replace(settings, concurrency=cls.concurrency)
         _check_served(settings)
         return settings
 

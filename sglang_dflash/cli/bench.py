@@ -24,6 +24,7 @@ FLAGS = spelled(
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "sglang-dflash bench [options] [-- FLAGS of every SGLang server that is started]"
     large = {k: f"{v}; {getattr(BenchSettings, k)} on a CPU" for k, v in ON_ACCELERATOR.items()}
+    large["concurrency"] += " and for embedded pairs"
     add_flags(parser, BenchSettings, FLAGS, {"pair": "dense", **large})
 
 

@@ -113,7 +113,9 @@ def test_defaults_depend_on_the_machine() -> None:
     cpu, gpu = settings_for(False), settings_for(True)
     assert list(started()) == ["ar", "dflash"]
     assert (cpu.levels, cpu.datasets) == ((1, 8, 16), ("demo", "stdlib"))
-    assert (gpu.levels, gpu.num_prompts, gpu.max_new_tokens) == ((1, 8, 16, 32), 128, 1024)
+    # The embedded pair has 16 texts, and each level needs as many.
+    assert (gpu.levels, gpu.num_prompts, gpu.max_new_tokens) == ((1, 8, 16), 128, 1024)
+    assert settings_for(True, target="T", draft="D").levels == (1, 8, 16, 32)
     assert cpu.dtype == gpu.dtype == "float32"
     assert settings_for(False, target="T", draft="D").datasets == ("stdlib",)
     assert settings_for(True, target="T", draft="D").dtype == "bfloat16"

@@ -105,7 +105,8 @@ def attention_cases(config: DraftConfig) -> list[Case]:
         if (block, groups) in ((16, 4), (8, 8)) and layer.sliding_window is None:
             launches += [("fp16", "fp16", True), ("bf16", "fp32", True), ("fp32", "fp32", True)]
         for dtype, cache, is_split in launches:
-            tile = block_attention.tiles(block, groups, config.head_dim, BYTES[dtype], BYTES[cache])
+            sizes = BYTES[dtype], BYTES[cache]
+            tile = block_attention.tiles(block, groups, config.head_dim, *sizes, is_split)
             shape = {
                 "B": block,
                 "GROUPS": groups,

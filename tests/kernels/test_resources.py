@@ -102,6 +102,33 @@ def test_compiled_kernels_are_those_of_the_table(capability: str) -> None:
     assert {name: row for name, row in found.items() if row} == expected
 
 
+STAGES = """
+import json, sys
+from dataclasses import replace
+from tests.kernels.compile_kernels import cases, resources
+for name, case in cases().items():
+    if name.startswith("block_attention bf16-bf16") and case.options["num_stages"] == 3:
+        two = replace(case, options={**case.options, "num_stages": 2})
+        print(json.dumps([name, *(resources(each, int(sys.argv[1])) for each in (two, case))]))
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("capability", SHARED)
+def test_a_third_stage_leaves_as_many_programs_on_a_multiprocessor(capability: str) -> None:
+    """Of 4 warps each. It reads entry numbers ahead, and no more K/V."""
+
+    def programs(used: dict[str, int]) -> int:
+        registers = -(-used["registers"] // 8) * 8
+        return min(65536 // (registers * 4 * 32), SHARED[capability] // (used["shared"] + 1024))
+
+    rows = [json.loads(line) for line in run("-c", STAGES, capability).splitlines()]
+    assert rows
+    for name, two, three in rows:
+        assert programs(three) >= programs(two), name
+        assert three["shared"] <= two["shared"] + 1024, name
+
+
 E4M3 = """
 import sys
 from tests.kernels.compile_kernels import cases, resources

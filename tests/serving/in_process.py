@@ -142,6 +142,13 @@ def prefill_of(prefixes: Sequence[int], lengths: Sequence[int], device: str = "c
         prefix_lens=list(prefixes),
         extend_lens=[n - prefix for prefix, n in zip(prefixes, lengths, strict=True)],
         req_pool_indices=torch.arange(1, len(lengths) + 1, device=device),
+        # As the worker's table has them.
+        out_cache_loc=torch.cat(
+            [
+                torch.arange(prefix, n, device=device) + row * COLUMNS + 1
+                for row, (prefix, n) in enumerate(zip(prefixes, lengths, strict=True), 1)
+            ]
+        ),
         seq_lens=torch.tensor(lengths).to(device),
         sampling_info=None,
         has_grammar=False,

@@ -36,6 +36,7 @@ from sglang_dflash.facts.sizes import (
     GRAPH_BYTES_PER_REQUEST,
     narrow_width_bytes,
 )
+from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
@@ -109,7 +110,7 @@ def test_what_is_kept_is_what_was_reserved(
 ) -> None:
     config = DraftConfig.from_dict(raw_config(**SLIDING))
     setup = replace(setup_of(backend, window, config, CPU, blocks), hierarchical=hierarchical)
-    tags = (BYTES_PER_ENTRY + BYTES_PER_TARGET_SLOT) * hierarchical
+    tags = (BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT) * hierarchical
     needed = draft_memory(setup, POSITIONS, recorded=4)
     slots = 9000
     drafter = drafter_of(setup, slots)
@@ -128,6 +129,10 @@ def test_what_is_kept_is_what_was_reserved(
             of_entries = cache.tags.owner.nbytes + cache.tags.in_use.nbytes
             assert of_entries == BYTES_PER_ENTRY * (entries + 1)
             assert cache.tags.entry_of.nbytes == BYTES_PER_TARGET_SLOT * slots
+    if hierarchical:
+        kept = vars(HostTier(drafter.groups, RUNNING)).values()
+        there = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
+        assert there == BYTES_PER_TARGET_SLOT * slots
     assert needed.scratch_kv == scratch if not hierarchical else needed.scratch_kv > scratch
     if backend == "triton":
         assert needed.attention_workspace == workspaces > 0

@@ -18,7 +18,7 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.facts.draft_config import Reach
-from sglang_dflash.serving.fleet import host_tier
+from sglang_dflash.serving.fleet import host_tier, staging
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from tests.conftest import write_kv
 from tests.seam.originals import original
@@ -173,7 +173,7 @@ def test_a_load_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) ->
         events.append(Arrival())
         return events[-1]
 
-    monkeypatch.setattr(host_tier, "_event", event)
+    monkeypatch.setattr(staging, "_event", event)
     tier, cache = of(TaggedKVCache(SLOTS, SHAPE, torch.float32, "cpu"))
     write(cache, at(1, 2), [1.0, 2.0])
     tier.plan_backup(at(1, 2), at(30, 31), HOST)
@@ -215,7 +215,7 @@ def test_a_server_that_sends_draft_kv_sends_nothing_of_a_slots_last_owner() -> N
 def test_what_waits_is_absorbed_before() -> None:
     worker, order = worker_of(None, hierarchical=True), list[str]()
     worker._plain_context.absorb = lambda: order.append("absorb")
-    worker.host_tier._planned.append(lambda: order.append("copy"))
+    worker.host_tier._planned.append(lambda: iter([order.append("copy") or 1]))
     worker.forward_batch_generation(prefill_of([0], [4]))
     assert order[:2] == ["absorb", "copy"]
 

@@ -2,27 +2,35 @@
 
 SGLang copies K/V of cached prefixes to a pool in host memory, and later into other slots of the
 device's pool. It tells of each copy when it plans it (the functions at the end, by
-`serving/seams.py`). The draft's part is done before the worker's next forward, in the same order:
+`serving/seams.py`). The draft's part is done in the same order, before the worker's next forward:
 until then nothing is written to these slots, but what is committed and not yet absorbed, which is
-absorbed first.
+absorbed first. What would hold up the forward for long is done before later ones, if the slots are
+still the same tokens' then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import KVGroup
+from sglang_dflash.serving.fleet.staging import Part, Staging
 
-# Tokens that are copied at a time: device memory beyond what is reserved stays small.
+# Tokens that are copied at a time, at most: device memory beyond what is reserved stays small.
 PIECE = 4096
+# A smaller piece holds up a forward as one of so many tokens.
+LEAST = 64
 # The attribute of SGLang's allocator of device slots under which a tier is found.
 _TIER = "dflash_host_tier"
+
+T = TypeVar("T")
 
 
 class Kept(NamedTuple):
@@ -31,6 +39,8 @@ class Kept(NamedTuple):
     Attributes:
         kv: as `DraftKVCache.kv`, 8-bit floats as bytes. Memory that is never written takes no room.
         live: bool `[host slots]`.
+
+    Both are used by the staging's thread only, and while it has nothing to do.
     """
 
     kv: Tensor
@@ -48,36 +58,64 @@ class HostTier:
     def __init__(self, groups: Sequence[KVGroup], running: int, sends: bool = False) -> None:
         """`groups`: with tags; `running`: requests, at most; `sends`: whether draft K/V goes on to
         another server, from the slots as they are."""
-        self._groups, self._running, self._sends = groups, running, sends
+        # What is soon done first: a long prefix of one group does not keep the others waiting.
+        self._groups = sorted(groups, key=lambda group: not group.reach.is_bounded)
+        self._running, self._sends = running, sends
+        tags = groups[0].cache.tags
+        if tags is None:
+            raise ValueError("groups: every token has draft K/V; tags are required")
+        self._staging = Staging(tags.entry_of.device)
         self._kept: list[Kept] = []
-        self._planned: deque[Callable[[], None]] = deque()
-        self._landing: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._planned: deque[Callable[[], Iterator[int]]] = deque()
+        # Copies that have a turn, as what is left of them. By slot, the turn of the last copy from
+        # or to it; 0 if a forward has written to it since.
+        self._begun: deque[Iterator[int]] = deque()
+        self._turns, self._turn = torch.zeros_like(tags.entry_of), 0
         self.loaded = self.loaded_draft = 0
 
     def attach(self, allocator: Any) -> None:
         """Let SGLang's copies from and to the slots of that allocator find this tier."""
         setattr(allocator, _TIER, self)
 
-    def follow(self, absorb: Callable[[], Any]) -> None:
+    def follow(self, absorb: Callable[[], Any], slots: Tensor | None = None) -> bool:
         """Do what was planned. To be called on the forward's stream, before it writes or reads
-        draft K/V.
+        draft K/V. Returns whether there was anything.
 
         Args:
             absorb: writes what is committed and not yet written; called if anything was planned.
+            slots: int64 `[N]`, where the forward will write. As many tokens are copied, and a piece
+                more; the others before later forwards. None copies all that was planned.
         """
-        self._land(wait=False)
-        if not self._planned:
-            return
-        absorb()
+        self._staging.land()
+        if not (self._begun or self._planned):
+            return False
+        if self._planned:
+            absorb()
+        left = inf
+        # What another server gets is what is there after the forward.
+        if slots is not None and not self._sends:
+            left = sum(self._piece(group) + len(slots) for group in self._groups)
+        while left > 0 and (self._begun or self._planned):
+            if not self._begun:
+                self._begun.append(self._planned.popleft()())
+            tokens = next(self._begun[0], None)
+            if tokens is None:
+                self._begun.popleft()
+            else:
+                left -= max(tokens, LEAST)
         while self._planned:
-            self._planned.popleft()()
+            # The forward must not read what these slots held, nor be overwritten by a late copy.
+            self._begun.append(self._planned.popleft()())
+        if self._begun and slots is not None:
+            self._turns.index_fill_(0, slots, 0)
+        return True
 
     def clear(self) -> None:
         """SGLang empties its pools."""
         self._planned.clear()
-        self._landing.clear()
+        self._begun.clear()
         for kept in self._kept:
-            kept.live.zero_()
+            self._staging.then(kept.live.zero_)
 
     def plan_backup(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> None:
         """K/V of tokens goes from device to host slots, both int64 `[N]`, in the tokens' order."""
@@ -90,80 +128,97 @@ class HostTier:
 
     def plan_loss(self, host_slots: Tensor) -> None:
         """Host slots get tokens that have no draft K/V: from storage."""
-        self._planned.append(lambda: self._landing.append((None, partial(self._lose, host_slots))))
+        self._planned.append(partial(self._lose, host_slots))
 
-    def _back_up(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> None:
+    def _takes_turn(self, slots: Tensor) -> int:
+        _used_here(slots)
+        self._turn += 1
+        self._turns.index_fill_(0, slots, self._turn)
+        return self._turn
+
+    def _piece(self, group: KVGroup) -> int:
+        return min(PIECE, Staging.most_rows(group.cache.kv[0]))
+
+    def _back_up(self, slots: Tensor, host_slots: Tensor, pool_size: int) -> Iterator[int]:
         if not self._kept:
             self._kept = [_empty(_raw(group.cache.kv), pool_size) for group in self._groups]
-        _used_here(slots)
-        found, event = list[tuple[Kept, Tensor, Tensor, Tensor]](), _event(slots.device)
-        host_slots = host_slots.cpu()
+        return self._pieces_out(slots, host_slots.cpu(), self._takes_turn(slots))
+
+    def _pieces_out(self, slots: Tensor, host_slots: Tensor, turn: int) -> Iterator[int]:
+        yield from self._lose(host_slots)
         for group, kept in zip(self._groups, self._kept, strict=True):
-            some, there = (of[_last(group)].split(PIECE) for of in (slots, host_slots))
+            some, there = (of[_last(group)].split(self._piece(group)) for of in (slots, host_slots))
             for piece, at in zip(some, there, strict=True):
                 entries, live = group.cache.find(piece)
-                rows = _to_host(_raw(group.cache.kv)[entries])
-                found.append((kept, at, _to_host(live), rows))
-        if event is not None:
-            event.record()
-        self._landing.append((event, partial(self._keep, host_slots, found)))
+                live &= self._turns[piece] == turn
+                rows = _raw(group.cache.kv)[entries]
+                self._staging.send(rows, live, partial(_keep, kept, at))
+                yield len(piece)
 
-    def _keep(
-        self, host_slots: Tensor, found: Sequence[tuple[Kept, Tensor, Tensor, Tensor]]
-    ) -> None:
-        self._lose(host_slots)
-        for kept, at, live, rows in found:
-            kept.kv[at[live]] = rows[live]
-            kept.live[at[live]] = True
-
-    def _lose(self, host_slots: Tensor) -> None:
+    def _lose(self, host_slots: Tensor) -> Iterator[int]:
         for kept in self._kept:
-            kept.live[host_slots] = False
+            self._staging.then(partial(kept.live.index_fill_, 0, host_slots.cpu(), False))
+        yield from ()
 
-    def _load(self, host_slots: Tensor, slots: Tensor) -> None:
-        self._land(wait=True)
-        _used_here(slots)
+    def _load(self, host_slots: Tensor, slots: Tensor) -> Iterator[int]:
+        turn = self._takes_turn(slots)
         for group in self._groups:
             # What these slots held before must not be read.
             group.cache.forget(slots)
             if self._sends:
                 # Nor be sent: of a token without draft K/V, zeros are.
                 _raw(group.cache.kv)[slots] = 0
-        host_slots = host_slots.cpu()
-        together = zip(self._groups, self._kept, strict=bool(self._kept))
-        self.loaded_draft += max(
-            (self._load_group(group, kept, host_slots, slots) for group, kept in together),
-            default=0,
-        )
+        return self._pieces_in(host_slots.cpu(), slots, turn)
 
-    def _load_group(self, group: KVGroup, kept: Kept, host_slots: Tensor, slots: Tensor) -> int:
-        # Of each part of the prefix that went to the host, its last tokens may have some.
-        live = kept.live[host_slots].nonzero()[:, 0]
-        if not len(live):
-            return 0
-        quota = group.quota(1, self._running) if group.reach.is_bounded else len(live)
-        if len(live) > quota:
-            # The first ones may be sinks.
-            sinks = group.reach.sinks
-            live = torch.cat((live[:sinks], live[sinks - quota :]))
-        for some in live.split(PIECE):
-            rows, there = (
-                _to_device(host, slots.device) for host in (kept.kv[host_slots[some]], some)
-            )
-            entries = group.cache.place(slots[there], quota=quota)
+    def _pieces_in(self, host_slots: Tensor, slots: Tensor, turn: int) -> Iterator[int]:
+        self._staging.wait()
+        together = list(zip(self._groups, self._kept, strict=bool(self._kept)))
+        chosen = [self._chosen(group, kept.live[host_slots]) for group, kept in together]
+
+        def fetched() -> Iterator[tuple[KVGroup, Part]]:
+            for (group, kept), tokens in zip(together, chosen, strict=True):
+                pieces = tokens.split(self._piece(group)) if len(tokens) else ()
+                # Drafts need the last tokens most. But what a ring gets last stays longest.
+                for some in pieces if group.reach.is_bounded else reversed(pieces):
+                    yield group, self._staging.fetch(kept.kv, host_slots[some], some)
+
+        for group, part in _one_ahead(fetched()):
+            rows, there = self._staging.bring(part)
+            at = slots[there]
+            keep = self._turns[at] == turn
+            # A slot that is another token's by now stays as it is.
+            at = torch.where(keep, at, PADDING_SLOT)
+            entries = group.cache.place(at, keep, self._quota(group))
             _raw(group.cache.kv)[entries] = rows
-        return len(live)
+            yield len(rows)
+        self.loaded_draft += max(map(len, chosen), default=0)
 
-    def _land(self, wait: bool) -> None:
-        """Take in what has arrived on the host, in the order in which it was sent."""
-        while self._landing:
-            event, arrive = self._landing[0]
-            if event is not None and not event.query():
-                if not wait:
-                    return
-                event.synchronize()
-            self._landing.popleft()
-            arrive()
+    def _chosen(self, group: KVGroup, live: Tensor) -> Tensor:
+        """Which tokens of a prefix to load, int64, of those that the host has, bool `[N]`: of each
+        part of the prefix that went to it, the last ones may be there."""
+        tokens, quota = live.nonzero()[:, 0], self._quota(group)
+        if quota is None or len(tokens) <= quota:
+            return tokens
+        # The first ones may be sinks.
+        sinks = group.reach.sinks
+        return torch.cat((tokens[:sinks], tokens[sinks - quota :]))
+
+    def _quota(self, group: KVGroup) -> int | None:
+        return group.quota(1, self._running) if group.reach.is_bounded else None
+
+
+def _one_ahead(begun: Iterator[T]) -> Iterator[T]:
+    """The next one is begun before one is used: the thread has something to do meanwhile."""
+    for held in begun:
+        for following in begun:
+            yield held
+            held = following
+        yield held
+
+
+def _keep(kept: Kept, at: Tensor, rows: Tensor, live: Tensor) -> None:
+    kept.kv[at[live]] = rows[live]
+    kept.live[at[live]] = True
 
 
 def _last(group: KVGroup) -> slice:
@@ -185,25 +240,10 @@ def _raw(kv: Tensor) -> Tensor:
     return kv.view(torch.uint8) if kv.dtype.itemsize == 1 else kv
 
 
-def _event(device: torch.device) -> Any:
-    return None if device.type == "cpu" else torch.get_device_module(device).Event()
-
-
 def _used_here(slots: Tensor) -> None:
     """The scheduler made them on another stream."""
     if slots.device.type != "cpu":
         slots.record_stream(torch.get_device_module(slots.device).current_stream())
-
-
-def _to_host(rows: Tensor) -> Tensor:
-    """Torch lets the copy go to pinned memory; the host does not wait."""
-    return rows.to("cpu", non_blocking=True)
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
 
 
 # -- what SGLang's controller of the hierarchical cache tells --------------------------------------

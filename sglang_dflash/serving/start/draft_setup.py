@@ -64,8 +64,8 @@ class DraftSetup:
         """What sizes the draft KV cache of a group of layers."""
         token_bytes = math.prod(layers.kv_shape(self.model.kv_shape)) * self.kv_dtype.itemsize
         if self.hierarchical:
-            # Tags, with an entry per slot, too.
-            token_bytes += BYTES_PER_ENTRY + BYTES_PER_TARGET_SLOT
+            # Tags, with an entry per slot, too; and the host tier's turns.
+            token_bytes += BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT
         ring = self.options.ring_entries(layers.reach, self.running)
         return GroupKV(token_bytes, None if self.disaggregated else ring)
 

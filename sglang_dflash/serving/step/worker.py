@@ -102,8 +102,6 @@ class DFlashWorker:
     ) -> GenerationBatchResult:
         """One scheduler step. `on_publish` takes the new committed lengths when they are known."""
         publish = on_publish or (lambda _: None)
-        if self.host_tier is not None:
-            self.host_tier.follow(self._plain_context.absorb)
         if batch.forward_mode.is_idle():
             self._interrupted()
             return self._idle(publish)
@@ -112,6 +110,7 @@ class DFlashWorker:
                 with self.figures.times.step():
                     return self._decode(batch, publish, grammar_barrier)
             self._interrupted()
+            self._follow_host(batch.out_cache_loc)
             self._plain_context.absorb()
             return self._prefill(batch, publish, grammar_barrier, pp_proxy_tensors)
 
@@ -149,6 +148,7 @@ class DFlashWorker:
         with self.figures.times.phase("choose_width"):
             width = self.widths.choose(batch)
         step = self._next_step(batch, width)
+        self._follow_host(step.slots.flatten())
         self.observer.before_step(batch, step)
         with self.figures.times.phase("propose"):
             block, guesses = self._propose(batch, step)
@@ -245,6 +245,12 @@ class DFlashWorker:
         self.drafter.absorb(
             hidden, step.positions.flatten(), step.slots.flatten(), keep=committed.flatten()
         )
+
+    def _follow_host(self, slots: Tensor) -> None:
+        """Copies of draft K/V from and to host memory, before a forward writes to these slots."""
+        tier = self.host_tier
+        if tier is not None and tier.follow(self._plain_context.absorb, slots):
+            self.widths.clock.begins_now()
 
     def _interrupted(self) -> None:
         """Something else than decode steps runs."""
