@@ -37,6 +37,7 @@ ELSEWHERE = {
     "python -m experiments lookup --recorded": "tests/experiments/test_recorded.py",
     "sglang-dflash demo-models smollm2": "needs the network: tests/bench/test_public_target.py",
     "python -m tests.kernels.compile_kernels": "minutes; test_resources.py reads its table",
+    "sglang-dflash check-gpu": "needs a GPU: tests/cli/test_check_gpu.py",
     "sglang-dflash doctor": "needs a server: tests/cli/test_doctor.py",
     "pipx run pip-audit": "asks the network for known defects",
     "python -m sglang.check_env": "SGLang's own, for machines with a GPU",

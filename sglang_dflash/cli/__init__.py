@@ -17,6 +17,8 @@ VERBS = {
     "demo-models": "print the directories of an embedded pair: the target's, then the draft's",
     "inspect": "whether a pair can be served and what it costs, before any weight is loaded",
     "doctor": "acceptance length of a running server, what is wrong with it, and what to do",
+    "check-gpu": "whether our kernels compute what torch does on this GPU, and how fast; without "
+    "SGLang and weights",
     "generate": "continue one prompt over Transformers, without a server",
     "bench": "compare ways of decoding: throughput, latency, acceptance, and that outputs are the "
     "same",

@@ -3,13 +3,12 @@ SGLang is not imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.launch import DRAFT, TARGET, flags_of
 
-TARGET = ("--model-path", "--model")
-DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
 # SGLang's flag, or ours of a server -> the flag of `sglang-dflash inspect`.
 _FLAGS: Mapping[str, str] = {
     "--max-running-requests": "--max-running-requests",
@@ -83,7 +82,7 @@ def read(words: Sequence[str], own: Sequence[str] = ()) -> Launch:
     """
     found, taken = Launch([], None, [], []), dict[str, str]()
     pair: dict[str, str] = {}
-    for flag, values in _flags(words):
+    for flag, values in flags_of(words):
         value = " ".join(values)
         typed = f"{flag} {value}".rstrip()
         if flag in TARGET or flag in DRAFT:
@@ -112,18 +111,3 @@ def read(words: Sequence[str], own: Sequence[str] = ()) -> Launch:
     given = [word for both in taken.items() for word in both]
     positional = [pair["target"], *([pair["draft"]] if "draft" in pair else [])]
     return found._replace(words=[*positional, *given, *found.words])
-
-
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag and the words up to the next one. What stands before the first is the program."""
-    flag, values = None, list[str]()
-    for word in words:
-        if not word.startswith("--"):
-            values.append(word)
-            continue
-        if flag is not None:
-            yield flag, values
-        flag, equals, value = word.partition("=")
-        values = [value] if equals else []
-    if flag is not None:
-        yield flag, values

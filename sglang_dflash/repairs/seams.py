@@ -55,6 +55,11 @@ SEAMS = (
          "stop_patterns:find_in_time",
          "A stop_regex can keep the scheduler busy for ever.",
          "tests/repairs/test_stop_patterns.py::test_a_pattern_takes_for_ever_without_the_row"),
+        *((Kind.BEFORE, f"managers.{loop}", "interrupts:leave_to_the_server",
+           "Ctrl-C ends it with a traceback, and with it requests that are still answered.",
+           "tests/repairs/test_interrupts.py::test_a_child_dies_of_ctrl_c_without_the_rows")
+          for loop in ("scheduler.Scheduler.run_event_loop",
+                       "detokenizer_manager.DetokenizerManager.event_loop")),
         (Kind.AROUND, "managers.scheduler._dispatch_event_loop_once", "containment:run_loop",
          "An exception in a step ends the server, and with it every request.",
          "tests/engine/test_containment.py::test_the_server_ends_without_the_rows"),

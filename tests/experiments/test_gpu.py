@@ -16,11 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
-from experiments import drafters, gpu, gpu_parts, gpu_timing, runner
-from experiments.drafters import TINY, Load
-from experiments.gpu_parts import PHASES
-from experiments.traffic import config_of
+from experiments import gpu, runner
 from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.gpu_check import drafters, timing
+from sglang_dflash.gpu_check import parts as parts_of_gpu
+from sglang_dflash.gpu_check import plan as plans
+from sglang_dflash.gpu_check.drafters import TINY, Load
+from sglang_dflash.gpu_check.floors import config_of
+from sglang_dflash.gpu_check.parts import PHASES
 
 CPU = torch.device("cpu")
 
@@ -33,7 +36,7 @@ def result_of(argv: list[str], capsys: pytest.CaptureFixture[str], status: int =
 def test_all_parts_on_a_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_timing, "REPEATS", 2)
+    monkeypatch.setattr(timing, "REPEATS", 2)
     result = result_of(["--tiny"], capsys)
     parts = result["parts"]
     assert set(parts["kernels/tiny/8"]) == {"largest", "largest, sampled", "accept", "lookup"}
@@ -60,12 +63,12 @@ def test_a_part_that_fails_does_not_stop_the_others(
 ) -> None:
     phase = {"floor_bytes": 10**6, "eager_ms": 3.0, "graph_ms": 2.0}
     made_up = {
-        "bandwidth": gpu.Part(lambda: {"bytes_per_s": 1e9}),
-        "phases/one": gpu.Part(lambda: {"step": dict(phase)}),
-        "two": gpu.Part(fails),
-        "phases/three": gpu.Part(lambda: {"b": 1}),
+        "bandwidth": plans.Part(lambda: {"bytes_per_s": 1e9}),
+        "phases/one": plans.Part(lambda: {"step": dict(phase)}),
+        "two": plans.Part(fails),
+        "phases/three": plans.Part(lambda: {"b": 1}),
     }
-    monkeypatch.setattr(gpu, "plan", lambda _: made_up)
+    monkeypatch.setattr(plans, "plan", lambda _: made_up)
     result = result_of(["--tiny"], capsys, status=1)
     assert result["parts"]["phases/one"]["step"] == {**phase, "graph_over_floor": 2.0}
     assert result["parts"]["phases/three"] == {"b": 1}
@@ -84,11 +87,11 @@ def test_what_is_done_is_kept_if_the_command_is_ended(
         raise SystemExit(143)
 
     made_up = {
-        "bandwidth": gpu.Part(lambda: {"bytes_per_s": 1e9}),
-        "one": gpu.Part(lambda: {"a": 1}),
-        "two": gpu.Part(ended),
+        "bandwidth": plans.Part(lambda: {"bytes_per_s": 1e9}),
+        "one": plans.Part(lambda: {"a": 1}),
+        "two": plans.Part(ended),
     }
-    monkeypatch.setattr(gpu, "plan", lambda _: made_up)
+    monkeypatch.setattr(plans, "plan", lambda _: made_up)
     with pytest.raises(SystemExit):
         runner.main(["gpu", "--tiny", "--out", str(tmp_path / "out" / "gpu.json")])
     kept = json.loads((tmp_path / "out" / "gpu.json").read_text())
@@ -113,13 +116,13 @@ def test_replay_is_compared_with_what_it_saves(
         replayed(_, states, *__)
         states.mul_(1 + error)
 
-    replayed = gpu_parts.torch_fold_
+    replayed = parts_of_gpu.torch_fold_
     monkeypatch.setattr(gated_delta_fold, "fold_", kernel)
-    monkeypatch.setattr(gpu_parts, "milliseconds", lambda *_: times.pop(0))
+    monkeypatch.setattr(parts_of_gpu, "milliseconds", lambda *_: times.pop(0))
     device: Any = SimpleNamespace(type="cuda")
-    made = gpu_parts._replayed
-    monkeypatch.setattr(gpu_parts, "_replayed", lambda _, *of: made(CPU, *of))
-    found = gpu.fold(device, torch.bfloat16, 2, 4, 2, 1, 16)
+    made = parts_of_gpu._replayed
+    monkeypatch.setattr(parts_of_gpu, "_replayed", lambda _, *of: made(CPU, *of))
+    found = plans.fold(device, torch.bfloat16, 2, 4, 2, 1, 16)
     assert found.get("failed", "").startswith(failed or "") and ("failed" in found) == bool(failed)
 
 
@@ -129,8 +132,8 @@ def test_a_backend_that_differs_fails_its_part_and_no_other(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("an illegal memory access")
 
-    monkeypatch.setattr(gpu_parts, "check_attention", broken)
-    found = gpu.self_check(DraftConfig.from_dict(TINY), CPU, torch.float32)
+    monkeypatch.setattr(parts_of_gpu, "check_attention", broken)
+    found = plans.self_check(DraftConfig.from_dict(TINY), CPU, torch.float32)
     assert found["failed"] == "torch: RuntimeError: an illegal memory access"
     assert "runs on cuda" in found["attention"]["triton"]
 
@@ -181,14 +184,14 @@ def test_phases_on_a_gpu(
     made_up_gpu: tuple[list[str], Mock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched, replay = made_up_gpu
-    monkeypatch.setattr(gpu_timing, "REPEATS", 2)
+    monkeypatch.setattr(timing, "REPEATS", 2)
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3-8B-DFlash-b16")
-    assert gpu.copy_bandwidth(cuda) == 2 * (1 << 30) / 0.002
-    found = gpu.phases(config, Load(2, 8192, 4096), cuda, torch.bfloat16)
+    assert plans.copy_bandwidth(cuda) == 2 * (1 << 30) / 0.002
+    found = plans.phases(config, Load(2, 8192, 4096), cuda, torch.bfloat16)
     assert found["attention"] == "triton" and found["host_waits"] is None
     assert {found[phase]["graph_ms"] for phase in PHASES} == {2.0}
     # Four phases; two recordings in every step, one step of which is not timed.
-    assert replay.call_count == 6 * (3 + gpu_timing.REPEATS) + 2
+    assert replay.call_count == 6 * (3 + timing.REPEATS) + 2
     assert {"block_attention_kernel", "accept_kernel", "write_context_kernel"} <= set(launched)
 
 
@@ -196,17 +199,17 @@ def test_kernels_and_a_start_on_a_gpu(
     made_up_gpu: tuple[list[str], Mock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched, _ = made_up_gpu
-    monkeypatch.setattr(gpu_timing, "REPEATS", 2)
-    monkeypatch.setattr(gpu_parts, "RECORDED", (1, 2))
+    monkeypatch.setattr(timing, "REPEATS", 2)
+    monkeypatch.setattr(parts_of_gpu, "RECORDED", (1, 2))
     cuda, config = torch.device("cuda"), config_of("z-lab/Qwen3.8-27B-DFlash2")
-    found = gpu.alone(config, 64, cuda, torch.bfloat16)
+    found = plans.alone(config, 64, cuda, torch.bfloat16)
     assert set(found) == {
         "largest", "largest, sampled", "accept", "lookup", "candidates", "torch.topk", "walk"
     }  # fmt: skip
     assert found["candidates"]["floor_bytes"] == 64 * 7 * 248320 * 2
     assert all(of["graph_ms"] == 2.0 for of in found.values())
     launched.clear()
-    found = gpu.start(config, cuda, torch.bfloat16)
+    found = plans.start(config, cuda, torch.bfloat16)
     assert set(found) == {"first_s", "first_mib", "again_s", "again_mib"}
     assert "block_attention_kernel" in launched
 
@@ -215,8 +218,8 @@ def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    assert gpu_timing.waits_for_the_device(fails) == "made to fail"
-    assert gpu_timing.waits_for_the_device(lambda: 0) is None
+    assert timing.waits_for_the_device(fails) == "made to fail"
+    assert timing.waits_for_the_device(lambda: 0) is None
     assert modes == ["error", "default"] * 2
 
 
@@ -229,8 +232,8 @@ def test_without_a_gpu_one_line_names_what_can_be_done(capsys: pytest.CaptureFix
 
 def test_the_plan_is_printed_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     plan = result_of(["--dry-run"], capsys)["parts"]
-    assert len([name for name in plan if name.startswith("phases/")]) == len(gpu.SHAPES) * len(
-        gpu.LOADS
+    assert len([name for name in plan if name.startswith("phases/")]) == len(plans.SHAPES) * len(
+        plans.LOADS
     )
     # lm_head, layers and context of Qwen3-8B's draft at 1 x 4k, in bfloat16.
     floor = plan["phases/Qwen3-8B-DFlash-b16/1x4096"]["floor_bytes"]["propose"]

@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments.drafters import random_head, random_model
 from experiments.launches import Scene, counted
-from experiments.traffic import config_of
 from sglang_dflash.drafting.attention.backend import Backend, Capabilities
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
@@ -36,6 +34,8 @@ from sglang_dflash.facts.sizes import (
     GRAPH_BYTES_PER_REQUEST,
     narrow_width_bytes,
 )
+from sglang_dflash.gpu_check.drafters import random_head, random_model
+from sglang_dflash.gpu_check.floors import config_of
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool

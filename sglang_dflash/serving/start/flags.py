@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import functools
-import socket
 import sys
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
@@ -16,6 +13,7 @@ from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.facts.command_line import end_in_one_line, setting
 from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.facts.hub import check_path
+from sglang_dflash.facts.launch import check_port, listens
 from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs import flag as guard
 from sglang_dflash.serving.start.refusal import use_one_line
@@ -31,8 +29,6 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
-# Programs that listen on --port: `python -m sglang.launch_server` and `sglang serve`.
-LISTENING = ("launch_server.py", "sglang")
 WIDTH_FLAG = "--speculative-dflash-width"
 # Widths that an adaptive server chooses from, beside the draft's block and the whole one.
 NARROW_WIDTHS = (1, 4, 8)
@@ -158,17 +154,8 @@ def _check_command_line(given: argparse.Namespace) -> None:
     """Raise ConfigError for what SGLang would find minutes later, or tell in a traceback."""
     if getattr(given, "model_path", None) is not None:
         check_path("target", given.model_path)
-    if Path(sys.argv[0]).name not in LISTENING or given.node_rank:
-        return
-    host, port = given.host, given.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                required = f"another program listens there, at {host}; end it, or give another port"
-                raise ConfigError("port", port, required) from None
+    if listens(sys.argv) and not given.node_rank:
+        check_port(given.host, given.port)
 
 
 def server_args_from_kwargs(**kwargs: Any) -> Any:

@@ -17,14 +17,15 @@ logger = Log(__name__)
 
 
 def use_one_line() -> None:
-    """Show ConfigErrors that end this process in one line. For processes that a command line
-    started; a script that makes an `Engine` keeps its tracebacks."""
+    """Show ConfigErrors that end this process in one line, and Ctrl-C, after which it has shut
+    down, in none. For processes that a command line started; a script that makes an `Engine` keeps
+    its tracebacks."""
     before = sys.excepthook  # Packages that SGLang imports set one, too.
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, ConfigError):
             print(f"sglang-dflash: {error}", file=sys.stderr, flush=True)
-        else:
+        elif not isinstance(error, KeyboardInterrupt):
             before(kind, error, trace)
 
     sys.excepthook = show

@@ -1,4 +1,4 @@
-"""The parts of `python -m experiments gpu`."""
+"""The parts of `sglang-dflash check-gpu`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 from dflash_kernels import accept, lookup, walk
 from torch import Tensor
 
-from experiments import traffic
-from experiments.drafters import Load, Loaded, loaded, random_head, random_model
-from experiments.gpu_timing import CudaGraphs, milliseconds, seconds, waits_for_the_device
 from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
@@ -23,6 +20,9 @@ from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
 from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.gpu_check.drafters import Load, Loaded, loaded, random_head, random_model
+from sglang_dflash.gpu_check.floors import floors as least_bytes
+from sglang_dflash.gpu_check.timing import CudaGraphs, milliseconds, seconds, waits_for_the_device
 from sglang_dflash.serving.gpu.backends import ATTENTION
 
 PHASES = ("propose", "sampled", "commit", "absorb", "step")
@@ -239,7 +239,7 @@ def start(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict
 
 def floors(config: DraftConfig, load: Load, itemsize: int) -> dict[str, int]:
     """The fewest bytes of each phase, and of the step that they make up."""
-    found = traffic.floors(config, *load, itemsize)
+    found = least_bytes(config, *load, itemsize)
     return {**found, "sampled": found["propose"], "step": sum(found.values())}
 
 

@@ -1,0 +1,1 @@
+"""The draft side on a GPU, without SGLang: checked against torch, and timed against its floor."""

@@ -1,0 +1,96 @@
+"""What of a server's command line is refused before SGLang is imported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.facts import launch
+from sglang_dflash.facts.embedded import demo_pair
+from tests.broken_drafts import BROKEN
+
+PAIR = demo_pair("dense")
+TARGET, DRAFT = str(PAIR.target), str(PAIR.draft)
+SERVER = "/env/sglang/launch_server.py"
+DFLASH = ["--speculative-algorithm", "DFLASH"]
+
+
+def argv(*words: str, program: tuple[str, ...] = (SERVER,)) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [*program, *words, "--port", str(port)]
+
+
+def served(target: str, *draft: str) -> list[str]:
+    words = ["--model-path", target, *DFLASH]
+    return [*words, *(["--speculative-draft-model-path", *draft] if draft else [])]
+
+
+WRONG = {
+    "no target": (served("/nonesuch/model", DRAFT), "--model-path: '/nonesuch/model'; there is no"),
+    "no draft": (served(TARGET), "--speculative-draft-model-path: missing"),
+    "no draft's folder": (
+        served(TARGET, "./nonesuch/draft"), "--speculative-draft-model-path: './nonesuch/draft'",
+    ),
+    "swapped": (served(DRAFT, TARGET), "this is a draft: give it as --speculative-draft"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", [(SERVER,), ("/bin/sglang", "serve")], ids=str)
+@pytest.mark.parametrize("what", WRONG)
+def test_what_could_not_start_ends_in_one_line(what: str, program: tuple[str, ...]) -> None:
+    words, message = WRONG[what]
+    with pytest.raises(SystemExit, match="sglang-dflash: ") as ended:
+        launch.refuse_early(argv(*words, program=program))
+    assert message in str(ended.value) and "\n" not in str(ended.value)
+
+
+def test_a_draft_for_another_target_and_a_used_port_do(tmp_path: Path) -> None:
+    draft = BROKEN["field: hidden_size=256"].make(tmp_path / "draft")
+    with pytest.raises(SystemExit, match="hidden_size"):
+        launch.refuse_early(argv(*served(TARGET, str(draft))))
+    # SGLang's worker judges by itself.
+    builtin = ("--speculative-dflash-worker", "builtin")
+    launch.refuse_early(argv(*served(TARGET, str(draft)), *builtin))
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        with pytest.raises(SystemExit, match=f"--port: {port}; another program listens"):
+            launch.refuse_early([SERVER, "--model-path", TARGET, f"--port={port}"])
+        launch.refuse_early([SERVER, "--model-path", TARGET, "--port", port, "--node-rank", "1"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        argv(*served(TARGET, DRAFT)),
+        argv("--model-path", "Qwen/Qwen3-8B", *DFLASH, "--speculative-draft-model-path", "a/b"),
+        # Plain decoding, flags of a file, and other programs.
+        argv("--model-path", TARGET),
+        argv("--config", "server.yaml", *DFLASH, "--model-path", TARGET),
+        ["/bin/sglang", "generate", *WRONG["no target"][0]],
+        ["/bin/pytest", *WRONG["no target"][0]],
+    ],
+    ids=str,
+)
+def test_the_rest_goes_on(words: list[str]) -> None:
+    launch.refuse_early(words)
+
+
+def test_a_servers_children_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    launch.refuse_early(argv(*WRONG["no target"][0]))
+
+
+def test_it_imports_no_engine() -> None:
+    code = (
+        f"import sys; from sglang_dflash.facts.launch import refuse_early\n"
+        f"refuse_early({argv(*served(TARGET, DRAFT))!r})\n"
+        "assert not {'torch', 'sglang', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
