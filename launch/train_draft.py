@@ -5,7 +5,7 @@
 Stages: text (the target writes chats, or answers --prompts), states (what the draft reads), draft
 (DFlash v1), dflash2 (if --dflash2 is given; it starts from that one), card. A stage whose result is
 there is skipped, and an interrupted one resumes: run the same command again. More --shards or
---steps go on from what is there. Everything runs on one core.
+--steps go on from what is there. It runs on one GPU, or on one core of a CPU.
 """
 
 from __future__ import annotations
@@ -42,12 +42,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME=FILE",
         help="JSONL of prompts that are measured and never trained on, beside the built-in chat",
     )
+    add(
+        "--device",
+        type=torch.device,
+        default=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        help="cuda or cpu",
+    )
     add("--only", choices=STAGES, help="the only stage to run")
     add("--shards", type=int, default=10, help="of the text")
-    add("--chats", type=int, default=text.CHATS, help="of a shard")
+    add("--chats", type=int, help="of a shard")
     add("--steps", type=int, default=4000, help="of the v1 draft")
     add("--dflash2-steps", type=int, default=1000)
-    add("--milestone", type=float, default=600, help="CPU seconds from one to the next")
+    add("--milestone", type=float, default=600, help="seconds from one to the next")
     return parser.parse_args(argv)
 
 
@@ -59,14 +65,17 @@ def main(argv: list[str] | None = None) -> None:
         for name, file in (given.split("=", 1) for given in args.held_out):
             held_out[name] = datasets.from_file(Path(file))
         prompts = datasets.from_file(args.prompts) if args.prompts else ()
-        run(args, Recipe(args.target, args.work, prompts, held_out, start=args.start))
+        recipe = Recipe(args.target, args.work, prompts, held_out, args.device, start=args.start)
+        run(args, recipe)
     except ValueError as error:
         raise SystemExit(f"train_draft: {error}") from error
 
 
 def run(args: argparse.Namespace, recipe: Recipe) -> None:
     stages = {
-        "text": lambda: recipe.write_text(args.shards, args.chats),
+        "text": lambda: recipe.write_text(
+            args.shards, args.chats or text.CHATS[recipe.device.type]
+        ),
         "states": recipe.write_states,
         "draft": lambda: recipe.train(False, args.steps, args.milestone),
         "dflash2": lambda: args.dflash2 and recipe.train(True, args.dflash2_steps, args.milestone),

@@ -32,12 +32,12 @@ def write(recipe: Recipe, name: str, out: Path) -> None:
 
 def _table(curve: list[dict[str, Any]]) -> str:
     names = list(curve[-1]["held_out"])
-    head = ["steps", "CPU seconds", "blocks", "in training", *names]
+    head = ["steps", "on", "seconds", "blocks", "in training", *names]
     lines = [head, ["---"] * len(head)]
     for row in curve:
         held_out = [f"{row['held_out'].get(name, float('nan')):.2f}" for name in names]
-        numbers = [f"{row[of]:,}" for of in ("step", "cpu_seconds", "blocks")]
-        lines.append([*numbers, f"{row['in_batches']:.2f}", *held_out])
+        step, seconds, blocks = (f"{row[of]:,}" for of in ("step", "seconds", "blocks"))
+        lines.append([step, row["device"], seconds, blocks, f"{row['in_batches']:.2f}", *held_out])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -73,9 +73,11 @@ def _facts(recipe: Recipe, config: DraftConfig, out: Path) -> dict[str, Any]:
 
 
 def _spent(folder: Path) -> float:
-    """CPU seconds of all shards."""
+    """Seconds of all shards."""
     heads = [json.loads(file.open().readline()) for file in sorted(folder.glob("*.jsonl"))]
-    states = [torch.load(file, mmap=True) for file in sorted(folder.glob("*.pt"))]
+    states = [
+        torch.load(file, mmap=True, map_location="cpu") for file in sorted(folder.glob("*.pt"))
+    ]
     return sum(of["spent"] for of in (*heads, *states))
 
 
@@ -89,8 +91,7 @@ Block {block}, {depth} layers of the target's shape that read its layers {featur
 
 - **Text**: {chats:,} chats ({kinds}), {tokens:,} tokens of answers, all written by the target:
   {sampled:.0%} of the answers sampled at temperature {temperature}, the others greedy; a loop is
-  cut after {loop} tokens. {text_seconds:,.0f} CPU seconds, and {states_seconds:,.0f} for hidden
-  states.
+  cut after {loop} tokens. {text_seconds:,.0f} seconds, and {states_seconds:,.0f} for hidden states.
 - **Never seen**: {held_out}. A text that shares {near} words in a row with one of these prompts is
   left out.
 - **Loss**: of blocks at random places of the answers, position weights

@@ -19,11 +19,11 @@ from .states import States
 # Later positions count less, because a token is used only if all before it are right
 # (arXiv 2602.06036, section 4.3).
 DECAY = 4.0
-BATCH, ANCHORS = 8, 64
+BATCH, ANCHORS = {"cpu": 8, "cuda": 32}, 64
 # Share of the loss that compares distributions; the rest is the cross entropy of the argmax.
 SOFT = 0.5
-# The softmax is over the tokens that are the most frequent in the text, those that the target finds
-# likely in the batch, and so many of the others, which stand for all of these.
+# On a CPU the softmax is over the tokens that are the most frequent in the text, those that the
+# target finds likely in the batch, and so many of the others, which stand for all of these.
 FREQUENT, OTHERS = 4096, 1024
 
 
@@ -72,12 +72,15 @@ def gather(picked: Sequence[tuple[States, int]], anchors: Tensor) -> Batch:
         torch.nn.utils.rnn.pad_sequence(list(of), batch_first=True)
         for of in zip(*found, strict=True)
     )
-    return Batch(ids, hidden, likely.long(), log_p.float(), torch.tensor(ends), anchors)
+    device = ids.device
+    return Batch(
+        ids, hidden, likely.long(), log_p.float(), torch.tensor(ends).to(device), anchors.to(device)
+    )
 
 
 def places_of(batch: Batch, block: int) -> tuple[Tensor, Tensor]:
     """Positions of all drafted tokens `[R, A, B - 1]`, inside of the text, and which are really."""
-    at = batch.anchors[..., None] + torch.arange(1, block)
+    at = batch.anchors[..., None] + torch.arange(1, block, device=batch.anchors.device)
     inside = at < batch.ends[:, None, None]
     return at.clamp_max(batch.ids.shape[1] - 1), inside
 
@@ -102,7 +105,7 @@ def masked_block_attention(context: Tensor, positions: Tensor, windows: Sequence
 
     `context`: `[R, W, L, 2, G, D]`; `positions`: `[R, A, B]`.
     """
-    at = torch.arange(context.shape[1])
+    at = torch.arange(context.shape[1], device=context.device)
     before = at < positions[..., :1, None]  # [R, A, 1, W]
     unseen = [~(before & (at > positions[..., None] - window)) for window in windows]
 
@@ -128,41 +131,39 @@ def masked_block_attention(context: Tensor, positions: Tensor, windows: Sequence
 def block_hidden(model: DraftModel, embed: Tensor, batch: Batch) -> Tensor:
     """Hidden states `[R, A, B, E]` of blocks."""
     rows, width = batch.ids.shape
-    block = model.config.block_size
-    context = model.context_kv(batch.hidden, torch.arange(width).expand(rows, -1))
-    blocks = torch.full((*batch.anchors.shape, block), model.config.mask_token_id)
+    block, device = model.config.block_size, batch.ids.device
+    context = model.context_kv(batch.hidden, torch.arange(width, device=device).expand(rows, -1))
+    blocks = torch.full((*batch.anchors.shape, block), model.config.mask_token_id, device=device)
     blocks[..., 0] = batch.ids.gather(1, batch.anchors)
-    positions = batch.anchors[..., None] + torch.arange(block)
+    positions = batch.anchors[..., None] + torch.arange(block, device=device)
     windows = [layer.sliding_window or width for layer in model.config.layers]
     attend = masked_block_attention(context, positions, windows)
     return model(F.embedding(blocks, embed), positions, attend)
 
 
 class Vocabulary:
-    """The tokens that a step's softmax is over."""
+    """The tokens that a step's softmax is over: all of them on a GPU."""
 
     def __init__(self, size: int, shards: Sequence[States]) -> None:
-        self.size = size
-        counts = sum(
-            (torch.bincount(shard.ids, minlength=size) for shard in shards),
-            torch.zeros(size, dtype=torch.int64),
-        )
-        self.frequent = counts.argsort(descending=True)[:FREQUENT]
+        self.size, self.device = size, shards[0].ids.device
+        counts = torch.zeros(size, dtype=torch.int64, device=self.device)
+        for shard in shards:
+            counts += torch.bincount(shard.ids, minlength=size)
+        kept = FREQUENT if self.device.type == "cpu" else size
+        self.frequent = counts.argsort(descending=True)[:kept]
 
     def tokens(self, needed: Tensor, rng: random.Random) -> tuple[Tensor, Tensor]:
         """Tokens int64 `[n]`, ascending, and what is added to the logit of each: a token of the
         random ones stands for as many as were left out for it."""
-        kept = torch.zeros(self.size, dtype=torch.bool)
+        kept = torch.zeros(self.size, dtype=torch.bool, device=self.device)
         kept[self.frequent] = True
         kept[needed.flatten()] = True
         others = torch.nonzero(~kept)[:, 0]
-        added = torch.zeros(self.size)
+        added = torch.zeros(self.size, device=self.device)
         if len(others):
-            drawn = others[
-                torch.randperm(
-                    len(others), generator=torch.Generator().manual_seed(rng.getrandbits(60))
-                )[:OTHERS]
-            ]
+            order = torch.Generator().manual_seed(rng.getrandbits(60))
+            picked = torch.randperm(len(others), generator=order)[:OTHERS]
+            drawn = others[picked.to(self.device)]
             kept[drawn] = True
             added[drawn] = torch.tensor(len(others) / len(drawn)).log()
         tokens = torch.nonzero(kept)[:, 0]
@@ -190,8 +191,9 @@ def block_loss(
     hidden = block_hidden(model, embed, batch)[:, :, 1:]
     labels, known = labels_of(batch, block)
     # What is not known is not computed.
-    hidden, weight = hidden[known], torch.exp(-torch.arange(block - 1) / DECAY).expand_as(known)
-    weight = weight[known] / weight[known].sum()
+    hidden, later = hidden[known], torch.arange(block - 1, device=hidden.device)
+    weight = torch.exp(-later / DECAY).expand_as(known)[known]
+    weight = weight / weight.sum()
     at = (places_of(batch, block)[0] - 1).flatten(1)[..., None]
     soft = [t.gather(1, at.expand(-1, -1, t.shape[-1])) for t in (batch.likely, batch.log_p)]
     likely, log_p = (t.view(*known.shape, -1)[known] for t in soft)

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .device import now
+
 SAVE_EVERY_S = 120.0
 # The average goes back over so large a share of the steps so far.
 AVERAGED = 0.1
@@ -51,7 +53,7 @@ class Run:
         loss_of: of a step's random numbers: the loss, and the acceptance length of the batch.
 
     Attributes:
-        step: steps so far; spent: CPU seconds so far, interruptions included.
+        step: steps so far; spent: seconds so far (`device.now`), interruptions included.
         average: weights, averaged over the last steps.
     """
 
@@ -71,11 +73,12 @@ class Run:
         self.weights = {
             n: nn.Parameter(p.detach().float().clone()) for n, p in model.named_parameters()
         }
+        self.device = next(iter(self.weights.values())).device
         self.optimizers = make_optimizers(self.weights, codebooks)
         self.step, self.spent = 0, 0.0
         self.average = {n: p.detach().clone() for n, p in self.weights.items()}
         if self.file.exists():
-            state = torch.load(self.file)
+            state = torch.load(self.file, map_location=self.device)
             self._set(state["weights"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
@@ -106,22 +109,22 @@ class Run:
         self.file.with_suffix(".tmp").replace(self.file)
 
     def train(self, steps: int, until: float = float("inf")) -> float:
-        """Go on to `steps` steps or `until` CPU seconds of the run; the mean acceptance length of
+        """Go on to `steps` steps or `until` seconds of the run; the mean acceptance length of
         the batches of these steps."""
         saved_at, lengths = time.monotonic(), []
         while self.step < steps and self.spent < until:
-            began = time.process_time()
+            began = now(self.device)
             # One generator per step: a resumed run sees the same data as an uninterrupted one.
             loss, acceptance = self.loss_of(random.Random(f"0-{self.name}-{self.step}"))
             self._update(loss, self.lr * lr_scale(self.step, steps, self.warmup))
             lengths.append(acceptance)
             self.step += 1
-            self.spent += time.process_time() - began
+            self.spent += now(self.device) - began
             if self.step % 10 == 0:
                 recent = sum(lengths[-10:]) / len(lengths[-10:])
                 print(
                     f"{self.name} {self.step}/{steps}: loss {loss.item():.3f}, acceptance in the "
-                    f"batches {recent:.2f}, {self.spent:.0f} CPU seconds",
+                    f"batches {recent:.2f}, {self.spent:.0f} s",
                     flush=True,
                 )
             if time.monotonic() - saved_at >= SAVE_EVERY_S:

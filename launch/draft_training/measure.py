@@ -18,7 +18,7 @@ from .draft import block_hidden, gather
 from .states import States
 
 # Blocks that are drafted at a time.
-BLOCKS = 48
+BLOCKS = {"cpu": 48, "cuda": 512}
 
 
 @torch.inference_mode()
@@ -34,7 +34,7 @@ def acceptance(model: DraftModel, embed: Tensor, head: Tensor, states: States) -
             continue
         accepted = [
             count
-            for places in torch.arange(begin, stop).split(BLOCKS)
+            for places in torch.arange(begin, stop).split(BLOCKS[embed.device.type])
             for count in _right(model, embed, head, states, i, places)
         ]
         place = begin
@@ -51,10 +51,11 @@ def _right(
 ) -> list[int]:
     """Drafted tokens that are right, of blocks that begin at `places` `[A]` of an answer."""
     batch = gather([(states, i)], places[None])
+    places = batch.anchors[0]
     hidden, bonus = block_hidden(model, embed, batch)[0], batch.ids[0][places]
     target = TargetHead(partial(F.embedding, weight=embed), partial(F.linear, weight=head))
     drafted = make_head(model, target)(hidden, bonus, None)
     block = model.config.block_size
-    at = places[:, None] + torch.arange(1, block)
+    at = places[:, None] + torch.arange(1, block, device=places.device)
     text = F.pad(batch.ids[0], (0, block), value=-1)[at]
     return (drafted == text).long().cumprod(-1).sum(-1).tolist()

@@ -6,14 +6,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -24,6 +22,7 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.transformers_loop.writer import fast_decoding
 
 from . import draft, measure, states, text
+from .device import fastest_dtype, name_of
 from .loop import Run
 from .start import dflash2_config, draft_config, init_from_draft, init_from_target
 
@@ -36,43 +35,34 @@ HELD_OUT, HELD_OUT_TOKENS = 32, 128
 CONTEXT = 512
 
 
-def fastest_dtype() -> torch.dtype:
-    """bfloat16 where the CPU multiplies it faster than float32."""
-    x, w = torch.randn(256, 1024), torch.randn(1024, 1024)
-    times = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = x.to(dtype), w.to(dtype)
-        F.linear(a, b)
-        began = time.perf_counter()
-        for _ in range(5):
-            F.linear(a, b)
-        times[dtype] = time.perf_counter() - began
-    return min(times, key=times.__getitem__)
-
-
 @dataclass
 class Recipe:
     """What all stages share.
 
     Attributes:
         work: folder of the state.
-        target_folder, prompts, start: see `launch/train_draft.py`.
+        target_folder, prompts, device, start: see `launch/train_draft.py`.
         held_out: prompts by the name of their set.
+        dtype: of all forwards; by default the fastest of the device.
     """
 
     target_folder: Path
     work: Path
     prompts: Sequence[Prompt]
     held_out: Mapping[str, Sequence[Prompt]]
-    dtype: torch.dtype = field(default_factory=fastest_dtype)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype | None = None
     start: Path | None = None
+    _shards: dict[str, states.States] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
         self._check_target()
+        self.dtype = self.dtype or fastest_dtype(self.device)
         self.tokenizer = AutoTokenizer.from_pretrained(self.target_folder)
         model = AutoModelForCausalLM.from_pretrained(self.target_folder, dtype=self.dtype)
-        self.target: PreTrainedModel = fast_decoding(model.eval().requires_grad_(False))
+        model = model.to(self.device).eval().requires_grad_(False)
+        self.target: PreTrainedModel = fast_decoding(model)
         self.raw = draft_config(self.target, self.tokenizer, CONTEXT)
         self.layers = self.raw["dflash_config"]["target_layer_ids"]
         named = self.target.generation_config.eos_token_id
@@ -124,11 +114,15 @@ class Recipe:
                 made = states.states_of(self.target, self.layers, rows)
                 torch.save(vars(made), file.with_suffix(".tmp"))
                 file.with_suffix(".tmp").replace(file)
-            found[name] = states.read_states(file)
+            found[name] = states.read_states(file).to(self.device)
         return found
 
     def shards(self) -> list[states.States]:
-        return [states.read_states(file) for file in sorted((self.work / "states").glob("*.pt"))]
+        """All that are written by now, on the device."""
+        for file in sorted((self.work / "states").glob("*.pt")):
+            if file.name not in self._shards:
+                self._shards[file.name] = states.read_states(file).to(self.device)
+        return list(self._shards.values())
 
     def new_draft(self) -> DraftModel:
         if self.start is not None:
@@ -165,22 +159,28 @@ class Recipe:
         torch.manual_seed(2)
         model = DraftModel(DraftConfig.from_dict(raw))
         first = DraftModel(DraftConfig.from_dict(self.raw))
-        first.load_state_dict(torch.load(self.work / "draft.state.pt", mmap=True)["average"])
+        state = torch.load(self.work / "draft.state.pt", mmap=True, map_location="cpu")
+        first.load_state_dict(state["average"])
         init_from_draft(model, first)
         return raw, model
 
     def train(self, second: bool, steps: int, every: float) -> None:
-        """Train, with a milestone every so many CPU seconds."""
+        """Train, with a milestone every so many seconds."""
         raw, model = self.new_dflash2() if second else (self.raw, self.new_draft())
         shards: list[states.States] = []
+        batch_size = draft.BATCH[self.device.type]
+        # Not `model.to`: a rotation's frequencies stay float32, as when the draft is served.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(self.device, self.dtype)
+        model.rotary.to(self.device)
 
         def loss_of(rng: random.Random) -> tuple[Tensor, float]:
-            batch = draft.draw(shards, draft.BATCH, draft.ANCHORS, rng)
+            batch = draft.draw(shards, batch_size, draft.ANCHORS, rng)
             return draft.block_loss(model, self.embed, self.head, of, batch, rng)
 
         run = Run(
             "dflash2" if second else "draft",
-            model.to(self.dtype),
+            model,
             loss_of,
             lr=LR2 if second else LR,
             work=self.work,
@@ -201,11 +201,12 @@ class Recipe:
         folder = self.work / "milestones" / f"{run.name}-{run.step:06}"
         save_model(model, raw, folder, torch.bfloat16)
         before = self.curve_before() if run.name == "draft" else []
-        last = before[-1] if before else dict.fromkeys(("step", "cpu_seconds", "blocks"), 0)
+        last = before[-1] if before else dict.fromkeys(("step", "seconds", "blocks"), 0)
         row = {
             "step": last["step"] + run.step,
-            "cpu_seconds": last["cpu_seconds"] + round(run.spent),
-            "blocks": last["blocks"] + run.step * draft.BATCH * draft.ANCHORS,
+            "device": name_of(self.device),
+            "seconds": last["seconds"] + round(run.spent),
+            "blocks": last["blocks"] + run.step * draft.BATCH[self.device.type] * draft.ANCHORS,
             "shards": shards,
             "in_batches": round(in_batches, 3),
             "held_out": self.measured(folder),
@@ -218,7 +219,7 @@ class Recipe:
 
     def measured(self, folder: Path) -> dict[str, float]:
         """Acceptance length of a draft on every held-out set."""
-        model = load_model(folder, dtype=self.dtype)
+        model = load_model(folder, dtype=self.dtype, device=self.device)
         found: dict[str, float] = {}
         for of in self.held_out_states().values():
             found |= measure.acceptance(model, self.embed, self.head, of)

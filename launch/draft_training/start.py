@@ -161,7 +161,7 @@ def _sizes_of_q_and_k(
                 found.setdefault(i, {})[name] = out.float().square().mean().sqrt().item()
 
             handles.append(module.register_forward_hook(note))
-    target.get_decoder()(input_ids=sample, use_cache=False)
+    target.get_decoder()(input_ids=sample.to(target.device), use_cache=False)
     for handle in handles:
         handle.remove()
     return found

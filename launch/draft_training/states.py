@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .device import now
+
 # The target's likeliest tokens that are kept of every place; texts, and places whose logits are
 # computed at a time.
-LIKELIEST, ROWS, PLACES = 8, 8, 256
+LIKELIEST = 8
+ROWS, PLACES = {"cpu": 8, "cuda": 64}, {"cpu": 256, "cuda": 4096}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,13 @@ class States:
     likely: Tensor
     log_p: Tensor
 
+    def to(self, device: torch.device) -> States:
+        """What batches are made of, on a device; begins and answers are read on the host."""
+        moved = {
+            name: getattr(self, name).to(device) for name in ("ids", "hidden", "likely", "log_p")
+        }
+        return replace(self, **moved)
+
 
 @torch.inference_mode()
 def states_of(
@@ -53,15 +62,17 @@ def states_of(
     hidden = torch.empty(total, len(layer_ids) * of.hidden_size, dtype=torch.bfloat16)
     likely = torch.zeros(total, LIKELIEST, dtype=torch.int32)
     log_p = torch.zeros(total, LIKELIEST, dtype=torch.float16)
-    for batch in lengths.argsort().split(ROWS):
+    for batch in lengths.argsort().split(ROWS[target.device.type]):
         longest = int(lengths[batch].max())
         ids = torch.tensor([rows[i]["ids"] + [0] * (longest - int(lengths[i])) for i in batch])
         # Padding on the right: no token sees it.
-        out = target.get_decoder()(input_ids=ids, use_cache=False, output_hidden_states=True)
+        out = target.get_decoder()(
+            input_ids=ids.to(target.device), use_cache=False, output_hidden_states=True
+        )
         joined = torch.cat([out.hidden_states[i + 1] for i in layer_ids], -1)
         for row, i in enumerate(batch.tolist()):
             own = slice(int(begins[i]), int(begins[i + 1]))
-            hidden[own] = joined[row, : int(lengths[i])]
+            hidden[own] = joined[row, : int(lengths[i])].cpu()
             for begin, end in rows[i]["answers"]:
                 at = slice(int(begins[i]) + begin - 1, int(begins[i]) + end - 1)
                 final = out.last_hidden_state[row, begin - 1 : end - 1]
@@ -79,7 +90,7 @@ def _likeliest(target: PreTrainedModel, final: Tensor) -> tuple[Tensor, Tensor]:
     """
     head = target.get_output_embeddings()
     found = []
-    for part in final.split(PLACES):
+    for part in final.split(PLACES[final.device.type]):
         logits = head(part)
         candidates = logits.topk(2 * LIKELIEST, dim=-1).indices
         exact = torch.einsum("nke,ne->nk", head.weight[candidates].float(), part.float())
@@ -87,7 +98,7 @@ def _likeliest(target: PreTrainedModel, final: Tensor) -> tuple[Tensor, Tensor]:
         total = logits.float().logsumexp(-1, keepdim=True)
         found.append((candidates.gather(1, best.indices).int(), (best.values - total).half()))
     likely, log_p = zip(*found, strict=True)
-    return torch.cat(likely), torch.cat(log_p)
+    return torch.cat(likely).cpu(), torch.cat(log_p).cpu()
 
 
 def read_text(file: Path) -> list[dict[str, Any]]:
@@ -103,15 +114,15 @@ def write_states(
         file = folder / f"{text.stem}.pt"
         if file.exists():
             continue
-        began = time.process_time()
+        began = now(target.device)
         states = states_of(target, layer_ids, read_text(text))
-        spent = time.process_time() - began
+        spent = now(target.device) - began
         torch.save({**asdict(states), "spent": spent}, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
-        print(f"states {text.stem}: {len(states.ids)} tokens, {spent:.0f} CPU seconds", flush=True)
+        print(f"states {text.stem}: {len(states.ids)} tokens, {spent:.0f} s", flush=True)
 
 
 def read_states(file: Path) -> States:
     """Tensors are mapped from the file, and read when they are indexed."""
-    state = torch.load(file, mmap=True)
+    state = torch.load(file, mmap=True, map_location="cpu")
     return States(**{name: state[name] for name in States.__dataclass_fields__})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,8 @@ from transformers import PreTrainedModel
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.transformers_loop.pair import chat_tokens
 from sglang_dflash.transformers_loop.writer import Job, Nucleus, write
+
+from .device import now
 
 # How a user's turn begins, by kind, and the share of the kind. What follows is the target's.
 OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -54,7 +55,7 @@ OPENINGS: dict[str, tuple[float, tuple[str, ...]]] = {
 # What half of the arithmetic turns end with.
 REASON = "\n\nReason step by step, and put the final answer in \\boxed{}."
 # Chats of a shard, and how many are decoded at a time.
-CHATS, ROWS = 512, 256
+CHATS, ROWS = {"cpu": 512, "cuda": 2048}, {"cpu": 256, "cuda": 1024}
 # One answer of three is sampled, the others are greedy; a quarter of the chats has a second turn.
 SAMPLED, SECOND_TURN = 3, 0.25
 TURNS, ANSWERS = Nucleus(0.9, 0.97), Nucleus(0.7, 0.97)
@@ -203,7 +204,8 @@ class Author:
             chat.is_over = not job.ended and not chat.planned
 
     def _write(self, jobs: list[Job], ends: Collection[int], nucleus: Nucleus) -> None:
-        write(self.target, jobs, ends, rows=ROWS, nucleus=nucleus, loop_tokens=self.loop_tokens)
+        rows = ROWS[self.target.device.type]
+        write(self.target, jobs, ends, rows=rows, nucleus=nucleus, loop_tokens=self.loop_tokens)
 
 
 def write_shards(
@@ -215,15 +217,15 @@ def write_shards(
         file = folder / f"{number:04}.jsonl"
         if file.exists():
             continue
-        began = time.process_time()
+        began = now(author.target.device)
         rows = [chat.row for chat in author.shard(number, chats, prompts)]
-        spent = time.process_time() - began
+        spent = now(author.target.device) - began
         lines = [{"chats": len(rows), "spent": spent}, *rows]
         file.with_suffix(".tmp").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         file.with_suffix(".tmp").replace(file)
         new = sum(end - begin for row in rows for begin, end in row["answers"])
         print(
             f"text {number + 1}/{count}: {len(rows)} chats of {chats}, {new} tokens of answers, "
-            f"{spent:.0f} CPU seconds",
+            f"{spent:.0f} s",
             flush=True,
         )

@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     folder = tmp_path_factory.mktemp("recipe")
     prompts = [Prompt((prompt,), True) for prompt in PROMPTS]
     target = write_target(folder / "target")
-    found = Recipe(target, folder / "work", prompts, HELD_OUT, torch.float32)
+    found = Recipe(target, folder / "work", prompts, HELD_OUT, dtype=torch.float32)
     found.write_text(shards=2, chats=6)
     found.write_states()
     return found
@@ -251,7 +251,7 @@ def answers_of(states: States) -> list[tuple[int, torch.Tensor, list[int]]]:
 def test_the_state_of_another_target_is_refused(made: Recipe, tmp_path: Path) -> None:
     (tmp_path / "target.sha256").write_text("another")
     with pytest.raises(ValueError, match="another target"):
-        Recipe(made.target_folder, tmp_path, (), {}, torch.float32)
+        Recipe(made.target_folder, tmp_path, (), {}, dtype=torch.float32)
 
 
 def test_a_draft_goes_on_from_one_that_was_trained_before(made: Recipe, tmp_path: Path) -> None:
@@ -260,11 +260,18 @@ def test_a_draft_goes_on_from_one_that_was_trained_before(made: Recipe, tmp_path
     with torch.no_grad():
         model.fc.weight.normal_()
     save_model(model, made.raw, tmp_path / "first", torch.float32)
-    row = {"step": 7, "cpu_seconds": 20, "blocks": 99, "in_batches": 1.2, "held_out": {"chat": 1.1}}
+    row = {
+        "step": 7,
+        "device": "CPU",
+        "seconds": 20,
+        "blocks": 99,
+        "in_batches": 1.2,
+        "held_out": {"chat": 1.1},
+    }
     (tmp_path / "first/curve.json").write_text(json.dumps([row]))
     again = Recipe(
-        made.target_folder, made.work, made.prompts, made.held_out, torch.float32,
-        tmp_path / "first",
+        made.target_folder, made.work, made.prompts, made.held_out,
+        dtype=torch.float32, start=tmp_path / "first",
     )  # fmt: skip
     assert torch.equal(again.new_draft().fc.weight, model.fc.weight)
     begun = again.new_draft().to(torch.bfloat16)
@@ -284,7 +291,7 @@ def test_a_draft_goes_on_from_one_that_was_trained_before(made: Recipe, tmp_path
     again.milestone(run, again.raw, 1.5, 1)
     card.write(again, "draft", tmp_path / "out")
     curve = json.loads((tmp_path / "out/curve.json").read_text())
-    assert curve[0] == row and (curve[1]["step"], curve[1]["cpu_seconds"]) == (10, 25)
+    assert curve[0] == row and (curve[1]["step"], curve[1]["seconds"]) == (10, 25)
     assert "The first 7 steps were a run before" in (tmp_path / "out/README.md").read_text()
     again.raw = {**again.raw, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match=r"its config\.json has another num_hidden_layers"):

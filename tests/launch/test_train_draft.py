@@ -59,7 +59,7 @@ def test_from_a_folder_to_a_served_draft(tmp_path: Path) -> None:
         "chat", "again",
     }  # fmt: skip
     card = (tmp_path / "draft/README.md").read_text()
-    assert f"| 10 | {curve[-1]['cpu_seconds']:,} |" in card and "again (8)" in card
+    assert f"| 10 | CPU | {curve[-1]['seconds']:,} |" in card and "again (8)" in card
     assert DraftConfig.from_pretrained(tmp_path / "draft").block_size == 8
     served_as_plain_decoding(tmp_path)
 
