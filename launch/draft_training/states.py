@@ -62,7 +62,7 @@ def states_of(
     hidden = torch.empty(total, len(layer_ids) * of.hidden_size, dtype=torch.bfloat16)
     likely = torch.zeros(total, LIKELIEST, dtype=torch.int32)
     log_p = torch.zeros(total, LIKELIEST, dtype=torch.float16)
-    for batch in lengths.argsort().split(ROWS[target.device.type]):
+    for batch in lengths.argsort().split(ROWS[target.device.type]) if rows else ():
         longest = int(lengths[batch].max())
         ids = torch.tensor([rows[i]["ids"] + [0] * (longest - int(lengths[i])) for i in batch])
         # Padding on the right: no token sees it.
@@ -80,7 +80,7 @@ def states_of(
     spans = [(i, *span) for i, row in enumerate(rows) for span in row["answers"]]
     kinds = [row["kind"] for row in rows for _ in row["answers"]]
     ids = torch.tensor([token for row in rows for token in row["ids"]])
-    return States(begins, torch.tensor(spans), kinds, ids, hidden, likely, log_p)
+    return States(begins, torch.tensor(spans).view(-1, 3), kinds, ids, hidden, likely, log_p)
 
 
 def _likeliest(target: PreTrainedModel, final: Tensor) -> tuple[Tensor, Tensor]:
