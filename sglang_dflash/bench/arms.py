@@ -27,6 +27,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import look_up
 
 SIMULATED_LENGTH = "SGLANG_SIMULATE_ACC_LEN"
+WIDTH = "--speculative-dflash-width"
 
 # Arm -> the server to start, or the URL of one that runs.
 Arms = dict[str, Program | str]
@@ -60,18 +61,21 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
 
 def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dict[str, Program]:
     """SGLang's, by the server that they have in common."""
-    dflash = dflash_flags(draft)
-    flags: dict[str, dict[str, FlagValue]] = {
-        "ar": {},
-        "dflash": dflash,
-        "builtin": {**dflash, "--speculative-dflash-worker": "builtin"},
-    }
+    whole = dflash_flags(draft)
+    # As it is served: with the width that is the default on this machine.
+    ours = {name: value for name, value in whole.items() if name != WIDTH}
     simulated = {}
     if settings.simulated_acceptance is not None:
+        ours = whole
         simulated = {
             SIMULATED_LENGTH: f"{settings.simulated_acceptance:g}",
             "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
         }
+    flags: dict[str, dict[str, FlagValue]] = {
+        "ar": {},
+        "dflash": ours,
+        "builtin": {**whole, "--speculative-dflash-worker": "builtin"},
+    }
     return {
         name: replace(
             base.with_flags(of),
