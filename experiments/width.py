@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from experiments import texts
 from experiments.runner import all_at_once, take_turns
 from sglang_dflash.bench import load
-from sglang_dflash.bench.datasets import Prompt, encoder
+from sglang_dflash.bench.datasets import Prompt, token_encoder
 from sglang_dflash.bench.load import Answer, Endpoint, Pass
 from sglang_dflash.bench.server import FlagValue, Server, ServerConfig, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps
@@ -195,7 +195,7 @@ def asking(
     kind: str, tokens: int, spread: int = 0
 ) -> Callable[[Endpoint, Prompt, list[str]], Answer]:
     """Asks for `tokens` new tokens, or for `spread` less or more: the same for the same prompt."""
-    encode = encoder(str(demo_pair(kind).target))
+    encode = token_encoder(str(demo_pair(kind).target))
 
     def ask(to: Endpoint, prompt: Prompt, answers: list[str]) -> Answer:
         ids = encode(prompt, answers)

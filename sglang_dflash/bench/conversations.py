@@ -82,7 +82,7 @@ def _text(content: object) -> str:
         return ""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
+    parts: list[Any] = content if isinstance(content, list) else [content]
     if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
         raise ValueError("content of other kinds than text is not sent")
     return "".join(part["text"] for part in parts)

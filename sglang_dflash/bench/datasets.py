@@ -268,8 +268,15 @@ def encode_turn(
 
 
 def encoder(source: str | None, thinking: str | None = None) -> Encode:
-    """How prompts are sent: token ids by the tokenizer of `source`, so that all servers read the
-    same; texts and messages if no tokenizer is known.
+    """How prompts are sent: as `token_encoder` says, or texts and messages if no tokenizer is
+    known, which is a `source` of None."""
+    return _as_it_is if source is None else token_encoder(source, thinking)
+
+
+def token_encoder(
+    source: str, thinking: str | None = None
+) -> Callable[[Prompt, list[str]], list[int]]:
+    """Token ids by the tokenizer of `source`, so that all servers read the same.
 
     Args:
         source: a folder or a hub name.
@@ -278,8 +285,6 @@ def encoder(source: str | None, thinking: str | None = None) -> Encode:
     Raises:
         ConfigError: there is no such tokenizer.
     """
-    if source is None:
-        return _as_it_is
     from transformers import AutoTokenizer
 
     try:

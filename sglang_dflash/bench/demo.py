@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
             sys.exit(str(error))
     pair, on_gpu = demo_pair(args.pair), torch.cuda.is_available()
     asked = prompts_of(pair)
-    encode = datasets.encoder(str(pair.target))
+    encode = datasets.token_encoder(str(pair.target))
     ids = [encode(prompt, []) for prompt in asked]
     sampling = {"temperature": 0, "max_new_tokens": 128, "ignore_eos": pair.kind != KIND}
     plain, dflash = (

@@ -3,7 +3,7 @@ SGLang is not imported."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from sglang_dflash.facts.errors import ConfigError
@@ -71,7 +71,7 @@ def is_launch(words: Sequence[str]) -> bool:
     return any(word.partition("=")[0] in TARGET for word in words)
 
 
-def read(words: Sequence[str], own: Sequence[str] = ()) -> Launch:
+def read(words: Sequence[str], own: Collection[str] = ()) -> Launch:
     """Of a command, with or without the program in front of its flags.
 
     Args:

@@ -42,9 +42,12 @@ GUIDANCE = GUIDANCE_PLAIN.named("llguidance").having(**DFLASH_FLAGS)
 
 
 def regular(server: Server) -> Answers:
-    """As `feature_requests.grammars`, without EBNF, which outlines does not have."""
+    """As `feature_requests.grammars`, without EBNF and bounds of numbers, which outlines does not
+    have."""
+    lines = features.POINT["properties"]["lines"] | {"items": {"type": "integer"}}
+    schema = features.POINT | {"properties": features.POINT["properties"] | {"lines": lines}}
     kinds: list[dict[str, str]] = [
-        {"json_schema": json.dumps(features.POINT)},
+        {"json_schema": json.dumps(schema)},
         *({"regex": r} for r in features.REGULAR),
         {},
     ]

@@ -212,11 +212,7 @@ THINKING = (
 BACKENDS = (
     Row(c.OWN, s.FEATURES_PLAIN, (features.grammars,), (checks.drafted, checks.undrafted)),
     Row(
-        c.OUTLINES,
-        c.OUTLINES_PLAIN,
-        (c.regular,),
-        (checks.drafted, checks.undrafted),
-        long=(c.regular,),
+        c.OUTLINES, c.OUTLINES_PLAIN, (c.regular,), (checks.drafted, checks.undrafted), (c.regular,)
     ),
     Row(
         c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,), (features.grammars,)
@@ -311,11 +307,7 @@ HYBRID = (
             config,
             s.HYBRID_PLAIN,
             (workload.hybrid_answers,),
-            (
-                checks.used_every_width,
-                checks.states_found(kept),
-                checks.same_states,
-            ),
+            (checks.used_every_width, checks.states_found(kept), checks.same_states),
             long=(workload.hybrid_answers,) if kept == "lazy" else (),
         )
         for kept, config in s.HYBRID_WIDTHS.items()
@@ -324,11 +316,7 @@ HYBRID = (
         s.HYBRID_MOE_DFLASH,
         s.HYBRID_MOE_PLAIN,
         (workload.hybrid_answers,),
-        (
-            checks.rolls_back_by("replay"),
-            checks.states_found("extra-buffer"),
-            checks.lengths_mixed,
-        ),
+        (checks.rolls_back_by("replay"), checks.states_found("extra-buffer"), checks.lengths_mixed),
     ),
 )
 # Every front end, streamed and not.
@@ -347,14 +335,10 @@ TABLE = (
 )  # fmt: skip
 
 
-def half_of_two(answers: dict[str, Any]) -> dict[str, Any]:
-    return {name: answers[name][::2] for name in ("short", "demo")}
-
-
 # What the plain server is asked in place of these, and the part of its answers that they are.
 PARTS: dict[Ask, tuple[Ask, Callable[[Any], Any]]] = {
     workload.run_half: (workload.run, workload.halved),
-    workload.some_short_and_demo: (workload.run, half_of_two),
+    workload.some_short_and_demo: (workload.run, workload.half_of_two),
     workload.hang_ups: (workload.run, lambda answers: answers["demo"][:8:2]),
     workload.joining: (workload.alone, lambda answers: answers),
     workload.seeded_alone: (workload.seeded, lambda answers: answers[: len(workload.SAMPLING)]),
@@ -395,7 +379,7 @@ def test_ranks_that_disagree_draft_as_one(answers: Any) -> None:
     """Every step of every request commits as much, up to the rounding of sums of two shards. A rank
     with other drafts or tokens would have other lengths than the first from then on."""
     ours = answers(s.TP2_DISAGREEING, workload.some_short_and_demo)
-    one = half_of_two(answers(s.DFLASH, workload.run))
+    one = workload.half_of_two(answers(s.DFLASH, workload.run))
     got, expected = (
         sum(answer["meta_info"]["spec_verify_ct"] for kind in every.values() for answer in kind)
         for every in (ours, one)

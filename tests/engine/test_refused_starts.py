@@ -111,8 +111,8 @@ def test_what_only_the_scheduler_knows_ends_the_server(
     draft, log = BROKEN["field: hidden_size=256"].make(tmp_path / "draft"), tmp_path / "log"
     fields(hidden_size=192, block_size=8_500)(draft)
     servers.stop()
-    # More requests or longer blocks need more memory than there is, which is found before.
-    args = server_flags("--max-running-requests", "2", draft=draft)
+    # More requests, longer blocks or float32 need more memory than there is, which is found before.
+    args = server_flags("--max-running-requests", "2", "--dtype", "bfloat16", draft=draft)
     config = ServerConfig(extra_args=tuple(args))
     server = ForkedServer(servers.nursery, config, log=log)
     with pytest.raises(Failed):

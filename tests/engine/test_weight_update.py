@@ -155,7 +155,9 @@ def drafted(server: Server) -> tuple[list[int], float]:
 WAYS = [(GRAPHS, by_tensor, "draft"), (DFLASH, broadcast, "all"), (TP2, by_tensor, "all")]
 
 
-@pytest.mark.parametrize(("config", "send", "selector"), WAYS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("config", "send", "selector"), WAYS, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_new_weights_of_a_draft(
     config: ServerConfig, send: Send, selector: str, server: Server
 ) -> None:

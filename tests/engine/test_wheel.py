@@ -55,7 +55,9 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(python: Path, tmp_path: Path) -> Run:
+def run(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [python, "-W", "ignore", "-m", "sglang_dflash", *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -87,7 +89,6 @@ def test_its_worker_serves_away_from_the_checkout(
     target, draft = run("demo-models", "dense").stdout.splitlines()
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     pair = {"--model-path": target, "--speculative-draft-model-path": draft}
     with Server(ServerConfig({**pair, "--speculative-algorithm": "DFLASH"})) as server:
         text = 'def fnmatch(name, pat):\n    """Test whether FILENAME'

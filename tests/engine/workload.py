@@ -88,6 +88,11 @@ def some_short_and_demo(server: Server) -> ByKind:
     return _answers(server, {name: prompts()[name][::2] for name in ("short", "demo")})
 
 
+def half_of_two(answers: ByKind) -> ByKind:
+    """Of `run`'s answers those that `some_short_and_demo` gives."""
+    return {name: answers[name][::2] for name in ("short", "demo")}
+
+
 def hang_ups(server: Server) -> Answers:
     """Every second client hangs up while the others decode, and batches change their size."""
 

@@ -68,18 +68,21 @@ def test_a_draft_for_another_target_and_a_used_port_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        argv(*served(TARGET, DRAFT)),
-        argv("--model-path", "Qwen/Qwen3-8B", *DFLASH, "--speculative-draft-model-path", "a/b"),
-        # Plain decoding, flags of a file, and other programs.
-        argv("--model-path", TARGET),
-        argv("--config", "server.yaml", *DFLASH, "--model-path", TARGET),
-        ["/bin/sglang", "generate", *WRONG["no target"][0]],
-        ["/bin/pytest", *WRONG["no target"][0]],
+        served(TARGET, DRAFT),
+        served("Qwen/Qwen3-8B", "a/b"),
+        # Plain decoding, and flags of a file.
+        ["--model-path", TARGET],
+        ["--config", "server.yaml", *DFLASH, "--model-path", TARGET],
     ],
     ids=str,
 )
 def test_the_rest_goes_on(words: list[str]) -> None:
-    launch.refuse_early(words)
+    launch.refuse_early(argv(*words))
+
+
+@pytest.mark.parametrize("program", [("/bin/sglang", "generate"), ("/bin/pytest",)], ids=str)
+def test_other_programs_go_on(program: tuple[str, ...]) -> None:
+    launch.refuse_early([*program, *WRONG["no target"][0]])
 
 
 def test_a_servers_children_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
