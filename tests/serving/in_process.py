@@ -15,11 +15,11 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier

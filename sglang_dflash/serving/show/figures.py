@@ -10,11 +10,11 @@ from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
 from sglang_dflash.facts.sizes import HeadBytes, head_bytes

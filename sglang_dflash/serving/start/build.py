@@ -32,11 +32,11 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.packed import Float16, packed_of
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs.seeded_sampling import warm_up

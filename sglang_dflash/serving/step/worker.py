@@ -18,9 +18,9 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.drafting.sampled_drafts import Guesses, SampledDrafts
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
