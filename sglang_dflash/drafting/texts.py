@@ -29,17 +29,17 @@ class Lookup:
         self,
         req_to_token: Tensor,
         ops: TorchOps,
-        block_size: int,
+        verify_block: int,
         vocab_size: int,
         counters: DraftCounters,
     ) -> None:
         """
         Args:
-            block_size: B, of the blocks that are verified. The draft's may be shorter.
+            verify_block: B, of the blocks that are verified. The draft's may be shorter.
             counters: the drafter's.
         """
         self.texts = torch.zeros_like(req_to_token, dtype=torch.int32)
-        self._block_size = block_size
+        self._verify_block = verify_block
         self._ops, self._vocab_size, self._counters = ops, vocab_size, counters
         self._taken: Tensor | None = None
 
@@ -55,7 +55,7 @@ class Lookup:
     def fill(self, drafted: Tensor, requests: RequestSlots) -> Tensor:
         """Blocks int64 `[R, B]`: the draft's, of up to B tokens, or by `continue_seen`, of the ops.
         After a draft's last token there is a token that is hardly accepted."""
-        block = F.pad(drafted, (0, self._block_size - drafted.shape[1]))
+        block = F.pad(drafted, (0, self._verify_block - drafted.shape[1]))
         self._taken = self._ops.continue_seen(block, self.texts, requests, self._vocab_size)
         return block
 

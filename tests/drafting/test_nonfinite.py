@@ -21,7 +21,7 @@ VOCAB, BLOCK, TOKENS = 64, 4, 10
 
 def drafter(window: int | None = None, entries: int = 40) -> Drafter:
     model = random_model(raw_config())
-    options = Options(block_size=BLOCK, window=window).resolve(model.config)
+    options = Options(verify_block=BLOCK, window=window).resolve(model.config)
     embed = torch.randn(VOCAB, model.config.hidden_size)
     head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
     return Drafter(model, head, kv_groups(model, options, 40, entries), options)

@@ -43,9 +43,9 @@ class AcceptanceCounts:
         accepted: steps that accepted, and kept, the draft at each of the B - 1 positions.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, verify_block: int) -> None:
         self.drafted = self.undrafted = VerifySteps()
-        self.accepted = [0] * (block_size - 1)
+        self.accepted = [0] * (verify_block - 1)
         # Verify steps by the number of their drafts.
         self._steps: Counter[int] = Counter()
 

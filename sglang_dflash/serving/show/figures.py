@@ -54,7 +54,7 @@ SET_UP = (
     Figure("worker", lambda s: s.worker),
     Figure("version", lambda s: version("sglang-dflash")),
     Figure("tensor_parallel", lambda s: s.tp.size),
-    Figure("block_size", lambda s: s.options.block_size),
+    Figure("block_size", lambda s: s.options.verify_block),
     Figure("trained_block_size", lambda s: s.model.config.block_size),
     Figure("draft_head_bytes", lambda s: s.head_bytes.once),
     Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request),
@@ -222,7 +222,7 @@ class Figures:
     times: StepTimes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.counts = AcceptanceCounts(self.options.block_size)
+        self.counts = AcceptanceCounts(self.options.verify_block)
         self.times = StepTimes()
         counters, speaks = self.drafter.counters, self.tp.rank == 0
         self.watch = DraftWatch(counters, self.draft_kv_entries, self.notices, speaks)

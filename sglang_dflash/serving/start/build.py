@@ -135,7 +135,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         if self._extension.width_policy is None:
             self._policy = flags.width_policy(server_args, settings, options)
         else:
-            self._policy = self._extension.width_policy(options.block_size)
+            self._policy = self._extension.width_policy(options.verify_block)
         asked_for = asked_attention(server_args)
         dtype = draft_kv_dtype(runner.dtype)
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
@@ -200,7 +200,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         """
         setup, policy, target_worker = self._setup, self._policy, self._target_worker
-        block, runner = setup.options.block_size, target_worker.model_runner
+        block, runner = setup.options.verify_block, target_worker.model_runner
         target = target_forward(target_worker, policy.widths, setup.device)
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
@@ -223,7 +223,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         target_tokens = TargetTokens(runner.sampler, ranks, penalties, largest)
         target_tokens.warm_up(vocab_size, setup.device)
         return DFlashWorker(
-            block_size=block,
+            verify_block=block,
             features=setup.model.config.target_hidden_width,
             running=setup.running,
             req_to_token=req_to_token,
