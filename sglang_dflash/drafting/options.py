@@ -47,18 +47,22 @@ class ResolvedOptions:
     """Options for one draft checkpoint, all decided.
 
     Attributes:
-        asked: what was asked for.
         verify_block: tokens verified per step, the bonus token included; at most, if widths adapt.
         draft_block: tokens of the block that the draft fills, the bonus token included. Lookup
             fills the rest.
+        block_from: what `verify_block` was taken from, as errors name it.
         reach: what the server lets drafts read of a request.
+        looks_up, draft_kv_tokens, recurrent_rollback: as in `Options`.
         context: tokens of a request, at most; None if that is not known.
     """
 
-    asked: Options
     verify_block: int
     draft_block: int
+    block_from: str
     reach: Reach
+    looks_up: bool
+    draft_kv_tokens: int | None
+    recurrent_rollback: str
     context: int | None = None
 
     @property
@@ -74,8 +78,8 @@ class ResolvedOptions:
         """
         if reach.tokens is None:
             return None
-        if self.asked.draft_kv_tokens is not None:
-            return self.asked.draft_kv_tokens
+        if self.draft_kv_tokens is not None:
+            return self.draft_kv_tokens
         visible = reach.tokens + reach.sinks
         if self.context is not None:
             visible = min(visible, self.context)
@@ -93,8 +97,7 @@ class ResolvedOptions:
         Raises:
             ConfigError: the block is too large.
         """
-        name = "verify_block" if self.asked.verify_block is not None else "block_size of the draft"
-        block, context = self.verify_block, self.context
+        name, block, context = self.block_from, self.verify_block, self.context
         if context is not None and 2 * block > context:
             raise ConfigError(
                 name,
@@ -252,7 +255,15 @@ class Options:
                 "window", self.window, f"smaller than the block size; give at least {verify_block}"
             )
         draft_block = min(verify_block, trained or verify_block) if self.looks_up else verify_block
-        return ResolvedOptions(self, verify_block, draft_block, Reach(self.window, self.sinks))
+        return ResolvedOptions(
+            verify_block=verify_block,
+            draft_block=draft_block,
+            block_from="block_size of the draft" if self.verify_block is None else "verify_block",
+            reach=Reach(self.window, self.sinks),
+            looks_up=self.looks_up,
+            draft_kv_tokens=self.draft_kv_tokens,
+            recurrent_rollback=self.recurrent_rollback,
+        )
 
 
 def _of_checkpoint(config: DraftConfig) -> list[Notice]:

@@ -294,7 +294,7 @@ def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> i
         columns=sum(reach.of(options.context or 0) for reach in reaches),
         ranks=serving.tp_size,
         recorded=serving.max_running_requests,
-        text_tokens=(options.context or 0) if options.asked.looks_up else 0,
+        text_tokens=(options.context or 0) if options.looks_up else 0,
     ).total
 
 

@@ -152,7 +152,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         # A prefill server verifies nothing.
         role = settings.disaggregation_mode
         self._rollback = (
-            None if role == "prefill" else make_rollback(options.asked.recurrent_rollback, runner)
+            None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
         )
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
@@ -209,7 +209,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
         lookup, vocab_size = None, setup.model.config.vocab_size
-        if setup.options.asked.looks_up:
+        if setup.options.looks_up:
             ops, counters = setup.model.ops, drafter.counters
             lookup = Lookup(req_to_token, ops, block, vocab_size, counters)
         if self._rollback is not None:

@@ -120,7 +120,7 @@ def draft_memory(
         paged=paged,
         recorded=recorded,
         waiting_steps=setup.waiting_steps if narrow else 0,
-        text_tokens=positions if options.asked.looks_up else 0,
+        text_tokens=positions if options.looks_up else 0,
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(
