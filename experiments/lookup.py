@@ -170,7 +170,7 @@ def replay(pair: LoadedPair, prompt: list[int], answer: list[int] | None, greedy
         pair.target(text[None])
         states = hidden()
     total, options = len(text), DraftOptions().resolve(pair.draft.config)
-    slots = torch.arange(total + options.block_size)
+    slots = torch.arange(total + options.verify_block)
     drafter = _drafter(pair.draft, pair.target, options, len(slots), torch.device("cpu"))
     drafter.absorb(states, slots[:total], slots[:total])
     found = []

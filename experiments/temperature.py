@@ -50,8 +50,8 @@ def run(options: Options) -> dict[str, Any]:
     texts = named.prompts[: options.prompts]
     pair = load(str(named.target), str(named.draft), dtype="float32", device="cpu")
     counts = {(how, arm): VerifySteps() for how in SETTINGS for arm in ARMS}
-    block_size = pair.draft.config.block_size
-    drafts = {how: SampledDrafts(block_size, torch.device("cpu")) for how in SETTINGS}
+    block = pair.draft.config.block_size
+    drafts = {how: SampledDrafts(block, torch.device("cpu")) for how in SETTINGS}
     with progress_bar(len(texts)) as bar:
         for seed, text in enumerate(texts):
             ids = pair.tokenizer(text, return_tensors="pt")

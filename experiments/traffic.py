@@ -106,7 +106,7 @@ def measure(row: Row) -> Step:
     """The launches of one step, on fake CUDA tensors."""
     config, device = config_of(row.shape), torch.device("cuda")
     options = DraftOptions(window=row.window).resolve(config)
-    scene = Scene([row.context] * row.requests, row.requests * options.block_size)
+    scene = Scene([row.context] * row.requests, row.requests * options.verify_block)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -118,9 +118,9 @@ def measure(row: Row) -> Step:
 
 
 def _drafter(row: Row, config: DraftConfig, options: ResolvedOptions, ops: TritonOps) -> Drafter:
-    device, block, requests = torch.device("cuda"), options.block_size, row.requests
+    device, block, requests = torch.device("cuda"), options.draft_block, row.requests
     model = DraftModel(config, ops=ops).freeze()
-    slots = row.requests * (row.context + options.block_size)
+    slots = row.requests * (row.context + options.verify_block)
     groups = []
     for layers in config.groups(options.reach):
         entries = options.ring_entries(layers.reach, requests)
@@ -136,7 +136,7 @@ def _drafter(row: Row, config: DraftConfig, options: ResolvedOptions, ops: Trito
 
 
 def _step(row: Row, config: DraftConfig, options: ResolvedOptions, scene: Scene) -> Step:
-    block, requests = options.block_size, row.requests
+    block, requests = options.verify_block, row.requests
     drafter, unfused = (_drafter(row, config, options, ops) for ops in (TritonOps(), Unfused()))
     model, groups = drafter.model, drafter.groups
     lengths = torch.empty(requests, dtype=torch.int64)

@@ -108,8 +108,8 @@ class NeverDrafts(WidthPolicy):
 
     drafts = False
 
-    def __init__(self, block_size: int) -> None:
-        self.widths = (1, block_size)
+    def __init__(self, verify_block: int) -> None:
+        self.widths = (1, verify_block)
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0

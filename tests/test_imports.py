@@ -90,6 +90,19 @@ def test_imports_point_one_way() -> None:
     assert not {path: names for path, names in refused.items() if names}
 
 
+def module_of(path: Path) -> str:
+    """The dotted name of a file of ours."""
+    return name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    """Imports for types only are counted too: who reads a file reads them."""
+    left = {module_of(path).removeprefix("kernels."): imported(path) for path in FILES}
+    while ends := {name for name, names in left.items() if not (names & left.keys())}:
+        left = {name: names for name, names in left.items() if name not in ends}
+    assert not left
+
+
 def test_drafting_needs_no_engine() -> None:
     # facts/hub.py asks the hub; nothing else in these packages leaves the machine.
     allowed = {
@@ -114,7 +127,7 @@ def test_only_the_adapters_import_sglang() -> None:
 def test_torch_free_packages_load_without_torch() -> None:
     """Every SGLang process runs the plugin, and every shell completion the CLI."""
     modules = [
-        name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+        module_of(path)
         for path in PACKAGED
         if package_of(path) in TORCH_FREE and path.stem != "__main__"
     ]

@@ -63,7 +63,7 @@ def workspace_shape(config: DraftConfig, setting: Setting, processors: int) -> t
         ),
         default=0,
     )
-    return programs, setting.block_size * (heads // kv_heads), config.head_dim
+    return programs, setting.draft_block * (heads // kv_heads), config.head_dim
 
 
 def make(config: DraftConfig, setting: Setting) -> TritonAttention:

@@ -37,7 +37,8 @@ FOR_SERVERS = spelled(
     ("timeout_s",), url="--base-url", concurrency="--concurrency --max-concurrency"
 )
 FOR_PAIRS = spelled(
-    ("block_size", "max_samples", "dtype"),
+    ("max_samples", "dtype"),
+    verify_block="--block-size",
     draft="--draft-model",
     window="--draft-sliding-window-size",
 )

@@ -66,7 +66,7 @@ def measure_pair(
     """
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     prompts = known[: min(settings.num_prompts, settings.max_samples or len(known))]
-    measured, block_size = _measure(settings, rank, ranks, prompts)
+    measured, verify_block = _measure(settings, rank, ranks, prompts)
     everything: list[Any] = [measured]
     if ranks > 1:
         # Ranks exchange objects, by gloo on any device.
@@ -78,7 +78,7 @@ def measure_pair(
         return None
     found = [one for many in everything for one in many]
     found.sort(key=lambda one: (one.prompt, one.turn))
-    result = pair_figures(settings, name, ranks, block_size, found)
+    result = pair_figures(settings, name, ranks, verify_block, found)
     answers = [
         {"prompt": one.prompt, "turn": one.turn, "tokens": one.tokens, "text": one.text}
         for one in found
@@ -89,8 +89,8 @@ def measure_pair(
 def _measure(
     settings: BenchSettings, rank: int, ranks: int, prompts: list[Prompt]
 ) -> tuple[list[PairAnswer], int]:
-    """This rank's answers, and the block size."""
-    options = Options(block_size=settings.block_size, window=settings.window)
+    """This rank's answers, and the tokens that a step verifies."""
+    options = Options(verify_block=settings.verify_block, window=settings.window)
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else None
     dtype = None if settings.dtype == "auto" else settings.dtype
     pair = load(settings.target or "", settings.draft or "", options, dtype, device)
@@ -109,7 +109,7 @@ def _measure(
                 answers.append(one.text)
             if bar is not None:
                 bar.update()
-    return measured, options.resolve(pair.draft.config).block_size
+    return measured, options.resolve(pair.draft.config).verify_block
 
 
 @torch.inference_mode()
@@ -193,14 +193,14 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:
 
 
 def pair_figures(
-    settings: BenchSettings, dataset: str, ranks: int, block_size: int, measured: list[PairAnswer]
+    settings: BenchSettings, dataset: str, ranks: int, verify_block: int, measured: list[PairAnswer]
 ) -> dict[str, Any]:
     """The figures of all answers, by name."""
     plain, dflash = ([getattr(one, at) for one in measured] for at in ("plain_s", "dflash_s"))
     speedups = [a / b for a, b in zip(plain, dflash, strict=True)]
     kept = [count for one in measured for count in one.committed]
     means = [float(np.mean(one.committed)) for one in measured if one.committed]
-    counts = np.bincount(np.array(kept, dtype=int), minlength=block_size + 1)
+    counts = np.bincount(np.array(kept, dtype=int), minlength=verify_block + 1)
     return {
         "backend": settings.backend,
         "model": settings.target,

@@ -56,7 +56,7 @@ class BenchSettings:
         None, "a folder or a hub name; of a running server, whose tokenizer it uses"
     )
     draft: str | None = setting(None, "a folder or a hub name")
-    block_size: int | None = setting(None, "tokens verified per step (default: the draft's)")
+    verify_block: int | None = setting(None, "tokens verified per step (default: the draft's)")
     window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
 
     # What is asked.

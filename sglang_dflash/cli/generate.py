@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="keep the likeliest tokens of this mass")
     add("--top-k", type=int, default=0, help="keep this many of the likeliest tokens; 0: all")
     add("--seed", type=int, help="of the sampling (default: a new one)")
-    add_flags(parser, Options, spelled(("block_size", "window")))
+    add_flags(parser, Options, spelled(("window",), verify_block="--block-size"))
     add("--dtype", help="default: float32 on a CPU, bfloat16 elsewhere")
     add("--device", help="as torch names it (default: the first GPU, or cpu)")
     add("--json", action="store_true", help="print one JSON object instead of the text")
@@ -107,7 +107,7 @@ def _continue(
     return {
         "device": str(pair.draft.device),
         "dtype": str(pair.draft.dtype).removeprefix("torch."),
-        "block_size": options.resolve(pair.draft.config).block_size,
+        "block_size": options.resolve(pair.draft.config).verify_block,
         "seed": args.seed if args.temperature else None,
         "finish_reason": "stop" if out.tokens[-1] in pair.stop_token_ids else "length",
         "text": pair.tokenizer.decode(out.tokens, skip_special_tokens=True),

@@ -17,7 +17,9 @@ from sglang_dflash.inspect import launch_command
 from sglang_dflash.inspect.report import Serving, inspect
 from sglang_dflash.inspect.table import as_table
 
-FLAGS = spelled(("window", "sinks", "block_size", "draft_kv_tokens"), looks_up="--lookup")
+FLAGS = spelled(
+    ("window", "sinks", "draft_kv_tokens"), verify_block="--block-size", looks_up="--lookup"
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

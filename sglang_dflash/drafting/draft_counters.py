@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class DraftHealth(NamedTuple):
+class DraftCounts(NamedTuple):
     """Totals since the start.
 
     Attributes:
@@ -30,8 +30,8 @@ class DraftHealth(NamedTuple):
     seen_steps: int = 0
     seen_accepted: int = 0
 
-    def __sub__(self, earlier: DraftHealth) -> DraftHealth:
-        return DraftHealth(*(now - then for now, then in zip(self, earlier, strict=True)))
+    def __sub__(self, earlier: DraftCounts) -> DraftCounts:
+        return DraftCounts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
     @property
     def steps_by_source(self) -> dict[str, int]:
@@ -55,7 +55,7 @@ class DraftCounters:
     def __init__(self, device: torch.device | str, pinned: bool | None = None) -> None:
         """`pinned`: whether the host's copy is in pinned memory; by default if there is a GPU."""
         device = torch.device(device)
-        self._device = torch.zeros(len(DraftHealth._fields), dtype=torch.int64, device=device)
+        self._device = torch.zeros(len(DraftCounts._fields), dtype=torch.int64, device=device)
         host = torch.zeros(len(self._device), dtype=torch.int64)
         if pinned is None:
             pinned = device.type == "cuda" and torch.cuda.is_available()
@@ -94,6 +94,6 @@ class DraftCounters:
         """Start the copy to the host. It is complete when the device is done with this step."""
         self._host.copy_(self._device, non_blocking=True)
 
-    def read(self) -> DraftHealth:
+    def read(self) -> DraftCounts:
         """The counts of a step that the device has finished, the newest or one shortly before."""
-        return DraftHealth(*self._host.tolist())
+        return DraftCounts(*self._host.tolist())

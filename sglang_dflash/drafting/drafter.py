@@ -87,7 +87,7 @@ class Drafter:
         self.head, self._embed = make_head(model, target), target.embed
         self.counters = DraftCounters(model.device)
         # Tokens of the block that is drafted; of a request that a step commits, at most.
-        self.block_size, self.verified = options.draft_block, options.block_size
+        self.draft_block, self.verify_block = options.draft_block, options.verify_block
         self._attend = {
             number: partial(group.attention.attend, i)
             for group in groups
@@ -129,7 +129,7 @@ class Drafter:
     def forward(self, bonus: Tensor, requests: RequestSlots) -> tuple[Tensor, Tensor]:
         """The draft's inputs int64 `[R, B]`, bonus and mask tokens, and its hidden states
         `[R, B, E]`."""
-        ops, block = self.model.ops, self.block_size
+        ops, block = self.model.ops, self.draft_block
         for group in self.groups:
             group.prepare(self.model, requests, self.counters)
         mask_id = self.model.config.mask_token_id

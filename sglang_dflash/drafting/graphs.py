@@ -139,7 +139,7 @@ class GraphedDrafter:
         s.ids[:, :n].copy_(self._drafter.propose(s.bonus[:n], requests, noise))
 
     def _commit(self, key: Key) -> None:
-        s, n = self._static, key.requests * self._drafter.verified
+        s, n = self._static, key.requests * self._drafter.verify_block
         self._drafter.absorb(s.hidden[:n], s.positions[:n], s.slots[:n], keep=s.keep[:n])
 
     # -- replays -------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class GraphedDrafter:
         if key is None or keep is None:
             self._drafter.absorb(target_hidden, positions, slots, keep, written)
             return
-        s, n, end = self._static, len(slots), key.requests * self._drafter.verified
+        s, n, end = self._static, len(slots), key.requests * self._drafter.verify_block
         torch._foreach_copy_([s.positions[:n], s.slots[:n]], [positions, slots])
         s.hidden[:n].copy_(target_hidden)
         s.keep[:n].copy_(keep)
@@ -204,7 +204,7 @@ class GraphedDrafter:
 
     def _key_of_commit(self, tokens: int) -> Key | None:
         """For the tokens of a whole batch."""
-        size = _next(self._buckets, -(-tokens // self._drafter.verified))
+        size = _next(self._buckets, -(-tokens // self._drafter.verify_block))
         return None if size is None else Key(size, 0)
 
 
@@ -212,14 +212,14 @@ class _Static:
     """The buffers that recordings read and write, for batches of up to R requests."""
 
     def __init__(self, drafter: Drafter, requests: int) -> None:
-        weight, tokens = drafter.model.norm.weight, requests * drafter.verified
+        weight, tokens = drafter.model.norm.weight, requests * drafter.verify_block
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=weight.device)
 
         self.bonus, self.rows, self.seq_lens = (zeros(requests) for _ in range(3))
         self.seeds, self.temperatures = zeros(requests), zeros(requests, dtype=torch.float32)
-        self.ids = zeros(len(RULES), requests, drafter.block_size)
+        self.ids = zeros(len(RULES), requests, drafter.draft_block)
         self.positions, self.slots = zeros(tokens), zeros(tokens)
         self.keep = zeros(tokens, dtype=torch.bool)
         # Rows of padding are projected too: they must be finite.

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import PLAIN, RULES, BlockNoise, LogitScale
-from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.drafting.ops import TorchOps, candidate_scores
 from sglang_dflash.drafting.parallel import (
     TensorParallel,
     argmax_of_shards,
+    candidates_of_ranks,
     largest_of_ranks,
     taken_of_shards,
 )
-from sglang_dflash.drafting.selector import SelectorHead
+from sglang_dflash.drafting.selector import CandidateSelector
 
 
 class DraftHead(Protocol):
@@ -111,6 +112,63 @@ class ArgmaxHead:
         parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
         best, scale = self.tp.all_gather(parts).amax(0)
         return ((best - own) / scale.amax()).view(ids.shape)
+
+
+@dataclass(frozen=True)
+class SelectorHead:
+    """The head of DFlash2: a walk over the likeliest tokens of each position, in which each token
+    depends on the one before it.
+
+    `CandidateSelector` in SGLang's `srt/models/dflash.py` computes the same from a lattice of all
+    pairs of candidates. A walk needs the row of the token that was taken only.
+
+    Letters in shapes: K candidates.
+    """
+
+    selector: CandidateSelector
+    target: TargetHead
+    tp: TensorParallel
+    scale: LogitScale
+    ops: TorchOps
+
+    def __call__(self, hidden: Tensor, bonus: Tensor, noise: BlockNoise | None) -> Tensor:
+        drafts, of = hidden[:, 1:], self.selector
+        logits, ids = self._candidates(self.target.logits(drafts.flatten(0, 1)))
+        shape = (*drafts.shape[:2], of.top_k)
+        return self.ops.walk(
+            self.scale(logits).view(shape),
+            ids.view(shape),
+            of.hidden_projection(drafts),
+            bonus,
+            of.predecessor_codebook,
+            of.successor_codebook,
+            noise,
+        )
+
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest logits `[N, K]` of all ranks, in descending order, and their tokens."""
+        values, columns = self.ops.candidates(logits, self.selector.top_k)
+        columns = columns + self.target.first_id
+        return candidates_of_ranks(values, self.target.tokens(columns), self.tp)
+
+    def shortfall(
+        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
+    ) -> Tensor:
+        drafts, of = hidden[:, 1:], self.selector
+        logits = self.target.logits(drafts.flatten(0, 1))
+        values, candidates = self._candidates(logits)
+        columns = self.target.columns(ids.flatten()) - self.target.first_id
+        own = taken_of_shards(logits, columns, self.tp)
+        # What was taken, then the candidates.
+        tokens = torch.cat((ids[..., None], candidates.view(*ids.shape, -1)), -1)
+        unary = self.scale(torch.cat((own[:, None], values.float()), -1)).view(tokens.shape)
+        before = torch.cat((bonus[:, None], ids[:, :-1]), 1)
+        tables = of.predecessor_codebook, of.successor_codebook
+        scores = candidate_scores(unary, tokens, of.hidden_projection(drafts), before, *tables)
+        if noise is not None:
+            scores = noise.scores(scores, tokens)
+        short = scores[..., 1:].amax(-1) - scores[..., 0]
+        return short / scores[..., 1:].abs().amax()
 
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:

@@ -47,19 +47,28 @@ class ResolvedOptions:
     """Options for one draft checkpoint, all decided.
 
     Attributes:
-        asked: what was asked for.
-        block_size: tokens verified per step, the bonus token included; at most, if widths adapt.
+        verify_block: tokens verified per step, the bonus token included; at most, if widths adapt.
         draft_block: tokens of the block that the draft fills, the bonus token included. Lookup
             fills the rest.
+        block_from: what `verify_block` was taken from, as errors name it.
         reach: what the server lets drafts read of a request.
+        looks_up, draft_kv_tokens, recurrent_rollback: as in `Options`.
         context: tokens of a request, at most; None if that is not known.
     """
 
-    asked: Options
-    block_size: int
+    verify_block: int
     draft_block: int
+    block_from: str
     reach: Reach
+    looks_up: bool
+    draft_kv_tokens: int | None
+    recurrent_rollback: str
     context: int | None = None
+
+    @property
+    def block_size(self) -> int:
+        """Goes with its last reader, `tests/kernels/test_whole_drafter.py`."""
+        return self.draft_block
 
     def ring_entries(self, reach: Reach, max_running_requests: int) -> int | None:
         """Entries of the ring for the layers of that reach and that many requests; None if they
@@ -69,12 +78,12 @@ class ResolvedOptions:
         """
         if reach.tokens is None:
             return None
-        if self.asked.draft_kv_tokens is not None:
-            return self.asked.draft_kv_tokens
+        if self.draft_kv_tokens is not None:
+            return self.draft_kv_tokens
         visible = reach.tokens + reach.sinks
         if self.context is not None:
             visible = min(visible, self.context)
-        return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.block_size)
+        return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.verify_block)
 
     def check_room(self, kv_tokens: int | None) -> None:
         """Whether requests can be decoded.
@@ -88,8 +97,7 @@ class ResolvedOptions:
         Raises:
             ConfigError: the block is too large.
         """
-        name = "block_size" if self.asked.block_size is not None else "block_size of the draft"
-        block, context = self.block_size, self.context
+        name, block, context = self.block_from, self.verify_block, self.context
         if context is not None and 2 * block > context:
             raise ConfigError(
                 name,
@@ -116,21 +124,22 @@ class ResolvedOptions:
         """
         found, context = _of_checkpoint(config), self.context
         trained = config.max_position_embeddings
+        name = names.get("verify_block", "verify_block")
         if self.draft_block > config.block_size:
             found.append(
                 Notice(
                     "block-above-trained",
-                    f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
+                    f"{name}: {self.verify_block} is more than the "
                     f"{config.block_size} of a block that the draft was trained with: steps take "
                     "longer, for they compute the whole block, and acceptance may fall",
                     f"give {config.block_size}, or leave it out",
                 )
             )
-        if is_fixed and self.block_size > self.draft_block:
+        if is_fixed and self.verify_block > self.draft_block:
             found.append(
                 Notice(
                     "lookup-block-fixed",
-                    f"{names.get('block_size', 'block_size')}: {self.block_size} is more than the "
+                    f"{name}: {self.verify_block} is more than the "
                     f"{self.draft_block} of a block that the draft fills, and every step verifies "
                     "the whole block, also where nothing is copied",
                     f"set {names.get('width', 'the width')} to adaptive",
@@ -164,7 +173,7 @@ class Options:
     """What was asked for.
 
     Attributes:
-        block_size: tokens verified per step, the bonus token included; None for the checkpoint's.
+        verify_block: tokens verified per step, the bonus token included; None for the checkpoint's.
             The draft fills them all, or with lookup no more than it was trained with.
         looks_up: whether drafts are also looked up in the request's own text.
         window: committed tokens that the draft's attention reads; None for all.
@@ -178,7 +187,7 @@ class Options:
         ConfigError: a value is out of range.
     """
 
-    block_size: int | None = setting(None, "tokens verified per step (default: the draft's)")
+    verify_block: int | None = setting(None, "tokens verified per step (default: the draft's)")
     looks_up: bool = setting(False, "drafts are also looked up in the request's own text")
     window: int | None = setting(None, "committed tokens that the draft attends to (default: all)")
     sinks: int = setting(0, "first tokens of a request that stay visible beside the window")
@@ -186,7 +195,7 @@ class Options:
     recurrent_rollback: str = "auto"
 
     def __post_init__(self) -> None:
-        bounds = {"block_size": 2, "window": 1, "sinks": 0, "draft_kv_tokens": 1}
+        bounds = {"verify_block": 2, "window": 1, "sinks": 0, "draft_kv_tokens": 1}
         for name, least in bounds.items():
             value = getattr(self, name)
             if value is None:
@@ -222,31 +231,39 @@ class Options:
         return resolved
 
     def for_trained_block(self, trained: int | None) -> ResolvedOptions:
-        """Fill in the block size that the draft was trained with, if none was asked for.
+        """Fill in the block that the draft was trained with, if none was asked for.
 
         Args:
             trained: None if it is not known.
 
         Raises:
-            ConfigError: the block size is far above that one, above the window, or not known.
+            ConfigError: that block is far above the trained one, above the window, or not known.
         """
-        block_size = trained if self.block_size is None else self.block_size
-        if block_size is None:
-            raise ConfigError("block_size", None, "required, because the draft's is not known")
-        most = _MOST_TRAINED_BLOCKS * (trained or block_size)
-        if block_size > most:
+        verify_block = trained if self.verify_block is None else self.verify_block
+        if verify_block is None:
+            raise ConfigError("verify_block", None, "required, because the draft's is not known")
+        most = _MOST_TRAINED_BLOCKS * (trained or verify_block)
+        if verify_block > most:
             raise ConfigError(
-                "block_size",
-                block_size,
+                "verify_block",
+                verify_block,
                 f"more than {_MOST_TRAINED_BLOCKS} times the block size that the draft was trained "
                 f"with ({trained}); give at most {most}",
             )
-        if self.window is not None and self.window < block_size:
+        if self.window is not None and self.window < verify_block:
             raise ConfigError(
-                "window", self.window, f"smaller than the block size; give at least {block_size}"
+                "window", self.window, f"smaller than the block size; give at least {verify_block}"
             )
-        draft_block = min(block_size, trained or block_size) if self.looks_up else block_size
-        return ResolvedOptions(self, block_size, draft_block, Reach(self.window, self.sinks))
+        draft_block = min(verify_block, trained or verify_block) if self.looks_up else verify_block
+        return ResolvedOptions(
+            verify_block=verify_block,
+            draft_block=draft_block,
+            block_from="block_size of the draft" if self.verify_block is None else "verify_block",
+            reach=Reach(self.window, self.sinks),
+            looks_up=self.looks_up,
+            draft_kv_tokens=self.draft_kv_tokens,
+            recurrent_rollback=self.recurrent_rollback,
+        )
 
 
 def _of_checkpoint(config: DraftConfig) -> list[Notice]:
@@ -264,5 +281,5 @@ def _of_checkpoint(config: DraftConfig) -> list[Notice]:
     ]
 
 
-def _at_most(block_size: int) -> str:
-    return f"give at most {block_size}, or" if block_size >= 2 else "give"
+def _at_most(tokens: int) -> str:
+    return f"give at most {tokens}, or" if tokens >= 2 else "give"

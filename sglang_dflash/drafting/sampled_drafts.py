@@ -40,9 +40,9 @@ class SampledDrafts:
     All of it is computed on the device.
     """
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
-        """`block_size`: B, or more."""
-        self._hits = torch.zeros(len(RULES), block_size - 1, device=device)
+    def __init__(self, verify_block: int, device: torch.device) -> None:
+        """`verify_block`: B, or more."""
+        self._hits = torch.zeros(len(RULES), verify_block - 1, device=device)
 
     @property
     def couples(self) -> Tensor:

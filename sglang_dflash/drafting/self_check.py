@@ -37,12 +37,12 @@ class SelfCheckFailed(ConfigError):
     """An operation gives another result than torch, or a recorded step than an eager one."""
 
 
-def check_ops(model: DraftModel, block_size: int, verified: int) -> list[str]:
+def check_ops(model: DraftModel, draft_block: int, verify_block: int) -> list[str]:
     """Compare the model's operations with torch's, at its shapes and with its weights.
 
     Args:
-        block_size: tokens of the block that the draft fills.
-        verified: tokens of the block that the target verifies, at most.
+        draft_block: tokens of the block that the draft fills.
+        verify_block: tokens of the block that the target verifies, at most.
 
     Returns:
         The names of the operations that were compared; none if they are torch's.
@@ -52,14 +52,14 @@ def check_ops(model: DraftModel, block_size: int, verified: int) -> list[str]:
     """
     if type(model.ops) is TorchOps:
         return []
-    cases, twin = _cases(model, block_size, verified), TorchOps()
+    cases, twin = _cases(model, draft_block, verify_block), TorchOps()
     for name, run in cases.items():
         for got, expected in zip(run(model.ops), run(twin), strict=True):
             _compare(name, got, expected)
     return list(cases)
 
 
-def check_attention(model: DraftModel, block_size: int, group: KVGroup) -> None:
+def check_attention(model: DraftModel, draft_block: int, group: KVGroup) -> None:
     """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
@@ -84,9 +84,9 @@ def check_attention(model: DraftModel, block_size: int, group: KVGroup) -> None:
     live &= ~dead
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
-    q = draw.floats(REQUESTS, block_size, layer.heads, layer.head_dim)
-    k, v = (draw.floats(REQUESTS, block_size, layer.kv_heads, layer.head_dim) for _ in range(2))
-    expected = TorchAttention(layers.layers, block_size)
+    q = draw.floats(REQUESTS, draft_block, layer.heads, layer.head_dim)
+    k, v = (draw.floats(REQUESTS, draft_block, layer.kv_heads, layer.head_dim) for _ in range(2))
+    expected = TorchAttention(layers.layers, draft_block)
     try:
         for one in (group.attention, expected):
             one.prepare(kv, table)
@@ -117,7 +117,7 @@ def check_recording(
     count = max((n for n in sizes if n <= REQUESTS), default=min(sizes))
     rows = torch.arange(1, count + 1, device=draw.device)
     entries = min(group.cache.num_entries for group in eager.groups)
-    length = min(CONTEXT, req_to_token.shape[1] - eager.block_size, entries // max(8, 2 * count))
+    length = min(CONTEXT, req_to_token.shape[1] - eager.draft_block, entries // max(8, 2 * count))
     slots = 1 + torch.arange(len(rows) * length, device=draw.device)
     req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
     hidden = draw.floats(len(slots), model.config.target_hidden_width)
@@ -204,7 +204,7 @@ class _Random:
         return torch.randint(low, high, shape, generator=self._generator).to(self.device)
 
 
-def _cases(model: DraftModel, block: int, verified: int) -> Cases:
+def _cases(model: DraftModel, block: int, verify_block: int) -> Cases:
     """Each run has copies: operations may overwrite."""
     config, layers, draw = model.config, cast(Sequence[Any], model.layers), _Random(model)
     layer, shape, eps = layers[0], (REQUESTS, block), config.rms_norm_eps
@@ -222,7 +222,7 @@ def _cases(model: DraftModel, block: int, verified: int) -> Cases:
     entry_of = draw.ints(0, CONTEXT, 2 * CONTEXT).int()
     owner = draw.ints(0, 2 * CONTEXT, CONTEXT + 1).int()
     bonus = draw.ints(0, 4096, REQUESTS)
-    drafts, target = (draw.ints(0, 2, REQUESTS, verified) for _ in range(2))
+    drafts, target = (draw.ints(0, 2, REQUESTS, verify_block) for _ in range(2))
     texts = draw.ints(0, 3, REQUESTS + 1, 2 * CONTEXT).int()
     # With a greedy request.
     temperatures = draw.ints(0, 2, REQUESTS).float()

@@ -46,11 +46,11 @@ class WidthPolicy:
     """Chooses the width of every step: the whole block. Others derive from it.
 
     Attributes:
-        widths: ascending; the last one is the block size.
+        widths: ascending; the last one is the whole block.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self.widths: tuple[int, ...] = (block_size,)
+    def __init__(self, verify_block: int) -> None:
+        self.widths: tuple[int, ...] = (verify_block,)
 
     def choose(
         self, requests: Sequence[Hashable], context: int, most: int, undrafted: int = 0

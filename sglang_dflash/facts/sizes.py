@@ -149,8 +149,8 @@ def _mib(size: int) -> str:
 def draft_memory(
     config: DraftConfig,
     *,
-    block_size: int,
-    verified: int,
+    draft_block: int,
+    verify_block: int,
     requests: int,
     columns: int,
     ring_columns: int = 0,
@@ -164,8 +164,8 @@ def draft_memory(
     """What a rank's largest draft steps take, without what depends on the attention backends.
 
     Args:
-        block_size: B, tokens of the block that the draft fills.
-        verified: tokens per request that a step verifies, and the drafter absorbs, at most.
+        draft_block: B, tokens of the block that the draft fills.
+        verify_block: tokens per request that a step verifies, and the drafter absorbs, at most.
         requests: R, --max-running-requests.
         columns: of a step's tables of entries.
         ring_columns: those of them whose entries may be missing.
@@ -184,11 +184,12 @@ def draft_memory(
         # int64 numbers (`drafting.attention.paged`).
         table = requests * (12 * (columns - ring_columns) + 48 * ring_columns)
     vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / ranks)
-    tokens = requests * max(verified, waiting_steps)
+    tokens = requests * max(verify_block, waiting_steps)
     return DraftMemory(
         slot_tables=table,
-        graph_buffers=recorded * (4 * 8 + 4 + block_size * 2 * 8 + verified * (2 * 8 + 1 + hidden)),
-        logits=requests * (block_size - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
+        graph_buffers=recorded
+        * (4 * 8 + 4 + draft_block * 2 * 8 + verify_block * (2 * 8 + 1 + hidden)),
+        logits=requests * (draft_block - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
         activations=tokens * _activations(draft_of_rank(config, ranks)) * itemsize,
         # And their concatenation.
         waiting_hidden=2 * waiting_steps * requests * (2 * 8 + hidden),
@@ -292,11 +293,11 @@ class HeadBytes(NamedTuple):
     per_request: int
 
 
-def head_bytes(config: DraftConfig, block_size: int, itemsize: int) -> HeadBytes:
+def head_bytes(config: DraftConfig, draft_block: int, itemsize: int) -> HeadBytes:
     """Of a rank: each holds all of these weights.
 
     Args:
-        block_size: B, tokens of a block.
+        draft_block: B, tokens of the block that the draft fills.
         itemsize: bytes of a weight.
     """
     of_v1 = expected_tensors(replace(config, convolution=None, selector=None))
@@ -305,7 +306,7 @@ def head_bytes(config: DraftConfig, block_size: int, itemsize: int) -> HeadBytes
     once = sum(math.prod(own[name]) for name in own.keys() - tables)
     rows = 0 if config.selector is None else 1 + config.selector.top_k
     rank = 0 if config.selector is None else config.selector.rank
-    return HeadBytes(itemsize * once, itemsize * (block_size - 1) * rows * rank)
+    return HeadBytes(itemsize * once, itemsize * (draft_block - 1) * rows * rank)
 
 
 def target_kv_bytes(target: TargetGeometry, itemsize: int) -> int:
@@ -321,16 +322,16 @@ def state_bytes(shape: RecurrentShape) -> int:
     return shape.layers * (shape.state * _FP32 + shape.channels * shape.window * _BF16)
 
 
-def snapshot_bytes(shape: RecurrentShape, block_size: int) -> int:
+def snapshot_bytes(shape: RecurrentShape, verify_block: int) -> int:
     """Scratch of one request's rollback by snapshots: a state per block position, and convolution
     inputs."""
-    conv_inputs = shape.channels * (block_size + shape.window - 1)
-    return shape.layers * (block_size * shape.state * _FP32 + conv_inputs * _BF16)
+    conv_inputs = shape.channels * (verify_block + shape.window - 1)
+    return shape.layers * (verify_block * shape.state * _FP32 + conv_inputs * _BF16)
 
 
 def replay_bytes(
     shape: RecurrentShape,
-    block_size: int,
+    verify_block: int,
     *,
     itemsize: int = _BF16,
     gate_itemsize: int = _BF16,
@@ -342,5 +343,5 @@ def replay_bytes(
         itemsize: of the convolution's inputs.
         gate_itemsize: of the gates' inputs.
     """
-    windows = shape.channels * (block_size + shape.window - 1 + shape.window) * itemsize
-    return shape.layers * (windows + 2 * block_size * shape.value_heads * gate_itemsize)
+    windows = shape.channels * (verify_block + shape.window - 1 + shape.window) * itemsize
+    return shape.layers * (windows + 2 * verify_block * shape.value_heads * gate_itemsize)

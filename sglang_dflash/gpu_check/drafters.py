@@ -102,7 +102,7 @@ class Loaded:
         for greedy requests, and `sampled` for sampled ones; `commit` (accept drafts, and find
         entries for their tokens), `absorb` (project hidden states of all of them into entries)."""
         drafter, model, groups = self.drafter, self.drafter.model, self.drafter.groups
-        block = drafter.block_size
+        block = drafter.draft_block
         ids, steps = self.targets.clone(), torch.arange(block, device=self.targets.device)
         entries = [group.cache.place(self.slots).clone() for group in groups]
 
@@ -137,7 +137,7 @@ class Loaded:
 
     def step(self, drafter: Drafter | GraphedDrafter) -> Callable[[], None]:
         """The draft side of a whole decode step, as a server runs it."""
-        ops, block = self.drafter.model.ops, self.drafter.block_size
+        ops, block = self.drafter.model.ops, self.drafter.draft_block
         steps = torch.arange(block, device=self.targets.device)
 
         def run() -> None:
@@ -167,7 +167,8 @@ def loaded(
     """
     config = model.config
     options = Options(window=load.window).resolve(config)
-    block, requests, width = options.block_size, load.requests, load.context + 2 * config.block_size
+    block, requests = options.verify_block, load.requests
+    width = load.context + 2 * block
     dtype = model.dtype
     setup = DraftSetup(
         model, options, ATTENTION[attention], TensorParallel(), device, dtype, requests

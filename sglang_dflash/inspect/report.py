@@ -127,7 +127,7 @@ def inspect(
         "worker_reason": judged.reason,
         **describe_target(target, geometry),
         **describe_draft(draft, config),
-        "block_size": resolved.block_size,
+        "block_size": resolved.verify_block,
         "window": resolved.reach.tokens,
         "sinks": resolved.reach.sinks,
         "max_running_requests": serving.max_running_requests,
@@ -158,7 +158,7 @@ def _memory(
         config=config and sizes.draft_of_rank(config, ranks),
     )
     target_kv, draft_kv = _kv_bytes(draft, part, serving)
-    recurrent = _recurrent(part.geometry, judged.worker, options.block_size)
+    recurrent = _recurrent(part.geometry, judged.worker, options.verify_block)
     steps = _step_bytes(judged, options, serving)
     of_target, of_draft = (
         None if one.weight_bytes is None else -(-one.weight_bytes // ranks)
@@ -185,7 +185,7 @@ def _memory(
         "target_tokens_without_draft": alone // target_kv,
     }
     for which, of in {"": pool, "_unbounded": pool, "_without_draft": plain}.items():
-        reserved = 1 if which == "_without_draft" else 2 * options.block_size
+        reserved = 1 if which == "_without_draft" else 2 * options.verify_block
         running, tokens = of.requests if of else requests, facts[f"target_tokens{which}"]
         facts[f"requests_at_context{which}"] = serving.context and at_a_time(
             tokens, running, serving.context, reserved
@@ -288,21 +288,21 @@ def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> i
     reaches = [group.reach for group in judged.config.groups(options.reach)]
     return sizes.draft_memory(
         judged.config,
-        block_size=options.draft_block,
-        verified=options.block_size,
+        draft_block=options.draft_block,
+        verify_block=options.verify_block,
         requests=serving.max_running_requests,
         columns=sum(reach.of(options.context or 0) for reach in reaches),
         ranks=serving.tp_size,
         recorded=serving.max_running_requests,
-        text_tokens=(options.context or 0) if options.asked.looks_up else 0,
+        text_tokens=(options.context or 0) if options.looks_up else 0,
     ).total
 
 
-def _head_bytes(config: DraftConfig | None, block_size: int) -> dict[str, int | None]:
+def _head_bytes(config: DraftConfig | None, draft_block: int) -> dict[str, int | None]:
     """What the head of DFlash2 adds to what a proposal reads; None for what is not known."""
     if config is None:
         return dict.fromkeys(("draft_head_bytes", "draft_head_bytes_per_request"))
-    once, per_request = sizes.head_bytes(config, block_size, KV_DTYPES["bfloat16"])
+    once, per_request = sizes.head_bytes(config, draft_block, KV_DTYPES["bfloat16"])
     return {"draft_head_bytes": once, "draft_head_bytes_per_request": per_request}
 
 
@@ -318,7 +318,7 @@ def _kv_bytes(draft: ModelFacts, judged: Judged, serving: Serving) -> tuple[int,
     return of_target, KV_DTYPES.get(serving.draft_kv_dtype or "", itemsize) * math.prod(shape)
 
 
-def _recurrent(geometry: TargetGeometry, worker: str, block_size: int) -> dict[str, Any]:
+def _recurrent(geometry: TargetGeometry, worker: str, verify_block: int) -> dict[str, Any]:
     """The facts of recurrent layers."""
     shape, layers = geometry.recurrent, geometry.recurrent_layers
     rollback = "replay" if shape is not None and worker == OURS else "snapshot"
@@ -326,8 +326,8 @@ def _recurrent(geometry: TargetGeometry, worker: str, block_size: int) -> dict[s
         "recurrent_layers": layers,
         "recurrent_rollback": rollback if layers else None,
         "recurrent_state_bytes": sizes.state_bytes(shape) if shape else (None if layers else 0),
-        "recurrent_snapshot_bytes": sizes.snapshot_bytes(shape, block_size) if shape else None,
-        "recurrent_replay_bytes": sizes.replay_bytes(shape, block_size) if shape else None,
+        "recurrent_snapshot_bytes": sizes.snapshot_bytes(shape, verify_block) if shape else None,
+        "recurrent_replay_bytes": sizes.replay_bytes(shape, verify_block) if shape else None,
     }
 
 

@@ -168,21 +168,21 @@ def spec_generate(
     check_new_tokens(max_new_tokens)
     start = prompt if isinstance(prompt, Prefill) else prefill(draft, target, prompt)
     resolved = (options or Options()).resolve(draft.config)
-    choose, block_size = choose or Sampler(), resolved.block_size
+    choose, verify_block = choose or Sampler(), resolved.verify_block
     prompt_length, device = len(start.target_hidden), start.target_hidden.device
-    total = prompt_length + max_new_tokens + block_size  # The last block is written whole.
+    total = prompt_length + max_new_tokens + verify_block  # The last block is written whole.
     positions, target_cache = torch.arange(total, device=device), TargetCache(target, start.kv)
     drafter = _drafter(draft, target, resolved, total, device)
     # A token's slot is its position.
     slots, row = positions[None].int(), positions[:1]
     drafter.absorb(start.target_hidden, positions[:prompt_length], positions[:prompt_length])
 
-    length, drafts = positions[prompt_length, None], drafts or SampledDrafts(block_size, device)
+    length, drafts = positions[prompt_length, None], drafts or SampledDrafts(verify_block, device)
     result, bonus = Generation(), choose(start.logits, length - 1)
     done = _extend(result, bonus.tolist(), stop_token_ids, max_new_tokens, on_tokens)
     with captured_hidden(target, draft.config.target_layer_ids) as hidden, target_cache.recorded():
         while not done:
-            noise, at = choose.noise(length), positions[int(length) :][:block_size]
+            noise, at = choose.noise(length), positions[int(length) :][:verify_block]
             drafted = drafter.propose(bonus, RequestSlots(slots, row, length, int(length)), noise)
             block, guesses = drafts.choose(drafted, noise)
             out = target(input_ids=block, past_key_values=target_cache.cache, use_cache=True)
@@ -191,7 +191,7 @@ def spec_generate(
             count = int(accepted.lengths)
             drafter.absorb(hidden()[:count], at[:count], at[:count])
             length, bonus = length + count, accepted.bonus
-            target_cache.keep(count, block_size)
+            target_cache.keep(count, verify_block)
             before, new = len(result.tokens), accepted.tokens[0, :count].tolist()
             done = _extend(result, new, stop_token_ids, max_new_tokens, on_tokens)
             result.committed.append(len(result.tokens) - before)
@@ -208,7 +208,7 @@ def _drafter(
         KVGroup(
             of,
             DraftKVCache(total, of.kv_shape(draft.kv_shape), draft.dtype, device),
-            TorchAttention(of.layers, options.block_size),
+            TorchAttention(of.layers, options.draft_block),
         )
         for of in draft.config.groups(options.reach)
     ]

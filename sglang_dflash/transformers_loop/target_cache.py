@@ -71,10 +71,10 @@ class TargetCache:
             for handle in handles:
                 handle.remove()
 
-    def keep(self, count: int, block_size: int) -> None:
-        """Keep the first `count` of the `block_size` tokens of the last forward, drop the rest."""
-        if count < block_size:
-            self._crop(block_size - count)
+    def keep(self, count: int, verify_block: int) -> None:
+        """Keep the first `count` tokens of the last forward, drop the rest of `verify_block`."""
+        if count < verify_block:
+            self._crop(verify_block - count)
             self._restore(self._before)
             for i, module in self._recurrent.items():
                 module(hidden_states=self._inputs[i][:, :count], cache_params=self.cache)

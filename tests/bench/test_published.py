@@ -51,7 +51,7 @@ def test_the_published_commands_parse_as_printed() -> None:
     assert (of_pair.max_new_tokens, of_pair.temperature) == (2048, 0.0)
     other = " --block-size 8 --draft-sliding-window-size 512 --max-new-tokens 64 --temperature 0.5"
     pair, _ = parse(TRANSFORMERS + other)
-    assert (pair.block_size, pair.window, pair.temperature) == (8, 512, 0.5)
+    assert (pair.verify_block, pair.window, pair.temperature) == (8, 512, 0.5)
     served, _ = parse(f"{SGLANG} --top-p 0.9 --top-k 1 --timeout-s 60 --concurrency 8")
     assert (served.top_p, served.top_k, served.timeout_s, served.levels) == (0.9, 1, 60, (8,))
     theirs, _ = parse("--backend vllm --model M --dataset-name alpaca --max-concurrency 4 --seed 3")

@@ -94,7 +94,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         read_tensors(tmp_path),
         torch.randn(64, 32),
     )
-    options = Options(block_size=case.block, window=case.window, sinks=case.sinks).resolve(
+    options = Options(verify_block=case.block, window=case.window, sinks=case.sinks).resolve(
         model.config
     )
     requests = Requests(count, width=40, hidden=model.config.target_hidden_width)
@@ -112,7 +112,7 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         slots = RequestSlots(requests.table.int(), rows, lengths, longest)
         states = drafter.forward(bonus, slots)[1]
         block = drafter.propose(bonus, slots)
-    size = options.block_size
+    size = options.draft_block
     for r in range(count):
         hidden, tokens = draft_block(
             tensors,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_dflash.drafting.attention.table import RequestSlots
-from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
+from sglang_dflash.drafting.draft_counters import DraftCounters, DraftCounts
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.options import Options
@@ -21,7 +21,7 @@ VOCAB, BLOCK, TOKENS = 64, 4, 10
 
 def drafter(window: int | None = None, entries: int = 40) -> Drafter:
     model = random_model(raw_config())
-    options = Options(block_size=BLOCK, window=window).resolve(model.config)
+    options = Options(verify_block=BLOCK, window=window).resolve(model.config)
     embed = torch.randn(VOCAB, model.config.hidden_size)
     head = TargetHead(lambda ids: embed[ids], lambda hidden: hidden @ embed.T)
     return Drafter(model, head, kv_groups(model, options, 40, entries), options)
@@ -40,7 +40,7 @@ def propose(drafter: Drafter, requests: int = 2) -> torch.Tensor:
         return drafter.propose(rows, RequestSlots(slots, rows, lengths, TOKENS))
 
 
-def health(drafter: Drafter) -> DraftHealth:
+def counts(drafter: Drafter) -> DraftCounts:
     drafter.counters.send()
     return drafter.counters.read()
 
@@ -53,14 +53,14 @@ def test_drafted_ids_stay_valid_and_are_counted(scale: float) -> None:
     block = propose(broken)
     assert block[:, 0].tolist() == [0, 1]
     assert (block[:, 1:] == broken.model.config.mask_token_id).all()
-    assert health(broken).nonfinite == 2 * (BLOCK - 1)
+    assert counts(broken).nonfinite == 2 * (BLOCK - 1)
 
 
 def test_a_sound_draft_counts_nothing() -> None:
     sound = drafter()
     block = propose(sound)
     assert (block >= 0).all() and (block < VOCAB).all()
-    assert health(sound) == DraftHealth()
+    assert counts(sound) == DraftCounts()
 
 
 def test_one_broken_token_is_no_other_requests_problem() -> None:
@@ -70,7 +70,7 @@ def test_one_broken_token_is_no_other_requests_problem() -> None:
     with torch.inference_mode():
         broken.absorb(hidden, torch.tensor([9]), torch.tensor([39]))
     assert broken.groups[0].cache.kv.isfinite().all()
-    assert health(broken).nonfinite == 1
+    assert counts(broken).nonfinite == 1
 
 
 def test_rejected_tokens_are_not_counted() -> None:
@@ -78,7 +78,7 @@ def test_rejected_tokens_are_not_counted() -> None:
     hidden = torch.full((3, broken.model.config.target_hidden_width), math.inf)
     with torch.inference_mode():
         broken.absorb(hidden, torch.arange(3), torch.arange(3), torch.tensor([True, False, False]))
-    assert health(broken).nonfinite == 1
+    assert counts(broken).nonfinite == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -104,9 +104,9 @@ def test_a_logit_that_is_not_finite_gives_no_id(ranks: int, value: float) -> Non
 def test_a_bounded_cache_counts_the_context_that_it_held() -> None:
     whole, small = drafter(window=8), drafter(window=8, entries=12)
     propose(whole)
-    assert health(whole) == DraftHealth(0, 16, 16)
+    assert counts(whole) == DraftCounts(0, 16, 16)
     propose(small)
-    found = health(small)
+    found = counts(small)
     assert found.context_sought == 16 and found.context_found < 16
     assert found.context_share == found.context_found / 16
 
@@ -114,12 +114,12 @@ def test_a_bounded_cache_counts_the_context_that_it_held() -> None:
 def test_a_cache_that_loses_nothing_is_not_counted() -> None:
     whole = drafter()
     propose(whole)
-    assert health(whole).context_share is None
+    assert counts(whole).context_share is None
 
 
 def test_the_host_sees_what_was_sent() -> None:
     counters = DraftCounters("cpu")
     counters.add_nonfinite(torch.tensor([True, True, False]))
-    assert counters.read() == DraftHealth()
+    assert counters.read() == DraftCounts()
     counters.send()
-    assert counters.read() - DraftHealth(1) == DraftHealth(1)
+    assert counters.read() - DraftCounts(1) == DraftCounts(1)

@@ -69,11 +69,11 @@ def drafter_of(
     sinks: int = 0,
     kind: type[Drafter] = Drafter,
     raw: dict[str, Any] = RAW,
-    verified: int | None = None,
+    verify_block: int | None = None,
 ) -> Drafter:
     torch.manual_seed(1)
     model = random_model(raw).freeze()
-    asked = Options(window=window, sinks=sinks, block_size=verified, looks_up=True)
+    asked = Options(window=window, sinks=sinks, verify_block=verify_block, looks_up=True)
     options = asked.resolve(model.config)
     embedding = torch.randn(RAW["vocab_size"], RAW["hidden_size"])
     head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
@@ -150,7 +150,7 @@ def test_replayed_steps_are_the_eager_ones(
     """Batches smaller than, equal to and larger than the buckets."""
     slots = table()
     # Lookup fills half of the widest blocks.
-    plain, inner = (drafter_of(window, sinks, raw=raw, verified=8) for _ in range(2))
+    plain, inner = (drafter_of(window, sinks, raw=raw, verify_block=8) for _ in range(2))
     # Of the width of every eager step: another number of columns sums in another order.
     recorded = graphed(inner, slots, widths=(COLUMNS,))
     requests = Requests(slots, plain, recorded)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.reference import TorchAttention
-from sglang_dflash.drafting.draft_counters import DraftHealth
+from sglang_dflash.drafting.draft_counters import DraftCounts
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv.ring import RingKVCache
@@ -200,7 +200,7 @@ def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -
     check_recording(drafter, recorded, slots)
     assert torch.equal(slots, before) and drafter.groups[0].cache.live_share() in (0, 1)
     drafter.counters.send()
-    assert drafter.counters.read() == DraftHealth()
+    assert drafter.counters.read() == DraftCounts()
 
     class Stale:
         """Repeats its first answer."""

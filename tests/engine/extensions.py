@@ -74,8 +74,8 @@ class RandomWidth(WidthPolicy):
     """Draws every step's width, another one in every process: 1, 4 and the block size, with runs of
     plain decoding."""
 
-    def __init__(self, block_size: int) -> None:
-        self.widths = (1, 4, block_size)
+    def __init__(self, verify_block: int) -> None:
+        self.widths = (1, 4, verify_block)
         self._random = random.Random(os.getpid())
         self._plain = 0
 

@@ -64,10 +64,10 @@ class KnownDrafts:
             block[row, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=block.dtype)
         return block
 
-    def _drafts(self, prompt: tuple[int, ...], length: int, block_size: int) -> list[int]:
+    def _drafts(self, prompt: tuple[int, ...], length: int, width: int) -> list[int]:
         """Up to B - 1 tokens after position `length`, fewer at the end of what is known."""
-        known = [*prompt, *self._continuations.get(prompt, [])][length + 1 : length + block_size]
-        right = random.Random(1000 * length + len(prompt)).randrange(block_size)
+        known = [*prompt, *self._continuations.get(prompt, [])][length + 1 : length + width]
+        right = random.Random(1000 * length + len(prompt)).randrange(width)
         return [token if i < right else (token + 1) % 1000 for i, token in enumerate(known)]
 
 

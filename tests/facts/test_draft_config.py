@@ -105,14 +105,14 @@ def test_a_pair_that_does_not_fit_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "required"),
     [
-        ({"block_size": 1}, "a number of tokens from 2 to 2147483647 is required"),
+        ({"verify_block": 1}, "a number of tokens from 2 to 2147483647 is required"),
         ({"sinks": -1}, "from 0 to"),
         ({"window": 0}, "from 1 to"),
         ({"draft_kv_tokens": 0}, "from 1 to"),
         ({"sinks": 4}, "no effect without a window; give {window} too"),
         ({"draft_kv_tokens": 9}, "all read the whole context; give {window} too"),
         ({"window": 2**31}, "to 2147483647"),
-        ({"block_size": 65}, "more than 16 times .* give at most 64"),
+        ({"verify_block": 65}, "more than 16 times .* give at most 64"),
         ({"window": 3}, "smaller than the block size; give at least 4"),
         ({"recurrent_rollback": "undo"}, "auto, replay, snapshot"),
     ],
@@ -125,9 +125,9 @@ def test_options_are_checked(options: dict, required: str) -> None:
     assert re.search(required, refused.value.required)
 
 
-def test_options_take_the_checkpoints_block_size_and_size_the_cache() -> None:
+def test_options_take_the_checkpoints_block_and_size_the_cache() -> None:
     resolved = Options(window=100, sinks=4).resolve(DraftConfig.from_dict(raw_config()))
-    assert resolved.block_size == 4
+    assert resolved.verify_block == 4
     assert resolved.ring_entries(resolved.reach, 16) == 2 * 16 * (100 + 4 + 4)
     chosen = Options(window=100, draft_kv_tokens=7).resolve(DraftConfig.from_dict(raw_config()))
     assert chosen.ring_entries(chosen.reach, 16) == 7
@@ -148,7 +148,7 @@ def test_lookup_fills_what_the_draft_was_not_trained_for(
 ) -> None:
     config = DraftConfig.from_dict(raw_config())
     resolved = Options(asked, looks_up=looks_up).resolve(config)
-    assert (resolved.block_size, resolved.draft_block) == (asked or 4, draft_block)
+    assert (resolved.verify_block, resolved.draft_block) == (asked or 4, draft_block)
     for is_fixed, expected in ((True, fixed), (False, adaptive)):
         assert [found.name for found in resolved.warnings(config, {}, is_fixed)] == expected
 

@@ -112,7 +112,7 @@ def test_the_worker_and_its_rollback(
     assert (found["worker"], found["recurrent_rollback"]) == (worker, rollback)
     assert (found["worker_reason"] is None) == (worker == "sglang-dflash")
     assert found["draft_kv_bytes_per_token"] == 3 * 2 * 2 * 16 * 2
-    windowed = found_of(target, draft, Options(block_size=6, window=100, sinks=4))
+    windowed = found_of(target, draft, Options(verify_block=6, window=100, sinks=4))
     assert (found["block_size"], found["window"], found["sinks"]) == (4, None, 0)
     assert (windowed["block_size"], windowed["window"], windowed["sinks"]) == (6, 100, 4)
 
@@ -257,7 +257,7 @@ def test_what_is_not_known_is_asked_for() -> None:
     no_block = {name: value for name, value in OTHER_HEAD.items() if name != "block_size"}
     for target, draft, serving, field in [
         (facts(TARGET, None), facts(raw_config()), Serving(), "kv_memory_gib"),
-        (facts(TARGET), facts(no_block), SERVING, "block_size"),
+        (facts(TARGET), facts(no_block), SERVING, "verify_block"),
     ]:
         with pytest.raises(ConfigError) as refused:
             inspect(target, draft, Options(), serving)
@@ -269,7 +269,7 @@ def test_what_is_not_known_is_asked_for() -> None:
 
 def test_the_table_shows_the_verdict_what_is_known_and_the_warnings() -> None:
     target = {**TARGET, "max_position_embeddings": 8192}
-    report = found_of(target, raw_config(), Options(block_size=5, window=9000))
+    report = found_of(target, raw_config(), Options(verify_block=5, window=9000))
     head, *groups = as_table(report, sources=True).split("\n\n")
     assert " ".join(head.split()).startswith(report["verdict"])
     lines = [line for group in groups for line in group.splitlines() if line.startswith("  ")]

@@ -122,7 +122,7 @@ def drafter_of(window: int | None) -> Drafter:
     def attention(layers: LayerGroup) -> TritonAttention:
         columns = layers.reach.of(COLUMNS)
         setting = Setting(
-            options.block_size, torch.device("cpu"), layers.layers, requests=ROWS, columns=columns
+            options.draft_block, torch.device("cpu"), layers.layers, requests=ROWS, columns=columns
         )
         return TritonAttention(CONFIG, setting, processors=132)
 

@@ -79,10 +79,10 @@ def test_a_step_keeps_the_committed_tokens_and_no_other(window: int | None) -> N
     for _ in range(3):
         before, length = cache.kv.clone(), worker.running[1].length
         worker.step()
-        block = slice(length, length + worker.worker.block_size)
+        block = slice(length, length + worker.worker.verify_block)
         committed = worker.running[1].length - length
         lengths.add(committed)
-        expected = [i < committed for i in range(worker.worker.block_size)]
+        expected = [i < committed for i in range(worker.worker.verify_block)]
         if window is None:
             changed = (cache.kv != before).flatten(1).any(1)
             assert changed[slots[block]].tolist() == expected

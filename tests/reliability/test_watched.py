@@ -15,7 +15,7 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.serving.step.extension import Step
 from tests.conftest import write_kv
-from tests.drafting.test_nonfinite import TOKENS, drafter, health
+from tests.drafting.test_nonfinite import TOKENS, counts, drafter
 from tests.reliability.corpus import Expected
 from tests.reliability.watched import Observer, WatchedDrafter, count_overwrites, free_slots
 
@@ -40,7 +40,7 @@ def test_a_draft_that_reads_a_free_slot_is_counted(freed: int | None, window: in
     with torch.inference_mode():
         watched.absorb(hidden, torch.arange(TOKENS), slots[0].long())
         watched.propose(row, RequestSlots(slots, row, length, TOKENS))
-    assert (health(watched).nonfinite > 0) is (freed is not None)
+    assert (counts(watched).nonfinite > 0) is (freed is not None)
 
 
 def test_pages_are_made_of_slots() -> None:

@@ -15,11 +15,11 @@ from sglang_dflash.drafting.acceptance import accept
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
@@ -95,21 +95,21 @@ def worker_of(
     widths: StepWidths | None = None,
     labels: Mapping[str, Any] | None = None,
     looks_up: bool = False,
-    block_size: int | None = None,
+    verify_block: int | None = None,
     waiting_steps: int = MOST_STEPS,
     notices: Sequence[Notice] = (),
     hierarchical: bool = False,
 ) -> Any:
     """A worker for a draft of random weights. With a window, the draft KV cache is a ring of
     `entries`; its K/V is of `dtype`. `labels`: of its series in /metrics, if it has any.
-    `block_size`: None for that of the draft."""
+    `verify_block`: None for that of the draft."""
     with torch.device(device):
         model = random_model(RAW).freeze()
-    asked = Options(window=window, looks_up=looks_up, block_size=block_size)
+    asked = Options(window=window, looks_up=looks_up, verify_block=verify_block)
     options = asked.resolve(model.config)
     groups = kv_groups(model, options, SLOTS, entries, dtype=dtype, tagged=hierarchical)
     drafter = drafter_of(model, groups, options, device)
-    block, ranks = options.block_size, Ranks(group)
+    block, ranks = options.verify_block, Ranks(group)
     widths = widths or widths_of(WidthPolicy(block))
     penalties = BlockPenalties(ROWS, block, torch.device(device))
     table = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS).int() + 1
@@ -122,7 +122,7 @@ def worker_of(
         notices=notices, pages=DraftKVPages(groups),
     )  # fmt: skip
     worker: Any = DFlashWorker(
-        block_size=block, features=model.config.target_hidden_width, running=2,
+        verify_block=block, features=model.config.target_hidden_width, running=2,
         req_to_token=table, widths=widths, drafter=drafter,
         target=TargetForward(target), target_tokens=TargetTokens(sampler, ranks, penalties),
         accept=accept, rollback=rollback, ranks=ranks, lookup=lookup,

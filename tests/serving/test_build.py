@@ -158,7 +158,7 @@ def test_every_slot_has_draft_kv_if_sliding_layers_have_a_pool(entries: int) -> 
     width = drafter.model.config.target_hidden_width
     drafter.absorb(torch.randn(len(slots), width), torch.arange(len(slots)), slots)
     requests = RequestSlots(table, torch.tensor([1]), torch.tensor([len(slots)]), len(slots))
-    assert drafter.propose(torch.tensor([3]), requests).shape == (1, worker.dflash.block_size)
+    assert drafter.propose(torch.tensor([3]), requests).shape == (1, worker.dflash.verify_block)
 
 
 def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(

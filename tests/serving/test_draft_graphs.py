@@ -12,7 +12,7 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.model_executor.runner import base_cuda_graph_runner
 
-from sglang_dflash.drafting.draft_counters import DraftHealth
+from sglang_dflash.drafting.draft_counters import DraftCounts
 from sglang_dflash.serving.gpu import graphs
 from sglang_dflash.serving.gpu.graphs import (
     CudaGraphRecorder,
@@ -115,7 +115,7 @@ def test_steps_are_not_captured_without_memory(
     if recorded:
         assert made.describe()["draft_graph_batch_sizes"] == [1, 2]
         drafter.counters.send()
-        assert drafter.counters.read() == DraftHealth()
+        assert drafter.counters.read() == DraftCounts()
 
 
 def test_without_sizes_they_are_powers_of_two(sizes: Any) -> None:

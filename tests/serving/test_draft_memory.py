@@ -67,7 +67,7 @@ BACKENDS = {
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
         lambda _, setting: PagedAttention(
-            setting.layers, setting.block_size, setting.scratch, plain_kernel, setting.holes
+            setting.layers, setting.draft_block, setting.scratch, plain_kernel, setting.holes
         ),
     ),
 }
@@ -83,7 +83,7 @@ def setup_of(
     """`blocks`: of the draft's, what a step verifies."""
     dtype = torch.float32 if device == CPU else torch.bfloat16
     model = random_model(config, device, dtype)
-    asked = Options(window=window, looks_up=True, block_size=blocks * config.block_size)
+    asked = Options(window=window, looks_up=True, verify_block=blocks * config.block_size)
     options = asked.resolve(config)
     return DraftSetup(model, options, BACKENDS[backend], TensorParallel(), device, dtype, RUNNING)
 
@@ -196,7 +196,7 @@ def test_a_step_takes_no_more_than_was_reserved(
             Backend(
                 Capabilities(scratch=True),
                 lambda _, setting: PagedAttention(
-                    setting.layers, setting.block_size, setting.scratch,
+                    setting.layers, setting.draft_block, setting.scratch,
                     lambda q, *_: torch.empty_like(q), setting.holes,
                 ),
             ),
@@ -204,7 +204,7 @@ def test_a_step_takes_no_more_than_was_reserved(
     with FakeTensorMode(), torch.no_grad():
         setup = setup_of(backend, window, config_of(f"z-lab/{shape}"), CUDA, blocks)
         needed = draft_memory(setup, POSITIONS, recorded=0)
-        block, config = setup.options.block_size, setup.model.config
+        block, config = setup.options.verify_block, setup.model.config
         drafter = drafter_of(setup, RUNNING * POSITIONS)
         rows = torch.arange(RUNNING, device=CUDA)
         known = RequestSlots(
@@ -352,7 +352,7 @@ def test_what_replay_keeps_is_reserved_once(
     monkeypatch.setattr(memory, "table_positions", lambda context: context)
     monkeypatch.setattr(qwen3_next, "linear_attn_tp_size", lambda: 1)
     setup = setup_of("torch", None, DraftConfig.from_dict(raw_config()))
-    block, params = setup.options.block_size, HYBRID.mamba2_cache_params
+    block, params = setup.options.verify_block, HYBRID.mamba2_cache_params
     spec = SimpleNamespace(speculative_num_draft_tokens=block)
     monkeypatch.setattr(memory, "get_spec", lambda: spec)
     schedule = SimpleNamespace(max_running_requests=RUNNING)

@@ -72,7 +72,7 @@ def test_a_decode_step_copies_nothing_and_reads_nothing(
     result = worker.forward_batch_generation(batch)
     # The counters of the draft, which the host reads a step later.
     assert gpu.crossings == [Crossing("copy_", waits=False)]
-    assert result.next_token_ids.shape == (len(LENGTHS) * worker.block_size,)
+    assert result.next_token_ids.shape == (len(LENGTHS) * worker.verify_block,)
 
 
 def test_the_block_is_read_for_grammars_before_the_target_computes(

@@ -89,7 +89,7 @@ def test_a_step_copies_as_many_tokens_as_it_computes_and_a_piece(
             worker.forward_batch_generation(batch)
         return moved
 
-    block = worker.block_size
+    block = worker.verify_block
     worker.host_tier.plan_backup(there, torch.arange(20), HOST)
     out = steps(prefill_of([0], [3]), *(decode_of([3]) for _ in range(4)))
     assert out[0] in (5, 6) and all(some <= block + 3 for some in out) and sum(out) == 20

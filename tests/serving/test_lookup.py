@@ -74,9 +74,9 @@ def texts_after(worker: Any, steps: int, poison: Tensor) -> tuple[list[list[int]
     return written, blocks
 
 
-@pytest.mark.parametrize(("steps", "block_size"), [(1, None), (6, None), (3, 12)])
+@pytest.mark.parametrize(("steps", "verify_block"), [(1, None), (6, None), (3, 12)])
 def test_the_texts_are_what_was_committed_and_nothing_else_is_read(
-    steps: int, block_size: int | None
+    steps: int, verify_block: int | None
 ) -> None:
     """Whatever the table holds elsewhere: another request's tokens, or another's in the same row
     before. Steps have every width, 1 included."""
@@ -84,10 +84,10 @@ def test_the_texts_are_what_was_committed_and_nothing_else_is_read(
     others = torch.tensor([3, 4, 5, 6]).repeat(ROWS, COLUMNS // 4)
     for poison in (torch.zeros_like(others), others):
         torch.manual_seed(2)
-        block = block_size or worker_of().block_size
+        block = verify_block or worker_of().verify_block
         torch.manual_seed(2)
         widths = widths_of(Scripted(cycle((2, block, 1))))
-        worker = worker_of(looks_up=True, block_size=block_size, widths=widths)
+        worker = worker_of(looks_up=True, verify_block=verify_block, widths=widths)
         outcomes.append(texts_after(worker, steps, poison))
         for row, text in enumerate(outcomes[-1][0], 1):
             assert worker.lookup.texts[row, : len(text)].tolist() == text
@@ -96,17 +96,17 @@ def test_the_texts_are_what_was_committed_and_nothing_else_is_read(
     assert {block.shape[1] for block in blocks} == ({2} if steps == 1 else {1, 2, block})
 
 
-@pytest.mark.parametrize("block_size", [None, 12])
-def test_drafts_are_looked_up_and_counted(block_size: int | None) -> None:
+@pytest.mark.parametrize("verify_block", [None, 12])
+def test_drafts_are_looked_up_and_counted(verify_block: int | None) -> None:
     """The end of the first prompt stands in it before; the draft goes on as there."""
-    worker = worker_of(looks_up=True, block_size=block_size)
+    worker = worker_of(looks_up=True, verify_block=verify_block)
     worker.lookup.texts[1, :9] = torch.tensor(PROMPTS[0])
     lengths = torch.tensor([9, 9])
     known = RequestSlots(worker.req_to_token, torch.tensor([1, 2]), lengths, 9)
     drafted = torch.tensor([[4, 20, 20, 20], [11, 20, 20, 20]])
     block = worker.lookup.fill(drafted, known)
     # The rest of the block is no draft.
-    rest = worker.block_size - 4
+    rest = worker.verify_block - 4
     assert block[0].tolist() == [4, *([5, 6, 3, 4] * 8)[: 3 + rest]]
     assert block[1].tolist() == [11, 20, 20, 20, *[0] * rest]
     worker.lookup.learn(torch.tensor([4, 1]))

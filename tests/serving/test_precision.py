@@ -141,4 +141,4 @@ def test_8_bit_draft_kv_drafts(window: int | None) -> None:
     assert worker.drafter.groups[0].cache.kv.dtype == torch.float8_e4m3fn
     result = worker.forward_batch_generation(decode_of([9, 14]))
     assert worker.drafter.groups[0].cache.kv.float().isfinite().all()
-    assert all(1 <= n <= worker.block_size for n in result.accept_lens.tolist())
+    assert all(1 <= n <= worker.verify_block for n in result.accept_lens.tolist())

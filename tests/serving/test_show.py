@@ -172,10 +172,10 @@ def test_a_draft_of_little_use_is_warned_of_once(
         fed.step(steps, **what)
     assert len(fed.logged) == (warned is not None)
     assert warned is None or re.search(warned, fed.logged[0])
-    watch = fed.watch
-    assert watch.alarm.raised == ("acceptance length" in str(warned))
-    assert watch.health.nonfinite == 8 * what.get("nonfinite", 0)
-    assert watch.context_share == what.get("found", 1.0)
+    assert fed.watch.alarm.raised == ("acceptance length" in str(warned))
+    counts = fed.counters.read()
+    assert counts.nonfinite == 8 * what.get("nonfinite", 0)
+    assert counts.context_share == what.get("found", 1.0)
 
 
 def test_other_ranks_do_not_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,6 +224,7 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     worker.learn([RequestStep(3, 0, 1)] * JUDGED_STEPS, 4, {})
     report = worker.figures.report()
     assert [shown(f"{name}_total") for name in names] == [report[name] for name in names]
+    assert report["draft_context_share"] is None
     assert report["verify_steps"] == JUDGED_STEPS + 2 and shown("steps_total", width="4") == 2
     for position, accepted in enumerate(report["accepted_drafts"], 1):
         assert shown("accepted_drafts_total", position=str(position)) == accepted
@@ -235,7 +236,7 @@ def test_the_series_follow_the_figures(registry: prometheus_client.CollectorRegi
     worker.learn([RequestStep(3, 3, 4)] * JUDGED_STEPS, 4, {})
     assert shown("acceptance_alarm") == 0
     context = [shown(f"draft_context_{what}_total") for what in ("sought", "found")]
-    assert context == [4, 2]
+    assert context == [4, 2] and worker.figures.report()["draft_context_share"] == 0.5
     times = [shown("host_seconds_total", phase=phase) for phase in ("propose", "verify")]
     assert times == [0.25, 0.5]
 

@@ -145,7 +145,7 @@ def test_the_sampling_masks_of_a_step_are_handed_on(greedy: bool) -> None:
     info = sampling_info(sampling_mask_batch_indices=torch.tensor([1]), is_all_greedy=greedy)
     result = worker.forward_batch_generation(decode_of(LENGTHS, sampling_info=info))
     mask = result.logits_output.sampling_mask_output
-    block = worker.block_size
+    block = worker.verify_block
     assert mask.token_ids.tolist() == [[[block + i] for i in range(block)]]
     assert mask.lengths.shape == mask.selected_logprobs.shape == mask.statuses.shape == (1, block)
     assert mask.num_accept_tokens.tolist() == result.accept_lens[1:].tolist()
@@ -184,7 +184,7 @@ def test_tokens_without_a_slot_are_not_committed() -> None:
         batch = decode_of(LENGTHS)
         batch.spec_info.ends = torch.tensor([LENGTHS[0] + left, 1000])
         result = worker.forward_batch_generation(batch)
-        block = worker.block_size
+        block = worker.verify_block
         assert (steps[0].slots[0] != 0).tolist() == [i < left for i in range(block)]
         assert (steps[0].slots[1] != 0).all()
         assert result.accept_lens.tolist() == [min(max(1, left - 1), block), block]

@@ -77,7 +77,7 @@ def test_a_temperature_samples_and_options_are_taken(draft: DFlashDraftModel, ta
     assert sampled(1) == sampled(1) != plain and sampled(1) != sampled(2)
     # Below 1e-5, z-lab's code takes the argmax.
     assert draft.spec_generate(target, ids, NEW_TOKENS, [], 1e-6)[0, 6:].tolist() == plain
-    out = draft.spec_generate(target, ids, NEW_TOKENS, options=Options(block_size=2, window=4))
+    out = draft.spec_generate(target, ids, NEW_TOKENS, options=Options(verify_block=2, window=4))
     assert out[0, 6:].tolist() == plain
 
 

@@ -25,7 +25,7 @@ from tests.transformers_loop.conftest import NEW_TOKENS, SHAPE, greedy, randomiz
 
 @pytest.mark.parametrize(
     "options",
-    [Options(), Options(block_size=7), Options(window=9, sinks=2)],
+    [Options(), Options(verify_block=7), Options(window=9, sinks=2)],
     ids=["defaults", "block-size", "window"],
 )
 def test_greedy_output_is_that_of_generate(
@@ -132,7 +132,7 @@ def informed(text: list[int]) -> Any:
     def propose(
         self: Drafter, bonus: torch.Tensor, requests: RequestSlots, noise: Any = None
     ) -> torch.Tensor:
-        at, size = int(requests.seq_lens), self.block_size
+        at, size = int(requests.seq_lens), self.draft_block
         drafts = [*text[at + 1 : at + size], *[0] * size][: size - 1]
         right = next(known)
         wrong = [(t + 1) % 1000 for t in drafts]

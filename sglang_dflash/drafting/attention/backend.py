@@ -97,7 +97,7 @@ class Setting:
     """What a backend is made for, beside the draft.
 
     Attributes:
-        block_size: B.
+        draft_block: B.
         device: where the cache is.
         layers: that it is for, and how they attend.
         tp: the rank, which holds a part of the heads.
@@ -107,7 +107,7 @@ class Setting:
         holes: whether K/V of a token in sight may be dead, as in a bounded cache.
     """
 
-    block_size: int
+    draft_block: int
     device: torch.device
     layers: tuple[LayerAttention, ...]
     tp: TensorParallel = field(default_factory=TensorParallel)
@@ -131,14 +131,14 @@ def _torch_workspace(config: DraftConfig, of: Setting) -> int:
     """A chunk, or what the widest table of the largest batch takes."""
     heads = of.tp.shard_size("num_attention_heads", config.num_attention_heads)
     kv_heads = of.tp.kv_heads(config.num_key_value_heads)
-    each = bytes_of_a_column(kv_heads, config.head_dim, of.block_size * heads)
-    return min(CHUNK_BYTES, of.requests * (of.columns + of.block_size) * each)
+    each = bytes_of_a_column(kv_heads, config.head_dim, of.draft_block * heads)
+    return min(CHUNK_BYTES, of.requests * (of.columns + of.draft_block) * each)
 
 
 # The one that needs no kernels. All are in `ATTENTION` of `serving/gpu/backends.py`.
 TORCH = Backend(
     Capabilities(),
-    lambda _config, of: TorchAttention(of.layers, of.block_size),
+    lambda _config, of: TorchAttention(of.layers, of.draft_block),
     _torch_workspace,
 )
 

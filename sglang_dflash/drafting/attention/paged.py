@@ -60,13 +60,13 @@ class PagedAttention:
     def __init__(
         self,
         layers: Sequence[LayerAttention],
-        block_size: int,
+        draft_block: int,
         scratch: int,
         kernel: PagedKernel,
         holes: bool = True,
     ) -> None:
         """`scratch`: the first scratch entry; `holes`: see `Setting`."""
-        self._layers, self._block, self._holes = tuple(layers), block_size, holes
+        self._layers, self._block, self._holes = tuple(layers), draft_block, holes
         self._scratch, self._kernel = scratch, kernel
         none = torch.empty(0, dtype=torch.int32)
         self._kv, self._pages = none, Pages(none, none, none)

@@ -35,9 +35,9 @@ class TorchAttention:
     """
 
     def __init__(
-        self, layers: Sequence[LayerAttention], block_size: int, chunk_bytes: int = CHUNK_BYTES
+        self, layers: Sequence[LayerAttention], draft_block: int, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        self._layers, self._block, self._chunk_bytes = tuple(layers), block_size, chunk_bytes
+        self._layers, self._block, self._chunk_bytes = tuple(layers), draft_block, chunk_bytes
         self._kv = torch.empty(0)  # [S * L, 2, G, D]
         self._table = ContextTable(torch.empty(0, 0, dtype=torch.int32), torch.empty(0))
         self._depth = 0

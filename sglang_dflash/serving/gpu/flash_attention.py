@@ -40,7 +40,7 @@ def fa3(config: DraftConfig, setting: Setting) -> PagedAttention:
 
 def _paged(setting: Setting, kernel: PagedKernel) -> PagedAttention:
     return PagedAttention(
-        setting.layers, setting.block_size, setting.scratch, kernel, setting.holes
+        setting.layers, setting.draft_block, setting.scratch, kernel, setting.holes
     )
 
 

@@ -12,7 +12,7 @@ from sglang_dflash.drafting.acceptance_length import (
     AcceptanceAlarm,
     VerifySteps,
 )
-from sglang_dflash.drafting.draft_counters import DraftCounters, DraftHealth
+from sglang_dflash.drafting.draft_counters import DraftCounters, DraftCounts
 from sglang_dflash.drafting.options import Notice
 from sglang_dflash.facts.log import Log
 
@@ -43,9 +43,9 @@ class AcceptanceCounts:
         accepted: steps that accepted, and kept, the draft at each of the B - 1 positions.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, verify_block: int) -> None:
         self.drafted = self.undrafted = VerifySteps()
-        self.accepted = [0] * (block_size - 1)
+        self.accepted = [0] * (verify_block - 1)
         # Verify steps by the number of their drafts.
         self._steps: Counter[int] = Counter()
 
@@ -96,7 +96,7 @@ class DraftWatch:
             speaks: whether to log; of the ranks of one server, one should.
         """
         self.alarm = AcceptanceAlarm()
-        self._seen = self._window_start = DraftHealth()
+        self._seen = self._window_start = DraftCounts()
         self._counters, self._speaks, self._entries = counters, speaks, draft_kv_entries
         self._steps = 0
         self._warned_of_context = False
@@ -108,7 +108,7 @@ class DraftWatch:
         warning = self.alarm.add(VerifySteps(len(drafted), sum(drafted)))
         if warning is not None:
             self._warn(f"{warning}{self._known}. `sglang-dflash doctor URL` examines the server.")
-        counts = self.health
+        counts = self._counters.read()
         if counts.nonfinite and not self._seen.nonfinite:
             self._warn(
                 "the draft's output is NaN or Inf. Such drafts are replaced and never accepted; "
@@ -121,7 +121,7 @@ class DraftWatch:
             self._judge_context(counts - self._window_start)
             self._steps, self._window_start = 0, counts
 
-    def _judge_context(self, recent: DraftHealth) -> None:
+    def _judge_context(self, recent: DraftCounts) -> None:
         share = recent.context_share
         if share is None or share >= LOW_CONTEXT_SHARE or self._warned_of_context:
             return
@@ -137,17 +137,6 @@ class DraftWatch:
             logger.warning("%s", message)
 
     @property
-    def health(self) -> DraftHealth:
-        """What drafting counted on the device, until the last step or shortly before."""
-        return self._counters.read()
-
-    @property
     def recent_acceptance_length(self) -> float | None:
         """Of the verify steps that were judged last, rounded; None before."""
         return None if self.alarm.recent is None else round(self.alarm.recent, 4)
-
-    @property
-    def context_share(self) -> float | None:
-        """Of the context that drafts were to see, what they found; None if it is not bounded."""
-        share = self.health.context_share
-        return None if share is None else round(share, 4)

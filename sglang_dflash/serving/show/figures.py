@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from sglang_dflash.drafting.draft_counters import DraftCounts
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.machine import hardware, version
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts import server
 from sglang_dflash.facts.sizes import HeadBytes, head_bytes
@@ -54,7 +55,7 @@ SET_UP = (
     Figure("worker", lambda s: s.worker),
     Figure("version", lambda s: version("sglang-dflash")),
     Figure("tensor_parallel", lambda s: s.tp.size),
-    Figure("block_size", lambda s: s.options.block_size),
+    Figure("block_size", lambda s: s.options.verify_block),
     Figure("trained_block_size", lambda s: s.model.config.block_size),
     Figure("draft_head_bytes", lambda s: s.head_bytes.once),
     Figure("draft_head_bytes_per_request", lambda s: s.head_bytes.per_request),
@@ -94,12 +95,12 @@ COUNTS = (
            "undrafted_steps", "Decode steps of live requests without drafts."),
     Figure("undrafted_tokens", lambda s: s.counts.undrafted.tokens,
            "undrafted_tokens", "Tokens kept from undrafted steps."),
-    Figure("steps_by_source", lambda s: s.lookup and s.watch.health.steps_by_source),
-    Figure("accepted_drafts_by_source", lambda s: s.lookup and s.watch.health.accepted_by_source),
+    Figure("steps_by_source", lambda s: s.lookup and s.draft_counts.steps_by_source),
+    Figure("accepted_drafts_by_source", lambda s: s.lookup and s.draft_counts.accepted_by_source),
     Figure("acceptance_alarm", lambda s: s.watch.alarm.raised, "acceptance_alarm",
            "1 while the acceptance length stays near 1, else 0.", goes_down=True),
     Figure("recent_acceptance_length", lambda s: s.watch.recent_acceptance_length),
-    Figure("nonfinite_outputs", lambda s: s.watch.health.nonfinite,
+    Figure("nonfinite_outputs", lambda s: s.draft_counts.nonfinite,
            "nonfinite_outputs", "Outputs of the draft that held NaN or Inf."),
     Figure("draft_kv_received_bytes", lambda s: s.pages.received_bytes, "draft_kv_received_bytes",
            "Draft K/V asked of prefill servers: the pages that drafts can see."),
@@ -108,10 +109,10 @@ COUNTS = (
     Figure("loaded_back_draft_kv", lambda s: s.host_tier.loaded_draft if s.host_tier else 0,
            "loaded_back_draft_kv", "Of these, tokens whose draft K/V came back too: all, or the "
            "last ones if every draft layer slides."),
-    Figure("draft_context_share", lambda s: s.watch.context_share),
-    Figure("", lambda s: s.watch.health.context_sought, "draft_context_sought",
+    Figure("draft_context_share", lambda s: s.context_share),
+    Figure("", lambda s: s.draft_counts.context_sought, "draft_context_sought",
            "Context tokens that drafts were to see, per step, request and ring."),
-    Figure("", lambda s: s.watch.health.context_found, "draft_context_found",
+    Figure("", lambda s: s.draft_counts.context_found, "draft_context_found",
            "Those of them whose draft K/V was live. Divided by draft_context_sought, a low share "
            "means that the draft KV cache is too small."),
     Figure("width_steps", lambda s: {str(w): steps for w, steps in s.width_steps.items()},
@@ -222,7 +223,7 @@ class Figures:
     times: StepTimes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.counts = AcceptanceCounts(self.options.block_size)
+        self.counts = AcceptanceCounts(self.options.verify_block)
         self.times = StepTimes()
         counters, speaks = self.drafter.counters, self.tp.rank == 0
         self.watch = DraftWatch(counters, self.draft_kv_entries, self.notices, speaks)
@@ -237,6 +238,17 @@ class Figures:
     def draft_kv_entries(self) -> int:
         """Of the smallest cache."""
         return min(cache.num_entries for cache in self.caches)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """What drafting counted on the device, until the last step or shortly before."""
+        return self.drafter.counters.read()
+
+    @property
+    def context_share(self) -> float | None:
+        """Of the context that drafts were to see, what they found; None if it is not bounded."""
+        share = self.draft_counts.context_share
+        return None if share is None else round(share, 4)
 
     @property
     def head_bytes(self) -> HeadBytes:

@@ -32,11 +32,11 @@ from torch import Tensor
 from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.packed import Float16, packed_of
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs.seeded_sampling import warm_up
@@ -135,7 +135,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         if self._extension.width_policy is None:
             self._policy = flags.width_policy(server_args, settings, options)
         else:
-            self._policy = self._extension.width_policy(options.block_size)
+            self._policy = self._extension.width_policy(options.verify_block)
         asked_for = asked_attention(server_args)
         dtype = draft_kv_dtype(runner.dtype)
         self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
@@ -152,7 +152,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         # A prefill server verifies nothing.
         role = settings.disaggregation_mode
         self._rollback = (
-            None if role == "prefill" else make_rollback(options.asked.recurrent_rollback, runner)
+            None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
         )
         setup = self._setup = DraftSetup(
             model, options, backend, tp, device, dtype,
@@ -200,7 +200,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         """
         setup, policy, target_worker = self._setup, self._policy, self._target_worker
-        block, runner = setup.options.block_size, target_worker.model_runner
+        block, runner = setup.options.verify_block, target_worker.model_runner
         target = target_forward(target_worker, policy.widths, setup.device)
         if self._recorder is not None:
             is_checked = self._flags.self_check == "on"
@@ -209,7 +209,7 @@ class DFlashSpecWorker(BaseSpecWorker):
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
         lookup, vocab_size = None, setup.model.config.vocab_size
-        if setup.options.asked.looks_up:
+        if setup.options.looks_up:
             ops, counters = setup.model.ops, drafter.counters
             lookup = Lookup(req_to_token, ops, block, vocab_size, counters)
         if self._rollback is not None:
@@ -223,7 +223,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         target_tokens = TargetTokens(runner.sampler, ranks, penalties, largest)
         target_tokens.warm_up(vocab_size, setup.device)
         return DFlashWorker(
-            block_size=block,
+            verify_block=block,
             features=setup.model.config.target_hidden_width,
             running=setup.running,
             req_to_token=req_to_token,

@@ -130,7 +130,7 @@ class DraftSetup:
         """
         began, block = time.perf_counter(), self.options.draft_block
         with torch.no_grad():
-            checked = check_ops(self.model, block, self.options.block_size)
+            checked = check_ops(self.model, block, self.options.verify_block)
             for group in groups:
                 if not isinstance(group.attention, TorchAttention):
                     check_attention(self.model, block, group)

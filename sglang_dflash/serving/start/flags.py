@@ -208,7 +208,7 @@ def options(server_args: Any, resolved: Any) -> Options:
             BLOCK_ALIAS, alias, f"but {BLOCK_FLAG} is {shown(block)}; give one of them"
         )
     return Options(
-        block_size=alias if block is None else block,
+        verify_block=alias if block is None else block,
         window=resolved.speculative_draft_window_size,
         sinks=resolved.speculative_draft_sink_size or 0,
         draft_kv_tokens=ours.draft_kv_tokens,
@@ -221,7 +221,7 @@ def names(server_args: Any) -> dict[str, str]:
     """What the user typed, or would type, for each setting that an error may name."""
     block = server_args.speculative_num_draft_tokens
     is_alias = block is None and server_args.speculative_dflash_block_size is not None
-    return {**TYPED, "block_size": BLOCK_ALIAS if is_alias else BLOCK_FLAG}
+    return {**TYPED, "verify_block": BLOCK_ALIAS if is_alias else BLOCK_FLAG}
 
 
 def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> WidthPolicy:
@@ -242,10 +242,10 @@ def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> W
     if kind == "auto":
         kind = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
     if kind == "adaptive":
-        block = options.block_size
+        block = options.verify_block
         widths = {*NARROW_WIDTHS, options.draft_block, block}
         return AdaptiveWidth(sorted(width for width in widths if width <= block))
-    return WidthPolicy(options.block_size)
+    return WidthPolicy(options.verify_block)
 
 
 def _device(settings: Any) -> str:

@@ -75,7 +75,7 @@ def plan_memory(
     Args:
         model_config: SGLang's, of the target.
         recorded, replay: see `MemoryPlan`.
-        widths: verify widths below the block size.
+        widths: verify widths below the whole block.
     """
     largest = captured_sizes(setup.running)[-1] if recorded else 0
     positions = table_positions(model_config.context_len)
@@ -106,8 +106,8 @@ def draft_memory(
     paged = setup.backend.capabilities.scratch
     of_steps = sizes.draft_memory(
         config,
-        block_size=block,
-        verified=options.block_size,
+        draft_block=block,
+        verify_block=options.verify_block,
         requests=requests,
         columns=sum(setting.columns for setting in settings),
         ring_columns=sum(
@@ -120,7 +120,7 @@ def draft_memory(
         paged=paged,
         recorded=recorded,
         waiting_steps=setup.waiting_steps if narrow else 0,
-        text_tokens=positions if options.asked.looks_up else 0,
+        text_tokens=positions if options.looks_up else 0,
     )
     token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
     return of_steps._replace(

@@ -53,14 +53,14 @@ def verify_batch(
         positions: int64 `[R, B]`.
         cache_locs: int64 `[R, B]`, the KV slots to write.
     """
-    block_size = block.shape[1]
+    width = block.shape[1]
     batch.out_cache_loc = cache_locs.flatten()
     with restored(batch, "seq_lens_cpu", "seq_lens_sum"):
-        _count_in(batch, block_size)
+        _count_in(batch, width)
         verify_input = DFlashVerifyInput(
             draft_token=block.flatten(),
             positions=positions.flatten(),
-            draft_token_num=block_size,
+            draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
         )
         forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)

@@ -66,7 +66,7 @@ class Extension:
     Attributes:
         make_drafter: makes the drafter.
         observer: is shown every decode step.
-        width_policy: makes the policy that chooses verify widths, from the block size.
+        width_policy: makes the policy that chooses verify widths, from `verify_block`.
         recorder: makes what records the drafter's steps, where the worker records none.
     """
 

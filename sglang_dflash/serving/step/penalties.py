@@ -78,12 +78,12 @@ class _Output(NamedTuple):
 class BlockPenalties:
     """The penalties of a step, and what a step commits until the next one counts it."""
 
-    def __init__(self, rows: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, verify_block: int, device: torch.device) -> None:
         """
         Args:
             rows: of SGLang's request-to-token table.
         """
-        self._tokens = torch.zeros(rows, block_size, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(rows, verify_block, dtype=torch.int64, device=device)
         self._lengths = torch.ones(rows, dtype=torch.int64, device=device)
         self._orchestrator: Any = None
 

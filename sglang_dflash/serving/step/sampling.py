@@ -268,7 +268,7 @@ def warn_of_simulation() -> None:
 AcceptRule = Callable[[Tensor, Tensor], Accepted]
 
 
-def accept_rule(block_size: int, rule: AcceptRule) -> AcceptRule:
+def accept_rule(verify_block: int, rule: AcceptRule) -> AcceptRule:
     """`rule`, or SGLang's simulation of an acceptance length if its variables ask for it.
 
     Raises:
@@ -281,7 +281,7 @@ def accept_rule(block_size: int, rule: AcceptRule) -> AcceptRule:
     filler = _FILLER if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "fixed" else None
 
     def simulate(block: Tensor, target_tokens: Tensor) -> Accepted:
-        length = min(sample_simulated_acc_len(mean, method, block_size), block.shape[1])
+        length = min(sample_simulated_acc_len(mean, method, verify_block), block.shape[1])
         return simulate_acceptance(block, target_tokens, length, filler)
 
     return simulate

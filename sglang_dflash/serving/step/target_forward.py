@@ -84,10 +84,10 @@ class TargetForwardByWidth(TargetForward):
         """To be called after SGLang has captured the graphs of the whole block.
 
         Args:
-            widths: ascending, the last is the block size.
+            widths: ascending, the last is the whole block.
         """
         super().__init__(target_worker)
-        self._runner, self._block_size = target_worker.model_runner, widths[-1]
+        self._runner, self._verify_block = target_worker.model_runner, widths[-1]
         # Graphs share their memory: the largest come first.
         self._widths = widths[-2::-1]
         self._make()
@@ -98,7 +98,7 @@ class TargetForwardByWidth(TargetForward):
         # The memory of those before is needed for these.
         self._narrow: dict[int, _AtWidth] = {}
         self._narrow = {
-            width: _make_at(width, self._runner, self._block_size) for width in self._widths
+            width: _make_at(width, self._runner, self._verify_block) for width in self._widths
         }
 
     def decodes(self, width: int) -> bool:
@@ -130,13 +130,13 @@ def _reference(graphs: Any) -> Callable[[], Any]:
 def target_forward(
     target_worker: Any, widths: Sequence[int], device: torch.device
 ) -> TargetForward:
-    """The one for these widths, of which the last is the block size."""
+    """The one for these widths, of which the last is the whole block."""
     if device.type == "cpu" or len(widths) == 1:
         return TargetForward(target_worker)
     return TargetForwardByWidth(target_worker, widths)
 
 
-def _make_at(width: int, runner: Any, block_size: int) -> _AtWidth:
+def _make_at(width: int, runner: Any, verify_block: int) -> _AtWidth:
     """Made as by SGLang for its own adaptive speculation (eagle_worker_v2.py)."""
     began, graphs = time.perf_counter(), runner.decode_cuda_graph_runner
     # Backends and graphs read the width while they are made.
@@ -145,7 +145,7 @@ def _make_at(width: int, runner: Any, block_size: int) -> _AtWidth:
         attention.prefill_attention_backend_str = runner.prefill_attention_backend_str
         attention.decode_attention_backend_str = runner.decode_attention_backend_str
         runner.kv_index_translator.bind_and_verify_backends([attention])
-        _extend_index_buffers(attention, 2 * block_size)
+        _extend_index_buffers(attention, 2 * verify_block)
         if graphs is not None:
             graphs = type(graphs)(
                 runner, attn_backend=attention, speculative_num_draft_tokens=width

@@ -18,9 +18,9 @@ from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Proposer
 from sglang_dflash.drafting.graphs import PADDING_SLOT
 from sglang_dflash.drafting.groups import clear
-from sglang_dflash.drafting.lookup import Lookup
 from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.drafting.sampled_drafts import Guesses, SampledDrafts
+from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.serving.fleet.host_tier import HostTier
 from sglang_dflash.serving.hybrid.rollback import Rollback
 from sglang_dflash.serving.show.counts import RequestStep
@@ -56,7 +56,7 @@ class DFlashWorker:
     """Serves `--speculative-algorithm DFLASH`, overlap scheduling on or off.
 
     Attributes:
-        block_size: B.
+        verify_block: B.
         features: F * E, numbers that the drafter reads of a token that the target has computed.
         running: requests that run at a time, at most.
         req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
@@ -70,7 +70,7 @@ class DFlashWorker:
         figures: what /server_info and /metrics show.
     """
 
-    block_size: int
+    verify_block: int
     features: int
     running: int
     req_to_token: Tensor
@@ -89,9 +89,9 @@ class DFlashWorker:
     observer: StepObserver
 
     def __post_init__(self) -> None:
-        self._offsets = torch.arange(self.block_size, device=self.req_to_token.device)
+        self._offsets = torch.arange(self.verify_block, device=self.req_to_token.device)
         self._plain_context = PlainContext(self.drafter, self.waiting_steps)
-        self._sampled_drafts = SampledDrafts(self.block_size, self.req_to_token.device)
+        self._sampled_drafts = SampledDrafts(self.verify_block, self.req_to_token.device)
 
     def forward_batch_generation(
         self,
@@ -266,7 +266,7 @@ class DFlashWorker:
             accept_lens=empty.int(),
             new_seq_lens=empty,
             next_draft_input=DraftInput.create_idle_input(device=empty.device),
-            speculative_num_draft_tokens=self.block_size,
+            speculative_num_draft_tokens=self.verify_block,
             can_run_cuda_graph=False,
         )
 
