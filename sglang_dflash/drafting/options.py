@@ -65,11 +65,6 @@ class ResolvedOptions:
     recurrent_rollback: str
     context: int | None = None
 
-    @property
-    def block_size(self) -> int:
-        """Goes with its last reader, `tests/kernels/test_whole_drafter.py`."""
-        return self.draft_block
-
     def ring_entries(self, reach: Reach, max_running_requests: int) -> int | None:
         """Entries of the ring for the layers of that reach and that many requests; None if they
         read the whole context.
