@@ -62,8 +62,9 @@ def arms_of(settings: BenchSettings, accelerator: bool) -> Arms:
 def _sglang_arms(settings: BenchSettings, base: ServerConfig, draft: str) -> dict[str, Program]:
     """SGLang's, by the server that they have in common."""
     whole = dflash_flags(draft)
-    # As it is served: with the width that is the default on this machine.
-    ours = {name: value for name, value in whole.items() if name != WIDTH}
+    # One's own pair is measured as it is served, with the width that is the default here; whole
+    # blocks of an embedded one show what drafts cost and gain at most.
+    ours = {name: of for name, of in whole.items() if settings.embedded or name != WIDTH}
     simulated = {}
     if settings.simulated_acceptance is not None:
         ours = whole

@@ -42,10 +42,11 @@ def test_arms_and_their_flags() -> None:
     dflash = started(True, target="T", draft="D", arms=("dflash",))["dflash"].flags
     assert dflash["--model-path"] == "T" and dflash["--speculative-draft-model-path"] == "D"
     assert dflash["--dtype"] == "bfloat16"
-    # The width that a server has by default; simulated steps are all as wide.
+    # The width that a server has by default; simulated steps and those of embedded pairs are whole.
     assert "--speculative-dflash-width" not in dflash
-    (simulated,) = started(simulated_acceptance=3.0, arms=("dflash",)).values()
-    assert simulated.flags["--speculative-dflash-width"] == "fixed"
+    pair = {"target": "T", "draft": "D", "arms": ("dflash",)}
+    for one in (started(True, **pair, simulated_acceptance=3.0), started(arms=("dflash",))):
+        assert one["dflash"].flags["--speculative-dflash-width"] == "fixed"
 
 
 @pytest.mark.parametrize(("hopper", "blackwell"), [(True, False), (False, True), (False, False)])
