@@ -116,7 +116,8 @@ def inspect(
     resolved = replace(_resolve(options, draft, config), context=context)
     memory = _memory(target, draft, judged, resolved, serving)
     resolved.check_room(memory["target_tokens"])
-    notices = resolved.warnings(config, spelled(Options.__dataclass_fields__)) if config else []
+    names = spelled(Options.__dataclass_fields__, verify_block="--block-size")
+    notices = resolved.warnings(config, names) if config else []
     warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
     warnings += words.capped(memory, serving.max_running_requests)
     facts = {

@@ -71,7 +71,7 @@ def load(
         context = getattr(text, "max_position_embeddings", None)
         resolved = replace(resolved, context=context)
         resolved.check_room(kv_tokens=None)
-        for warning in resolved.warnings(config, {}):
+        for warning in resolved.warnings(config, {"verify_block": "block size"}):
             logger.warning("%s", warning)
         network = load_model(folder, dtype=kind, device=on)
         tokenizer = AutoTokenizer.from_pretrained(target)
