@@ -13,7 +13,7 @@ import torch
 from launch.draft_training import card, draft, recipe, start, text
 from launch.draft_training.loop import Run
 from launch.draft_training.recipe import Recipe
-from launch.draft_training.states import States, read_text
+from launch.draft_training.states import States, read_text, states_of
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.weights import load_model, save_model
@@ -296,3 +296,31 @@ def test_a_draft_goes_on_from_one_that_was_trained_before(made: Recipe, tmp_path
     again.raw = {**again.raw, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match=r"its config\.json has another num_hidden_layers"):
         again.new_draft()
+
+
+class Begun(Exception):
+    """A run would begin."""
+
+
+def test_rotations_stay_float32_while_a_draft_is_trained(
+    made: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 positions would be others than when it is served."""
+    models = []
+
+    def run(name: str, model: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        models.append(model)
+        raise Begun
+
+    monkeypatch.setattr(recipe, "Run", run)
+    again = Recipe(made.target_folder, made.work, made.prompts, made.held_out, dtype=torch.bfloat16)
+    with pytest.raises(Begun):
+        again.train(False, 1, 1.0)
+    (model,) = models
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.rotary.frequencies.dtype == torch.float32
+
+
+def test_a_shard_without_texts_has_no_states(made: Recipe) -> None:
+    states = states_of(made.target, made.layers, [])
+    assert states.answers.shape == (0, 3) and len(states.ids) == 0
