@@ -50,7 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--only", choices=STAGES, help="the only stage to run")
     add("--shards", type=int, default=10, help="of the text")
-    add("--chats", type=int, help="of a shard")
+    add("--chats", type=int, help="of a shard (default: 512, on a GPU 2048)")
     add("--steps", type=int, default=4000, help="of the v1 draft")
     add("--dflash2-steps", type=int, default=1000)
     add("--milestone", type=float, default=600, help="seconds from one to the next")
