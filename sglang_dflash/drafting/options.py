@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
-from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import is_int
 
 # Entries of a ring over what the running requests can see. It overwrites the oldest entries that no
@@ -263,17 +263,27 @@ class Options:
 
 def _of_checkpoint(config: DraftConfig) -> list[Notice]:
     """What outputs survive and acceptance may not, whatever was asked for."""
-    if config.names_target_layers:
-        return []
-    ids = list(config.target_layer_ids)
-    return [
-        Notice(
-            "target-layers-not-named",
-            f"target_layer_ids of the draft: missing; the default, {ids}, is taken: if it was "
-            "trained with other layers of the target, acceptance falls",
-            "add the layers that it was trained with to dflash_config in its config.json",
+    found = []
+    if not config.names_target_layers:
+        ids = list(config.target_layer_ids)
+        found.append(
+            Notice(
+                "target-layers-not-named",
+                f"target_layer_ids of the draft: missing; the default, {ids}, is taken: if it was "
+                "trained with other layers of the target, acceptance falls",
+                "add the layers that it was trained with to dflash_config in its config.json",
+            )
         )
-    ]
+    if config.unknown_keys:
+        found.append(
+            Notice(
+                "unknown-keys",
+                f"{cut(', '.join(config.unknown_keys))} in the draft's config.json: not known "
+                "here, and without effect: if the draft was trained with it, acceptance falls",
+                "if few drafts are accepted, serve with --speculative-dflash-worker builtin",
+            )
+        )
+    return found
 
 
 def _at_most(tokens: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from sglang_dflash.facts.dflash2 import (
     read_convolution,
     read_selector,
 )
-from sglang_dflash.facts.draft_keys import check_keys, flat
+from sglang_dflash.facts.draft_keys import check_keys, flat, unknown_keys
 from sglang_dflash.facts.draft_rope import RopeConfig, read_rope
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import MOST_WIDTH, Fields, read_json_object
@@ -96,6 +96,7 @@ class DraftConfig:
         output_multiplier, final_logit_softcapping: of its logits, in this order; None for no cap.
             They do not change which token has the largest logit.
         convolution, selector: of DFlash2; None in a draft of v1.
+        unknown_keys: of its config.json, which are without effect here.
     """
 
     hidden_size: int
@@ -120,6 +121,7 @@ class DraftConfig:
     final_logit_softcapping: float | None = None
     convolution: Convolution | None = None
     selector: Selector | None = None
+    unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> DraftConfig:
@@ -159,9 +161,7 @@ class DraftConfig:
             head_dim=head_dim,
             vocab_size=fields.positive_int("vocab_size"),
             # Published drafts have 1e-6 and 1e-5.
-            rms_norm_eps=float(
-                fields.positive_number("rms_norm_eps", default=1e-6, least=1e-20, most=0.1)
-            ),
+            rms_norm_eps=fields.positive_number("rms_norm_eps", 1e-6, least=1e-20, most=0.1),
             rope=read_rope(fields),
             max_position_embeddings=fields.positive_int("max_position_embeddings", default=32768),
             block_size=fields.positive_int("block_size", default=16),
@@ -172,10 +172,11 @@ class DraftConfig:
             names_target_layers="target_layer_ids" in fields,
             attention_bias=fields.flag("attention_bias", default=False),
             draft_vocab_size=_draft_vocab_size(fields),
-            output_multiplier=float(fields.positive_number("output_multiplier", default=1)),
+            output_multiplier=fields.positive_number("output_multiplier", default=1),
             final_logit_softcapping=_softcap(fields),
             convolution=read_convolution(fields),
             selector=read_selector(fields),
+            unknown_keys=unknown_keys(raw),
         )
         config._check_consistent()
         config._check_repeated(fields)
@@ -346,7 +347,7 @@ def _softcap(fields: Fields) -> float | None:
     name = "final_logit_softcapping"
     if fields.get(name) in (None, 0):
         return None
-    return float(fields.positive_number(name))
+    return fields.positive_number(name)
 
 
 def _layer_attention(fields: Fields, depth: int) -> tuple[LayerAttention, ...]:

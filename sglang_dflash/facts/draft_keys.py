@@ -1,19 +1,19 @@
-"""Every key that the config.json of published drafts has, by the exporters that write them (z-lab,
-JetSpec, Model-Optimizer, speculators, SpecForge, NeMo Automodel, Transformers), and what it does
-here; and the layout that the speculators library writes (RedHat's drafts).
+"""The keys of a draft's config.json by what they mean here: read, without effect, or of drafts that
+our worker does not serve; and the layout that the speculators library writes (RedHat's drafts).
 
-A key that is not in these tables is refused by name (`check_keys`): none is ignored.
+A key that is in none of these tables is named in a warning (`unknown_keys`): one that changes the
+network costs acceptance, which the server reports, and never outputs. What SGLang or Transformers
+cannot read of a config, a server's start tells (`serving.start.draft_files`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sglang_dflash.facts.errors import ConfigError, shown
-from sglang_dflash.facts.fields import Fields, is_int, read_json_object
+from sglang_dflash.facts.fields import Fields, read_json_object
 
 # What Transformers' Qwen3Config takes; the draft of a GPT-OSS target names that one's.
 _MODEL_TYPES = ("qwen3", "gpt_oss")
@@ -22,203 +22,112 @@ _ARCHITECTURES = (
     "DFlash2Speculator", "DFlashQwen3ForCausalLM", "Qwen3DFlashForCausalLM",
     "Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel",
 )  # fmt: skip
-_DTYPES = ("bfloat16", "float16", "float32", "half", "float")
-_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 
-# Values that SGLang or Transformers can read, whether or not we have a use for them, in the words
-# of an error. Transformers distinguishes null from missing; we do not.
-FORMS: Mapping[str, Callable[[Any], bool]] = {
-    "anything": lambda value: True,
-    "a config without it": lambda value: False,
-    "a value that is not null": lambda value: value is not None,
-    "true or false": lambda value: isinstance(value, bool),
-    "true, false or null": lambda value: isinstance(value, bool | None),
-    "an integer": is_int,
-    "an integer or null": lambda value: value is None or is_int(value),
-    "a non-empty list of integers, or null": lambda value: (
-        value is None or (isinstance(value, list) and value != [] and all(map(is_int, value)))
-    ),
-    "a positive integer": lambda value: value is None or (is_int(value) and value > 0),
-    "a number": lambda value: is_int(value) or isinstance(value, float),
-    "a number or null": lambda value: is_int(value) or isinstance(value, float | None),
-    "a fraction": lambda value: isinstance(value, float),
-    "a token id or null": lambda value: value is None or is_int(value),
-    "a token id, a list of them or null": lambda value: (
-        value is None or all(map(is_int, value if isinstance(value, list) else [value]))
-    ),
-    "a name": lambda value: isinstance(value, str | None),
-    "a text": lambda value: isinstance(value, str | None) and value != "",
-    f"one of {', '.join(_DTYPES)}": lambda value: value in (None, *_DTYPES),
-    f"one of {', '.join(_PROBLEMS)}": lambda value: value in (None, *_PROBLEMS),
-    "an object": lambda value: isinstance(value, Mapping),
-    "an object of numbered labels": lambda value: (
-        value is None
-        or (isinstance(value, Mapping) and all(str(label).isdecimal() for label in value))
-    ),
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Keys that decide a part of `DraftConfig`, or have to agree with it, at the top or in
+# `dflash_config`.
+READ = _names(
+    """
+    architectures attention_bias block_size causal causal_head conv_group_size conv_kernel_size
+    dflash_config draft_vocab_size eagle_aux_hidden_state_layer_ids final_logit_softcapping head_dim
+    hidden_act hidden_size intermediate_size is_causal is_neox_style layer_types mask_token_id
+    max_position_embeddings max_window_layers model_type num_attention_heads num_hidden_layers
+    num_key_value_heads num_target_layers original_max_position_embeddings output_multiplier
+    partial_rotary_factor rms_norm_eps rope_is_neox_style rope_parameters rope_scaling rope_theta
+    selector_rank selector_top_k sliding_window swa_window_size target_hidden_size target_layer_ids
+    use_sliding_window use_swa v_head_dim vocab_size
+    """
+)
+# Keys without effect on a draft: of training, of the tokens and weights that it takes from the
+# target, of other models, and of what Transformers returns and samples.
+INERT = _names(
+    """
+    auto_map backbone_rotary_base bos_token_id dtype eos_token_id mask_token max_sequence_length
+    model_max_length pad_token_id seq_length tie_word_embeddings torch_dtype
+
+    attention_dropout flex_attention_backend initializer_range loss_decay_gamma max_anchors
+    num_anchors pretraining_tp
+
+    _name_or_path add_cross_attention chunk_size_feed_forward compression_config
+    cross_attention_hidden_size decoder_start_token_id finetuning_task id2label is_decoder
+    is_encoder_decoder label2id language_config llm_config num_labels output_attentions
+    output_hidden_states prefix problem_type pruned_heads return_dict sep_token_id
+    task_specific_params text_config tf_legacy_loss thinker_config tie_encoder_decoder
+    tokenizer_class torchscript transformers_version use_bfloat16 use_cache use_ngram_embedding
+
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
+    forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
+    num_beams num_return_sequences output_scores remove_invalid_values repetition_penalty
+    return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
+    """
+)
+# Keys of drafts that SGLang's built-in worker serves, and ours does not -> what they are.
+FOREIGN: Mapping[str, str] = {
+    name: what
+    for what, names in {
+        "a head of another kind": "projector_type",
+        "the head of Domino": "shift_label pure_draft_prefix_len gru_hidden_dim emb_dim",
+        "the head of DSpark": "markov_rank markov_head_type use_confidence_head "
+        "enable_confidence_head confidence_head_with_markov dspark_block_size "
+        "dspark_markov_rank dspark_noise_token_id",
+        "a draft from the bonus token's position (DSpark)": "sample_from_anchor",
+        "learned attention sinks (MiMo)": "attention_sink_bias add_swa_attention_sink_bias",
+        "a scale of V (MiMo)": "attention_value_scale",
+        "output gates (Laguna)": "gating",
+        "a clamped SwiGLU (MiniMax)": "swiglu_alpha swiglu_limit",
+        "an embedding of its own": "has_embed_tokens",
+        "an lm_head of its own, but by draft_vocab_size": "has_lm_head",
+        "RMSNorm by 1 + weight": "use_gemma_norm",
+        "biases of the MLP": "mlp_bias",
+        "a scale of the embeddings": "input_embedding_scale",
+        "a scale of the logits": "logit_scale",
+        "a quantized draft": "quantization_config",
+    }.items()
+    for name in names.split()
+}
+# Values of such keys that are as good as none: of any, and of scales and gates.
+_NEUTRAL = (None, False, 0, "")
+_ALSO_NEUTRAL = dict.fromkeys(("attention_value_scale", "input_embedding_scale"), 1) | {
+    "logit_scale": 1,
+    "gating": "disabled",
 }
 
 
-@dataclass(frozen=True)
-class Read:
-    """A key that decides a part of `DraftConfig`, or has to agree with it."""
-
-    form: str = "anything"
-
-
-@dataclass(frozen=True)
-class Idle:
-    """A key without effect on a draft, and the reason."""
-
-    reason: str
-    form: str = "anything"
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """A key of drafts that SGLang's built-in worker serves, and we do not, unless its value is
-    `neutral`, which is as good as none."""
-
-    what: str
-    form: str = "anything"
-    neutral: tuple[Any, ...] = (None, False, 0, "")
-
-
-Key = Read | Idle | Foreign
-
-
-def _rows(*rows: tuple[str, Key]) -> dict[str, Key]:
-    return {name: key for names, key in rows for name in names.split()}
-
-
-_TARGETS = "the target's is used"
-_TRAINING = "of training"
-_OUTPUTS = "of what a Transformers model returns"
-
-# Keys of DFlash itself, in `dflash_config` or beside it.
-_EITHER = _rows(
-    ("block_size num_target_layers", Read("a positive integer")),
-    ("mask_token_id", Read("a token id or null")),
-    ("target_layer_ids", Read("a non-empty list of integers, or null")),
-    ("is_causal target_hidden_size", Read()),
-    ("final_logit_softcapping output_multiplier", Read("a number or null")),
-    ("projector_type", Foreign("a head of another kind", "a name", (None, ""))),
-    ("mask_token", Idle("mask_token_id names the token", "a text")),
-    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", "true, false or null")),
-    ("attention_value_scale", Foreign("a scale of V (MiMo)", "a number or null", (None, 0, 1))),
-    ("shift_label pure_draft_prefix_len gru_hidden_dim emb_dim", Foreign("the head of Domino")),
-    ("markov_rank markov_head_type use_confidence_head enable_confidence_head "
-     "confidence_head_with_markov dspark_block_size dspark_markov_rank dspark_noise_token_id",
-     Foreign("the head of DSpark")),
-    ("sample_from_anchor",
-     Foreign("a draft from the bonus token's position (DSpark)", "true, false or null")),
-    ("selector_rank selector_top_k conv_kernel_size conv_group_size", Read("an integer or null")),
-    ("num_anchors max_anchors loss_decay_gamma", Idle(_TRAINING)),
-)  # fmt: skip
-IN_DFLASH_CONFIG: Mapping[str, Key] = _EITHER | _rows(
-    ("causal causal_head use_swa", Read("true, false or null")),
-    ("swa_window_size", Read()),
-    ("input_embedding_scale", Foreign("a scale of the embeddings", "a number or null", (None, 1))),
-    ("backbone_rotary_base", Idle(_TARGETS)),
-    # SGLang reads these two here only, and no null.
-    ("attention_sink_bias", Foreign("learned attention sinks (MiMo)", "true or false")),
-    ("output_multiplier", Read("a number")),
-)
-AT_TOP: Mapping[str, Key] = _EITHER | _rows(
-    ("architectures model_type dflash_config hidden_size intermediate_size num_hidden_layers "
-     "num_attention_heads num_key_value_heads v_head_dim vocab_size draft_vocab_size layer_types "
-     "eagle_aux_hidden_state_layer_ids rope_scaling rope_parameters "
-     "original_max_position_embeddings rope_is_neox_style is_neox_style partial_rotary_factor",
-     Read()),
-    ("hidden_act head_dim max_position_embeddings rms_norm_eps", Read("a value that is not null")),
-    ("attention_bias use_sliding_window", Read("true or false")),
-    ("sliding_window", Read("a positive integer")),
-    ("max_window_layers", Read("an integer")),
-    ("rope_theta", Read("a number or null")),
-    ("has_embed_tokens", Foreign("an embedding of its own", "true, false or null")),
-    ("has_lm_head",
-     Foreign("an lm_head of its own, but by draft_vocab_size", "true, false or null")),
-    ("use_gemma_norm", Foreign("RMSNorm by 1 + weight", "true, false or null")),
-    ("swiglu_alpha swiglu_limit", Foreign("a clamped SwiGLU (MiniMax)")),
-    ("add_swa_attention_sink_bias",
-     Foreign("learned attention sinks (MiMo)", "true, false or null")),
-    ("gating", Foreign("output gates (Laguna)", neutral=(None, False, "", "disabled"))),
-    ("logit_scale", Foreign("a scale of the logits", "a number or null", (None, 1))),
-    ("quantization_config", Foreign("a quantized draft", neutral=(None,))),
-    ("compression_config language_config llm_config text_config thinker_config "
-     "use_ngram_embedding", Idle("of models that contain others", "a config without it")),
-    ("auto_map", Idle("code of a draft is never run", "an object")),
-    ("bos_token_id pad_token_id", Idle(_TARGETS, "a token id or null")),
-    ("eos_token_id", Idle(_TARGETS, "a token id, a list of them or null")),
-    ("tie_word_embeddings", Idle("lm_head and embedding are the target's", "true or false")),
-    ("dtype torch_dtype", Idle("the server's dtype is used", f"one of {', '.join(_DTYPES)}")),
-    ("max_sequence_length model_max_length seq_length",
-     Idle("max_position_embeddings is read", "a positive integer")),
-    ("transformers_version _name_or_path", Idle("of the exporter")),
-    ("mlp_bias", Foreign("biases of the MLP", "true, false or null")),
-    ("flex_attention_backend", Idle(_TRAINING)),
-    ("pretraining_tp", Idle(_TRAINING, "an integer")),
-    ("initializer_range", Idle(_TRAINING, "a fraction")),
-    ("attention_dropout", Idle(_TRAINING, "a number")),
-    ("use_cache", Idle(_OUTPUTS, "true or false")),
-    ("is_encoder_decoder", Idle(_OUTPUTS, "true or false")),
-    ("output_attentions output_hidden_states return_dict", Idle(_OUTPUTS, "true, false or null")),
-    ("num_labels chunk_size_feed_forward", Idle(_OUTPUTS, "an integer")),
-    ("problem_type", Idle(_OUTPUTS, f"one of {', '.join(_PROBLEMS)}")),
-    ("id2label", Idle(_OUTPUTS, "an object of numbered labels")),
-    ("label2id", Idle(_OUTPUTS)),
-    ("torchscript pruned_heads use_bfloat16 tf_legacy_loss is_decoder add_cross_attention "
-     "cross_attention_hidden_size tie_encoder_decoder finetuning_task prefix sep_token_id "
-     "decoder_start_token_id task_specific_params tokenizer_class", Idle("of older Transformers")),
-    ("max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
-     "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
-     "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores "
-     "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values "
-     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens",
-     Idle("requests tell how to sample")),
-)  # fmt: skip
-
-
 def check_keys(raw: Mapping[str, Any]) -> None:
-    """Check the keys of a parsed config.json, and of its `dflash_config`, with the form of those
-    values that `DraftConfig` does not read.
+    """Check the keys of a parsed config.json, and of its `dflash_config`.
 
     Raises:
-        ConfigError: SGLang or Transformers cannot read a value.
-        UnsupportedDraft: a key that only drafts of another kind have, or one that is unknown.
+        ConfigError: it is no DFlash draft, or the two places contradict each other.
+        UnsupportedDraft: it is a draft of a kind that is not implemented here.
     """
     top = Fields.of(raw, "draft", section=None)
     own = top.block("dflash_config")
-    _check_form(top)
-    present = [
-        (place, name, known.get(name))
-        for place, known in ((top, AT_TOP), (own, IN_DFLASH_CONFIG))
-        for name in place.values
-    ]
     for name in own.values:
         if name in own and top.get(name, own.get(name)) != own.get(name):
             raise own.error(name, f"{shown(top.get(name))}, as beside dflash_config,")
-    for place, name, key in present:
-        if key is not None and not FORMS[key.form](place.values[name]):
-            raise place.error(name, key.form)
     _check_kind(top)
-    for place, name, key in present:
-        if key is None and name in place:
-            raise place.unsupported(name, "sglang-dflash does not know this key of a draft")
-        if isinstance(key, Foreign) and place.get(name) not in key.neutral:
-            raise place.unsupported(name, f"not served here: {key.what}")
+    for place in (top, own):
+        for name in place.values:
+            what, value = FOREIGN.get(name), place.get(name)
+            if what and value not in _NEUTRAL and value != _ALSO_NEUTRAL.get(name):
+                raise place.unsupported(name, f"not served here: {what}")
 
 
-def _check_form(top: Fields) -> None:
-    """Raise ConfigError for what SGLang or Transformers cannot read, whatever the draft is."""
-    if not top.words("architectures"):
-        raise top.error("architectures", "a list of names")
-    if not top.word("model_type"):
-        raise top.error("model_type", f"one of {', '.join(_MODEL_TYPES)}")
-    scaling, quantization = top.block("rope_scaling"), top.block("quantization_config")
-    if scaling.values and all(value is None for value in scaling.values.values()):
-        raise scaling.error(next(iter(scaling.values)), "a value that is not null")
-    if "quantization_config" in top and not quantization.word("quant_method"):
-        raise quantization.error("quant_method", "a name")
+def unknown_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """The dotted paths of keys that have a value and are in none of the tables above."""
+    top = Fields.of(raw, "draft", section=None)
+    known = READ | INERT | FOREIGN.keys()
+    return tuple(
+        place.path(name)
+        for place in (top, top.block("dflash_config"))
+        for name in place.values
+        if name in place and name not in known
+    )
 
 
 def _check_kind(top: Fields) -> None:
@@ -232,8 +141,14 @@ def _check_kind(top: Fields) -> None:
             required="neither dflash_config nor num_target_layers: no DFlash draft; the folder or "
             "name of the draft is required, not the target's",
         )
-    for name, served in (("architectures", _ARCHITECTURES), ("model_type", _MODEL_TYPES)):
-        given = names if name == "architectures" else (top.word(name),)
+    if not names:
+        raise top.error("architectures", "a list of names")
+    kind = top.word("model_type")
+    if not kind:
+        raise top.error("model_type", f"one of {', '.join(_MODEL_TYPES)}")
+    for name, given, served in (
+        ("architectures", names, _ARCHITECTURES), ("model_type", (kind,), _MODEL_TYPES),
+    ):  # fmt: skip
         if not set(given) & set(served):
             raise top.unsupported(name, f"{', '.join(served)} are served here")
     if top.word("hidden_act") not in (None, "silu"):
@@ -269,7 +184,7 @@ def flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     beside = {name: raw[name] for name in raw if name in top and name not in consumed}
     for name in beside:
         other = network.get(name, beside[name])
-        if other not in (None, beside[name]) and isinstance(AT_TOP.get(name), Read):
+        if other not in (None, beside[name]) and name in READ:
             raise top.error(name, f"{shown(other)}, as in {_NETWORK},")
     if network.get("model_type") == "llama":
         # Some of RedHat's drafts say so, and have Qwen3's layers all the same.

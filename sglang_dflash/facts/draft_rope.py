@@ -78,7 +78,7 @@ def _theta(*places: Fields) -> float:
     for place, theta in zip(given, thetas, strict=True):
         if theta != thetas[0]:
             raise place.error("rope_theta", f"{thetas[0]:g}, as in {given[0].path('rope_theta')},")
-    return float(thetas[0])
+    return thetas[0]
 
 
 def _refuse_other_layouts(fields: Fields, block: Fields) -> None:

@@ -119,12 +119,15 @@ class Fields:
         """A finite number above 0, from `least` to `most`. Raises ConfigError, also if there is no
         value and no default."""
         value = self.get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:
+        try:
+            number = float(value) if is_int(value) or isinstance(value, float) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not 0 < number < math.inf:
             raise self.error(name, "a positive number")
-        if not least <= value <= most:
+        if not least <= number <= most:
             raise self.error(name, f"a number from {least:g} to {most:g}")
-        return value
+        return number
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false. Raises ConfigError."""

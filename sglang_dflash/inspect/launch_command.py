@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.launch import DRAFT, TARGET, flags_of
+from sglang_dflash.facts.unserved import Given, builtin_reason
 
 # SGLang's flag, or ours of a server -> the flag of `sglang-dflash inspect`.
 _FLAGS: Mapping[str, str] = {
@@ -27,18 +28,6 @@ _FLAGS: Mapping[str, str] = {
     "--speculative-dflash-draft-kv-tokens": "--draft-kv-tokens",
 }
 _DTYPES = {"bf16": "bfloat16"}
-# With these SGLang's own worker serves (`serving.start.choose_worker`): always, or above 1.
-_BUILTIN = {
-    "--enable-flexkv", "--enable-unified-cache-external-linker", "--radix-cache-backend",
-    "--enable-pd-role-switch", "--enable-two-batch-overlap",
-    "--speculative-use-block-verification", "--speculative-draft-model-quantization",
-    "--enable-memory-saver", "--enable-unified-memory", "--disaggregation-enable-kv-checksum",
-    "--enable-dp-attention",
-}  # fmt: skip
-_BUILTIN_ABOVE_1 = {
-    "--attn-cp-size", "--attention-context-parallel-size", "--attn-dp-size",
-    "--attention-data-parallel-size", "--pp-size", "--pipeline-parallel-size", "--pp",
-}  # fmt: skip
 # They change the figures, and are not part of the arithmetic.
 _NOT_RECKONED = {
     "--config", "--max-total-tokens", "--max-mamba-cache-size", "--mamba-full-memory-ratio",
@@ -55,15 +44,13 @@ class Launch(NamedTuple):
 
     Attributes:
         words: the arguments of `inspect` that it comes to.
-        builtin: the flag with which SGLang's worker serves; None without one.
+        builtin: the setting with which SGLang's worker serves; None without one.
         not_reckoned: flags, with their values, that the figures leave out.
-        no_effect: flags that do not change them.
     """
 
     words: list[str]
     builtin: str | None
     not_reckoned: list[str]
-    no_effect: list[str]
 
 
 def is_launch(words: Sequence[str]) -> bool:
@@ -80,10 +67,10 @@ def read(words: Sequence[str], own: Collection[str] = ()) -> Launch:
     Raises:
         ConfigError: it names no target, or is not for DFLASH.
     """
-    found, taken = Launch([], None, [], []), dict[str, str]()
+    given = {flag: " ".join(values) for flag, values in flags_of(words)}
+    found, taken = Launch([], _builtin(given), []), dict[str, str]()
     pair: dict[str, str] = {}
-    for flag, values in flags_of(words):
-        value = " ".join(values)
+    for flag, value in given.items():
         typed = f"{flag} {value}".rstrip()
         if flag in TARGET or flag in DRAFT:
             pair["target" if flag in TARGET else "draft"] = value
@@ -92,22 +79,23 @@ def read(words: Sequence[str], own: Collection[str] = ()) -> Launch:
                 raise ConfigError(flag, value, "inspect is about DFLASH")
         elif flag == "--speculative-dflash-lookup":
             found.words.extend(["--lookup"] if value == "on" else [])
-        elif flag == "--speculative-dflash-worker":
-            found = found._replace(builtin=typed if value == "builtin" else None)
         elif flag in _FLAGS:
             value = _DTYPES.get(value, value)
             if value != "auto":
                 taken[_FLAGS[flag]] = value
-        elif flag in _BUILTIN or (flag in _BUILTIN_ABOVE_1 and value != "1"):
-            found = found._replace(builtin=typed)
         elif flag in _NOT_RECKONED:
             found.not_reckoned.append(typed)
         elif flag in own:
-            found.words.extend([flag, *values])
-        else:
-            found.no_effect.append(flag)
+            found.words.extend([flag, value] if value else [flag])
     if "target" not in pair:
         raise ConfigError("server_flags", required=f"missing; {TARGET[0]} names the target")
-    given = [word for both in taken.items() for word in both]
+    figures = [word for both in taken.items() for word in both]
     positional = [pair["target"], *([pair["draft"]] if "draft" in pair else [])]
-    return found._replace(words=[*positional, *given, *found.words])
+    return found._replace(words=[*positional, *figures, *found.words])
+
+
+def _builtin(given: Mapping[str, str]) -> str | None:
+    """The setting with which SGLang's own worker serves; None without one."""
+    if given.get("--speculative-dflash-worker") == "builtin":
+        return "--speculative-dflash-worker builtin"
+    return builtin_reason(Given(given), given.get("--speculative-draft-attention-backend"))

@@ -256,7 +256,7 @@ def test_the_page_lists_every_finding() -> None:
     listed = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
     from_start = {
         "lookup-block-fixed", "window-above-context", "sinks-above-context", "long-contexts",
-        "target-layers-not-named",
+        "target-layers-not-named", "unknown-keys",
     }  # fmt: skip
     found = {name for names, *_ in CASES for name in names}
     assert listed - {"not-reachable"} == found | from_start

@@ -1,5 +1,5 @@
-"""No key of a draft's config.json is ignored: each is read, is known to have no effect, or is
-refused by name."""
+"""No key of a draft's config.json is ignored silently: each is read, is known to have no effect, is
+of a draft that we do not serve, or is named in a warning."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.dflash2 import Convolution, Selector
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.facts.draft_keys import AT_TOP, FORMS, IN_DFLASH_CONFIG, Foreign, Idle, Read
+from sglang_dflash.facts.draft_keys import FOREIGN, INERT, READ
 from sglang_dflash.facts.draft_rope import RopeConfig
-from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
+from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, cut
 from sglang_dflash.facts.tensors import expected_tensors
 from tests.conftest import raw_config
 from tests.facts.test_fuzz import bounded, values
 from tests.speculators import layout
 
-KEYS = {**AT_TOP, **{f"dflash_config.{name}": key for name, key in IN_DFLASH_CONFIG.items()}}
 BASE = DraftConfig.from_dict(raw_config())
-
-
-def of(kind: type) -> list[str]:
-    return [path for path, key in KEYS.items() if isinstance(key, kind)]
 
 
 def config_with(*changes: tuple[str, Any]) -> DraftConfig:
@@ -46,7 +42,7 @@ SWA = ("dflash_config.use_swa", True)
 YARN = {"rope_type": "yarn", "factor": 4}
 # A key that is read -> what it is given, what beside it, and what of the config then differs; or
 # the error that it leads to.
-READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigError]]] = {
+EXAMPLES: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigError]]] = {
     "architectures": (["DFlashSomethingElse"], [], UnsupportedDraft),
     "model_type": ("laguna", [], UnsupportedDraft),
     "dflash_config": ([1], [], ConfigError),
@@ -126,12 +122,13 @@ READ: dict[str, tuple[Any, list[tuple[str, Any]], dict[str, Any] | type[ConfigEr
 
 
 def test_every_key_that_is_read_has_an_example() -> None:
-    assert sorted(READ) == sorted(of(Read))
+    assert {path.rpartition(".")[2] for path in EXAMPLES} == READ
+    assert not READ & INERT and not (READ | INERT) & FOREIGN.keys()
 
 
-@pytest.mark.parametrize("path", READ)
+@pytest.mark.parametrize("path", EXAMPLES)
 def test_a_key_that_is_read_decides_something(path: str) -> None:
-    value, beside, differs = READ[path]
+    value, beside, differs = EXAMPLES[path]
     if isinstance(differs, dict):
         assert config_with(*beside, (path, value)) == replace(BASE, **differs)
         return
@@ -141,32 +138,26 @@ def test_a_key_that_is_read_decides_something(path: str) -> None:
     assert refused.value.field == f"{path} in the draft's config.json"
 
 
-@pytest.mark.parametrize("path", of(Idle))
-def test_a_key_without_effect_changes_nothing(path: str) -> None:
-    """What SGLang or Transformers cannot read is refused all the same."""
-    form = KEYS[path].form
-    if form == "a config without it":
-        with pytest.raises(ConfigError):
-            config_with((path, {}))
-        return
-    valid = [v for v in (True, 1, 0.5, "float16", {}, None) if FORMS[form](v)]
-    assert valid or path == "problem_type"
-    for value in valid:
-        assert config_with((path, value)) == BASE
+@pytest.mark.parametrize("value", [True, 1, 0.5, "float16", {}, [], None])
+def test_keys_without_effect_change_nothing(value: Any) -> None:
+    for place in ("", "dflash_config."):
+        config = config_with(*((f"{place}{name}", value) for name in INERT))
+        assert config == BASE and config.unknown_keys == ()
 
 
-@pytest.mark.parametrize("path", of(Foreign))
-def test_a_key_of_other_drafts_goes_to_the_built_in_worker(path: str) -> None:
-    key = KEYS[path]
-    assert isinstance(key, Foreign)
-    readable = [v for v in key.neutral if FORMS[key.form](v)]
-    assert readable
-    for value in readable:
-        assert config_with((path, value)) == BASE
-    others = (7, True, "domino") if path != "quantization_config" else ({"quant_method": "fp8"},)
-    with pytest.raises(UnsupportedDraft) as refused:
-        config_with((path, next(v for v in others if FORMS[key.form](v))))
-    assert refused.value.field == f"{path} in the draft's config.json"
+@pytest.mark.parametrize("place", ["", "dflash_config."])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_key_of_other_drafts_goes_to_the_built_in_worker(name: str, place: str) -> None:
+    neutral = [None, False, 0, "", *([1] if name.endswith("_scale") else [])]
+    for value in [*neutral, "disabled"] if name == "gating" else neutral:
+        config = config_with((place + name, value))
+        assert config == BASE and config.unknown_keys == ()
+    for value in (7, True, "domino", {"quant_method": "fp8"}, [1], {}):
+        if value in neutral:
+            continue
+        with pytest.raises(UnsupportedDraft) as refused:
+            config_with((place + name, value))
+        assert refused.value.field == f"{place}{name} in the draft's config.json"
 
 
 @pytest.mark.parametrize("beside", [{}, {"draft_vocab_size": 64}, {"draft_vocab_size": 32}])
@@ -179,33 +170,43 @@ def test_an_lm_head_of_its_own_is_declared_by_draft_vocab_size(beside: dict[str,
     assert ("lm_head.weight" in expected_tensors(served)) == (32 in beside.values())
 
 
-@pytest.mark.parametrize("path", [path for path in of(Read) if KEYS[path].form != "anything"])
-def test_a_value_that_sglang_cannot_read_is_refused_in_drafts_of_other_kinds(path: str) -> None:
-    """Its built-in worker would end on it, minutes later."""
-    invalid = next(v for v in ([], {}, None) if not FORMS[KEYS[path].form](v))
-    with pytest.raises(ConfigError) as refused:
-        config_with((path, invalid), ("dflash_config.gru_hidden_dim", 7))
-    assert type(refused.value) is ConfigError
-
-
-places = st.sampled_from(["", "dflash_config.", "rope_scaling.", "rope_parameters."])
+@bounded
+@given(
+    place=st.sampled_from(["", "dflash_config."]),
+    name=st.text(st.characters(categories=["Ll"]), min_size=1),
+    value=values,
+)
+def test_an_unknown_key_is_named_in_a_warning(place: str, name: str, value: Any) -> None:
+    """Null is as good as nothing."""
+    assume(name not in READ | INERT | FOREIGN.keys())
+    config = config_with((place + name, value))
+    assert config == BASE
+    assert config.unknown_keys == (() if value is None else (place + name,))
+    warned = [str(found) for found in Options().resolve(config).warnings(config, {})]
+    assert len(warned) == len(config.unknown_keys)
+    assert all(cut(place + name) in line for line in warned)
 
 
 @bounded
-@given(place=places, name=st.text(st.characters(categories=["Ll"]), min_size=1), value=values)
-def test_an_unknown_key_is_refused_by_name(place: str, name: str, value: Any) -> None:
-    assume(value is not None and f"{place}{name}" not in KEYS and name not in ("factor", "type"))
-    changes = [("rope_scaling", {}), ("rope_parameters", {}), (f"{place}{name}", value)]
+@given(
+    place=st.sampled_from(["rope_scaling.", "rope_parameters."]),
+    name=st.text(st.characters(categories=["Ll"]), min_size=1),
+    value=values,
+)
+def test_an_unknown_key_of_the_rotary_embedding_is_refused(
+    place: str, name: str, value: Any
+) -> None:
+    assume(value is not None and name not in ("factor", "type"))
     with pytest.raises(UnsupportedDraft) as refused:
-        config_with(*changes)
+        config_with(("rope_scaling", {}), ("rope_parameters", {}), (f"{place}{name}", value))
     assert refused.value.field == f"{place}{name} in the draft's config.json"
-    # Null is as good as nothing, but for Transformers, which reads these blocks.
-    if not place.startswith("rope"):
-        assert config_with((f"{place}{name}", None)) == BASE
+
+
+PATHS = sorted({*READ, *INERT, *FOREIGN, *EXAMPLES})
 
 
 @bounded
-@given(made=st.lists(st.tuples(st.sampled_from(sorted(KEYS)), values), min_size=1, max_size=2))
+@given(made=st.lists(st.tuples(st.sampled_from(PATHS), values), min_size=1, max_size=2))
 def test_no_value_of_a_known_key_is_dropped(made: list[tuple[str, Any]]) -> None:
     """Where keys that are read leave the config as it is, they give what it has by default."""
     try:
@@ -215,7 +216,7 @@ def test_no_value_of_a_known_key_is_dropped(made: list[tuple[str, Any]]) -> None
     if config != BASE:
         return
     for path, value in dict(made).items():
-        if path in READ and value is not None:
+        if path in EXAMPLES and value is not None:
             name = path.rpartition(".")[2]
             by_default = {
                 "is_causal": False, "causal": False, "causal_head": False, "use_swa": False,
@@ -272,6 +273,7 @@ def test_published_configs(name: str) -> None:
     raw, refused = PUBLISHED[name]["config"], PUBLISHED[name].get("refused")
     if refused is None:
         config = DraftConfig.from_dict(raw)
+        assert config.unknown_keys == ()
         assert [[la.sliding_window, la.causal] for la in config.layers] == PUBLISHED[name]["layers"]
         assert list(config.target_layer_ids) == PUBLISHED[name]["target_layer_ids"]
         return
@@ -305,8 +307,6 @@ def test_the_layout_of_speculators_is_the_same_draft() -> None:
         ({"sliding_window_non_causal": "no"}, "sliding_window_non_causal"),
         ({"sample_from_anchor": True}, "sample_from_anchor"),
         ({"target_hidden_size": 64}, "target_hidden_size"),
-        ({"no_such_key": 1}, "no_such_key"),
-        ({"transformer_layer_config": {**raw_config(), "no_such_key": 1}}, "no_such_key"),
     ],
 )
 def test_other_keys_of_that_layout_are_refused(changes: dict[str, Any], field: str) -> None:

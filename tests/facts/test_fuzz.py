@@ -19,7 +19,7 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.rope import Rotary
 from sglang_dflash.drafting.weights import save_model
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.draft_keys import AT_TOP, IN_DFLASH_CONFIG
+from sglang_dflash.facts.draft_keys import FOREIGN, INERT, READ
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.published import ModelFacts
@@ -63,9 +63,10 @@ values = st.recursive(
 ROPE = ("factor", "rope_type", "type", "rope_theta", "beta_fast", "mscale", "truncate",
         "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
         "partial_rotary_factor", "mrope_section")  # fmt: skip
+KEYS = sorted({*READ, *INERT, *FOREIGN, "no_such_key"})
 PATHS = [
-    *((name,) for name in sorted({*raw_config(), *AT_TOP, "no_such_key"})),
-    *(("dflash_config", name) for name in sorted({*IN_DFLASH_CONFIG, "no_such_key"})),
+    *((name,) for name in KEYS),
+    *(("dflash_config", name) for name in KEYS),
     *(("rope_scaling", name) for name in ROPE),
 ]
 KINDS: list[Any] = [None, "linear", "llama3", "yarn"]

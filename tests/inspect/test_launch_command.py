@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import inspect as python
 import json
-import re
 
 import pytest
 
 from sglang_dflash import cli
 from sglang_dflash.inspect import launch_command
-from sglang_dflash.serving.start import choose_worker
 from tests.inspect.pairs import inspected
 
 TARGET, DRAFT = "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"
@@ -63,28 +59,15 @@ def test_a_command_without_a_target_or_for_another_algorithm_is_refused(
         assert message in capsys.readouterr().err
 
 
-def test_flags_of_sglangs_worker_are_known(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in ("--pp-size 2", "--enable-flexkv", "--speculative-dflash-worker builtin"):
+def test_settings_of_sglangs_worker_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, reason in (
+        ("--pp-size 2", "--pp-size above 1"),
+        ("--enable-flexkv", "--enable-flexkv"),
+        ("--enable-dp-attention --dp-size 2", "data-parallel attention (--enable-dp-attention)"),
+        ("--speculative-dflash-worker builtin", "--speculative-dflash-worker builtin"),
+        ("--speculative-draft-model-quantization fp8", "--speculative-draft-model-quantization"),
+    ):
         assert cli.main(["inspect", "--offline", "--json", "--", *COMMAND, *flags.split()]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["worker"], found["worker_reason"]) == ("builtin", flags)
+        assert (found["worker"], found["worker_reason"]) == ("builtin", reason)
     assert launch_command.read([*COMMAND, "--pp-size", "1"]).builtin is None
-
-
-# Of combinations and devices, which the names of flags alone do not decide.
-ELSEWHERE = {
-    "--device", "--disaggregation-transfer-backend", "--disaggregation-mode",
-    "--enable-hierarchical-cache", "--disaggregation-decode-host-receive-threshold",
-    "--hicache-host-memory-mode", "--kv-cache-dtype", "--speculative-draft-kv-cache-dtype",
-    "--speculative-draft-attention-backend",
-}  # fmt: skip
-
-
-def test_every_flag_that_our_worker_does_not_serve_is_known() -> None:
-    source = ast.parse(python.getsource(choose_worker.unserved_setting))
-    texts = [node.value for node in ast.walk(source) if isinstance(node, ast.Constant)]
-    named = {
-        flag for text in texts if isinstance(text, str) for flag in re.findall(r"--[\w-]+", text)
-    }
-    known = launch_command._BUILTIN | launch_command._BUILTIN_ABOVE_1
-    assert "--pp-size" in named and named - ELSEWHERE <= known

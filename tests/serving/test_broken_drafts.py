@@ -13,7 +13,15 @@ from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import load
-from tests.broken_drafts import BROKEN, PAIR, BrokenDraft, fields, server_flags
+from tests.broken_drafts import (
+    BROKEN,
+    ONLY_SGLANG,
+    PAIR,
+    BrokenDraft,
+    fields,
+    invalid,
+    server_flags,
+)
 
 TARGET = str(PAIR.target)
 DRAFT = "--speculative-draft-model-path"
@@ -49,6 +57,17 @@ def test_all_refuse_a_broken_draft_with_the_same_line(
     assert "\n" not in by_server and len(by_server) < LONGEST
     assert by_generate == by_server and by_inspect == by_server
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("path", ONLY_SGLANG)
+def test_a_server_asks_sglang_whether_it_can_read_the_rest(
+    path: str, resolve: Callable[..., Any], tmp_path: Path
+) -> None:
+    for number, value in enumerate(ONLY_SGLANG[path]):
+        draft = invalid(path, value, {}).make(tmp_path / str(number))
+        with pytest.raises(ConfigError, match="SGLang or Transformers cannot read it") as refused:
+            resolve(server_flags(draft=draft))
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < LONGEST
 
 
 def test_the_table_breaks_drafts_that_are_served_otherwise(

@@ -17,7 +17,7 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.serving.start import build, choose_worker
-from sglang_dflash.serving.start.choose_worker import unserved_setting
+from sglang_dflash.serving.start.choose_worker import unserved
 from tests.broken_drafts import server_flags
 from tests.serving.in_process import decode_of, filled, worker_of
 from tests.serving.published import Arrived, serving
@@ -111,7 +111,7 @@ def test_kv_of_a_blackwell_gpu(
 ) -> None:
     given = resolve(server_flags())
     arrived = Arrived(resolving_view(given), changes)
-    assert unserved_setting(Arrived(given, changes), arrived, str(PAIR.draft)) == reason
+    assert unserved(Arrived(given, changes), arrived, str(PAIR.draft)) == reason
     if dtype is not None:
         assert draft_dtype(arrived, monkeypatch) == dtype
 

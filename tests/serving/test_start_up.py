@@ -20,7 +20,7 @@ from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.build import unserved_target
-from sglang_dflash.serving.start.choose_worker import unserved_setting
+from sglang_dflash.serving.start.choose_worker import unserved
 from tests.broken_drafts import BrokenDraft, fields, server_flags
 from tests.serving.published import Arrived, serving
 from tests.speculators import rewrite_in_that_layout
@@ -66,7 +66,7 @@ def test_a_draft_in_the_layout_of_speculators_is_served(resolve: Any, tmp_path: 
 DRAFT_BACKEND = "--speculative-draft-attention-backend"
 # The warning's words -> the setting as SGLang resolves it, and its value.
 NOT_OURS: dict[str, dict[str, Any]] = {
-    "data-parallel attention": {"attn_dp_size": 2},
+    "data-parallel attention (--enable-dp-attention)": {"attn_dp_size": 2},
     "--attn-cp-size above 1": {"attn_cp_size": 2},
     "--pp-size above 1": {"pp_size": 2},
     "--disaggregation-mode decode with --enable-hierarchical-cache": {
@@ -109,17 +109,17 @@ def test_settings_that_go_to_the_built_in_worker(reason: str, resolve: Any) -> N
     would arrive there."""
     given, draft = resolve(server_flags()), str(PAIR.draft)
     settings = resolving_view(given)
-    assert unserved_setting(given, settings, draft) is None
+    assert unserved(given, settings, draft) is None
     changes = NOT_OURS[reason]
     arrived = Arrived(given, changes), Arrived(settings, changes)
-    assert unserved_setting(*arrived, draft) == reason
+    assert unserved(*arrived, draft) == reason
 
 
 @pytest.mark.parametrize("name", ["torch", "torch_native", "flash", *ATTENTION])
 def test_a_backend_of_ours_or_of_neither_is_no_reason(name: str, resolve: Any) -> None:
     given = resolve(server_flags())
     asked = Arrived(given, {"speculative_draft_attention_backend": name})
-    assert unserved_setting(asked, resolving_view(given), str(PAIR.draft)) is None
+    assert unserved(asked, resolving_view(given), str(PAIR.draft)) is None
 
 
 def test_a_draft_of_the_hub_is_fetched_to_the_download_dir(

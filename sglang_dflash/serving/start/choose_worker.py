@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups import choices
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -27,6 +26,7 @@ from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.tensors import check_weights
+from sglang_dflash.facts.unserved import builtin_reason
 from sglang_dflash.seam.seam import verify
 from sglang_dflash.serving.gpu.backends import (
     ATTENTION,
@@ -110,7 +110,7 @@ def _check(server_args: Any, settings: Any) -> None:
     )
     if not dummy_weights(settings):
         check_weights(config, folder)
-    if unserved_setting(server_args, settings, folder) is None:
+    if unserved(server_args, settings, folder) is None:
         device = torch.device(settings.device or "cpu")
         _check_device(server_args, settings, config, device)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
@@ -172,7 +172,7 @@ def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
     settings = resolving_view(server_args)
     folder = _folder(settings)
     builtin = functools.partial(original, algorithm, server_args)
-    reason = unserved_setting(server_args, settings, folder)
+    reason = unserved(server_args, settings, folder)
     if reason is not None:
         return _fall_back(reason, builtin)
     load = functools.partial(load_model, folder, dummy=dummy_weights(settings))
@@ -219,63 +219,10 @@ def _showing(reason: str, worker: type) -> type:
     return type(worker.__name__, (worker,), {"builtin_reason": reason, "__init__": started})
 
 
-def _has_4bit_draft_kv(settings: Any) -> bool:
-    """Whether draft K/V would take over a 4-bit dtype of the target's. SGLang gives a draft on FA4
-    the model's dtype."""
-    return (
-        settings.kv_cache_dtype in ("nvfp4", "fp4_mx_block16")
-        and settings.speculative_draft_kv_cache_dtype is None
-        and settings.speculative_draft_attention_backend != "fa4"
-    )
-
-
-def _has_quantized_draft(settings: Any) -> bool:
-    """Whether a quantization of the draft was asked for. If none was, SGLang notes the target's."""
-    explicit = settings._speculative_draft_quantization_explicitly_set
-    return bool(explicit and settings.speculative_draft_model_quantization)
-
-
-def unserved_setting(server_args: Any, settings: Any, folder: str) -> str | None:
-    """The first draft feature or server setting that our worker does not serve, or None."""
+def unserved(server_args: Any, settings: Any, folder: str) -> str | None:
+    """The draft feature or server setting for whose sake SGLang's own worker serves, or None."""
     try:
         DraftConfig.from_pretrained(folder)
     except UnsupportedDraft as reason:
         return str(reason)
-    disaggregated = settings.disaggregation_mode not in (None, "null")
-    asked = asked_attention(server_args)
-    unserved = {
-        f"--device {settings.device}": settings.device not in (None, "cpu", "cuda"),
-        "--attn-cp-size above 1": settings.attn_cp_size > 1,
-        "data-parallel attention": settings.attn_dp_size not in (None, 1),
-        "--pp-size above 1": settings.pp_size > 1,
-        "--disaggregation-transfer-backend other than mooncake and nixl": (
-            disaggregated and settings.disaggregation_transfer_backend not in ("mooncake", "nixl")
-        ),
-        "--disaggregation-mode decode with --enable-hierarchical-cache": (
-            settings.disaggregation_mode == "decode" and settings.enable_hierarchical_cache
-        ),
-        "--disaggregation-enable-kv-checksum": (
-            disaggregated and settings.disaggregation_enable_kv_checksum
-        ),
-        "--disaggregation-decode-host-receive-threshold below 1": (
-            disaggregated and settings.disaggregation_decode_host_receive_threshold < 1
-        ),
-        "--enable-flexkv": settings.enable_flexkv,
-        "--enable-unified-cache-external-linker": settings.enable_unified_cache_external_linker,
-        "--radix-cache-backend": settings.radix_cache_backend is not None,
-        "--enable-pd-role-switch": settings.enable_pd_role_switch,
-        "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
-        "--speculative-use-block-verification": settings.speculative_use_block_verification,
-        "--hicache-host-memory-mode buffer_only": settings.enable_hierarchical_cache
-        and settings.hicache_host_memory_mode == "buffer_only",
-        "--speculative-draft-model-quantization": _has_quantized_draft(settings),
-        "--enable-memory-saver": settings.enable_memory_saver,
-        "--enable-unified-memory": settings.enable_unified_memory,
-        "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype": _has_4bit_draft_kv(
-            settings
-        ),
-        # One that neither knows is refused elsewhere.
-        f"--speculative-draft-attention-backend {asked}": asked not in ATTENTION
-        and asked in choices.DRAFT_ATTENTION_BACKEND_CHOICES,
-    }
-    return next((name for name, present in unserved.items() if present), None)
+    return builtin_reason(settings, asked_attention(server_args))

@@ -1,0 +1,224 @@
+"""The settings of a server with which SGLang's own DFLASH worker serves in place of ours.
+
+One table: the choice of the worker, its log line, /server_info, `doctor`, `inspect` and
+docs/limits.md read it. Settings are by SGLang's field names. No SGLang here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+# SGLang 0.5.23's names of draft attention backends that have no counterpart here.
+_THEIR_ATTENTION = ("flashinfer", "ascend", "trtllm_mha", "intel_xpu")
+
+
+class Unserved(NamedTuple):
+    """One setting.
+
+    Attributes:
+        setting: as messages name it; a field in braces stands for its value.
+        is_given: called with the settings, and --speculative-draft-attention-backend as it was
+            given: SGLang resolves one that was not to the target's.
+        why: why our worker cannot serve it.
+        instead: what to do to have ours.
+    """
+
+    setting: str
+    is_given: Callable[[Any, str | None], bool]
+    why: str
+    instead: str
+
+    @property
+    def flags(self) -> list[str]:
+        return re.findall(r"--[a-z-]+", self.setting)
+
+
+def _has(field: str) -> Callable[[Any, str | None], bool]:
+    return lambda settings, _: bool(getattr(settings, field))
+
+
+def _above_1(field: str) -> Callable[[Any, str | None], bool]:
+    return lambda settings, _: (getattr(settings, field) or 1) > 1
+
+
+def _is_disaggregated(settings: Any) -> bool:
+    return settings.disaggregation_mode not in (None, "null")
+
+
+def _has_4bit_draft_kv(settings: Any, _: str | None) -> bool:
+    """SGLang gives a draft on FA4 the model's dtype."""
+    return (
+        settings.kv_cache_dtype in ("nvfp4", "fp4_mx_block16")
+        and settings.speculative_draft_kv_cache_dtype is None
+        and settings.speculative_draft_attention_backend != "fa4"
+    )
+
+
+def _has_quantized_draft(settings: Any, _: str | None) -> bool:
+    """If none was asked for, SGLang notes the target's quantization as the draft's."""
+    explicit = settings._speculative_draft_quantization_explicitly_set
+    return bool(explicit and settings.speculative_draft_model_quantization)
+
+
+UNSERVED = (
+    Unserved(
+        "data-parallel attention (--enable-dp-attention)", _above_1("attn_dp_size"),
+        "ranks without requests would have to take part in every draft",
+        "`--dp-size` without it: replicas, each with a drafter of its own",
+    ),
+    Unserved(
+        "--device {device}", lambda s, _: s.device not in (None, "cpu", "cuda"),
+        "our drafter has not been tried there",
+        "a CPU, or a CUDA or ROCm GPU",
+    ),
+    Unserved(
+        "--attn-cp-size above 1", _above_1("attn_cp_size"),
+        "the drafter is sharded over the whole tensor-parallel group",
+        "`--tp-size` alone",
+    ),
+    Unserved(
+        "--pp-size above 1", _above_1("pp_size"),
+        "the hidden states that a draft needs are spread over stages",
+        "`--tp-size`",
+    ),
+    Unserved(
+        "--disaggregation-mode decode with --enable-hierarchical-cache",
+        lambda s, _: s.disaggregation_mode == "decode" and bool(s.enable_hierarchical_cache),
+        "SGLang then restores prefixes in ways of its own",
+        "on the prefill server only",
+    ),
+    Unserved(
+        "--disaggregation-transfer-backend other than mooncake and nixl",
+        lambda s, _: _is_disaggregated(s)
+        and s.disaggregation_transfer_backend not in (None, "mooncake", "nixl"),
+        "they send fewer kinds of state",
+        "`mooncake`",
+    ),
+    Unserved(
+        "--disaggregation-enable-kv-checksum",
+        lambda s, _: _is_disaggregated(s) and bool(s.disaggregation_enable_kv_checksum),
+        "SGLang checks one kind of pages per state, which are not the draft's",
+        "leave it out",
+    ),
+    Unserved(
+        "--disaggregation-decode-host-receive-threshold below 1",
+        lambda s, _: _is_disaggregated(s)
+        and s.disaggregation_decode_host_receive_threshold is not None
+        and s.disaggregation_decode_host_receive_threshold < 1,
+        "SGLang receives the target's K/V only in host memory",
+        "leave it out",
+    ),
+    *(
+        Unserved(
+            "--" + field.replace("_", "-"), _has(field),
+            "it puts K/V into slots without a word to us: drafts would read what was there before",
+            "`--enable-hierarchical-cache`",
+        )
+        for field in (
+            "enable_flexkv", "enable_unified_cache_external_linker", "radix_cache_backend",
+        )
+    ),
+    Unserved(
+        "--enable-pd-role-switch", _has("enable_pd_role_switch"),
+        "a prefill server is built without what a step needs",
+        "fixed roles",
+    ),
+    Unserved(
+        "--enable-two-batch-overlap", _has("enable_two_batch_overlap"),
+        "a batch's two halves would take turns in the drafter too",
+        "leave it out",
+    ),
+    Unserved(
+        "--hicache-host-memory-mode buffer_only",
+        lambda s, _: bool(s.enable_hierarchical_cache)
+        and s.hicache_host_memory_mode == "buffer_only",
+        "host memory then holds no prefixes for us to follow",
+        "`cache`, the default",
+    ),
+    Unserved(
+        "--enable-memory-saver", _has("enable_memory_saver"),
+        "draft weights and draft K/V would stay on the device when memory is released",
+        "leave it out",
+    ),
+    Unserved(
+        "--enable-unified-memory", _has("enable_unified_memory"),
+        "SGLang lays a draft's KV into the target's pages; ours is a cache of its own",
+        "leave it out",
+    ),
+    Unserved(
+        "--speculative-use-block-verification", _has("speculative_use_block_verification"),
+        "another accept rule, for drafts that give probabilities",
+        "leave it out",
+    ),
+    Unserved(
+        "--speculative-draft-model-quantization", _has_quantized_draft,
+        "the drafter's weights have 16 or 32 bits",
+        "a 16-bit draft",
+    ),
+    Unserved(
+        "a 4-bit --kv-cache-dtype without --speculative-draft-kv-cache-dtype", _has_4bit_draft_kv,
+        "draft K/V would take the dtype over, which packs two numbers into a byte",
+        "`--speculative-draft-kv-cache-dtype bf16`, or a draft on FA4",
+    ),
+    Unserved(
+        "--speculative-draft-attention-backend {speculative_draft_attention_backend}",
+        lambda _, attention: attention in _THEIR_ATTENTION,
+        "ours has no counterpart",
+        "leave the flag out",
+    ),
+)  # fmt: skip
+
+
+def builtin_reason(settings: Any, attention: str | None) -> str | None:
+    """The first setting for whose sake SGLang's own worker serves; None without one.
+
+    Args:
+        settings: SGLang's, resolved, or `Given`.
+        attention: see `Unserved.is_given`.
+    """
+    for row in UNSERVED:
+        if row.is_given(settings, attention):
+            values = {"device": settings.device, "speculative_draft_attention_backend": attention}
+            return row.setting.format_map(values)
+    return None
+
+
+# Another spelling of a flag -> its field; and one that stands for another setting.
+_SPELLED = {
+    "--attention-context-parallel-size": "attn_cp_size",
+    "--attention-data-parallel-size": "attn_dp_size",
+    "--pipeline-parallel-size": "pp_size",
+    "--pp": "pp_size",
+}
+
+
+class Given:
+    """The settings of a launch command, by its flags: any other field is None.
+
+    Args:
+        flags: flag -> its value, "" for none.
+    """
+
+    # What is given is explicit.
+    _speculative_draft_quantization_explicitly_set = True
+
+    def __init__(self, flags: Mapping[str, str]) -> None:
+        for flag, value in flags.items():
+            name = _SPELLED.get(flag, flag.removeprefix("--").replace("-", "_"))
+            setattr(self, name, _parsed(value))
+        if "--enable-dp-attention" in flags:
+            self.attn_dp_size = getattr(self, "dp_size", None)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _parsed(value: str) -> Any:
+    if not value:
+        return True
+    try:
+        return int(value) if value.isdecimal() else float(value)
+    except ValueError:
+        return value
