@@ -21,9 +21,10 @@ from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.serving.gpu.backends import ATTENTION, draft_ops
-from sglang_dflash.serving.start.draft_setup import DraftSetup
+from sglang_dflash.serving.start.plan import Plan
 
 # A draft for trying the command on any machine: all kinds of layers, a vocabulary of 512.
 TINY = {
@@ -169,10 +170,8 @@ def loaded(
     options = Options(window=load.window).resolve(config)
     block, requests = options.verify_block, load.requests
     width = load.context + 2 * block
-    dtype = model.dtype
-    setup = DraftSetup(
-        model, options, ATTENTION[attention], TensorParallel(), device, dtype, requests
-    )
+    policy, backend, dtype = WidthPolicy(block), ATTENTION[attention], model.dtype
+    plan = Plan(model, options, policy, backend, TensorParallel(), device, dtype, requests)
     # Slot 0 and row 0 are for padding. Tokens lie where they were free, not side by side.
     slots = 1 + torch.randperm(requests * width, device=device).int().view(requests, width)
     table = torch.zeros(1 + requests, positions or width, dtype=slots.dtype, device=device)
@@ -180,7 +179,7 @@ def loaded(
     rows = 1 + torch.arange(requests, device=device)
     lengths = torch.full_like(rows, load.context)
     known = RequestSlots(table, rows, lengths, load.context)
-    groups = setup.groups(requests * width, 1 + requests * width, requests, table.shape[1])
+    groups = plan.groups(requests * width, 1 + requests * width, requests, table.shape[1])
     for group in groups:
         group.cache.kv.normal_()
         _fill(group, known)

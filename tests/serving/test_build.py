@@ -21,7 +21,7 @@ from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.platform_cpu.attention import CpuKVPool
 from sglang_dflash.repairs.flag import ATTRIBUTE
-from sglang_dflash.serving.start import build
+from sglang_dflash.serving.start import build, decide
 from sglang_dflash.serving.start.build import DFlashSpecWorker
 from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension
 from tests.conftest import random_model
@@ -65,8 +65,6 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     embedding = torch.randn(VOCAB, HIDDEN)
     head = TargetHead(lambda ids: embedding[ids], lambda x: x @ embedding.T)
     for name, made in (
-        ("tensor_parallel", TensorParallel()),
-        ("draft_kv_dtype", torch.float32),
         ("target_head", head),
         ("metric_labels", None),
         ("install_late", None),
@@ -80,9 +78,14 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(build.memory, name, lambda *_, given=given: given)
     monkeypatch.setattr(build, "get_dp_tp_group", lambda: ONE_RANK)
-    monkeypatch.setattr(build, "attention_backends", lambda: {"triton"})
-    monkeypatch.setattr(build, "make_rollback", lambda *_: None)
-    monkeypatch.setattr(build, "resolving_view", lambda server_args: server_args)
+    for name, made in (
+        ("tensor_parallel", TensorParallel()),
+        ("draft_kv_dtype", torch.float32),
+        ("attention_backends", {"triton"}),
+        ("make_rollback", None),
+    ):
+        monkeypatch.setattr(decide, name, lambda *_, made=made: made)
+    monkeypatch.setattr(decide, "resolving_view", lambda server_args: server_args)
     monkeypatch.setattr("sglang_dflash.serving.gpu.graphs.captured_sizes", lambda _most: (2,))
 
 
@@ -164,9 +167,9 @@ def test_every_slot_has_draft_kv_if_sliding_layers_have_a_pool(entries: int) -> 
 def test_a_backend_that_cannot_read_the_draft_kv_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = build.ATTENTION
+    rows = decide.ATTENTION
     of_fp8 = replace(rows["torch"], capabilities=Capabilities(kv_dtypes=frozenset()))
-    monkeypatch.setattr(build, "ATTENTION", {"first": of_fp8, **rows})
+    monkeypatch.setattr(decide, "ATTENTION", {"first": of_fp8, **rows})
     assert started().dflash.figures.report()["draft_attention"] == "torch"
 
 
@@ -176,7 +179,7 @@ def test_what_a_flashinfer_target_drafts_with_is_logged_once(
     caplog.set_level("INFO")
     started()
     assert "FlashInfer" not in caplog.text
-    monkeypatch.setattr(build, "attention_backends", lambda: {"flashinfer"})
+    monkeypatch.setattr(decide, "attention_backends", lambda: {"flashinfer"})
     started()
     assert caplog.text.count("the target attends by FlashInfer, the draft by torch") == 1
 

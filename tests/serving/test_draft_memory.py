@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS, PlainContext
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.sizes import (
     BYTES_PER_ENTRY,
@@ -41,8 +43,8 @@ from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
 from sglang_dflash.serving.start import memory
-from sglang_dflash.serving.start.draft_setup import DraftSetup
 from sglang_dflash.serving.start.memory import draft_memory, plan_memory, size_state_pool
+from sglang_dflash.serving.start.plan import Plan
 from tests.conftest import raw_config
 from tests.drafting.test_paged_attention import plain_kernel
 from tests.recording import OpRecorder
@@ -73,32 +75,43 @@ BACKENDS = {
 }
 
 
-def setup_of(
+def plan_for(
     backend: str,
     window: int | None,
     config: DraftConfig,
     device: torch.device = CPU,
     blocks: int = 1,
-) -> DraftSetup:
+) -> Plan:
     """`blocks`: of the draft's, what a step verifies."""
     dtype = torch.float32 if device == CPU else torch.bfloat16
     model = random_model(config, device, dtype)
     asked = Options(window=window, looks_up=True, verify_block=blocks * config.block_size)
     options = asked.resolve(config)
-    return DraftSetup(model, options, BACKENDS[backend], TensorParallel(), device, dtype, RUNNING)
+    policy, tp = WidthPolicy(options.verify_block), TensorParallel()
+    return Plan(model, options, policy, BACKENDS[backend], tp, device, dtype, RUNNING)
 
 
-def drafter_of(setup: DraftSetup, slots: int) -> Drafter:
-    groups = setup.groups(slots - 1, slots, RUNNING, POSITIONS)
-    return Drafter(setup.model, random_head(setup.model), groups, setup.options)
+REPLAYS: Any = SimpleNamespace(name="replay")
+
+
+def narrow(plan: Plan, widths: Sequence[int]) -> WidthPolicy:
+    """Of these widths and the whole block."""
+    policy = WidthPolicy(plan.options.verify_block)
+    policy.widths = (*widths, *policy.widths)
+    return policy
+
+
+def drafter_of(plan: Plan, slots: int) -> Drafter:
+    groups = plan.groups(slots - 1, slots, RUNNING, POSITIONS)
+    return Drafter(plan.model, random_head(plan.model), groups, plan.options)
 
 
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | None) -> None:
     """As FA3 and FA4 have them."""
-    setup = setup_of("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
-    groups = setup.groups(8999, 9000, RUNNING, POSITIONS)
-    setup.check(groups)
+    plan = plan_for("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
+    groups = plan.groups(8999, 9000, RUNNING, POSITIONS)
+    plan.check(groups)
     assert not any(group.cache.kv.any() for group in groups)
 
 
@@ -109,11 +122,11 @@ def test_what_is_kept_is_what_was_reserved(
     backend: str, blocks: int, window: int | None, hierarchical: bool
 ) -> None:
     config = DraftConfig.from_dict(raw_config(**SLIDING))
-    setup = replace(setup_of(backend, window, config, CPU, blocks), hierarchical=hierarchical)
+    plan = replace(plan_for(backend, window, config, CPU, blocks), hierarchical=hierarchical)
     tags = (BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT) * hierarchical
-    needed = draft_memory(setup, POSITIONS, recorded=4)
+    needed = draft_memory(plan, POSITIONS, recorded=4)
     slots = 9000
-    drafter = drafter_of(setup, slots)
+    drafter = drafter_of(plan, slots)
     scratch = workspaces = columns = 0
     for group in drafter.groups:
         cache, attention = group.cache, group.attention
@@ -122,7 +135,7 @@ def test_what_is_kept_is_what_was_reserved(
             kept = (part for part in vars(attention).values() if isinstance(part, torch.Tensor))
             workspaces += sum(tensor.nbytes for tensor in kept)
         columns += group.reach.of(POSITIONS)
-        kv, entries = setup.group_kv(group.layers), cache.num_entries
+        kv, entries = plan.group_kv(group.layers), cache.num_entries
         assert cache.kv[0].nbytes + tags == kv.token_bytes
         if group.reach.is_bounded:
             assert isinstance(cache, RingKVCache) and entries == kv.ring
@@ -144,7 +157,7 @@ def test_what_is_kept_is_what_was_reserved(
     if backend == "torch":
         graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
         assert needed.graph_buffers == graphed.static_bytes
-    assert draft_memory(setup, POSITIONS, recorded=0).graph_buffers == 0
+    assert draft_memory(plan, POSITIONS, recorded=0).graph_buffers == 0
 
 
 class Alive(TorchDispatchMode):
@@ -202,16 +215,16 @@ def test_a_step_takes_no_more_than_was_reserved(
             ),
         )  # fmt: skip
     with FakeTensorMode(), torch.no_grad():
-        setup = setup_of(backend, window, config_of(f"z-lab/{shape}"), CUDA, blocks)
-        needed = draft_memory(setup, POSITIONS, recorded=0)
-        block, config = setup.options.verify_block, setup.model.config
-        drafter = drafter_of(setup, RUNNING * POSITIONS)
+        plan = plan_for(backend, window, config_of(f"z-lab/{shape}"), CUDA, blocks)
+        needed = draft_memory(plan, POSITIONS, recorded=0)
+        block, config = plan.options.verify_block, plan.model.config
+        drafter = drafter_of(plan, RUNNING * POSITIONS)
         rows = torch.arange(RUNNING, device=CUDA)
         known = RequestSlots(
             torch.zeros(RUNNING, POSITIONS, dtype=torch.int32, device=CUDA), rows, rows, POSITIONS
         )
         tokens = torch.arange(RUNNING * block, device=CUDA)
-        hidden = setup.model.fc.weight.new_empty(len(tokens), config.target_hidden_width)
+        hidden = plan.model.fc.weight.new_empty(len(tokens), config.target_hidden_width)
         alive = Alive()
         with counted(Scene([POSITIONS] * RUNNING)), alive:
             drafter.propose(rows, known)
@@ -227,11 +240,11 @@ def test_a_step_takes_no_more_than_was_reserved(
 def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> None:
     """Of plain steps, until they are absorbed together."""
     with FakeTensorMode(), torch.no_grad():
-        setup = setup_of("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
-        needed = draft_memory(setup, POSITIONS, recorded=0, narrow=True)
-        waiting = PlainContext(drafter_of(setup, RUNNING * POSITIONS), setup.waiting_steps)
-        width = setup.model.config.target_hidden_width
-        hidden = setup.model.fc.weight.new_empty(RUNNING, width)
+        plan = plan_for("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
+        needed = draft_memory(plan, POSITIONS, recorded=0, narrow=True)
+        waiting = PlainContext(drafter_of(plan, RUNNING * POSITIONS), plan.waiting_steps)
+        width = plan.model.config.target_hidden_width
+        hidden = plan.model.fc.weight.new_empty(RUNNING, width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()
         with counted(Scene([POSITIONS] * RUNNING)), alive:
@@ -241,7 +254,7 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
             waiting.add(range(RUNNING), hidden, rows, rows)
     assert kept > 0.4 * needed.waiting_hidden
     assert alive.most <= needed.waiting_hidden + needed.activations
-    assert draft_memory(setup, POSITIONS, recorded=0).waiting_hidden == 0
+    assert draft_memory(plan, POSITIONS, recorded=0).waiting_hidden == 0
 
 
 NARROW: dict[str, Any] = {
@@ -289,15 +302,16 @@ def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
     monkeypatch.setattr(memory, "attention_backends", lambda: ("fa3", "fa3"))
     monkeypatch.setattr(memory, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     with FakeTensorMode():
-        setup = setup_of("triton", 300, DraftConfig.from_dict(raw_config()), device)
+        plan = plan_for("triton", 300, DraftConfig.from_dict(raw_config()), device)
         heads: Any = lambda _ranks: 4  # noqa: E731
         model_config: Any = SimpleNamespace(
             context_len=2048, head_dim=16, get_num_attention_heads=heads
         )
-        needed = plan_memory(setup, model_config, False, False, widths).needed
+        of_server = replace(plan, policy=narrow(plan, widths))
+        needed = plan_memory(of_server, model_config).needed
     target = {
         "positions": 2048, "query_width": 64, "captured": (1, RUNNING),
-        "hidden_width": setup.model.config.target_hidden_width,
+        "hidden_width": plan.model.config.target_hidden_width,
     }  # fmt: skip
     expected = narrow_width_bytes(widths, **{**NARROW, **target}) if device == CUDA else 0
     assert needed.narrow_widths == expected
@@ -310,12 +324,12 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     monkeypatch.setattr(memory, "table_positions", lambda context: context + 20)
     monkeypatch.setattr(memory, "captured_sizes", lambda most: (1, most - 1))
     model_config: Any = SimpleNamespace(context_len=2048)
-    setup = setup_of("torch", 300, DraftConfig.from_dict(raw_config()))
+    plan = plan_for("torch", 300, DraftConfig.from_dict(raw_config()))
     with caplog.at_level("INFO"):
-        plan = plan_memory(setup, model_config, True, True, ())
-    assert plan.needed.total == sum(plan.needed) and plan.replay and plan.recorded
-    assert plan.needed.after_graphs(plan.recorded) == 0
-    assert plan.draft_kv == ((3 * 2 * 2 * 16 * 4, 2 * RUNNING * (300 + 4)),)
+        told = plan_memory(replace(plan, recorder=OpRecorder, rollback=REPLAYS), model_config)
+    assert told.needed.total == sum(told.needed) and told.replay and told.recorded
+    assert told.needed.after_graphs(told.recorded) == 0
+    assert told.draft_kv == ((3 * 2 * 2 * 16 * 4, 2 * RUNNING * (300 + 4)),)
     (line,) = caplog.messages
     assert line.startswith(
         "sglang-dflash: reserved beside draft K/V, before the KV pools are sized: "
@@ -323,7 +337,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
     # 300 tokens and the block of 5 requests, not a chunk of 64 MiB.
     assert "attention workspace 1.0, graph buffers 0.0, logits" in line
     # Eager steps allocate when they run.
-    eager = plan_memory(setup, model_config, False, False, ())
+    eager = plan_memory(plan, model_config)
     later = eager.needed.after_graphs(eager.recorded)
     assert later == eager.needed.logits + eager.needed.activations and not eager.replay
     assert eager.needed.waiting_hidden == eager.needed.graph_buffers == 0
@@ -331,8 +345,8 @@ def test_a_server_shows_and_hands_on_what_it_needs(
 
 def test_what_waits_is_absorbed_beside_the_recorded_steps() -> None:
     """A recorded step has memory of its own."""
-    setup = setup_of("torch", None, DraftConfig.from_dict(raw_config()))
-    needed = draft_memory(setup, POSITIONS, recorded=RUNNING, narrow=True)
+    plan = plan_for("torch", None, DraftConfig.from_dict(raw_config()))
+    needed = draft_memory(plan, POSITIONS, recorded=RUNNING, narrow=True)
     assert needed.after_graphs(recorded=True) == needed.waiting_hidden + needed.activations
     assert needed._replace(waiting_hidden=0).after_graphs(recorded=True) == 0
 
@@ -351,14 +365,14 @@ def test_what_replay_keeps_is_reserved_once(
     """By the state pool and the drafter together: what a real pool and recording take."""
     monkeypatch.setattr(memory, "table_positions", lambda context: context)
     monkeypatch.setattr(qwen3_next, "linear_attn_tp_size", lambda: 1)
-    setup = setup_of("torch", None, DraftConfig.from_dict(raw_config()))
-    block, params = setup.options.verify_block, HYBRID.mamba2_cache_params
+    plan = plan_for("torch", None, DraftConfig.from_dict(raw_config()))
+    block, params = plan.options.verify_block, HYBRID.mamba2_cache_params
     spec = SimpleNamespace(speculative_num_draft_tokens=block)
     monkeypatch.setattr(memory, "get_spec", lambda: spec)
     schedule = SimpleNamespace(max_running_requests=RUNNING)
     monkeypatch.setattr(memory, "get_schedule", lambda: schedule)
     model: Any = SimpleNamespace(context_len=2048, dtype=dtype)
-    snapshots, replays = (plan_memory(setup, model, False, replay, ()) for replay in (False, True))
+    snapshots, replays = (plan_memory(replace(plan, rollback=of), model) for of in (None, REPLAYS))
     configurator = SimpleNamespace(
         is_draft_worker=False, spec_aux_config=SimpleNamespace(plan=replays), model_config=model,
         spec_algorithm=SpeculativeAlgorithm.DFLASH, mambaish_config=HYBRID, attn_dp_size=1,
@@ -380,19 +394,3 @@ def test_what_replay_keeps_is_reserved_once(
     # A single number stands for the snapshots.
     kept -= pool.mamba_cache.intermediate_ssm.untyped_storage().nbytes()
     assert by_pool + replays.needed.total - snapshots.needed.total == kept
-
-
-def test_rings_hold_no_more_than_the_context() -> None:
-    """A window of two million tokens at a context of 32,768 took a gigabyte, and one of 2**31 - 1
-    ended the server. A sliding layer's own window may be larger than the context, too."""
-
-    def entries(window: int | None, sliding: int, context: int | None) -> list[int | None]:
-        raw = raw_config(layer_types=["sliding_attention"] * 3, sliding_window=sliding)
-        config = DraftConfig.from_dict(raw)
-        options = replace(Options(window=window).resolve(config), context=context)
-        return [options.ring_entries(of.reach, 8) for of in config.groups(options.reach)]
-
-    block = DraftConfig.from_dict(raw_config()).block_size
-    for window, sliding in [(None, 1024), (None, 2**31 - 1), (2_000_000, 2**31 - 1), (1024, 2000)]:
-        assert entries(window, sliding, 1024) == [2 * 8 * (1024 + block)]
-    assert entries(None, 200, 1024) == entries(300, 200, None) == [2 * 8 * (200 + block)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from sglang.srt.model_executor.pool_configurator import _dflash_draft_cell_size
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.sizes import DraftMemory, GroupKV
 from sglang_dflash.serving.start import memory
@@ -24,6 +27,7 @@ from sglang_dflash.serving.start.memory import (
     pool_config,
     table_headroom,
 )
+from tests.conftest import raw_config
 
 TARGET, DRAFT, MEMORY = 1000, 250, 10_000_000
 
@@ -166,3 +170,19 @@ def test_a_table_row_holds_what_is_reserved(
     assert (reserved > context + original()) is (page == 1)
     spec.speculative_algorithm = None
     assert table_headroom(original) == original() == 20
+
+
+def test_rings_hold_no_more_than_the_context() -> None:
+    """A window of two million tokens at a context of 32,768 took a gigabyte, and one of 2**31 - 1
+    ended the server. A sliding layer's own window may be larger than the context, too."""
+
+    def entries(window: int | None, sliding: int, context: int | None) -> list[int | None]:
+        raw = raw_config(layer_types=["sliding_attention"] * 3, sliding_window=sliding)
+        config = DraftConfig.from_dict(raw)
+        options = replace(Options(window=window).resolve(config), context=context)
+        return [options.ring_entries(of.reach, 8) for of in config.groups(options.reach)]
+
+    block = DraftConfig.from_dict(raw_config()).block_size
+    for window, sliding in [(None, 1024), (None, 2**31 - 1), (2_000_000, 2**31 - 1), (1024, 2000)]:
+        assert entries(window, sliding, 1024) == [2 * 8 * (1024 + block)]
+    assert entries(None, 200, 1024) == entries(300, 200, None) == [2 * 8 * (200 + block)]

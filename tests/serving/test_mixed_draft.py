@@ -22,7 +22,8 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
-from sglang_dflash.serving.start.draft_setup import DraftSetup
+from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.serving.step.prefill import PromptTokens
 from tests.conftest import random_model, raw_config
 from tests.drafting.reference import draft_block
@@ -55,10 +56,9 @@ class Pool:
         self.tensors, self.embed = read_tensors(folder), torch.randn(64, 32)
         self.window, cpu = window, torch.device("cpu")
         options = Options(window=window, draft_kv_tokens=entries).resolve(model.config)
-        setup = DraftSetup(
-            model, options, BACKENDS[backend], TensorParallel(), cpu, torch.float32, RUNNING
-        )
-        self.groups = setup.groups(SLOTS - 1, SLOTS, ROWS, COLUMNS)
+        policy, tp, kv_dtype = WidthPolicy(options.verify_block), TensorParallel(), torch.float32
+        plan = Plan(model, options, policy, BACKENDS[backend], tp, cpu, kv_dtype, RUNNING)
+        self.groups = plan.groups(SLOTS - 1, SLOTS, ROWS, COLUMNS)
         head = TargetHead(lambda ids: self.embed[ids], self._logits)
         self.drafter = Drafter(model, head, self.groups, options)
         self.features = model.config.target_hidden_width

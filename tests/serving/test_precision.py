@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.serving.start import build, choose_worker
+from sglang_dflash.serving.start import choose_worker, decide
 from sglang_dflash.serving.start.choose_worker import unserved
 from tests.broken_drafts import server_flags
 from tests.serving.in_process import decode_of, filled, worker_of
@@ -42,9 +42,9 @@ def quantized(folder: Path, name: str, config: dict[str, Any]) -> str:
 
 def draft_dtype(settings: Any, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Of draft K/V, for a model in bfloat16, as our worker decides it."""
-    monkeypatch.setattr(build, "get_model", lambda: settings)
-    monkeypatch.setattr(build, "get_spec", lambda: settings)
-    return build.draft_kv_dtype(torch.bfloat16)
+    monkeypatch.setattr(decide, "get_model", lambda: settings)
+    monkeypatch.setattr(decide, "get_spec", lambda: settings)
+    return decide.draft_kv_dtype(torch.bfloat16)
 
 
 DRAFT_KV = "--speculative-draft-kv-cache-dtype"

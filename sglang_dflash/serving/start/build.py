@@ -7,35 +7,27 @@ steps: `_reserve` before the sizing, `_allocate` what lies beside the pools, `_b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.runtime_context import (
-    attention_backends,
-    get_model,
     get_observability,
     get_parallel,
     get_serving,
-    get_spec,
 )
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.drafter import Drafter, Proposer
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.packed import Float16, packed_of
-from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.packed import packed_of
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
@@ -43,17 +35,15 @@ from sglang_dflash.repairs.seeded_sampling import warm_up
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
-from sglang_dflash.serving.gpu.backends import ATTENTION, asked_attention, draft_ops, kv_dtype
-from sglang_dflash.serving.gpu.graphs import cuda_recorder, graphed
-from sglang_dflash.serving.hybrid.rollback import make_rollback
+from sglang_dflash.serving.gpu.graphs import graphed
 from sglang_dflash.serving.seams import WORKER_SEAMS
 from sglang_dflash.serving.show.figures import Figures
 from sglang_dflash.serving.start import flags, memory
-from sglang_dflash.serving.start.draft_setup import DraftSetup
+from sglang_dflash.serving.start.decide import make_plan
+from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.serving.start.refusal import ends_the_server
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult
-from sglang_dflash.serving.step.extension import load_extension
 from sglang_dflash.serving.step.penalties import BlockPenalties
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import target_forward
@@ -94,7 +84,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         with ends_the_server(self._names):
             install_late(WORKER_SEAMS, "its DFLASH worker")
             keep_last_hidden_states(target_worker.model_runner.model)
-            self._reserve(server_args, target_worker.model_runner, load_draft)
+            self._reserve(make_plan(server_args, target_worker, load_draft))
 
     def alloc_memory_pool(
         self,
@@ -109,64 +99,17 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         with ends_the_server(self._names):
-            warm_up(self._setup.device, self._setup.model.config.vocab_size)
+            warm_up(self._plan.device, self._plan.model.config.vocab_size)
             self.dflash = self._build(self._drafter, self.req_to_token_pool.req_to_token)
         logger.info("serves: %s", server.set_up(self.report()))
         logger.info("set-up: %s", self.dflash.figures.describe())
 
-    def _reserve(
-        self, server_args: Any, runner: Any, load_draft: Callable[..., DraftModel]
-    ) -> None:
-        """Load the draft, and tell SGLang's sizing what to leave for it. Raises ConfigError."""
-        self._flags = flags.ServerFlags.of(server_args)
-        settings = resolving_view(server_args)
-        device, tp = torch.device(runner.device), tensor_parallel()
-        began = time.perf_counter()
-        model = load_draft(dtype=runner.dtype, device=device, tp=tp, ops=draft_ops(device))
-        if device.type == "cpu":
-            # As the target's: with float32 rows its weights may be float16.
-            head = unwrap_lora_layer(getattr(runner.model, "lm_head", None))
-            model.pack(isinstance(packed_of(head), Float16))
-        self._load_seconds = time.perf_counter() - began
-        context = runner.model_config.context_len
-        options = flags.options(server_args, settings).resolve(model.config)
-        options = replace(options, context=context)
-        self._extension = load_extension(self._flags.extension, self._target_worker)
-        if self._extension.width_policy is None:
-            self._policy = flags.width_policy(server_args, settings, options)
-        else:
-            self._policy = self._extension.width_policy(options.verify_block)
-        asked_for = asked_attention(server_args)
-        dtype = draft_kv_dtype(runner.dtype)
-        self._attention = choose_attention(asked_for, model.config, device, ATTENTION, dtype)
-        if asked_for is None and "flashinfer" in attention_backends():
-            logger.info(
-                "the target attends by FlashInfer, the draft by %s: FlashInfer plans each "
-                "step on the host, which has no part in a recorded draft step",
-                self._attention,
-            )
-        backend = ATTENTION[self._attention]
-        self._recorder = self._extension.recorder
-        if self._recorder is None and self._flags.draft_graphs == "auto":
-            self._recorder = cuda_recorder(device, backend.capabilities.capturable)
-        # A prefill server verifies nothing.
-        role = settings.disaggregation_mode
-        self._rollback = (
-            None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
-        )
-        setup = self._setup = DraftSetup(
-            model, options, backend, tp, device, dtype,
-            server_args.max_running_requests or 48,
-            disaggregated=role in ("prefill", "decode"),
-            hierarchical=settings.enable_hierarchical_cache,
-        )  # fmt: skip
-        replay = self._rollback is not None and self._rollback.name == "replay"
-        recorded, narrow = self._recorder is not None, self._policy.widths[:-1]
-        plan = memory.plan_memory(setup, runner.model_config, recorded, replay, narrow)
-        memory.note_plan(runner, plan)
-        self._memory = plan.needed
-        is_fixed = len(self._policy.widths) == 1
-        self._notices = options.warnings(model.config, self._names, is_fixed)
+    def _reserve(self, plan: Plan) -> None:
+        """Tell SGLang's sizing what to leave for the drafter. Raises ConfigError."""
+        runner = self._target_worker.model_runner
+        self._plan, needed = plan, memory.plan_memory(plan, runner.model_config)
+        memory.note_plan(runner, needed)
+        self._memory, self._notices = needed.needed, plan.notices(self._names)
         for notice in self._notices:
             logger.warning("%s", notice)
         sampling.warn_of_simulation()
@@ -178,20 +121,20 @@ class DFlashSpecWorker(BaseSpecWorker):
             ConfigError: the pool is too small for the block.
             SelfCheckFailed: an operation differs from torch's.
         """
-        setup, runner = self._setup, self._target_worker.model_runner
-        setup.options.check_room(allocator.size)
+        plan, runner = self._plan, self._target_worker.model_runner
+        plan.options.check_room(allocator.size)
         rows, positions = requests.size, requests.req_to_token.shape[1]
         # If sliding layers have a pool of their own, `size` is the smaller one's.
         tokens = allocator.size_full
-        groups = setup.groups(tokens, tokens + allocator.page_size, rows, positions)
-        if self._flags.self_check == "on":
-            setup.check(groups)
-        if setup.hierarchical:
-            self._host_tier = HostTier(groups, setup.running, sends=setup.disaggregated)
+        groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions)
+        if plan.is_checked:
+            plan.check(groups)
+        if plan.hierarchical:
+            self._host_tier = HostTier(groups, plan.running, sends=plan.disaggregated)
             self._host_tier.attach(allocator)
         self._pages, head = DraftKVPages(groups), target_head(runner.model)
-        make = self._extension.make_drafter or Drafter
-        return make(setup.model, head, groups, setup.options)
+        make = plan.extension.make_drafter or Drafter
+        return make(plan.model, head, groups, plan.options)
 
     def _build(self, drafter: Proposer, req_to_token: torch.Tensor) -> DFlashWorker:
         """The worker. Raises SelfCheckFailed if a recorded step differs from an eager one.
@@ -199,65 +142,64 @@ class DFlashSpecWorker(BaseSpecWorker):
         Args:
             req_to_token: int32 `[rows, positions]`, SGLang's request-to-token table.
         """
-        setup, policy, target_worker = self._setup, self._policy, self._target_worker
-        block, runner = setup.options.verify_block, target_worker.model_runner
-        target = target_forward(target_worker, policy.widths, setup.device)
-        if self._recorder is not None:
-            is_checked = self._flags.self_check == "on"
+        plan, target_worker = self._plan, self._target_worker
+        block, runner = plan.options.verify_block, target_worker.model_runner
+        target = target_forward(target_worker, plan.policy.widths, plan.device)
+        if plan.recorder is not None:
             eager, running = drafter, self.req_to_token_pool.size
-            drafter = graphed(drafter, self._recorder(), req_to_token, running, is_checked)
+            drafter = graphed(drafter, plan.recorder(), req_to_token, running, plan.is_checked)
             if drafter is eager:
                 memory.note_eager_steps(runner.kv_cache_configurator)
-        lookup, vocab_size = None, setup.model.config.vocab_size
-        if setup.options.looks_up:
-            ops, counters = setup.model.ops, drafter.counters
+        lookup, vocab_size = None, plan.model.config.vocab_size
+        if plan.options.looks_up:
+            ops, counters = plan.model.ops, drafter.counters
             lookup = Lookup(req_to_token, ops, block, vocab_size, counters)
-        if self._rollback is not None:
-            self._rollback.warm_up()
-            if self._flags.self_check == "on":
-                self._rollback.check()
+        if plan.rollback is not None:
+            plan.rollback.warm_up()
+            if plan.is_checked:
+                plan.rollback.check()
         ranks = sampling.Ranks(get_dp_tp_group())
-        penalties = BlockPenalties(len(req_to_token), block, setup.device)
-        widths = StepWidths(policy, setup.tp, StepClock(setup.device))
-        largest = one_pass(setup.model.ops, runner.sampler)
+        penalties = BlockPenalties(len(req_to_token), block, plan.device)
+        widths = StepWidths(plan.policy, plan.tp, StepClock(plan.device))
+        largest = one_pass(plan.model.ops, runner.sampler)
         target_tokens = TargetTokens(runner.sampler, ranks, penalties, largest)
-        target_tokens.warm_up(vocab_size, setup.device)
+        target_tokens.warm_up(vocab_size, plan.device)
         return DFlashWorker(
             verify_block=block,
-            features=setup.model.config.target_hidden_width,
-            running=setup.running,
+            features=plan.model.config.target_hidden_width,
+            running=plan.running,
             req_to_token=req_to_token,
             widths=widths,
             drafter=drafter,
             target=target,
             target_tokens=target_tokens,
-            accept=sampling.accept_rule(block, setup.model.ops.accept),
-            rollback=self._rollback,
+            accept=sampling.accept_rule(block, plan.model.ops.accept),
+            rollback=plan.rollback,
             ranks=ranks,
             lookup=lookup,
             host_tier=self._host_tier,
-            waiting_steps=setup.waiting_steps,
-            seeds=Seeds(len(req_to_token), target_worker.random_seed, setup.device),
+            waiting_steps=plan.waiting_steps,
+            seeds=Seeds(len(req_to_token), target_worker.random_seed, plan.device),
             figures=self._figures(drafter, lookup, widths),
-            observer=self._extension.observer,
+            observer=plan.extension.observer,
         )
 
     def _figures(self, drafter: Proposer, lookup: Lookup | None, widths: StepWidths) -> Figures:
-        setup, runner = self._setup, self._target_worker.model_runner
+        plan, runner = self._plan, self._target_worker.model_runner
         return Figures(
             worker=f"{DFlashWorker.__module__}.{DFlashWorker.__qualname__}",
-            tp=setup.tp,
-            attention=self._attention,
+            tp=plan.tp,
+            attention=plan.attention,
             memory={**self._memory._asdict(), "total": self._memory.total},
             context_length=runner.model_config.context_len,
             simulated=sampling.simulated_acceptance_length(),
-            model=setup.model,
-            options=setup.options,
+            model=plan.model,
+            options=plan.options,
             drafter=drafter,
             lookup=lookup,
             host_tier=self._host_tier,
             pages=self._pages,
-            rollback=self._rollback,
+            rollback=plan.rollback,
             policy=widths.policy,
             notices=self._notices,
             width_steps=widths.steps,
@@ -275,7 +217,7 @@ class DFlashSpecWorker(BaseSpecWorker):
     @property
     def draft_model(self) -> DraftModel:
         """For `start/draft_weights.py`."""
-        return self._setup.model
+        return self._plan.model
 
     @property
     def primary_draft_kv_pool(self) -> DraftKVPages:
@@ -284,7 +226,7 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     @property
     def weight_load_time(self) -> float:
-        return self._load_seconds
+        return self._plan.load_seconds
 
     @property
     def block_penalties(self) -> BlockPenalties:
@@ -304,25 +246,6 @@ class DFlashSpecWorker(BaseSpecWorker):
 
 
 # -- what the drafter takes from the target and its server -----------------------------------------
-
-
-def tensor_parallel() -> TensorParallel:
-    """The target's tensor-parallel group, over which the drafter is sharded too."""
-    group = get_parallel().tp_group
-
-    def all_gather(x: Tensor) -> Tensor:
-        return group.all_gather(x[None].contiguous(), dim=0)
-
-    def from_first(number: int) -> int:
-        if group.world_size == 1:
-            return number
-        shared = torch.tensor(number)
-        torch.distributed.broadcast(shared, src=group.ranks[0], group=group.cpu_group)
-        return int(shared)
-
-    return TensorParallel(
-        group.rank_in_group, group.world_size, group.all_reduce, all_gather, from_first
-    )
 
 
 def target_head(model: Any) -> TargetHead:
@@ -366,17 +289,6 @@ def unserved_target(model: Any) -> str | None:
             "vocabulary-parallel layers is needed"
         )
     return None
-
-
-def draft_kv_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of draft K/V in a scheduler process (`gpu.backends.kv_dtype`)."""
-    spec = get_spec()
-    return kv_dtype(
-        get_model().kv_cache_dtype,
-        spec.speculative_draft_kv_cache_dtype,
-        spec.speculative_draft_attention_backend,
-        model_dtype,
-    )
 
 
 def metric_labels() -> dict[str, Any] | None:

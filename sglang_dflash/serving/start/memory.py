@@ -33,7 +33,7 @@ from sglang_dflash.facts.sizes import Charge, DraftMemory, GroupKV, draft_kv_cha
 from sglang_dflash.facts.target_config import RecurrentShape
 from sglang_dflash.serving.gpu.graphs import captured_sizes, target_has_graphs
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
-from sglang_dflash.serving.start.draft_setup import DraftSetup
+from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.serving.start.refusal import ends_the_server
 
 logger = Log(__name__)
@@ -67,32 +67,27 @@ class PlannedDraft(SpecAuxHiddenStateConfig):
 # -- the plan, before SGLang sizes its pools -------------------------------------------------------
 
 
-def plan_memory(
-    setup: DraftSetup, model_config: Any, recorded: bool, replay: bool, widths: Sequence[int]
-) -> MemoryPlan:
+def plan_memory(plan: Plan, model_config: Any) -> MemoryPlan:
     """What a server's sizing is to know and to leave free. One log line.
 
     Args:
         model_config: SGLang's, of the target.
-        recorded, replay: see `MemoryPlan`.
-        widths: verify widths below the whole block.
     """
-    largest = captured_sizes(setup.running)[-1] if recorded else 0
+    recorded, widths = plan.recorder is not None, plan.policy.widths[:-1]
+    largest = captured_sizes(plan.running)[-1] if recorded else 0
     positions = table_positions(model_config.context_len)
-    needed = draft_memory(setup, positions, largest, narrow=bool(widths))
-    needed = needed._replace(narrow_widths=_narrow_widths(setup, model_config, widths, positions))
+    needed = draft_memory(plan, positions, largest, narrow=bool(widths))
+    needed = needed._replace(narrow_widths=_narrow_widths(plan, model_config, widths, positions))
     logger.info("reserved beside draft K/V, before the KV pools are sized: %s", needed)
     return MemoryPlan(
-        draft_kv=tuple(map(setup.group_kv, setup.layer_groups)),
-        replay=replay,
+        draft_kv=tuple(map(plan.group_kv, plan.layer_groups)),
+        replay=plan.rollback is not None and plan.rollback.name == "replay",
         needed=needed,
         recorded=recorded,
     )
 
 
-def draft_memory(
-    setup: DraftSetup, positions: int, recorded: int, narrow: bool = False
-) -> DraftMemory:
+def draft_memory(plan: Plan, positions: int, recorded: int, narrow: bool = False) -> DraftMemory:
     """What the drafter needs, without the target's narrow widths.
 
     Args:
@@ -100,10 +95,10 @@ def draft_memory(
         recorded: requests of the largest recorded batch; 0 if no steps are recorded.
         narrow: whether there are steps that draft nothing.
     """
-    config, requests, options = setup.model.config, setup.running, setup.options
+    config, requests, options = plan.model.config, plan.running, plan.options
     block = options.draft_block
-    settings = [setup.setting(layers, requests, positions) for layers in setup.layer_groups]
-    paged = setup.backend.capabilities.scratch
+    settings = [plan.setting(layers, requests, positions) for layers in plan.layer_groups]
+    paged = plan.backend.capabilities.scratch
     of_steps = sizes.draft_memory(
         config,
         draft_block=block,
@@ -112,40 +107,38 @@ def draft_memory(
         columns=sum(setting.columns for setting in settings),
         ring_columns=sum(
             layers.reach.of(positions)
-            for layers in setup.layer_groups
-            if layers.reach.is_bounded or setup.hierarchical
+            for layers in plan.layer_groups
+            if layers.reach.is_bounded or plan.hierarchical
         ),
-        itemsize=setup.model.dtype.itemsize,
-        ranks=setup.tp.size,
+        itemsize=plan.model.dtype.itemsize,
+        ranks=plan.tp.size,
         paged=paged,
         recorded=recorded,
-        waiting_steps=setup.waiting_steps if narrow else 0,
+        waiting_steps=plan.waiting_steps if narrow else 0,
         text_tokens=positions if options.looks_up else 0,
     )
-    token_bytes = sum(setup.group_kv(layers).token_bytes for layers in setup.layer_groups)
+    token_bytes = sum(plan.group_kv(layers).token_bytes for layers in plan.layer_groups)
     return of_steps._replace(
         scratch_kv=(1 + requests * block * paged) * token_bytes,
-        attention_workspace=sum(setup.backend.workspace(config, of) for of in settings),
+        attention_workspace=sum(plan.backend.workspace(config, of) for of in settings),
     )
 
 
-def _narrow_widths(
-    setup: DraftSetup, model_config: Any, widths: Sequence[int], positions: int
-) -> int:
+def _narrow_widths(plan: Plan, model_config: Any, widths: Sequence[int], positions: int) -> int:
     """What `TargetForwardByWidth` will allocate, at most; 0 on a CPU. SGLang sizes its KV pools
     before, and knows only the block's width."""
-    if not widths or setup.device.type == "cpu":
+    if not widths or plan.device.type == "cpu":
         return 0
     heads = model_config.get_num_attention_heads(get_parallel().attn_tp_size)
     return sizes.narrow_width_bytes(
         widths,
-        requests=setup.running,
+        requests=plan.running,
         positions=positions,
         attention=attention_backends(),
         query_width=heads * model_config.head_dim,
-        hidden_width=setup.model.config.target_hidden_width,
-        itemsize=setup.model.dtype.itemsize,
-        captured=captured_sizes(setup.running) if target_has_graphs(setup.device) else (),
+        hidden_width=plan.model.config.target_hidden_width,
+        itemsize=plan.model.dtype.itemsize,
+        captured=captured_sizes(plan.running) if target_has_graphs(plan.device) else (),
     )
 
 

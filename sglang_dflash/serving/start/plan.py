@@ -1,47 +1,63 @@
-"""The drafter's caches and attention for one server, and their check at start-up."""
+"""What a server's drafter is made of, in one value: it gives the bytes to the sizing, builds the
+caches with their attention, and checks them. No SGLang here."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_dflash.drafting.attention.backend import Backend, Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import ResolvedOptions
+from sglang_dflash.drafting.options import Notice, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.drafting.self_check import check_attention, check_ops
+from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts.draft_config import LayerGroup
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
+from sglang_dflash.serving.step.extension import Extension
+
+if TYPE_CHECKING:
+    from sglang_dflash.serving.hybrid.rollback import Rollback
 
 logger = Log(__name__)
 
 
 @dataclass(frozen=True)
-class DraftSetup:
-    """What the drafter is made of.
+class Plan:
+    """Made once, when SGLang constructs its worker (`start.decide`). The draft is loaded by then.
 
     Attributes:
+        policy: chooses verify widths.
         backend: of draft attention.
         kv_dtype: of draft K/V.
         running: --max-running-requests.
         disaggregated: whether draft K/V of prompts goes to another server, page by page as the
             target's.
         hierarchical: whether cached prefixes go to host memory and come back.
+        attention: the name of `backend`.
+        recorder: makes what records the drafter's steps; None if they run eagerly.
+        rollback: of recurrent layers; None without any, or if the server verifies nothing.
+        is_checked: whether kernels and recorded steps are compared with torch.
+        extension: an experiment's parts.
+        load_seconds: that loading the draft took.
     """
 
     model: DraftModel
     options: ResolvedOptions
+    policy: WidthPolicy
     backend: Backend
     tp: TensorParallel
     device: torch.device
@@ -49,6 +65,12 @@ class DraftSetup:
     running: int
     disaggregated: bool = False
     hierarchical: bool = False
+    attention: str = "torch"
+    recorder: Callable[[], Recorder] | None = None
+    rollback: Rollback | None = None
+    is_checked: bool = True
+    extension: Extension = field(default_factory=Extension)
+    load_seconds: float = 0.0
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -59,6 +81,11 @@ class DraftSetup:
         """Plain steps whose hidden states wait to be absorbed, at most. Beside another server none:
         what it sends may be in their slots before they are absorbed."""
         return 1 if self.disaggregated else MOST_STEPS
+
+    def notices(self, names: Mapping[str, str]) -> list[Notice]:
+        """What is served and hardly meant; `names`: setting -> what the user types for it."""
+        is_fixed = len(self.policy.widths) == 1
+        return self.options.warnings(self.model.config, names, is_fixed)
 
     def group_kv(self, layers: LayerGroup) -> GroupKV:
         """What sizes the draft KV cache of a group of layers."""
