@@ -6,6 +6,7 @@ nothing of SGLang but the platform interface; the methods import the rest.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -14,6 +15,9 @@ from sglang.srt.platforms.interface import SRTPlatform
 from torch.profiler import ProfilerActivity
 
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND
+
+# With "1" SGLang's overlap scheduler stays: for tests of it.
+OVERLAP = "SGLANG_DFLASH_CPU_OVERLAP"
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -27,9 +31,16 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "cpu"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Let a scheduler without requests sleep, as `--sleep-on-idle` does. SGLang has no flag
-        against it. A scheduler that polls takes a core from all that runs beside it."""
+        """What SGLang has no flag against.
+
+        A scheduler without requests sleeps, as with `--sleep-on-idle`: one that polls takes a core
+        from all that runs beside it. And none overlaps, as with `--disable-overlap-schedule`: a CPU
+        computes a step while the scheduler waits, so overlap only sends each token a step later,
+        and runs a step too many for each request.
+        """
         server_args.sleep_on_idle = True
+        if os.environ.get(OVERLAP) != "1":
+            server_args.disable_overlap_schedule = True
 
     def init_backend(self) -> None:
         # SGLang's `torch_native` backend knows neither target verify nor a draft's block. Ours

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_dflash.bench import server
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.platform_cpu.platform import OVERLAP
 from tests.engine import workload
 
 PAIR = demo_pair("dense")
@@ -65,7 +66,9 @@ def recording_name(config: ServerConfig, ask: Ask) -> str:
 
 # -- the demo pair
 
-PLAIN = ServerConfig(name="plain").having(
+# As on an accelerator; a plain CPU would not overlap.
+OVERLAPPED = ServerConfig(env={OVERLAP: "1"})
+PLAIN = OVERLAPPED.named("plain").having(
     model_path=PAIR.target, dtype="float32", max_total_tokens=32768
 )
 
@@ -316,7 +319,7 @@ SGLANGS_PENALTIES = FEATURES.named("sglangs-penalties").changed("no_penalty_rows
 # -- targets with recurrent layers: random ones, dense and with experts, and one draft for both
 
 # States are kept for the prefix cache every 64 tokens: many verify steps cross such a boundary.
-HYBRID = ServerConfig(name="hybrid").having(
+HYBRID = OVERLAPPED.named("hybrid").having(
     dtype="float32",
     max_total_tokens=16384,
     max_mamba_cache_size=64,

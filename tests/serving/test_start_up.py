@@ -17,6 +17,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.platform_cpu.platform import OVERLAP
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.build import unserved_target
@@ -32,7 +33,12 @@ PAIR = demo_pair("dense")
 def test_defaults_of_the_cpu_platform(device: list[str], resolve: Any) -> None:
     settings = resolving_view(resolve(server_flags(*device)))
     assert settings.attention_backend == "torch_native" and settings.sampling_backend == "pytorch"
-    assert settings.sleep_on_idle
+    assert settings.sleep_on_idle and settings.disable_overlap_schedule
+
+
+def test_overlap_can_be_tested_on_a_cpu(resolve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OVERLAP, "1")
+    assert not resolving_view(resolve(server_flags())).disable_overlap_schedule
 
 
 def test_another_drafter_head_goes_to_the_built_in_worker_with_one_warning(
