@@ -41,7 +41,9 @@ def test_every_flag_that_is_named_is_a_flag() -> None:
     sources = [path for home in homes for path in (ROOT / home).rglob("*.py")]
     ours = "\n".join(path.read_text() for path in sources)
     flags = {
-        flag for text in PAGES for flag in re.findall(r"`(--[a-z][a-z0-9-]*[a-z0-9])(?![a-z0-9-])", text)
+        flag
+        for text in PAGES
+        for flag in re.findall(r"`(--[a-z][a-z0-9-]*[a-z0-9])(?![a-z0-9-])", text)
     }
     assert len(flags) > 20
     for flag in flags:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import accumulate
 from math import sqrt
 from statistics import median_low
@@ -38,7 +38,8 @@ BUDGET, LEAST_STEPS = 0.03, 8
 # While tries change nothing the pause doubles, up to this factor.
 PATIENCE = 3
 # Steps after which a width below the one in use is measured again. Only its cost can have changed:
-# its drafts are among those that are verified.
+# its drafts are among those that are verified. Where it never was, that cost is a guess, and
+# `LEAST_STEPS` are enough.
 OLD = 240
 
 
@@ -175,6 +176,10 @@ class StepSeconds:
             known = {width: scale * seconds for width, seconds in of.items()} | known
         return known
 
+    def known(self, place: Place) -> Collection[int]:
+        """The widths that were measured there."""
+        return self._medians.get(place, {}).keys()
+
     def report(self) -> list[dict[str, object]]:
         """Milliseconds by place and width; None for what was not measured."""
         return [
@@ -245,7 +250,7 @@ class AdaptiveWidth(WidthPolicy):
         step = _Chosen(1)
         if requests and most > 1:
             place = Place.of(len(requests) + undrafted, context)
-            step = self._decide(requests, undrafted, self._seconds.at(place), most)
+            step = self._decide(requests, undrafted, place, most)
         self._open.append(step)
         self._probes += step.is_probe
         for width in self.widths:
@@ -257,10 +262,10 @@ class AdaptiveWidth(WidthPolicy):
         self,
         requests: Sequence[Hashable],
         undrafted: int,
-        seconds: Mapping[int, float],
+        place: Place,
         most: int,
     ) -> _Chosen:
-        unmeasured = self._to_measure()
+        unmeasured, seconds = self._to_measure(), self._seconds.at(place)
         if unmeasured is not None:
             return _Chosen(unmeasured)
         running = len(requests) + undrafted
@@ -273,7 +278,7 @@ class AdaptiveWidth(WidthPolicy):
         if self._seen and 2 * len(self._seen.intersection(requests)) < len(requests):
             self._seen, self._pause = frozenset(), 1.0
             self._survival.expect_change()
-        width = self._to_try(best, rate, seconds)
+        width = self._to_try(best, rate, seconds, self._seconds.known(place))
         if width is None:
             return _Chosen(best)
         pays = running / len(requests) * (seconds[width] / seconds[1] - 1)
@@ -294,9 +299,16 @@ class AdaptiveWidth(WidthPolicy):
         return least
 
     def _to_try(
-        self, best: int, rate: Mapping[int, float], seconds: Mapping[int, float]
+        self,
+        best: int,
+        rate: Mapping[int, float],
+        seconds: Mapping[int, float],
+        known: Collection[int],
     ) -> int | None:
-        """A width other than the best that is used for one step, if one is due."""
+        """A width other than the best that is used for one step, if one is due.
+
+        `known`: the widths whose seconds were measured with as many requests.
+        """
         again, self._again = self._again, 0
         if again and again != best:
             return again
@@ -309,7 +321,8 @@ class AdaptiveWidth(WidthPolicy):
             if age >= self._pause * max(LEAST_STEPS, lost / BUDGET):
                 self._pause = min(PATIENCE, 2 * self._pause)
                 return width
-        return next((w for w in rate if w < best and self._age[w] >= OLD), None)
+        pause = {w: OLD if w in known else LEAST_STEPS for w in rate if w < best}
+        return next((w for w in pause if self._age[w] >= pause[w]), None)
 
     def took(self, seconds: float, requests: int, context: int, width: int) -> None:
         self._untimed = 0

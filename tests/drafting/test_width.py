@@ -235,6 +235,21 @@ def test_plain_decoding_is_measured_while_drafts_pay() -> None:
     assert 4 <= Counter(widths[500:])[1] <= 15
 
 
+def test_what_pays_for_one_request_is_measured_anew_for_eight() -> None:
+    """Milliseconds of SmolLM2 in float32: four tokens of one request take as long as one, those of
+    eight twice as long. In proportion to one request's, plain decoding never seemed to pay."""
+    cost = {(1, 1): 73, (1, 4): 73, (1, 8): 85, (8, 1): 76, (8, 4): 146, (8, 8): 284}
+    trace = Trace(
+        lambda _s, _r, at: 0.5 if at % 2 else 0.2,
+        lambda _s, width, running: cost[running, width],
+        running=lambda step: 1 if step < 200 else 8,
+        length=32,
+    )
+    _, widths = simulate(AdaptiveWidth(WIDTHS), trace, steps=320)
+    assert Counter(widths[60:200])[4] > 100
+    assert Counter(widths[220:])[1] > 85
+
+
 # -- what cannot be measured, and limits
 
 
