@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 # Rows that oneDNN lays a float32 weight out for. With fewer a single row has a layout of its own.
 ROWS = 8
-# A float32 product has so many rows at least: two take a third longer (40 ms of SmolLM2's instead of
-# 30, AVX-512), and a single one is summed in another order.
+# A float32 product has so many rows at least: two take a third longer (SmolLM2's products 40 ms
+# instead of 30, with AVX-512), and a single one is summed in another order.
 LEAST_ROWS = 4
 
 
