@@ -49,7 +49,11 @@ class Proposer(Protocol):
         """
 
     def propose(
-        self, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None = None
+        self,
+        bonus: Tensor,
+        requests: RequestSlots,
+        noise: BlockNoise | None = None,
+        width: int | None = None,
     ) -> Tensor:
         """Draft one block per request.
 
@@ -58,6 +62,8 @@ class Proposer(Protocol):
                 `seq_lens`, and no cache holds it yet.
             requests: where the committed tokens lie.
             noise: what the target samples the block's tokens with; None if it samples none.
+            width: tokens of the block that are wanted, the bonus token included; None for all. A
+                drafter may return more.
 
         Returns:
             int64 `[R, B]`: the bonus token and B - 1 drafted ones, all of them valid token ids.
@@ -115,9 +121,15 @@ class Drafter:
             group.write(self.model, kv, positions, slots, keep, of)
 
     def propose(
-        self, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None = None
+        self,
+        bonus: Tensor,
+        requests: RequestSlots,
+        noise: BlockNoise | None = None,
+        width: int | None = None,
     ) -> Tensor:
         ids, hidden = self.forward(bonus, requests)
+        # The lm_head is most of a proposal on a CPU: only what the step verifies is drafted.
+        hidden = hidden[:, :width]
         drafted = self.head(hidden, bonus, noise)
         broken = drafted < 0
         # With noise, scores are finite where logits are.

@@ -145,12 +145,17 @@ class GraphedDrafter:
     # -- replays -------------------------------------------------------------------------------
 
     def propose(
-        self, bonus: Tensor, requests: RequestSlots, noise: BlockNoise | None = None
+        self,
+        bonus: Tensor,
+        requests: RequestSlots,
+        noise: BlockNoise | None = None,
+        width: int | None = None,
     ) -> Tensor:
+        """A recording drafts the whole block, whatever the `width`."""
         key = self._key_of_proposal(len(bonus), requests)
         if key is None:
             self.eager += 1
-            return self._drafter.propose(bonus, requests, noise)
+            return self._drafter.propose(bonus, requests, noise, width)
         s, n, given = self._static, len(bonus), [bonus, requests.rows, requests.seq_lens]
         static, unused = [s.bonus, s.rows, s.seq_lens], slice(n, key.requests)
         # A request of length 0 reads nothing; and of padding there is none in most steps.

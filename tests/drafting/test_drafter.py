@@ -12,6 +12,7 @@ import torch
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.weights import load_model, read_tensors, save_model
 from tests.conftest import kv_groups, random_model, raw_config, with_own
@@ -112,6 +113,11 @@ def test_blocks_match_the_dense_reference(case: Case, count: int, tmp_path: Any)
         slots = RequestSlots(requests.table.int(), rows, lengths, longest)
         states = drafter.forward(bonus, slots)[1]
         block = drafter.propose(bonus, slots)
+        noise = BlockNoise(torch.arange(count), torch.full((count,), 0.8), lengths)
+        both = drafter.propose(bonus, slots, noise)
+        for width in (2, 3):
+            assert drafter.propose(bonus, slots, None, width).equal(block[:, :width])
+            assert drafter.propose(bonus, slots, noise, width).equal(both[..., :width])
     size = options.draft_block
     for r in range(count):
         hidden, tokens = draft_block(

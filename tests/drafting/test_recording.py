@@ -180,18 +180,18 @@ def test_replayed_steps_are_the_eager_ones(
 class BakedIn(Drafter):
     """Reads a request's length in Python."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
         lengths = [int(length) for length in requests.seq_lens]
         fixed = torch.stack([torch.full((), n) for n in lengths])
-        return super().propose(bonus, requests._replace(seq_lens=fixed), noise)
+        return super().propose(bonus, requests._replace(seq_lens=fixed), *how)
 
 
 class BakedInQuietly(Drafter):
     """The same by `tolist`, which torch's dispatcher does not see on a CPU."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
         fixed = [torch.full((), n) for n in requests.seq_lens.tolist()]
-        return super().propose(bonus, requests._replace(seq_lens=torch.stack(fixed)), noise)
+        return super().propose(bonus, requests._replace(seq_lens=torch.stack(fixed)), *how)
 
 
 def test_a_length_that_is_baked_in_is_caught() -> None:

@@ -24,8 +24,8 @@ from tests.recording import OpRecorder
 class OtherDrafts(Drafter):
     """Other drafts in a third of the positions."""
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
-        block = super().propose(bonus, requests, noise)
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
+        block = super().propose(bonus, requests, *how)
         block[..., 1::3] = (block[..., 1::3] + 1) % self.model.config.vocab_size
         return block
 

@@ -56,7 +56,7 @@ class KnownDrafts:
         self.groups, self.counters = drafter.groups, drafter.counters
         self.absorb, self.describe, self.report = drafter.absorb, drafter.describe, drafter.report
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *_how: Any) -> Tensor:
         block = self._drafter.propose(bonus, requests)
         rows = zip(self._observer.requests, requests.seq_lens.tolist(), strict=True)
         for row, (request, length) in enumerate(rows):

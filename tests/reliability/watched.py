@@ -55,13 +55,13 @@ class WatchedDrafter(Drafter):
     rare: Counter[str]
     runner: Any
 
-    def propose(self, bonus: Tensor, requests: RequestSlots, noise: Any = None) -> Tensor:
+    def propose(self, bonus: Tensor, requests: RequestSlots, *how: Any) -> Tensor:
         free = free_slots(self.runner.token_to_kv_pool_allocator)
         for group in self.groups:
             entries, live = group.cache.find(free)
             group.cache.kv[entries[live]] = float("nan")
             self.rare["poisoned entries"] += int(live.sum())
-        return super().propose(bonus, requests, noise)
+        return super().propose(bonus, requests, *how)
 
     def report(self) -> dict[str, Any]:
         return {"rare_paths": dict(self.rare), "memory_in_use": memory_in_use()}

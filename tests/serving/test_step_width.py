@@ -322,3 +322,13 @@ def test_other_work_counts_for_no_step(device: str, stream: Stream) -> None:
     clock.begins_now()
     stream.enqueued += 4.0
     assert [*found, *clock.begins()] == [(2.0, *B), (4.0, *C)]
+
+
+def test_only_drafts_that_a_step_verifies_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, rows = worker_of(None, widths=widths_of(Scripted([2, 4]))), []
+    head = worker.drafter.head
+    monkeypatch.setattr(
+        worker.drafter, "head", lambda hidden, *how: rows.append(hidden.shape) or head(hidden, *how)
+    )
+    run_steps(worker, [2, 4])
+    assert [shape[:2] for shape in rows] == [(2, 2), (2, 4)]

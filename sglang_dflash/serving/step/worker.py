@@ -194,7 +194,9 @@ class DFlashWorker:
         longest = int(host_lengths(batch).max())
         requests = RequestSlots(self.req_to_token, step.rows, step.seq_lens, longest)
         noise = sampling.block_noise(batch.sampling_info, step.seq_lens)
-        drafted = self.drafter.propose(bonus, requests, noise)
+        # Lookup may put copied tokens after any draft.
+        width = step.width if self.lookup is None else None
+        drafted = self.drafter.propose(bonus, requests, noise, width)
         block, guesses = self._sampled_drafts.choose(drafted, noise)
         if self.lookup is not None:
             block = self.lookup.fill(block, requests)
