@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_dflash.facts.fields import MOST_WIDTH, Fields
+from sglang_dflash.facts.fields import MOST_WIDTH, Fields, is_int
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,17 @@ def read_selector(fields: Fields) -> Selector | None:
     return Selector(*given) if given else None
 
 
+def _is_zero(value: object) -> bool:
+    return is_int(value) and value == 0
+
+
 def _together(fields: Fields, **most: int) -> list[int] | None:
     """Numbers that are given together or not at all: null and 0 are as good as missing.
 
     Args:
         most: name -> a bound far above any published draft.
     """
-    given = [name for name in most if fields.get(name)]
+    given = [name for name in most if name in fields and not _is_zero(fields.get(name))]
     for name in most if given else ():
         if name not in given:
             raise fields.error(name, f"with {given[0]} a positive integer")

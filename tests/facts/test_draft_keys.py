@@ -226,6 +226,8 @@ def test_no_value_of_a_known_key_is_dropped(made: list[tuple[str, Any]]) -> None
                 "final_logit_softcapping": 0, "output_multiplier": 1, "rope_scaling": {},
                 "rope_parameters": {}, "layer_types": FULL, **raw_config(),
                 **raw_config()["dflash_config"], "attention_bias": False,
+                "hidden_act": "silu", "selector_rank": 0, "selector_top_k": 0,
+                "conv_kernel_size": 0, "conv_group_size": 0,
             }  # fmt: skip
             # These two have no effect if no layer slides.
             assert name in ("sliding_window", "max_window_layers") or value == by_default[name]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.platform_cpu.platform import OVERLAP
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.serving.published import (
     ASKED,
@@ -74,7 +75,14 @@ def test_no_other_backend_flag_slips_through(
     assert (refusal.value.field, refusal.value.value) == (flag, name)
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain CPU would not overlap."""
+    monkeypatch.setenv(OVERLAP, "1")
+
+
 @needs_plain_cpu
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_with_the_backend_of_this_machine_it_resolves_to_our_worker(
     name: str, resolve: Any, folders: Any
@@ -88,6 +96,7 @@ class Stopped(Exception):
 
 
 @needs_plain_cpu
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.filterwarnings("ignore:'python -m sglang.launch_server' is still supported")
 @pytest.mark.parametrize(
     "how", ["python -m sglang.launch_server", "sglang serve", "sglang serve, model first"]
