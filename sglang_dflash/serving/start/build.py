@@ -107,9 +107,10 @@ class DFlashSpecWorker(BaseSpecWorker):
     def _reserve(self, plan: Plan) -> None:
         """Tell SGLang's sizing what to leave for the drafter. Raises ConfigError."""
         runner = self._target_worker.model_runner
-        self._plan, needed = plan, memory.plan_memory(plan, runner.model_config)
-        memory.note_plan(runner, needed)
-        self._memory, self._notices = needed.needed, plan.notices(self._names)
+        reserved = memory.plan_memory(plan, runner.model_config)
+        memory.note_plan(runner, reserved)
+        self._plan, self._memory = plan, reserved.needed
+        self._notices = plan.notices(self._names)
         for notice in self._notices:
             logger.warning("%s", notice)
         sampling.warn_of_simulation()
