@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import threading
 import time
 from types import SimpleNamespace
@@ -79,19 +78,17 @@ def test_other_threads_do_not_count() -> None:
             one.join()
 
 
-def seconds_of(pattern: str, text: str) -> float:
-    began = time.thread_time()
-    re.search(pattern, text)
-    return time.thread_time() - began
-
-
 def test_looks_that_are_slow_each_time_end_their_request_too() -> None:
-    """Each takes an eighth of the time or a little more: no single one is too long."""
-    pattern, text = "(a|aa)+$", "aab"
-    while seconds_of(pattern, text) < stop_patterns.FIRST / 8:
-        text = "a" + text
-    slow, looks = request(pattern, text), 0
-    while not stop_patterns.find_in_time(look, slow):
+    """Each takes an eighth of the time: no single one is too long."""
+    slow, looks = request("a", "b"), 0
+
+    def an_eighth(_of: Any) -> bool:
+        began = time.thread_time()
+        while time.thread_time() - began < stop_patterns.FIRST / 8:
+            pass
+        return False
+
+    while not stop_patterns.find_in_time(an_eighth, slow):
         looks, slow.output_ids = looks + 1, [*slow.output_ids, 5]
         assert looks < 1000
     assert looks > 1 and isinstance(slow.finished_reason, FINISH_ABORT)
