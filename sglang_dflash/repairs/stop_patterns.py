@@ -32,11 +32,15 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
     if not patterns or threading.current_thread() is not threading.main_thread():
         return bool(original(request, *args, **named))
     spent = getattr(request, "dflash_stop_seconds", 0.0)
-    left, began = FIRST + OF_A_TOKEN * len(request.output_ids) - spent, time.thread_time()
+    allowed, began = FIRST + OF_A_TOKEN * len(request.output_ids), time.thread_time()
     try:
-        with limit(max(left, OF_A_TOKEN)):
+        with limit(max(allowed - spent, OF_A_TOKEN)):
             found = bool(original(request, *args, **named))
-        request.dflash_stop_seconds = spent + time.thread_time() - began
+        spent += time.thread_time() - began
+        # The timer ticks every few milliseconds: looks between two ticks are only counted here.
+        if not found and spent > allowed:
+            raise TooLong
+        request.dflash_stop_seconds = spent
         return found
     except TooLong:
         problem = "to look for it takes too long; give a simpler pattern"
