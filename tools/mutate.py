@@ -35,7 +35,7 @@ class Mutation:
 
     Attributes:
         chosen: "blind" if whoever chose it had not read the tests, else "known".
-        tests: pytest node ids of functions, all of which must fail.
+        tests: pytest node ids, all of which must fail: of functions, or of one set of parameters.
     """
 
     name: str
@@ -78,8 +78,8 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def outcomes(copy: Path, tests: Sequence[str]) -> dict[str, bool]:
-    """Run tests of the copy: of each function, whether it passed with all of its parameters. All
-    failed if the process died."""
+    """Run tests of the copy: of each function, whether it passed with all of its parameters, and of
+    each set of parameters. All failed if the process died."""
     paths = os.pathsep.join(map(str, (copy, copy / "kernels")))
     # Compiled files are told apart by whole seconds. Options for other tests are not for these.
     env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_ADDOPTS": ""}
@@ -90,8 +90,11 @@ def outcomes(copy: Path, tests: Sequence[str]) -> dict[str, bool]:
         return dict.fromkeys(tests, False)
     found: dict[str, bool] = {}
     # An error of a fixture or of an import is no outcome of a function.
-    for outcome, test in re.findall(r"^(PASSED|FAILED) (\S+?::\w+)", done.stdout, re.M):
-        found[test] = found.get(test, True) and outcome == "PASSED"
+    for outcome, test, given in re.findall(
+        r"^(PASSED|FAILED) (\S+?::\w+)(\[.*?\])?", done.stdout, re.M
+    ):
+        for name in {test, test + given}:
+            found[name] = found.get(name, True) and outcome == "PASSED"
     return found
 
 

@@ -3,7 +3,6 @@ device knows, widths drawn at random, and recorded steps. (Known drafts: oracle.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -71,12 +70,14 @@ def recorded_steps(_target_worker: Any) -> Extension:
 
 
 class RandomWidth(WidthPolicy):
-    """Draws every step's width, another one in every process: 1, 4 and the block size, with runs of
+    """Draws every step's width, another one in every rank: 1, 4 and the block size, with runs of
     plain decoding."""
 
     def __init__(self, verify_block: int) -> None:
+        from sglang.srt.runtime_context import get_parallel
+
         self.widths = (1, 4, verify_block)
-        self._random = random.Random(os.getpid())
+        self._random = random.Random(get_parallel().tp_rank)
         self._plain = 0
 
     def choose(

@@ -13,7 +13,7 @@ SMALL: dict[str, Any] = {**HIERARCHICAL, "max_total_tokens": 2400, "max_running_
 WATCHED = {"speculative_dflash_extension": "tests.reliability.watched:extension"}
 
 HOST_PLAIN = s.PLAIN.named("host-plain").having(**SMALL)
-HOST = s.DFLASH.named("host").having(**SMALL, **WATCHED).with_env(**s.STRICT)
+HOST = s.DFLASH.named("host").having(**SMALL, **WATCHED, **s.LOOKUP).with_env(**s.STRICT)
 # Layers that slide beside others, in pages, by SGLang's other way of copying.
 HOST_PAGES = (
     s.PAGES.named("host-pages")
@@ -30,7 +30,7 @@ HOST_PAGES = (
 HYBRID_PLAIN = s.HYBRID_PAIR_PLAIN.named("host-hybrid-plain").having(**SMALL)
 HYBRID = {
     rollback: s.HYBRID_PAIR_DFLASH.named(f"host-hybrid-{rollback}")
-    .having(**SMALL, **WATCHED, speculative_dflash_recurrent_rollback=rollback)
+    .having(**SMALL, **WATCHED, **s.LOOKUP, speculative_dflash_recurrent_rollback=rollback)
     .with_env(**s.STRICT)
     for rollback in ("replay", "snapshot")
 }

@@ -59,6 +59,14 @@ class ServerConfig(server.ServerConfig):
         return replace(self.with_env(CHANGED=how), module="tests.engine.changed_server")
 
 
+FAULTS = f"{FILES}/faults"
+
+
+def faulty(config: ServerConfig, how: str = "faults") -> ServerConfig:
+    """Its steps fail on demand (see faults.py)."""
+    return config.named(f"{config}-faulty").changed(how).with_env(FAULTS=FAULTS)
+
+
 def recording_name(config: ServerConfig, ask: Ask) -> str:
     """The file in the session's folder that holds a server's answers to `ask`."""
     return f"{config}.{ask.__module__.rpartition('.')[2]}.{ask.__name__}.pickle"
@@ -141,9 +149,9 @@ SIMULATED = (
 )
 TP2 = DFLASH.named("tp2").having(tp_size=2)
 # The second rank's logits and drafts are other ones: it has to follow the first.
-TP2_DISAGREEING = TP2.named("tp2-disagreeing").having(
-    speculative_dflash_extension="tests.engine.extensions:disagreeing"
-)
+TP2_DISAGREEING = faulty(
+    TP2.having(speculative_dflash_extension="tests.engine.extensions:disagreeing")
+).named("tp2-disagreeing")
 DP2 = DFLASH.named("dp2").having(dp_size=2)
 
 # As on a GPU with FlashAttention, the host knows only bounds of the lengths. Blocks are wider than
@@ -161,7 +169,7 @@ RECORDED: dict[str, Any] = {
     "max_running_requests": 8,
 }
 GRAPHS = replace(
-    DFLASH.named("graphs").having(**RECORDED, **(SECOND | WIDE)),
+    DFLASH.named("graphs").having(page_size=16, **RECORDED, **(SECOND | WIDE)),
     extra_args=("--cuda-graph-bs-decode", "1", "2", "6"),
 )
 HYBRID_PAIR = demo_pair("hybrid")
@@ -282,16 +290,6 @@ SHORT_PLAIN = FULL_PLAIN[1].named("short-plain").having(**SHORT)
 SHORT_CONTEXT = [config.named(f"short-{config}").having(**SHORT) for config in FULL.values()]
 FULL_NO_OVERLAP = FULL[1, 16].named("full-no-overlap").having(disable_overlap_schedule=True)
 
-# -- SGLang's own tests
-
-KITS_PLAIN = PLAIN.named("kits-plain").having(
-    model_path=CODE_PAIR.target,
-    enable_return_hidden_states=True,
-    enable_streaming_session=True,
-    allow_auto_truncate=True,
-)
-KITS_DFLASH = KITS_PLAIN.named("kits-dflash").having(**drafting(CODE_PAIR.draft))
-
 # -- request features: what all of them need of a server, at once
 
 FEATURES = PLAIN.having(
@@ -308,7 +306,7 @@ FEATURES = PLAIN.having(
 )
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
-FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **WIDE)
+FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **WIDE, **WINDOW)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )
@@ -372,6 +370,7 @@ HYBRID_ROLLBACK = {
         # Whose prefix cache keeps states as often.
         HYBRID_PLAIN_NO_BUFFER if kept == "no-buffer" else HYBRID_PLAIN,
         speculative_dflash_recurrent_rollback=rollback,
+        page_size=16 if kept == "extra-buffer-no-overlap" else 1,
         **flags,
     )
     for rollback in ROLLBACKS

@@ -34,6 +34,7 @@ def kv_tokens(server: Server) -> int:
     return requests.get(f"{server.url}/server_info", timeout=60).json()["max_total_num_tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.server(CHATS_DEFAULT)
 @pytest.mark.recorded(CHATS_UNBOUNDED, chatted, report)
 def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> None:
@@ -46,6 +47,7 @@ def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> N
     assert acceptance_length(default) > 0.98 * acceptance_length(unbounded)
 
 
+@pytest.mark.long
 @pytest.mark.server(SEEDED_CODE)
 @pytest.mark.recorded(SEEDED_CODE_PLAIN, kv_tokens)
 def test_sliding_layers_leave_the_memory_to_the_target(server: Server, answers: Any) -> None:

@@ -82,20 +82,13 @@ DEMO = (
         (workload.run_half,),
         (checks.drafted_at_every_width(0.15), checks.looked_up),
     ),
-    Row(
-        s.RANDOM_WIDTHS_TP2,
-        s.PLAIN,
-        (workload.run_half,),
-        (checks.drafted_at_every_width(0.15), checks.looked_up),
-        long=(workload.run_half,),
-    ),
-    # And widths that are chosen by what pays.
+    # And widths that are chosen by what pays, with chats on a draft KV cache of the default size.
     Row(s.ADAPTIVE, s.PLAIN, (workload.run_half,), (checks.choices_shown,)),
+    Row(s.ADAPTIVE, s.PLAIN, (workload.chatted,), (checks.history_found,)),
     Row(s.DEVICE_LENGTHS, s.PLAIN, (workload.up_to_the_limit,), (checks.whole_context,)),
     # A target whose sliding layers have a smaller KV pool, against one pool for all layers.
-    Row(s.SLIDING, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
     Row(s.SLIDING_PAGES_WINDOW, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
-    # Two ranks, and two replicas.
+    # Two ranks.
     Row(
         s.TP2_DISAGREEING,
         s.PLAIN,
@@ -103,16 +96,10 @@ DEMO = (
         (checks.drafted, checks.two_ranks),
     ),
     Row(s.BUILTIN, s.PLAIN, (workload.some_short_and_demo,)),
-    Row(s.DP2, s.PLAIN, (workload.some_short_and_demo,), (checks.two_replicas,)),
     # Drafts of no use: their logits overflow.
     Row(s.OVERFLOWING, s.PLAIN, (workload.many_steps,)),
-    # Chats on a draft KV cache of the default size.
-    Row(s.CHATS_DEFAULT, s.PLAIN, (workload.chatted,), (checks.history_found,)),
     # Chats whose history comes back from host memory.
-    Row(h.HOST_PLAIN, s.PLAIN, (workload.chatted,), (checks.history_found,)),
     Row(h.HOST, s.PLAIN, (workload.chatted,), (checks.history_found, h.came_back)),
-    Row(h.HOST_PAGES, s.PLAIN, (workload.chatted,), (h.came_back,), long=(workload.chatted,)),
-    Row(h.HYBRID_PLAIN, s.HYBRID_PAIR_PLAIN, (workload.chatted_hybrid,)),
     *(
         Row(
             config,
@@ -133,30 +120,6 @@ SAMPLED = (
         (checks.drafted, checks.sampled(1.3), checks.looked_up),
     ),
     Row(s.SEEDED_PLAIN, s.SEEDED_PLAIN, (workload.seeded_alone,)),
-    *(
-        Row(
-            config,
-            s.SEEDED_PLAIN,
-            (workload.seeded,),
-            (checks.drafted, checks.sampled(1.3), *more),
-            long=(workload.seeded,),
-        )
-        for config, more in ((s.SEEDED_CHUNKS, ()), (s.SEEDED_TP2, (checks.two_ranks,)))
-    ),
-    Row(
-        s.SEEDED_HYBRID,
-        s.SEEDED_HYBRID_PLAIN,
-        (workload.seeded_hybrid,),
-        (checks.drafted, checks.sampled(1.3)),
-        long=(workload.seeded_hybrid,),
-    ),
-    Row(
-        s.SEEDED_CODE,
-        s.SEEDED_CODE_PLAIN,
-        (workload.seeded_code,),
-        (checks.drafted, checks.sampled(1.1)),
-        long=(workload.seeded_code,),
-    ),
 )
 # Everything that a request can ask for. The plain server runs without overlap scheduling: with it,
 # custom processors see output tokens a step late. Where the two kinds of scheduling differ, both
@@ -165,7 +128,7 @@ SCHEDULED = (features.grammars, features.sessions, features.mixed_chunks, featur
 PENALISED = (workload.alone, workload.joining)
 FEATURES = (
     Row(s.FEATURES_PLAIN, s.FEATURES_PLAIN, (workload.joining,)),
-    Row(s.FEATURES_OVERLAPPED, s.FEATURES_PLAIN, PENALISED, long=(workload.alone,)),
+    Row(s.PLAIN, s.FEATURES_PLAIN, (workload.joining,)),
     Row(
         s.FEATURES_DFLASH,
         s.FEATURES_PLAIN,
@@ -207,16 +170,6 @@ LIKELIHOODS = (Row(s.DFLASH, s.PLAIN, (features.likelihoods,), (checks.likelihoo
 THINKING = (
     Row(c.THINKING_PLAIN, c.THINKING_PLAIN, (c.thoughts,), (checks.thought_in_bounds,)),
     Row(c.THINKING, c.THINKING_PLAIN, (c.thoughts,), (checks.drafted,)),
-)
-# Grammars of other backends than XGrammar.
-BACKENDS = (
-    Row(c.OWN, s.FEATURES_PLAIN, (features.grammars,), (checks.drafted, checks.undrafted)),
-    Row(
-        c.OUTLINES, c.OUTLINES_PLAIN, (c.regular,), (checks.drafted, checks.undrafted), (c.regular,)
-    ),
-    Row(
-        c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,), (features.grammars,)
-    ),
 )
 # Answers that end inside a block, for the earlier of two reasons.
 ENDS = (
@@ -329,9 +282,46 @@ TOLD = tuple(
         *((ask, ()) for ask in front_ends.COMPARED_ONLY),
     )
 )
+# Only in the tier `long`: what rows above cover but for one setting.
+RARE = (
+    Row(
+        s.RANDOM_WIDTHS_TP2,
+        s.PLAIN,
+        (workload.run_half,),
+        (checks.drafted_at_every_width(0.15), checks.looked_up),
+    ),
+    Row(s.SLIDING, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
+    Row(s.DP2, s.PLAIN, (workload.some_short_and_demo,), (checks.two_replicas,)),
+    Row(s.FEATURES_OVERLAPPED, s.FEATURES_PLAIN, PENALISED),
+    # A hierarchical cache without a draft, and in pages.
+    Row(h.HOST_PLAIN, s.PLAIN, (workload.chatted,), (checks.history_found,)),
+    Row(h.HYBRID_PLAIN, s.HYBRID_PAIR_PLAIN, (workload.chatted_hybrid,)),
+    Row(h.HOST_PAGES, s.PLAIN, (workload.chatted,), (h.came_back,)),
+    # Sampled: prompts in chunks, two ranks, other pairs.
+    *(
+        Row(config, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled(1.3)))
+        for config in (s.SEEDED_CHUNKS, s.SEEDED_TP2)
+    ),
+    Row(
+        s.SEEDED_HYBRID,
+        s.SEEDED_HYBRID_PLAIN,
+        (workload.seeded_hybrid,),
+        (checks.drafted, checks.sampled(1.3)),
+    ),
+    Row(
+        s.SEEDED_CODE,
+        s.SEEDED_CODE_PLAIN,
+        (workload.seeded_code,),
+        (checks.drafted, checks.sampled(1.1)),
+    ),
+    # Grammars of other backends than XGrammar.
+    Row(c.OWN, s.FEATURES_PLAIN, (features.grammars,), (checks.drafted, checks.undrafted)),
+    Row(c.OUTLINES, c.OUTLINES_PLAIN, (c.regular,), (checks.drafted, checks.undrafted)),
+    Row(c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,)),
+)
 TABLE = (
-    *DEMO, *SAMPLED, *FEATURES, *SCORES, *LIKELIHOODS, *THINKING, *BACKENDS, *ENDS, *RETURNED,
-    *HYBRID, *TOLD,
+    *DEMO, *SAMPLED, *FEATURES, *SCORES, *LIKELIHOODS, *THINKING, *ENDS, *RETURNED, *HYBRID, *TOLD,
+    *(row._replace(long=row.asked) for row in RARE),
 )  # fmt: skip
 
 

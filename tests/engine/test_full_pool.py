@@ -100,3 +100,11 @@ def test_what_plain_decoding_answers_is_answered(
     # No two requests take each other's place again and again.
     assert max(ours[i]["meta_info"]["num_retractions"] for i in answered) <= 4
     assert server.dflash()["verify_steps"] > 50
+
+
+@pytest.mark.server(s.SLIDING_PAGES_WINDOW)
+def test_an_answer_is_longer_than_the_sliding_pool(server: Server) -> None:
+    """Its 3,000 slots hold what the window sees: the others are freed while the answer goes on."""
+    length = {"max_new_tokens": 3200, "ignore_eos": True}
+    info = server.generate("import os\n", temperature=0, **length)["meta_info"]
+    assert (info["completion_tokens"], info["num_retractions"]) == (3200, 0)

@@ -18,6 +18,13 @@ from tests.engine import servers as s
 from tests.engine.client import at_rest
 from tests.engine.servers import ServerConfig
 
+PLAIN = s.PLAIN.named("kits-plain").having(
+    model_path=s.CODE_PAIR.target,
+    enable_return_hidden_states=True,
+    enable_streaming_session=True,
+    allow_auto_truncate=True,
+)
+DFLASH = PLAIN.named("kits-dflash").having(**s.drafting(s.CODE_PAIR.draft))
 KITS = (
     "abort_timeout_kit.AbortAllMixin",
     "anthropic_messages_kit.AnthropicMessagesMixin",
@@ -99,7 +106,7 @@ def names_in(kit: Any) -> list[str]:
 
 
 def cases() -> Iterator[Any]:
-    for config in (s.KITS_PLAIN, s.KITS_DFLASH):
+    for config in (PLAIN, DFLASH):
         for name in KITS:
             for test in names_in(kit_of(name)):
                 if test not in LEFT_OUT:
