@@ -99,13 +99,15 @@ def assign_req_to_token(
 
 
 def no_batch_invariant_kernels(_model_runner: Any) -> None:
-    """Deterministic inference without batch-invariant matrix products: requests are seeded."""
-    from sglang.srt.runtime_context import get_exec
+    """Deterministic inference without SGLang's batch-invariant matrix products. In float32 our own
+    are batch-invariant."""
+    from sglang.srt.runtime_context import get_exec, get_model
 
-    if get_exec().deterministic.enable_deterministic_inference:
+    deterministic = get_exec().deterministic.enable_deterministic_inference
+    if deterministic and get_model().dtype != "float32":
         logger.warning(
-            "--enable-deterministic-inference on a plain CPU: requests are seeded, "
-            "matrix products are not batch-invariant"
+            "--enable-deterministic-inference on a plain CPU: requests are seeded, matrix products "
+            "are batch-invariant in float32 only; give --dtype float32"
         )
 
 
