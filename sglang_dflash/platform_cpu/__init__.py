@@ -12,6 +12,8 @@ _BESIDE_THE_POINT = (
 )
 PLATFORM = "sglang_dflash.platform_cpu.platform.PlainCpuPlatform"
 ATTENTION_BACKEND = "torch_native"
+# With "1" SGLang's overlap scheduler stays: for tests of it.
+OVERLAP = "SGLANG_DFLASH_CPU_OVERLAP"
 
 
 def activate() -> str | None:

@@ -14,10 +14,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 from torch.profiler import ProfilerActivity
 
-from sglang_dflash.platform_cpu import ATTENTION_BACKEND
-
-# With "1" SGLang's overlap scheduler stays: for tests of it.
-OVERLAP = "SGLANG_DFLASH_CPU_OVERLAP"
+from sglang_dflash.platform_cpu import ATTENTION_BACKEND, OVERLAP
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):

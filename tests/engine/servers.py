@@ -13,7 +13,7 @@ from typing import Any
 from sglang_dflash.bench import server
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.platform_cpu.platform import OVERLAP
+from sglang_dflash.platform_cpu import OVERLAP
 from tests.engine import workload
 
 PAIR = demo_pair("dense")
@@ -306,7 +306,7 @@ FEATURES = PLAIN.having(
 )
 FEATURES_PLAIN = FEATURES.named("features-plain").having(disable_overlap_schedule=True)
 FEATURES_DFLASH = FEATURES.named("features-dflash").having(**DFLASH_FLAGS)
-FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **WIDE, **WINDOW)
+FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **WIDE)
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )

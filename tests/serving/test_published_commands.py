@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.platform_cpu.platform import OVERLAP
+from sglang_dflash.platform_cpu import OVERLAP
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.serving.published import (
     ASKED,

@@ -17,7 +17,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash import cli
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.platform_cpu.platform import OVERLAP
+from sglang_dflash.platform_cpu import OVERLAP
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.start.build import unserved_target
