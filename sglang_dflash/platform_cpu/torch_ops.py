@@ -99,15 +99,13 @@ def assign_req_to_token(
 
 
 def no_batch_invariant_kernels(_model_runner: Any) -> None:
-    """Deterministic inference without SGLang's batch-invariant matrix products. In float32 our own
-    are batch-invariant."""
-    from sglang.srt.runtime_context import get_exec, get_model
+    """Deterministic inference without batch-invariant matrix products: requests are seeded."""
+    from sglang.srt.runtime_context import get_exec
 
-    deterministic = get_exec().deterministic.enable_deterministic_inference
-    if deterministic and get_model().dtype != "float32":
+    if get_exec().deterministic.enable_deterministic_inference:
         logger.warning(
-            "--enable-deterministic-inference on a plain CPU: requests are seeded, matrix products "
-            "are batch-invariant in float32 only; give --dtype float32"
+            "--enable-deterministic-inference on a plain CPU: requests are seeded, "
+            "matrix products are not batch-invariant"
         )
 
 

@@ -105,7 +105,6 @@ def started(kv_tokens: int = SLOTS - 1, allocator: Any = None, **ours: Any) -> A
     )
     given: Any = SimpleNamespace(
         device="cpu",
-        dtype="float32",
         enable_deterministic_inference=False,
         disaggregation_mode="null",
         enable_hierarchical_cache=False,

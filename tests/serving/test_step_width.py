@@ -210,10 +210,9 @@ def policy_of(
     )
     linear = ("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_verify_backend")
     plain = {"enable_deterministic_inference": False, "device": "cpu", "enable_lora": None}
-    plain |= dict.fromkeys(linear) | {"dtype": "bfloat16", "recurrent": False}
+    plain |= dict.fromkeys(linear)
     options = Options(block, looks_up=True).for_trained_block(trained)
-    given = SimpleNamespace(**(plain | (settings or {})))
-    return width_policy(server_args, given, options, given.recurrent)
+    return width_policy(server_args, SimpleNamespace(**(plain | (settings or {}))), options)
 
 
 def test_default_widths_end_with_the_block() -> None:
@@ -234,15 +233,6 @@ def test_default_widths_end_with_the_block() -> None:
     [
         ({}, True),
         ({"enable_deterministic_inference": True}, False),
-        ({"enable_deterministic_inference": True, "dtype": "float32"}, True),
-        (
-            {"enable_deterministic_inference": True, "dtype": "float32", "recurrent": True},
-            False,
-        ),
-        (
-            {"enable_deterministic_inference": True, "dtype": "float32", "device": "cuda"},
-            False,
-        ),
         ({"device": "cuda"}, False),
         ({"device": "xpu"}, False),
     ],

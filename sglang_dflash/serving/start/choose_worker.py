@@ -96,11 +96,10 @@ def _check(server_args: Any, settings: Any) -> None:
         return
     options = flags.options(server_args, settings).resolve(config)
     model = model_config_of(server_args)
-    recurrent = mambaish_config(model) is not None
     # Raises if the width flags do not fit the server.
-    flags.width_policy(server_args, settings, options, recurrent)
+    flags.width_policy(server_args, settings, options)
     replace(options, context=model.context_len).check_room(settings.max_total_tokens)
-    if recurrent:
+    if mambaish_config(model) is not None:
         _check_recurrent_target(settings)
     target = model.hf_text_config
     config.check_target(

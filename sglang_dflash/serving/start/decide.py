@@ -52,18 +52,14 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         flags.options(server_args, settings).resolve(model.config),
         context=runner.model_config.context_len,
     )
-    role = settings.disaggregation_mode
-    # A prefill server verifies nothing.
-    rollback = None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
     extension = load_extension(given.extension, target_worker)
     if extension.width_policy is None:
-        recurrent = rollback is not None
-        policy = flags.width_policy(server_args, settings, options, recurrent)
+        policy = flags.width_policy(server_args, settings, options)
     else:
         policy = extension.width_policy(options.verify_block)
     dtype = draft_kv_dtype(runner.dtype)
     attention = _attention(asked_attention(server_args), model, device, dtype)
-    backend = ATTENTION[attention]
+    backend, role = ATTENTION[attention], settings.disaggregation_mode
     recorder: Callable[[], Recorder] | None = extension.recorder
     if recorder is None and given.draft_graphs == "auto":
         recorder = cuda_recorder(device, backend.capabilities.capturable)
@@ -74,7 +70,10 @@ def make_plan(server_args: Any, target_worker: Any, load_draft: Callable[..., Dr
         hierarchical=settings.enable_hierarchical_cache,
         attention=attention,
         recorder=recorder,
-        rollback=rollback,
+        # A prefill server verifies nothing.
+        rollback=(
+            None if role == "prefill" else make_rollback(options.recurrent_rollback, runner)
+        ),
         is_checked=given.self_check == "on",
         extension=extension,
         load_seconds=load_seconds,

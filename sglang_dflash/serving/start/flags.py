@@ -224,9 +224,7 @@ def names(server_args: Any) -> dict[str, str]:
     return {**TYPED, "verify_block": BLOCK_ALIAS if is_alias else BLOCK_FLAG}
 
 
-def width_policy(
-    server_args: Any, settings: Any, options: ResolvedOptions, recurrent: bool
-) -> WidthPolicy:
+def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> WidthPolicy:
     """The policy that the flags name.
 
     `auto` is `adaptive` on a plain CPU, unless a setting excludes it, and `fixed` elsewhere.
@@ -234,12 +232,11 @@ def width_policy(
     Args:
         settings: SGLang's, resolved.
         options: with the sizes of blocks.
-        recurrent: whether the target has recurrent layers.
 
     Raises:
         ConfigError: `adaptive` is given with a setting that excludes it.
     """
-    kind, excluded = ServerFlags.of(server_args).width, _excluded(settings, recurrent)
+    kind, excluded = ServerFlags.of(server_args).width, _excluded(settings)
     if kind == "adaptive" and excluded is not None:
         raise ConfigError(WIDTH_FLAG, kind, excluded)
     if kind == "auto":
@@ -255,15 +252,13 @@ def _device(settings: Any) -> str:
     return settings.device or "cpu"
 
 
-def _excluded(settings: Any, recurrent: bool) -> str | None:
+def _excluded(settings: Any) -> str | None:
     """Why the width cannot be adaptive with these settings, and what to give instead; or None."""
     device = _device(settings)
-    # Then a token has the same bits in a step of any width.
-    same_bits = device == "cpu" and settings.dtype == "float32" and not recurrent
-    if settings.enable_deterministic_inference and not same_bits:
+    if settings.enable_deterministic_inference:
         return (
-            "depends on how long steps take, and rounding on it, but "
-            "--enable-deterministic-inference is given; give fixed"
+            "depends on how long steps take, and --enable-deterministic-inference is given; give "
+            "fixed"
         )
     if device not in ("cpu", "cuda"):
         return f"is served on CPUs and CUDA, not on {device!r}; give fixed"
