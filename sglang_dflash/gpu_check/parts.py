@@ -224,7 +224,7 @@ def start(config: DraftConfig, device: torch.device, dtype: torch.dtype) -> dict
     load = Load(RECORDED[-1], 64, None)
     one = loaded(model, random_head(model), load, name, device, POSITIONS)
     if device.type != "cuda":
-        return {"first_s": round(seconds(one.step(one.drafter)), 2)}
+        return {"first_s": round(seconds(one.step(one.drafter)), 4)}
     result: dict[str, Any] = {}
     for which in ("first", "again"):
         torch.cuda.empty_cache()

@@ -299,8 +299,10 @@ RARE = (
     Row(h.HOST_PAGES, s.PLAIN, (workload.chatted,), (h.came_back,)),
     # Sampled: prompts in chunks, two ranks, other pairs.
     *(
-        Row(config, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled(1.3)))
-        for config in (s.SEEDED_CHUNKS, s.SEEDED_TP2)
+        Row(
+            config, s.SEEDED_PLAIN, (workload.seeded,), (checks.drafted, checks.sampled(1.3), *more)
+        )
+        for config, more in ((s.SEEDED_CHUNKS, ()), (s.SEEDED_TP2, (checks.two_ranks,)))
     ),
     Row(
         s.SEEDED_HYBRID,

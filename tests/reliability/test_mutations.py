@@ -39,7 +39,9 @@ TREE = {
     "double.py": "def double(x):\n    return 2 * x  # twice\n",
     "test_double.py": (
         "from double import double\n\n\ndef test_it():\n    assert double(2) == 4\n\n\n"
-        "def test_nothing():\n    double(2)\n"
+        "def test_nothing():\n    double(2)\n\n\n"
+        "import pytest\n\n\n@pytest.mark.parametrize('x', [0, 2])\n"
+        "def test_each(x):\n    assert double(x) == x + x\n"
     ),
 }
 
@@ -63,16 +65,21 @@ HALF = (
     'name = "c"\nold = "2 * x"\nnew = "3 * x"\n'
     'tests = ["test_double.py::test_it", "test_double.py::test_nothing"]'
 )
+# Twice nothing is nothing.
+EACH = [
+    f'name = "g{x}"\nold = "2 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_each[{x}]"]'
+    for x in (2, 0)
+]
 GONE = 'name = "d"\nold = "4 * x"\nnew = "3 * x"\ntests = ["test_double.py::test_it"]'
 # A file that cannot be imported makes no test red.
 BAD = 'name = "e"\nold = "2 * x"\nnew = "2 *"\ntests = ["test_double.py::test_it"]'
 
 
 def test_a_bug_is_caught_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert mutate(tmp_path, CAUGHT, DIES, HALF, GONE, BAD) == 1
+    assert mutate(tmp_path, CAUGHT, DIES, EACH[0], HALF, EACH[1], GONE, BAD) == 1
     shown = capsys.readouterr().out
-    outcomes = [line.split()[0] for line in shown.splitlines()[:5]]
-    assert outcomes == ["killed"] * 2 + ["SURVIVED"] + ["BROKEN"] * 2, shown
+    outcomes = [line.split()[0] for line in shown.splitlines()[:7]]
+    assert outcomes == ["killed"] * 3 + ["SURVIVED"] * 2 + ["BROKEN"] * 2, shown
     assert "0 places in double.py have the text" in shown
     assert (tmp_path / "double.py").read_text() == TREE["double.py"]
 
