@@ -80,7 +80,7 @@ DEMO = (
         s.FEATURES_WIDTHS,
         s.PLAIN,
         (workload.run_half,),
-        (checks.drafted_at_every_width(0.15), checks.looked_up),
+        (checks.drafted_at_every_width(0.15), checks.both_sources),
     ),
     # And widths that are chosen by what pays, with chats on a draft KV cache of the default size.
     Row(s.ADAPTIVE, s.PLAIN, (workload.run_half,), (checks.choices_shown,)),
@@ -288,7 +288,7 @@ RARE = (
         s.RANDOM_WIDTHS_TP2,
         s.PLAIN,
         (workload.run_half,),
-        (checks.drafted_at_every_width(0.15), checks.looked_up),
+        (checks.drafted_at_every_width(0.15), checks.both_sources),
     ),
     Row(s.SLIDING, s.SLIDING_PLAIN, (workload.run_half,), (checks.two_pools,)),
     Row(s.DP2, s.PLAIN, (workload.some_short_and_demo,), (checks.two_replicas,)),
