@@ -1,10 +1,10 @@
-"""What the size of a ring costs, on the code pair, whose draft layers all slide.
+"""What the size of a ring costs, on the `smollm2` pair, whose draft layers all slide.
 
 With an entry per target slot, and with rings of one, two (the default) and four times what running
-requests can see. First texts that neither model has seen, 1, 8 and 16 at a time, without a prefix
-in common: every ring of the default size or more must accept what the entries per slot do, position
-by position. Then multi-turn chats, 16 at a time, in a new order every turn, so that a turn finds
-its history in the prefix cache after other chats have written to the ring. Servers in float32, one
+requests can see. First functions to continue, 1, 8 and 16 at a time, without a prefix in common:
+every ring of the default size or more must accept what the entries per slot do, position by
+position. Then multi-turn chats, 16 at a time, in a new order every turn, so that a turn finds its
+history in the prefix cache after other chats have written to the ring. Servers in float32, one
 after another; greedy.
 """
 
@@ -18,15 +18,19 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from experiments.runner import one_after_another
+from sglang_dflash.bench.datasets import stdlib_functions
 from sglang_dflash.bench.server import Server, ServerConfig, demo_config
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.public_target import KIND
 
 RUNNING, NEW_TOKENS = 16, 48
 LEVELS = (1, 8, 16)
+# Tokens of a text.
+PIECE = 300
 # What running requests can see, or are about to commit.
-SEEN = RUNNING * (256 + 8)
+SEEN = RUNNING * (512 + 8)
 # More entries than the target's pool has slots: one per slot.
 PER_SLOT, DEFAULT = "per slot", "2 x"
 ENTRIES = {PER_SLOT: 100_000, "4 x": 4 * SEEN, DEFAULT: 2 * SEEN, "1 x": SEEN}
@@ -39,7 +43,7 @@ class Options:
 
 
 def arms() -> dict[str, ServerConfig]:
-    config = demo_config(demo_pair("code"), dflash=True).with_flags(
+    config = demo_config(demo_pair(KIND), dflash=True).with_flags(
         {"--max-total-tokens": 32768, "--max-running-requests": RUNNING}
     )
     flag = "--speculative-dflash-draft-kv-tokens"
@@ -51,9 +55,10 @@ def arms() -> dict[str, ServerConfig]:
 
 def serve(server: Server, options: Options) -> dict[str, Any]:
     """Of one server: outputs, and what they took."""
-    pair = demo_pair("code")
-    tokenizer = AutoTokenizer.from_pretrained(pair.target)
-    texts = [tokenizer(text)["input_ids"] for text in pair.prompts]
+    tokenizer = AutoTokenizer.from_pretrained(demo_pair(KIND).target)
+    functions = "\n\n".join(prompt.turns[0] for prompt in stdlib_functions())
+    ids = tokenizer(functions)["input_ids"]
+    texts = [ids[at : at + PIECE] for at in range(0, len(ids) - PIECE, PIECE)]
 
     def ask(prompts: list[list[int]], at_a_time: int) -> list[dict[str, Any]]:
         with ThreadPoolExecutor(at_a_time) as pool:
@@ -64,7 +69,7 @@ def serve(server: Server, options: Options) -> dict[str, Any]:
     apart = [
         answer
         for level in LEVELS
-        for answer in ask([[level, i, *texts[i]] for i in range(RUNNING)], level)
+        for answer in ask([[level, i, *texts[i % len(texts)]] for i in range(RUNNING)], level)
     ]
     by_position = server.dflash()["acceptance_by_position"]
     chats = chat(ask, texts, options)

@@ -10,30 +10,33 @@ many tokens being cached but for requests that start at once or end in another s
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import AutoTokenizer
 
-from experiments import texts
 from experiments.draft_kv import length_of
 from experiments.runner import one_after_another
+from sglang_dflash.bench.datasets import stdlib_functions
 from sglang_dflash.bench.load import chunks
 from sglang_dflash.bench.server import Server, ServerConfig, demo_config
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
 
 AT_A_TIME, NEW_TOKENS, PIECE = 4, 48, 160
+AGENTS, TURNS, SHARED_TURNS = 16, 5, 2
 TOLERANCE, SHARE, CACHED = 0.03, 0.5, 0.99
 PLAIN, HOST, LARGE = "plain decoding", "DFLASH", "DFLASH, a large pool"
 
 
 @dataclass(frozen=True)
 class Options:
-    pairs: str = setting("code,dense,hybrid", "demo pairs, with commas (default: {default})")
+    pairs: str = setting("dense,hybrid", "demo pairs, with commas (default: {default})")
     sessions: int = setting(16, "sessions of each kind (default: {default})")
     turns: int = setting(4, "turns of each (default: {default})")
     pool: int = setting(2500, "tokens of the small pool (default: {default})")
@@ -59,9 +62,32 @@ def sessions(pair: str, options: Options) -> dict[str, list[list[str]]]:
         + [pieces[(i + 7 * turn) % len(pieces)] for turn in range(1, options.turns)]
         for i in range(options.sessions)
     ]
-    agents = texts.load("agents", options.sessions, pair)
-    rng.shuffle(agents)
-    return {"chats": chats, "agents": [list(agent.turns[: options.turns]) for agent in agents]}
+    every = agents([prompt.turns[0] for prompt in stdlib_functions()])[: options.sessions]
+    rng.shuffle(every)
+    return {"chats": chats, "agents": [agent[: options.turns] for agent in every]}
+
+
+def agents(functions: Sequence[str]) -> list[list[str]]:
+    """Turns of sessions that read and answer. All begin with the same list of tools; two at a time
+    share their first turns and then go different ways. A turn's text is a tool's result.
+
+    Args:
+        functions: source texts, of which results are made. At least `TURNS` of them.
+    """
+    rng = random.Random(0)
+    tools = [{"tool": name, "arguments": ["path"]} for name in ("read", "search", "edit", "run")]
+    header = "# tools\n" + "".join(f"{json.dumps(tool)}\n" for tool in tools)
+
+    def results(count: int) -> list[str]:
+        return [f"\n# result of read\n{text}" for text in rng.sample(functions, count)]
+
+    found = []
+    for _ in range(AGENTS // 2):
+        trunk = results(SHARED_TURNS)
+        for _ in range(2):
+            first, *rest = trunk + results(TURNS - SHARED_TURNS)
+            found.append([header + first, *rest])
+    return found
 
 
 def serve(server: Server, pair: str, options: Options) -> dict[str, Any]:

@@ -1,22 +1,20 @@
 """Drafts, or what the text has held before: tokens per step of each rule, by replay, on a CPU.
 
-A text is replayed on the `code` pair: at every position the draft proposes a block, and the newest
-tokens are looked up in the text before. A rule decides which of the two a step verifies; a step
-commits its drafts up to the first that differs from the text, and the text's next token. So all
-rules see the same text, and nothing has to be served. At the end, what lookup takes of a step at
-32,000 tokens.
+A text is replayed on the `smollm2` pair: at every position the draft proposes a block, and the
+newest tokens are looked up in the text before. A rule decides which of the two a step verifies; a
+step commits its drafts up to the first that differs from the text, and the text's next token. So
+all rules see the same text, and nothing has to be served.
 
-Texts: `plain` and `agents` are the target's greedy answers, `sampled` its answers at temperature 1
-(a small target's greedy answers run into loops, which lookup likes). `quote`, `edit`, `tools` and
-`random` are given, because a small target does not copy: a passage of unseen code twice; with an
-edit of one to three tokens in every 40; calls that quote from a tool's result, new code in between;
-random characters. The draft sees the target's hidden states along the text.
+Texts: the target's greedy answers to the built-in `chat` prompts, its answers to them at
+temperature 1 (`sampled`), its greedy answers to each file of --prompts (`python -m experiments
+prompts` writes some), and, given, characters that repeat nothing (`random`).
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import string
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,27 +23,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from experiments import recorded, texts
-from sglang_dflash.bench.datasets import stdlib_functions
+from experiments import recorded
+from sglang_dflash.bench import datasets
+from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.lookup import continue_seen, seen_before
 from sglang_dflash.drafting.options import Options as DraftOptions
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.public_target import KIND
 from sglang_dflash.transformers_loop import LoadedPair, load
 from sglang_dflash.transformers_loop.generation import _drafter
 from sglang_dflash.transformers_loop.target_cache import captured_hidden
 
-PASSAGE, PROMPT, TOKENS, BATCH = 400, 300, 160, 32
+TOKENS, BATCH = 160, 32
 WIDEST, CONTEXT = 32, 32000
-KINDS = ("plain", "sampled", "agents", "tools", "quote", "edit", "random")
+SAMPLED = "sampled"
 
 
 @dataclass(frozen=True)
 class Options:
     texts: int = setting(8, "texts of each kind (default {default})")
+    prompts: str = setting("", "a folder of prompt files, each of which is a kind of text")
     recorded: str = setting(
         "", "replay lookup alone on this JSON file of recorded agent turns, without a model"
     )
@@ -104,67 +104,35 @@ RULES: dict[str, Callable[[Position], list[int]]] = {
 }
 
 
-def asked(kind: str, tokenizer: Any, count: int) -> Iterator[tuple[list[int], list[int] | None]]:
-    """Prompts, and the texts after them; None for the target's own."""
-    rng = random.Random(kind)
-
-    def ids(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    documents = [ids(prompt.turns[0]) for prompt in rng.sample(texts.unseen_documents(), 8)]
-
-    def piece(tokens: int) -> list[int]:
-        document = rng.choice(documents)
-        first = rng.randrange(len(document) - tokens)
-        return document[first : first + tokens]
-
-    results = [f"\n# result of read\n{prompt.turns[0]}" for prompt in stdlib_functions()]
-    agents, noise = texts.load("agents", count, "code"), texts.load("random", 2 * count, "code")
-    for i in range(count):
-        if kind in ("plain", "sampled"):
-            yield piece(PROMPT), None
-        elif kind == "agents":
-            yield ids("".join(agents[i].turns[:3])), None
-        elif kind == "random":
-            yield ids(noise[2 * i].turns[0]), ids(noise[2 * i + 1].turns[0])[:TOKENS]
-        elif kind == "tools":
-            read = [ids(text) for text in rng.sample(results, 3)]
-            answer: list[int] = []
-            while len(answer) < TOKENS:
-                source = rng.choice(read)
-                first = rng.randrange(max(1, len(source) - 40))
-                answer += piece(20) + source[first : first + 40]
-            yield [token for source in read for token in source], answer[:TOKENS]
-        else:
-            passage = piece(PASSAGE)
-            again = edited(passage, piece(PASSAGE), rng) if kind == "edit" else passage
-            before = [*passage, *ids("\n\n# The same again:\n"), *again[:24]]
-            yield before, again[24 : 24 + TOKENS]
+def tasks(folder: str) -> dict[str, list[Prompt]]:
+    """Prompts by kind of text."""
+    chats = datasets.from_file(datasets.CHAT)
+    files = sorted(Path(folder).glob("*.jsonl")) if folder else []
+    return {"chat": chats, SAMPLED: chats} | {file.stem: datasets.from_file(file) for file in files}
 
 
-def edited(passage: list[int], others: list[int], rng: random.Random) -> list[int]:
-    """One to three tokens replaced by one to three others, once in 40 tokens."""
-    found, after = [], 0
-    for at in sorted(rng.sample(range(len(passage) - 3), len(passage) // 40)):
-        found += passage[after:at]
-        first = rng.randrange(len(others) - 3)
-        found += others[first : first + rng.randint(1, 3)]
-        after = max(after, at + rng.randint(1, 3))
-    return found + passage[after:]
+def noise(tokenizer: Any, count: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Letters, digits and marks, drawn evenly: prompts, and texts after them."""
+    rng = random.Random(0)
+    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
+    for _ in range(count):
+        ids = tokenizer("".join(rng.choices(letters, k=600)))["input_ids"]
+        yield ids[:-TOKENS], ids[-TOKENS:]
 
 
 @torch.inference_mode()
-def replay(pair: LoadedPair, prompt: list[int], answer: list[int] | None, greedy: bool) -> Any:
+def replay(
+    pair: LoadedPair, prompt: list[int], answer: list[int] | None, greedy: bool
+) -> list[Position]:
     """Every position of a text at which a step can begin."""
     if answer is None:
         torch.manual_seed(0)
         how = (
             {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0}
         )
-        end = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": TOKENS}
-        answer = pair.target.generate(torch.tensor([prompt]), **how, **end)[
-            0, len(prompt) :
-        ].tolist()
+        ids = torch.tensor([prompt])
+        written = pair.target.generate(ids, pad_token_id=0, max_new_tokens=TOKENS, **how)
+        answer = written[0, len(prompt) :].tolist()
     text = torch.tensor(prompt + answer)
     with captured_hidden(pair.target, pair.draft.config.target_layer_ids) as hidden:
         pair.target(text[None])
@@ -193,33 +161,24 @@ def tokens_per_step(positions: list[Position], rule: Callable[[Position], list[i
     return len(positions) / steps
 
 
-@torch.inference_mode()
-def milliseconds(pair: LoadedPair) -> dict[str, float]:
-    """Medians at a context of `CONTEXT` tokens that hold anything: the target's forward over a
-    block, which is the least that a step takes, and lookup."""
-    target, block = pair.target, pair.draft.config.block_size
-    cache = DynamicCache(config=target.config)
-    shape = 1, target.config.num_key_value_heads, CONTEXT, target.config.head_dim
-    for layer in range(target.config.num_hidden_layers):
-        cache.update(torch.randn(shape), torch.randn(shape), layer)
+def by_rule(replays: list[list[Position]]) -> dict[str, float]:
+    """Tokens per step of all texts together."""
+    tokens = sum(map(len, replays))
+    steps = {
+        name: sum(len(positions) / tokens_per_step(positions, rule) for positions in replays)
+        for name, rule in RULES.items()
+    }
+    return {name: round(tokens / taken, 3) for name, taken in steps.items()}
+
+
+def lookup_ms(block: int) -> float:
+    """Milliseconds of a lookup in a text of `CONTEXT` tokens that hold anything; a median."""
     text = torch.randint(2000, (1, CONTEXT + block), dtype=torch.int32)
     ids, row, length = text[:, -block:].long(), torch.tensor([0]), torch.tensor([CONTEXT])
-
-    def verify() -> None:
-        target(input_ids=ids, past_key_values=cache, use_cache=True)
-        cache.crop(-block)
-
-    def look_up() -> None:
-        continue_seen(ids.clone(), text, RequestSlots(text, row, length, CONTEXT), 2000)
-
-    return {"verify_ms": median_ms(verify), "lookup_ms": median_ms(look_up)}
-
-
-def median_ms(work: Callable[[], None]) -> float:
     times = []
     for _ in range(12):
         began = time.perf_counter()
-        work()
+        continue_seen(ids.clone(), text, RequestSlots(text, row, length, CONTEXT), 2000)
         times.append(time.perf_counter() - began)
     return round(1000 * statistics.median(times[2:]), 3)
 
@@ -227,22 +186,18 @@ def median_ms(work: Callable[[], None]) -> float:
 def run(options: Options) -> dict[str, Any]:
     if options.recorded:
         return recorded.run(Path(options.recorded))
-    named = demo_pair("code")
+    named = demo_pair(KIND)
     pair = load(str(named.target), str(named.draft))
     rows = {}
-    for kind in KINDS:
-        replays = [
-            replay(pair, *given, greedy=kind != "sampled")
-            for given in asked(kind, pair.tokenizer, options.texts)
-        ]
-        rows[kind] = {
-            name: round(
-                len(replays) / sum(1 / tokens_per_step(positions, rule) for positions in replays), 3
-            )
-            for name, rule in RULES.items()
-        }
-    sizes = {"block_size": pair.draft.config.block_size, "tokens": TOKENS, "context": CONTEXT}
-    return {**sizes, **milliseconds(pair), "rows": rows}
+    for kind, prompts in tasks(options.prompts).items():
+        chosen = datasets.select(prompts, options.texts, seed=0)
+        ids = [datasets.encode_turn(pair.tokenizer, prompt, [], None) for prompt in chosen]
+        rows[kind] = by_rule([replay(pair, one, None, kind != SAMPLED) for one in ids])
+    given = noise(pair.tokenizer, options.texts)
+    rows["random"] = by_rule([replay(pair, *texts, greedy=True) for texts in given])
+    block = pair.draft.config.block_size
+    sizes = {"block_size": block, "tokens": TOKENS, "context": CONTEXT}
+    return {**sizes, "lookup_ms": lookup_ms(block), "rows": rows}
 
 
 def table(result: dict[str, Any]) -> list[str]:
@@ -250,8 +205,7 @@ def table(result: dict[str, Any]) -> list[str]:
         return recorded.table(result)
     kinds = list(result["rows"])
     lines = [f"{'tokens per step':32}" + "".join(f"{kind:>9}" for kind in kinds)]
-    took = f"at {result['context']} tokens: verify {result['verify_ms']} ms, lookup "
-    lines.append(f"{took}{result['lookup_ms']} ms")
+    lines.append(f"lookup in {result['context']} tokens takes {result['lookup_ms']} ms")
     return lines + [
         f"{rule:32}" + "".join(f"{result['rows'][kind][rule]:9.2f}" for kind in kinds)
         for rule in RULES

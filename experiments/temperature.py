@@ -1,9 +1,9 @@
 """What coupled drafts are worth: acceptance length by temperature, in the loop over Transformers.
 
-Sampled with seeds, so the text of a prompt is the same in both arms; they differ in how it is
-drafted. `argmax` drafts the likeliest tokens, as for greedy requests, `coupled` follows the
-target's random numbers where that has guessed more, in this answer or an earlier one. If an answer
-differs, nothing is reported.
+Chat prompts of the `smollm2` pair, which neither of its models was trained on. Sampled with seeds,
+so the text of a prompt is the same in both arms; they differ in how it is drafted. `argmax` drafts
+the likeliest tokens, as for greedy requests, `coupled` follows the target's random numbers where
+that has guessed more, in this answer or an earlier one. If an answer differs, nothing is reported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sglang_dflash.bench.datasets import encode_turn, load
 from sglang_dflash.bench.progress import progress_bar
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.sampled_drafts import SampledDrafts
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.embedded import demo_pair
-from sglang_dflash.transformers_loop import load, prefill, spec_generate
+from sglang_dflash.facts.public_target import KIND
+from sglang_dflash.transformers_loop import load as load_pair
+from sglang_dflash.transformers_loop import prefill, spec_generate
 from sglang_dflash.transformers_loop.generation import Sampler
 
 # Temperature, top-p.
@@ -28,8 +31,7 @@ SETTINGS = ((1.0, 1.0), (0.7, 1.0), (0.6, 0.95))
 
 @dataclass(frozen=True)
 class Options:
-    model: str = setting("code", "which embedded pair (default: {default})")
-    prompts: int = setting(60, "prompts of the pair (default: {default})")
+    prompts: int = setting(60, "of the built-in data set chat (default: {default})")
     new_tokens: int = setting(128, "per prompt (default: {default})")
 
 
@@ -46,15 +48,14 @@ ARMS: dict[str, type[Sampler]] = {"argmax": ArgmaxDrafts, "coupled": Sampler}
 def run(options: Options) -> dict[str, Any]:
     """Raises RuntimeError if an answer depends on how it is drafted."""
     torch.set_num_threads(1)
-    named = demo_pair(options.model)
-    texts = named.prompts[: options.prompts]
-    pair = load(str(named.target), str(named.draft), dtype="float32", device="cpu")
+    named, prompts = demo_pair(KIND), load("chat", options.prompts)
+    pair = load_pair(str(named.target), str(named.draft), dtype="float32", device="cpu")
     counts = {(how, arm): VerifySteps() for how in SETTINGS for arm in ARMS}
     block = pair.draft.config.block_size
     drafts = {how: SampledDrafts(block, torch.device("cpu")) for how in SETTINGS}
-    with progress_bar(len(texts)) as bar:
-        for seed, text in enumerate(texts):
-            ids = pair.tokenizer(text, return_tensors="pt")
+    with progress_bar(len(prompts)) as bar:
+        for seed, prompt in enumerate(prompts):
+            ids = torch.tensor([encode_turn(pair.tokenizer, prompt, [], None)])
             start = prefill(pair.draft, pair.target, ids)
             for how in SETTINGS:
                 answers = set()
@@ -64,6 +65,7 @@ def run(options: Options) -> dict[str, Any]:
                         pair.target,
                         start,
                         options.new_tokens,
+                        stop_token_ids=pair.stop_token_ids,
                         choose=kind(how[0], 0, how[1], seed),
                         drafts=drafts[how],
                     )

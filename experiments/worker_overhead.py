@@ -60,7 +60,9 @@ Turns = dict[str, list[Turn]]
 
 @dataclass(frozen=True)
 class Options:
-    model: str = setting("dense", "which embedded pair (default: {default})")
+    model: str = setting(
+        "dense", "which memorized pair (default: {default})", choices=("dense", "hybrid")
+    )
     against: str = setting(
         "builtin", "what ours is compared with (default: {default})", choices=AGAINST
     )

@@ -98,7 +98,7 @@ HUB = {
         lambda row: ["\n\n".join(filter(None, (row["instruction"], row["input"])))],
     ),
 }
-BUILT_IN = ("demo", "unseen", "stdlib", "chat")
+BUILT_IN = ("demo", "stdlib", "chat")
 # What people ask an assistant; no text of ours was trained on it.
 CHAT = Path(__file__).parent / "chat.jsonl"
 NAMES = (*BUILT_IN, *HUB)
@@ -125,7 +125,7 @@ def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> l
     elif name == "chat":
         found = from_file(CHAT)
     else:
-        texts = demo_pair("code" if name == "unseen" else model or "dense").prompts
+        texts = demo_pair(model or "dense").prompts
         found = [Prompt((text,), chat=False) for text in texts]
     return select(found, count, seed)
 

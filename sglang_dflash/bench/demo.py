@@ -36,7 +36,7 @@ from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps, of_answer
 from sglang_dflash.drafting.machine import hardware
 from sglang_dflash.facts.command_line import add_flags
-from sglang_dflash.facts.embedded import DemoPair, demo_pair
+from sglang_dflash.facts.embedded import DemoPair, demo_pair, kinds
 from sglang_dflash.facts.errors import Failed
 from sglang_dflash.facts.public_target import KIND
 
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> None:
         if sys.stdout.isatty() or args.picture:
             shown = [(prompt.turns[0], of) for prompt, of in zip(asked, ids, strict=True)][:SHOWN]
             race({"plain": plain.url, "DFLASH": dflash.url}, shown, sampling, args.picture)
-        result = {"text": pair.text, **compare(plain, dflash, ids, sampling)}
+        result = {"text": kinds()[pair.kind], **compare(plain, dflash, ids, sampling)}
         plain.stop()
         print(summary(result, "GPU" if on_gpu else "CPU"))
         if args.check:

@@ -12,7 +12,7 @@ from sglang_dflash.bench.load import SEEDED, Answer, Pass
 from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.drafting.machine import hardware
-from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.embedded import kinds
 from sglang_dflash.facts.server import NOT_KNOWN
 
 # Data set and concurrency -> arm -> one pass per round. All arms have the same order of prompts.
@@ -193,13 +193,13 @@ def summarize(
     if simulated is None:
         differing = {arm: len(places) for arm, places in differences(runs).items()}
     in_turns = "all servers at once, arms taking turns"
-    pair = settings.embedded and not settings.base_url
+    pair = None if settings.base_url else settings.embedded
     return {
         "outputs": _outputs(settings, measured, differing),
         "differing_answers": differing,
         "simulated_acceptance": simulated,
         "command": settings.command,
-        "text": demo_pair(settings.embedded or "").text if pair else None,
+        "text": kinds()[pair] if pair else None,
         "servers": measured.servers,
         "asked_dtype": settings.dtype,
         "client": hardware(),

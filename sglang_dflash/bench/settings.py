@@ -11,6 +11,7 @@ from typing import Any, Self
 from sglang_dflash.bench.datasets import NAMES
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.errors import ConfigError, cut
+from sglang_dflash.facts.public_target import KIND
 
 # What is measured on an accelerator if nothing else is asked for. The fields' own defaults are for
 # two cores: the embedded dense pair in under ten minutes.
@@ -51,7 +52,9 @@ class BenchSettings:
         choices=("sglang", "vllm", "transformers"),
     )
     url: str = setting("http://127.0.0.1:30000", "of the running server (default: {default})")
-    pair: str | None = setting(None, "an embedded pair: code, dense or hybrid (default: {default})")
+    pair: str | None = setting(
+        None, "an embedded pair: dense, hybrid or smollm2 (default: {default})"
+    )
     target: str | None = setting(
         None, "a folder or a hub name; of a running server, whose tokenizer it uses"
     )
@@ -62,7 +65,7 @@ class BenchSettings:
     # What is asked.
     dataset: tuple[str, ...] = setting(
         (),
-        f"{', '.join(NAMES)}; repeat for more (default: demo and stdlib; unseen for the code pair)",
+        f"{', '.join(NAMES)}; repeat for more (default: demo and stdlib; chat for smollm2)",
         metavar="NAME",
         choices=NAMES,
     )
@@ -196,8 +199,8 @@ class BenchSettings:
         """Names of data sets; none if there is a file."""
         if self.dataset or self.dataset_file is not None:
             return self.dataset
-        if (self.embedded or "").startswith("code"):
-            return ("unseen",)
+        if self.embedded == KIND:
+            return ("chat",)
         return ("demo", "stdlib") if self.embedded else ("stdlib",)
 
 

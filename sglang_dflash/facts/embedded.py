@@ -12,12 +12,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.target_config import TargetGeometry
 
 _MEMORIZED = "Python code that both models have memorized"
-# What the prompts of the others are.
-_TEXTS = {
-    "code": "Python code from files that neither model has seen",
-    "code-dflash2": "Python code from files that neither model has seen",
-    public_target.KIND: "chats, with SmolLM2-135M-Instruct, which is fetched once",
-}
+_CHATS = "chats, with SmolLM2-135M-Instruct, which is fetched once"
 
 
 @dataclass(frozen=True)
@@ -27,23 +22,13 @@ class DemoPair:
     Attributes:
         kind: its name.
         target, draft: folders.
-        cut: its prompts. Each has the keys `prompt`, and `file`, the file of the Python library
-            that it was cut from. A pair that chats has none.
+        prompts: texts to be continued. A pair that chats has none.
     """
 
     kind: str
     target: Path
     draft: Path
-    cut: tuple[dict[str, str], ...]
-
-    @property
-    def prompts(self) -> list[str]:
-        return [item["prompt"] for item in self.cut]
-
-    @property
-    def text(self) -> str:
-        """What its prompts are, in words."""
-        return _TEXTS.get(self.kind, _MEMORIZED)
+    prompts: tuple[str, ...]
 
     @property
     def is_hybrid(self) -> bool:
@@ -60,7 +45,7 @@ def _home() -> Path:
 def kinds() -> dict[str, str]:
     """The pairs that are here, by name, and what each is in words."""
     found = sorted(path.parent.name for path in _home().glob("*/draft"))
-    return {kind: _TEXTS.get(kind, _MEMORIZED) for kind in found}
+    return {kind: _CHATS if kind == public_target.KIND else _MEMORIZED for kind in found}
 
 
 def demo_pair(kind: str) -> DemoPair:
@@ -70,7 +55,7 @@ def demo_pair(kind: str) -> DemoPair:
         required = f"choose one of {', '.join(kinds())}; a checkout has all pairs, the wheel one"
         raise ConfigError("demo pair", kind, required)
     folder = _home() / kind
-    prompts = folder / "prompts.json"
-    cut = tuple(json.loads(prompts.read_text())) if prompts.exists() else ()
+    file = folder / "prompts.json"
+    cut = json.loads(file.read_text()) if file.exists() else ()
     target = public_target.fetched() if kind == public_target.KIND else folder / "target"
-    return DemoPair(kind, target, folder / "draft", cut)
+    return DemoPair(kind, target, folder / "draft", tuple(item["prompt"] for item in cut))

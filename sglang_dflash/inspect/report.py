@@ -44,7 +44,9 @@ class Serving:
         None, "how many requests of so many tokens, the answer included, run at a time", metavar="N"
     )
     context_length: int | None = setting(
-        None, "tokens of a request that the server takes, at most (default: the target's)"
+        None,
+        "tokens of a request that the server takes, at most; more than the target's if it is "
+        "extended, as by YaRN (default: the target's)",
     )
     tp_size: int = setting(1, "GPUs that the pair is split over (default: {default})")
     memory_gib: float = setting(80.0, "memory of each GPU, GiB (default: {default})")
@@ -84,6 +86,23 @@ class Serving:
                 raise ConfigError(name, getattr(self, name), required)
 
 
+def _longest(target: ModelFacts, config: DraftConfig | None, serving: Serving) -> int | None:
+    """Tokens of a request, at most; None if that is not known. Raises ConfigError."""
+    # Of a target whose context is not known the draft's is a guess.
+    bounds = {
+        "--context-length": serving.context_length,
+        "max_position_embeddings of the target": context_of(target),
+        "max_position_embeddings of the draft": config and config.max_position_embeddings,
+    }
+    bound, context = next(((by, most) for by, most in bounds.items() if most), ("", None))
+    if serving.context is not None and context is not None and serving.context > context:
+        required = (
+            f"requests have up to {context} tokens ({bound}); give the --context-length of a "
+        )
+        raise ConfigError("context", serving.context, required + "server that extends it")
+    return context
+
+
 def inspect(
     target: ModelFacts,
     draft: ModelFacts,
@@ -108,11 +127,7 @@ def inspect(
     if builtin is not None and judged.worker == OURS:
         judged = replace(judged, worker=BUILTIN, reason=builtin)
     geometry, config = judged.geometry, judged.config
-    # Of a target whose context is not known the draft's tells what requests can have, at most.
-    context = context_of(target) or (config.max_position_embeddings if config else None)
-    context = min(filter(None, (context, serving.context_length)), default=None)
-    if serving.context is not None and context is not None and serving.context > context:
-        raise ConfigError("context", serving.context, f"requests have up to {context} tokens here")
+    context = _longest(target, config, serving)
     resolved = replace(_resolve(options, draft, config), context=context)
     memory = _memory(target, draft, judged, resolved, serving)
     resolved.check_room(memory["target_tokens"])

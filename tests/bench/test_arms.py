@@ -73,7 +73,7 @@ def test_float32_on_a_gpu_has_an_attention_backend_that_serves_it(
     assert default in ("fa3", "trtllm_mha", "flashinfer")
     pair = {"target": "T", "draft": "D", "dtype": "float32"}
     servers = [*started(True).values(), *started(True, **pair).values()]
-    servers.append(demo_config(demo_pair("code"), dflash=True, accelerator=True))
+    servers.append(demo_config(demo_pair("hybrid"), dflash=True, accelerator=True))
     assert {of.flags["--attention-backend"] for of in servers} == {"triton"}
     assert not any("--attention-backend" in of.flags for of in started().values())
     assert "--attention-backend" not in started(True, dtype="bfloat16")["ar"].flags
@@ -124,7 +124,7 @@ def test_defaults_depend_on_the_machine() -> None:
     assert cpu.dtype == gpu.dtype == "float32"
     assert settings_for(False, target="T", draft="D").datasets == ("stdlib",)
     assert settings_for(True, target="T", draft="D").dtype == "bfloat16"
-    assert settings_for(pair="code").datasets == ("unseen",)
+    assert settings_for(pair="smollm2").datasets == ("chat",)
 
 
 def test_running_servers_are_arms_by_their_url() -> None:

@@ -15,9 +15,7 @@ from sglang_dflash.bench import datasets
 from sglang_dflash.bench.compare import encode_of
 from sglang_dflash.bench.datasets import Prompt
 from sglang_dflash.bench.settings import BenchSettings
-from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
-from tests.held_out import held_out_files
 
 
 def test_the_library_functions_are_of_held_out_modules() -> None:
@@ -25,12 +23,6 @@ def test_the_library_functions_are_of_held_out_modules() -> None:
     assert len(prompts) >= 32 and len(set(prompts)) == len(prompts)
     starts = ("def ", "async def ")
     assert all(prompt.turns[0].startswith(starts) and not prompt.chat for prompt in prompts)
-
-
-def test_unseen_text_is_of_files_that_neither_model_has_seen() -> None:
-    held_out, cut = held_out_files(), demo_pair("code").cut
-    assert cut and all(item["prompt"] in held_out[item["file"]] for item in cut)
-    assert {p.turns[0] for p in datasets.load("unseen", 1000)} == {item["prompt"] for item in cut}
 
 
 def test_fewer_prompts_are_always_the_same_ones() -> None:
@@ -187,7 +179,7 @@ def test_without_a_network_a_set_is_refused_at_once(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="the hub cannot be reached: no such host") as refused:
         datasets.load("gsm8k", 1)
     assert time.monotonic() - began < 5 and len(asked) == 1 and "openai/gsm8k" in asked[0]
-    assert "or one of demo, unseen, stdlib, chat" in str(refused.value)
+    assert "or one of demo, stdlib, chat" in str(refused.value)
 
 
 def test_a_set_that_cannot_be_fetched_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,12 +101,12 @@ def test_the_report_shows_every_figure(tmp_path: Path) -> None:
 def test_the_report_tells_whether_an_embedded_pair_knows_its_text() -> None:
     runs: Runs = {("demo", 1): {"ar": [made_up(["x"])]}}
     measured, one = Measured(runs, servers={"ar": TOLD}), {"demo": 1}
-    dense, code = (
+    dense, chat = (
         report.markdown(report.summarize(BenchSettings(pair=pair), one, one, measured))
-        for pair in ("dense", "code")
+        for pair in ("dense", "smollm2")
     )
     assert "both models have memorized" in dense
-    assert "neither model has seen" in code
+    assert "chats" in chat
 
 
 def test_differences_name_prompt_arm_and_place() -> None:

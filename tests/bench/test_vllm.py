@@ -217,7 +217,7 @@ def test_settings_that_do_not_go_together(asked: dict[str, Any], field: str) -> 
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("kind", ["code", "code-dflash2", "dense", "hybrid"])
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_pairs_card_has_a_command_for_each_engine(kind: str) -> None:
     pair = demo_pair(kind)
     card = (pair.target.parent / "README.md").read_text().replace("\\\n        ", "")

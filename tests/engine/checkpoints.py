@@ -44,6 +44,11 @@ def mixed_draft(folder: Path) -> None:
     rewrite_in_that_layout(folder, load_file(file)["model.embed_tokens.weight"], torch.arange(1000))
 
 
+def sliding_draft(folder: Path) -> None:
+    """All of its layers slide."""
+    _demo_draft_with(folder, layer_types=["sliding_attention"] * 3, sliding_window=256)
+
+
 def _as_dflash2(folder: Path, draft: Path, **changes: object) -> None:
     """A demo draft with a convolution and a selector, random and so weak that it still drafts."""
     raw = json.loads((draft / "config.json").read_text())
@@ -241,6 +246,7 @@ def thinking(folder: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     "short-draft": short_draft,
     "mixed-draft": mixed_draft,
+    "sliding-draft": sliding_draft,
     "dflash2-draft": dflash2_draft,
     "dflash2-hybrid-draft": dflash2_hybrid_draft,
     "overflowing-draft": overflowing_draft,

@@ -254,15 +254,13 @@ SIZED = PLAIN.changed("sized").having(
     max_total_tokens=None, mem_fraction_static=0.2, max_running_requests=16
 )
 BOUNDED = SIZED.named("bounded").having(**DFLASH_FLAGS, speculative_draft_window_size=512)
+SLIDING_DRAFT = {"speculative_draft_model_path": f"{FILES}/sliding-draft"}
 
 # -- sampling with seeds
 
 DETERMINISTIC = {"enable_deterministic_inference": True}
 SEEDED_PLAIN = SIZED.named("seeded-plain").having(**DETERMINISTIC)
 SEEDED = DFLASH.named("seeded").having(**DETERMINISTIC, **WIDE)
-CODE_PAIR = demo_pair("code")
-SEEDED_CODE_PLAIN = SEEDED_PLAIN.named("seeded-code-plain").having(model_path=CODE_PAIR.target)
-SEEDED_CODE = SEEDED_CODE_PLAIN.named("seeded-code").having(**drafting(CODE_PAIR.draft))
 # Every prompt takes several prefills.
 SEEDED_CHUNKS = SEEDED.named("seeded-chunks").having(chunked_prefill_size=16)
 SEEDED_TP2 = SEEDED.named("seeded-tp2").having(tp_size=2, **SECOND)

@@ -27,7 +27,6 @@ from tests.conftest import FUZZ
 from tests.engine import client, faults, workload
 from tests.engine import feature_requests as features
 from tests.engine.servers import (
-    CODE_PAIR,
     FAULTS,
     FEATURES_DFLASH,
     FEATURES_DFLASH_NO_OVERLAP,
@@ -39,7 +38,6 @@ from tests.engine.servers import (
     TP2_DISAGREEING,
     Ask,
     ServerConfig,
-    drafting,
     faulty,
 )
 from tests.engine.session import ServerSession
@@ -50,8 +48,6 @@ RESTORED: tuple[Ask, ...] = (
     features.mixed_chunks,
 )  # fmt: skip
 OF_FEATURES: tuple[Ask, ...] = (*RESTORED, features.choices, features.limits, features.adapters)
-CODE_PLAIN = PLAIN.named("code-plain").having(model_path=CODE_PAIR.target)
-CODE = CODE_PLAIN.named("code").having(**drafting(CODE_PAIR.draft))
 # A server with faults, the one without that it is compared with, and what innocents ask.
 COMPARED: dict[ServerConfig, tuple[ServerConfig, tuple[Ask, ...]]] = {
     faulty(FEATURES_DFLASH): (FEATURES_PLAIN, RESTORED if FUZZ == 1 else OF_FEATURES),
@@ -60,7 +56,6 @@ COMPARED: dict[ServerConfig, tuple[ServerConfig, tuple[Ask, ...]]] = {
     faulty(FEATURES_DFLASH_NO_OVERLAP): (FEATURES_PLAIN, OF_FEATURES),
     faulty(HYBRID_PAIR_PLAIN): (HYBRID_PAIR_PLAIN, (workload.some_short_and_demo,)),
     faulty(HYBRID_PAIR_DFLASH): (HYBRID_PAIR_PLAIN, (workload.some_short_and_demo,)),
-    faulty(CODE): (CODE_PLAIN, (workload.some_short_and_demo,)),
     TP2_DISAGREEING: (PLAIN, (workload.some_short_and_demo,)),
 }
 USUAL = (faulty(FEATURES_DFLASH), TP2_DISAGREEING)

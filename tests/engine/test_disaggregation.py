@@ -24,7 +24,6 @@ import requests
 
 from sglang_dflash.bench.server import Server, free_port
 from sglang_dflash.bench.server import together as side_by_side
-from sglang_dflash.facts.embedded import demo_pair
 from tests.engine import workload
 from tests.engine.checks import cached_tokens
 from tests.engine.client import GREEDY, at_rest
@@ -32,7 +31,6 @@ from tests.engine.hierarchical import SMALL
 from tests.engine.nursery import ForkedServer
 from tests.engine.router import BOUND, post, router
 from tests.engine.servers import (
-    CODE_PAIR,
     DFLASH,
     HYBRID_PAIR,
     HYBRID_PAIR_DFLASH,
@@ -40,9 +38,9 @@ from tests.engine.servers import (
     MIXED,
     PAIR,
     PLAIN,
+    SLIDING_DRAFT,
     WINDOW,
     ServerConfig,
-    drafting,
 )
 from tests.engine.session import ServerSession
 
@@ -56,16 +54,16 @@ pytestmark = [
 
 CLIENTS = 4
 DENSE = DFLASH.named("pd-dense")
-CODE = DFLASH.named("pd-code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
+SLIDING = DENSE.named("pd-sliding").having(**SLIDING_DRAFT)
 CHATS = DENSE.named("pd-chats").having(max_running_requests=8)
 CASES = {
     "dense": (DENSE, PAIR),
-    "code": (CODE, CODE_PAIR),
+    "sliding": (SLIDING, PAIR),
     "pages": (
-        CODE.named("pd-code-pages").having(
+        SLIDING.named("pd-pages").having(
             page_size=16, disable_overlap_schedule=True, chunked_prefill_size=64, **WINDOW, **LOOKUP
         ),
-        CODE_PAIR,
+        PAIR,
     ),
     # Two draft KV caches.
     "mixed": (DENSE.named("pd-mixed").having(page_size=4, **MIXED), PAIR),
@@ -186,7 +184,7 @@ def test_outputs_and_acceptance_are_those_of_one_server(servers: ServerSession, 
 
 def turns(one: Server | Pair) -> list[list[int]]:
     """A conversation's answers; each turn begins with all before."""
-    text, found = demo_pair("code").prompts[0], []
+    text, found = PAIR.prompts[0], []
     for _ in range(4):
         answer = one.generate(text, **GREEDY)
         found.append(answer["output_ids"])
@@ -201,14 +199,14 @@ def of_their_own(one: Server | Pair) -> list[list[int]]:
         {"frequency_penalty": 1.5, "presence_penalty": 0.5},
         {"temperature": 1.0, "sampling_seed": 7},
     ]
-    prompt = CODE_PAIR.prompts[1]
+    prompt = PAIR.prompts[1]
     return [one.generate(prompt, **{**GREEDY, **way})["output_ids"] for way in ways]
 
 
 def test_turns_of_a_conversation(servers: ServerSession) -> None:
     """The prefill server finds all turns before in its prefix cache, and sends what is there."""
-    expected = turns(servers.server(CODE)), of_their_own(servers.server(CODE))
-    with disaggregated(servers, CODE, CODE.changed("poisoned_draft_kv")) as both:
+    expected = turns(servers.server(SLIDING)), of_their_own(servers.server(SLIDING))
+    with disaggregated(servers, SLIDING, SLIDING.changed("poisoned_draft_kv")) as both:
         before = both.decode.dflash()["nonfinite_outputs"]
         assert (turns(both), of_their_own(both)) == expected
         assert both.decode.dflash()["nonfinite_outputs"] == before
@@ -247,8 +245,8 @@ def timed(url: str, text: str) -> tuple[float, float, int, list[int]]:
 
 def test_speed_beside_plain_decoding(servers: ServerSession) -> None:
     """Of two pairs, one after the other; which is faster is not judged."""
-    prompts, outputs = CODE_PAIR.prompts[:24], []
-    for config in (PLAIN.named("pd-code-plain").having(model_path=CODE_PAIR.target), CODE):
+    prompts, outputs = PAIR.prompts[:24], []
+    for config in (PLAIN.named("pd-plain"), DENSE):
         with disaggregated(servers, config) as both:
             for clients in (1, 4):
                 began = time.perf_counter()

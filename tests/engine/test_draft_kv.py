@@ -14,11 +14,14 @@ from tests.engine.servers import (
     CHAT_WINDOW,
     CHATS_DEFAULT,
     CHATS_UNBOUNDED,
-    SEEDED_CODE,
-    SEEDED_CODE_PLAIN,
+    DFLASH_FLAGS,
     SEEDED_PLAIN,
+    SIZED,
+    SLIDING_DRAFT,
 )
 from tests.engine.workload import acceptance_length, assert_same_outputs, chatted
+
+SLIDING = SIZED.named("sliding-draft").having(**DFLASH_FLAGS | SLIDING_DRAFT)
 
 
 def report(server: Server) -> dict[str, Any]:
@@ -48,14 +51,14 @@ def test_the_default_size_costs_no_acceptance(answers: Any, server: Server) -> N
 
 
 @pytest.mark.long
-@pytest.mark.server(SEEDED_CODE)
-@pytest.mark.recorded(SEEDED_CODE_PLAIN, kv_tokens)
+@pytest.mark.server(SLIDING)
+@pytest.mark.recorded(SEEDED_PLAIN, kv_tokens)
 def test_sliding_layers_leave_the_memory_to_the_target(server: Server, answers: Any) -> None:
-    """Without a flag. One draft slot per target token would leave 8 of 11 layers' worth."""
+    """Without a flag. One draft slot per target token would leave 6 of 9 layers' worth."""
     (group,) = server.dflash()["draft_kv_groups"]
     assert (group["layers"], group["window"]) == ([0, 1, 2], 256)
     assert group["is_ring"] and group["entries"] == 2 * 16 * (256 + 8)
-    assert 0.97 < kv_tokens(server) / answers(SEEDED_CODE_PLAIN, kv_tokens) <= 1
+    assert 0.97 < kv_tokens(server) / answers(SEEDED_PLAIN, kv_tokens) <= 1
 
 
 @pytest.mark.server(BOUNDED)

@@ -310,12 +310,6 @@ RARE = (
         (workload.seeded_hybrid,),
         (checks.drafted, checks.sampled(1.3)),
     ),
-    Row(
-        s.SEEDED_CODE,
-        s.SEEDED_CODE_PLAIN,
-        (workload.seeded_code,),
-        (checks.drafted, checks.sampled(1.1)),
-    ),
     # Grammars of other backends than XGrammar.
     Row(c.OWN, s.FEATURES_PLAIN, (features.grammars,), (checks.drafted, checks.undrafted)),
     Row(c.OUTLINES, c.OUTLINES_PLAIN, (c.regular,), (checks.drafted, checks.undrafted)),

@@ -22,13 +22,11 @@ from sglang_dflash.bench.server import Server
 from tests.conftest import FUZZ
 from tests.engine import client, workload
 from tests.engine.servers import (
-    CODE_PAIR,
     DFLASH,
     FILES,
     HYBRID_PAIR_DFLASH,
     PLAIN,
     ServerConfig,
-    drafting,
 )
 
 # Endpoint, the fields of which one makes a prompt, and the prompt if none is drawn.
@@ -215,14 +213,13 @@ REACHING: dict[str, dict[str, Any]] = {
     "chunks-of-16": {"chunked_prefill_size": 16},
     "hidden-states": {"enable_return_hidden_states": True, "disable_overlap_schedule": True},
 }
-CODE = DFLASH.named("code").having(model_path=CODE_PAIR.target, **drafting(CODE_PAIR.draft))
 # Of the dense pair only: adapters are made for it, and SGLang's sessions are not for states.
 NOT_HYBRID = ("lora", "streaming-sessions", "no-radix-cache")
 FUZZED = [
     DFLASH,
     *(
         pytest.param(pair.named(f"{pair}-{name}").having(**flags), marks=pytest.mark.long)
-        for pair in (DFLASH, HYBRID_PAIR_DFLASH, CODE, PLAIN)
+        for pair in (DFLASH, HYBRID_PAIR_DFLASH, PLAIN)
         for name, flags in REACHING.items()
         if pair in (DFLASH, PLAIN) or name not in NOT_HYBRID
     ),

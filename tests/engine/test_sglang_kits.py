@@ -19,12 +19,12 @@ from tests.engine.client import at_rest
 from tests.engine.servers import ServerConfig
 
 PLAIN = s.PLAIN.named("kits-plain").having(
-    model_path=s.CODE_PAIR.target,
+    model_path=s.PAIR.target,
     enable_return_hidden_states=True,
     enable_streaming_session=True,
     allow_auto_truncate=True,
 )
-DFLASH = PLAIN.named("kits-dflash").having(**s.drafting(s.CODE_PAIR.draft))
+DFLASH = PLAIN.named("kits-dflash").having(**s.drafting(s.PAIR.draft))
 KITS = (
     "abort_timeout_kit.AbortAllMixin",
     "anthropic_messages_kit.AnthropicMessagesMixin",
@@ -75,7 +75,7 @@ OTHER_KITS |= {
     "spec_server_kits.SpecParityKit": "it starts servers; test_exactness.py compares",
 }
 FRANCE = "the answer is the capital of France"
-# Tests of the kits above that are not run. The code pair knows Python only.
+# Tests of the kits above that are not run. The demo pair knows Python only.
 LEFT_OUT = {
     "test_capital_france": FRANCE,
     "test_concurrent_requests": FRANCE,
@@ -83,6 +83,8 @@ LEFT_OUT = {
     "test_basic_math": "the answer is a product",
     "test_color_completion": "the answer is the color of a banana",
     "test_acc_length": "an acceptance length above 3.1, which plain decoding has not",
+    "test_batch_generation": "an acceptance length above 1.75, of chats",
+    "test_logprob_mixed": "token ids above the vocabulary",
     "test_max_token_one": "speed, with a data set from the hub",
     "test_ebnf_generate_complex_json": "samples numbers until one has few enough digits",
     "test_regex_generate_complex_json": "samples blanks until there are few enough",
@@ -122,7 +124,7 @@ def test_a_test_of_sglangs_passes(
     from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
     from transformers import AutoTokenizer
 
-    model = str(s.CODE_PAIR.target)
+    model = str(s.PAIR.target)
     # What SGLang's fixtures give to kits.
     helpers = ("send_request", "send_requests_abort", "run_decode")
     given = {name: getattr(SpecEagleServerBase, name) for name in helpers} | {

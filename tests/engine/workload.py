@@ -269,11 +269,6 @@ def seeded_hybrid(server: Server) -> Answers:
     return _seeded(server, demo_pair("hybrid").prompts[:12], SAMPLING, 96, 2000)
 
 
-def seeded_code(server: Server) -> Answers:
-    """At temperature 1, text that neither model of the `code` pair has seen."""
-    return _seeded(server, demo_pair("code").prompts[:24], [{"temperature": 1.0}], 64, 0)
-
-
 # A repetition penalty with others, too: the order in which they are applied is fixed.
 WAYS: list[dict[str, Any]] = [
     {"frequency_penalty": 0.9},

@@ -1,18 +1,12 @@
-"""`python -m experiments lookup` and `lookup_servers`: rules and their replay, by hand."""
+"""`python -m experiments lookup`: rules and their replay, by hand."""
 
 from __future__ import annotations
 
-import random
-from typing import Any
+from pathlib import Path
 
 import pytest
-import xgrammar
 
-from experiments.lookup import RULES, Position, accepted, edited, tokens_per_step
-from experiments.lookup_servers import Asked, compared, sampling, table
-from sglang_dflash.bench import load
-from sglang_dflash.bench.load import Answer, Pass, SGLang
-from sglang_dflash.drafting.acceptance_length import VerifySteps
+from experiments.lookup import RULES, Position, accepted, by_rule, tasks, tokens_per_step
 
 # Blocks of four. The text continues as 1 2 3 4 5 6; what follows a rejection was not seen before.
 SEEN_LATE = [
@@ -49,41 +43,14 @@ def test_steps_of_a_rule(rule: str, steps: int) -> None:
         assert tokens_per_step(SEEN_LATE, RULES[rule]) == len(SEEN_LATE) / steps
 
 
-def test_ten_edits() -> None:
-    passage, others = list(range(400)), list(range(1000, 1400))
-    found = edited(passage, others, random.Random(1))
-    kept = [token for token in found if token < 1000]
-    assert kept == sorted(kept) and 370 <= len(kept) <= 390
-    assert 10 <= len(found) - len(kept) <= 30
+def test_kinds_of_text_are_chats_and_files(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"turns": ["a"]}\n')
+    assert list(tasks("")) == ["chat", "sampled"]
+    found = tasks(str(tmp_path))
+    assert list(found) == ["chat", "sampled", "own"] and found["own"][0].turns == ("a",)
 
 
-def test_a_given_answer_is_the_only_one_that_its_grammar_allows() -> None:
-    """Also where other tokens have the same text, and after other grammars."""
-    info = xgrammar.TokenizerInfo(["a", "b", "ab", "</s>"], stop_token_ids=[3])
-    compiler, mask = xgrammar.GrammarCompiler(info), xgrammar.allocate_token_bitmask(1, 4)
-    for number, answer in enumerate(([2, 0, 1], [0, 1, 0], [1, 2, 2])):
-        matcher = xgrammar.GrammarMatcher(
-            compiler.compile_grammar(sampling(answer, number)["ebnf"])
-        )
-        for token in answer:
-            matcher.fill_next_token_bitmask(mask)
-            assert mask.item() & 0b1111 == 1 << token
-            assert matcher.accept_token(token)
-    assert sampling(None, 0) == {"temperature": 0, "ignore_eos": True}
-
-
-def test_a_comparison_needs_equal_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def passed(to: Any, *_: Any) -> Pass:
-        answer = Answer("", (1, 2) if to.url == "off" else others, 2, 0.1, 0.2, 1)
-        seconds = {"off": 2.0, "on": 1.0}[to.url]
-        return Pass(seconds, [[answer]], VerifySteps(1, 2))
-
-    monkeypatch.setattr(load, "run", passed)
-    arms, others = {name: SGLang(name) for name in ("off", "on")}, (1, 2)
-    found = compared(arms, [Asked([1], {})], level=1, rounds=3)
-    assert (found["ratio"], found["on_tokens_per_second"]) == (2.0, 2.0)
-    row = {"text": "quote", "concurrency": 1, **found}
-    assert table({"rows": [row]})[1].split()[-2:] == ["2.000", "2.000"]
-    others = (1, 3)
-    with pytest.raises(RuntimeError, match="outputs differ"):
-        compared(arms, [Asked([1], {})], level=1, rounds=3)
+def test_tokens_per_step_of_all_texts_together() -> None:
+    late, short = SEEN_LATE, SEEN_LATE[-1:]
+    # 6 tokens in 3 steps, and 1 in 1.
+    assert by_rule([late, short])["draft"] == round(7 / 4, 3)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from experiments import runner, target_kv_tokens, width
+from experiments import draft_kv, runner, target_kv_tokens
 from sglang_dflash.bench.server import ServerConfig
 
 ARMS = {name: ServerConfig({"--name": name}) for name in ("one", "three")}
@@ -69,24 +69,25 @@ def test_one_server_after_another(log: list[str]) -> None:
 def test_a_result_is_written_and_its_failure_tells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(width, "run", lambda options: {"points": [], "rounds": options.rounds})
-    out = tmp_path / "new" / "width.json"
-    assert runner.main(["width", "--rounds", "3", "--out", str(out)]) == 0
+    monkeypatch.setattr(draft_kv, "run", lambda options: {"rings": {}, "turns": options.turns})
+    monkeypatch.setattr(draft_kv, "failure", lambda result: None)
+    out = tmp_path / "new" / "rings.json"
+    assert runner.main(["draft_kv", "--turns", "3", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads(out.read_text()) == result and result["rounds"] == 3
-    assert result["command"] == "python -m experiments width --rounds 3 --points all"
+    assert json.loads(out.read_text()) == result and result["turns"] == 3
+    assert result["command"] == "python -m experiments draft_kv --chats 32 --turns 3"
     assert {"date", "processor", "cores", "torch"} <= set(result["hardware"])
-    monkeypatch.setattr(width, "failure", lambda result: "does not hold")
-    assert runner.main(["width"]) == 1
+    monkeypatch.setattr(draft_kv, "failure", lambda result: "does not hold")
+    assert runner.main(["draft_kv"]) == 1
     shown = capsys.readouterr()
-    assert json.loads(shown.out.splitlines()[-1])["rounds"] == 16
-    assert shown.err == "width: does not hold\n"
+    assert json.loads(shown.out.splitlines()[-1])["turns"] == 4
+    assert shown.err == "draft_kv: does not hold\n"
 
 
 def test_an_option_out_of_range_is_named_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert runner.main(["width", "--rounds", "1"]) == 1
+    assert runner.main(["worker_overhead", "--against", "revision", "--revision", "?"]) == 1
     shown = capsys.readouterr()
-    assert shown.err.startswith("width: --rounds: 1; ") and not shown.out
+    assert shown.err.startswith("worker_overhead: --revision: '?'; ") and not shown.out
 
 
 def test_the_help_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,14 +96,11 @@ def test_the_help_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
             runner.main(argv)
         assert bool(ended.value.code) == (argv == ["nonesuch"])
     shown = capsys.readouterr()
-    assert {"gpu", "worker_overhead", "width"} <= set(runner.experiments())
+    assert {"gpu", "worker_overhead"} <= set(runner.experiments())
     assert all(name in shown.out and name in shown.err for name in runner.experiments())
 
 
 def test_arms_of_an_experiment_differ() -> None:
-    servers = [width.server("dense", flags) for _, flags in width.ARMS]
-    # Plain decoding twice shows the noise.
-    assert len(set(map(str, servers))) == len(width.ARMS) - 1
     arms = target_kv_tokens.arms()
     assert len(set(map(str, arms.values()))) == len(arms)
 

@@ -39,6 +39,9 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
         assert [found[name] for name in names] == counts and bound in found["at_context"]
         assert found["at_context"] in " ".join(as_table(found).split())
     assert inspected(capsys, *pair)["at_context"] is None
-    assert "up to 262144 tokens here" in refusal(capsys, *pair[:2], "--context", "300000")
+    refused = refusal(capsys, *pair[:2], "--context", "300000")
+    assert "up to 262144 tokens (max_position_embeddings of the draft)" in refused
+    extended = inspected(capsys, *pair, "--context-length", "400000", "--context", "300000")
+    assert extended["requests_at_context_without_draft"] == 0
     short = ("--context-length", "8192", "--context", "9000")
-    assert "up to 8192 tokens here" in refusal(capsys, *pair[:2], *short)
+    assert "up to 8192 tokens (--context-length)" in refusal(capsys, *pair[:2], *short)

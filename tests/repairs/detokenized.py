@@ -44,7 +44,7 @@ def tokenizer_of(texts: Iterable[str], step: int) -> PreTrainedTokenizerFast:
     """As a model's that writes such texts. Of the tags, one in `step` is a token, others are
     several."""
     texts = list(texts)
-    made = Tokenizer.from_file(str(demo_pair("code").target / "tokenizer.json"))
+    made = Tokenizer.from_file(str(demo_pair("dense").target / "tokenizer.json"))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tags = sorted({tag for text in texts for tag in TAG.findall(text)})[::step]
     kept = [AddedToken(END, special=True)]

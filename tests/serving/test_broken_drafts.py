@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sglang_dflash import cli
-from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.transformers_loop import load
 from tests.broken_drafts import (
@@ -102,8 +101,8 @@ def test_a_swapped_pair_and_one_of_strangers_are_told_alike(
     resolve: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a server, `generate` and `inspect`, each in its own flags."""
-    draft, other = str(PAIR.draft), str(demo_pair("code").draft)
-    wrong = "hidden_size in the draft's config.json: 256; the target's is 192 "
+    draft, other = str(PAIR.draft), str(PAIR.draft.parents[1] / "smollm2/draft")
+    wrong = "hidden_size in the draft's config.json: 576; the target's is 192 "
     wrong += f"(draft '{other}', target '{TARGET}'): this draft is for another target"
     assert refusals(other, resolve, capsys) == [wrong] * 3
     swapped = "{}: {!r}; this is a draft: give it as {}, and the target here"
