@@ -28,7 +28,7 @@ class DemoPair:
     kind: str
     target: Path
     draft: Path
-    prompts: tuple[str, ...]
+    prompts: list[str]
 
     @property
     def is_hybrid(self) -> bool:
@@ -58,4 +58,4 @@ def demo_pair(kind: str) -> DemoPair:
     file = folder / "prompts.json"
     cut = json.loads(file.read_text()) if file.exists() else ()
     target = public_target.fetched() if kind == public_target.KIND else folder / "target"
-    return DemoPair(kind, target, folder / "draft", tuple(item["prompt"] for item in cut))
+    return DemoPair(kind, target, folder / "draft", [item["prompt"] for item in cut])
