@@ -113,7 +113,7 @@ UNSERVED = (
     *(
         Unserved(
             "--" + field.replace("_", "-"), _has(field),
-            "it puts K/V into slots without a word to us: drafts would read what was there before",
+            "it puts K/V into slots without telling our worker; drafts would read what was there",
             "`--enable-hierarchical-cache`",
         )
         for field in (
