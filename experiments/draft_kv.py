@@ -1,6 +1,6 @@
 """What the size of a ring costs, on the `smollm2` pair, whose draft layers all slide.
 
-With an entry per target slot, and with rings of one, two (the default) and four times what running
+With an entry per target slot, and with rings of one and two times (the default) what running
 requests can see. First functions to continue, 1, 8 and 16 at a time, without a prefix in common:
 every ring of the default size or more must accept what the entries per slot do, position by
 position. Then multi-turn chats, 16 at a time, in a new order every turn, so that a turn finds its
@@ -33,7 +33,7 @@ PIECE = 300
 SEEN = RUNNING * (512 + 8)
 # More entries than the target's pool has slots: one per slot.
 PER_SLOT, DEFAULT = "per slot", "2 x"
-ENTRIES = {PER_SLOT: 100_000, "4 x": 4 * SEEN, DEFAULT: 2 * SEEN, "1 x": SEEN}
+ENTRIES = {PER_SLOT: 100_000, DEFAULT: 2 * SEEN, "1 x": SEEN}
 
 
 @dataclass(frozen=True)

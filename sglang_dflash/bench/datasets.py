@@ -126,6 +126,8 @@ def load(name: str, count: int, *, model: str | None = None, seed: int = 0) -> l
         found = from_file(CHAT)
     else:
         texts = demo_pair(model or "dense").prompts
+        if not texts:
+            raise ConfigError("dataset", name, f"the pair {model} has no texts; chat is for it")
         found = [Prompt((text,), chat=False) for text in texts]
     return select(found, count, seed)
 

@@ -134,6 +134,7 @@ def inspect(
     names = spelled(Options.__dataclass_fields__, verify_block="--block-size")
     notices = resolved.warnings(config, names) if config else []
     warnings = [*other_target(target.name, draft.name), *words.config_only(draft)]
+    warnings += words.extended(context_of(target), serving.context_length)
     warnings += words.capped(memory, serving.max_running_requests)
     facts = {
         "warnings": warnings + [str(found) for found in notices],

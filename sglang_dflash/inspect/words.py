@@ -77,6 +77,16 @@ def capped(memory: Mapping[str, Any], asked: int) -> list[str]:
     ]
 
 
+def extended(own: int | None, asked: int | None) -> list[str]:
+    """A warning if requests may be longer than the target's config says."""
+    if own is None or asked is None or asked <= own:
+        return []
+    return [
+        f"--context-length {asked}: the target's max_position_embeddings is {own}; SGLang refuses "
+        "to start unless the config that it reads extends it, as by YaRN"
+    ]
+
+
 def config_only(draft: ModelFacts) -> list[str]:
     """A warning if the draft's folder has no weights."""
     if draft.tensors is not None or not Path(draft.name).is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets as hub
@@ -191,3 +192,10 @@ def test_a_set_that_cannot_be_fetched_is_refused_by_name(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match="no network") as refused:
         datasets.load("gsm8k", 1)
     assert (refused.value.field, refused.value.value) == ("dataset", "gsm8k")
+
+
+def test_a_pair_without_texts_has_no_demo_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = SimpleNamespace(prompts=[])
+    monkeypatch.setattr(datasets, "demo_pair", {"smollm2": pair}.__getitem__)
+    with pytest.raises(ConfigError, match="the pair smollm2 has no texts; chat is for it"):
+        datasets.load("demo", 4, model="smollm2")

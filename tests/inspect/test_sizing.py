@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.inspect.kv import GIB
 from sglang_dflash.inspect.table import as_table
 from tests.inspect.pairs import inspected, refusal
@@ -41,7 +43,15 @@ def test_it_tells_how_many_long_requests_run_at_a_time(capsys: pytest.CaptureFix
     assert inspected(capsys, *pair)["at_context"] is None
     refused = refusal(capsys, *pair[:2], "--context", "300000")
     assert "up to 262144 tokens (max_position_embeddings of the draft)" in refused
-    extended = inspected(capsys, *pair, "--context-length", "400000", "--context", "300000")
-    assert extended["requests_at_context_without_draft"] == 0
+    # A server that extends the target's context, by YaRN.
+    dense = ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", "--context", "65536")
+    assert "up to 40960 tokens" in refusal(capsys, *dense)
+    found = inspected(capsys, *dense, "--context-length", "131072")
+    assert [found[name] for name in names] == [5, 5, 6]
+    assert "contexts of 131072 tokens, the draft was made for 40960" in found["warnings"][0]
+    small = demo_pair("dense")
+    own = json.loads((small.target / "config.json").read_text())["max_position_embeddings"]
+    known = inspected(capsys, *map(str, (small.target, small.draft)), "--context-length", "99999")
+    assert f"the target's max_position_embeddings is {own}; " in " ".join(known["warnings"])
     short = ("--context-length", "8192", "--context", "9000")
     assert "up to 8192 tokens (--context-length)" in refusal(capsys, *pair[:2], *short)
