@@ -155,8 +155,8 @@ def test_rates_are_of_the_drafts_of_each_step(server: Server) -> None:
     for committed, rate, verified in lines:
         # All three are rounded to two digits.
         least, most = ((committed - 1 + e) / max(verified - 1 - e, 0.005) for e in (-0.005, 0.005))
-        assert least - 0.005 <= rate <= most + 0.005
-    assert gauge(server, "spec_accept_rate") == pytest.approx(lines[-1][1], abs=0.005)
+        assert least - 0.0051 <= rate <= most + 0.0051
+    assert round(gauge(server, "spec_accept_rate"), 2) == lines[-1][1]
 
 
 def gauge(server: Server, name: str) -> float:
