@@ -41,6 +41,19 @@ def convert(original: Any, *args: Any, **named: Any) -> Any:
         raise ValueError(_unreadable(error)) from error
 
 
+def process_media(original: Any, *args: Any, **named: Any) -> Any:
+    """Around a processor's work on images and videos, in a thread.
+
+    Raises:
+        ValueError: it has found more places for them in the prompt than there are. Its own
+            StopIteration cannot leave a thread for asyncio, and the request would wait for ever.
+    """
+    try:
+        return original(*args, **named)
+    except StopIteration as error:
+        raise ValueError("more places for images or videos in the prompt than images") from error
+
+
 def make_tool_parser(original: Any, *args: Any, **named: Any) -> Any:
     """Around the constructor of `FunctionCallParser`, which refuses names that it does not know.
 

@@ -17,6 +17,8 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from tests.conftest import random_model, raw_config, rewrite
 from tests.engine.hybrid import BLOCK_SIZE, SHAPE, save_random_hybrid
+from tests.engine.seeing import save_seeing_hybrid
+from tests.engine.tokens import name_tokens
 from tests.speculators import rewrite_in_that_layout
 
 PAIR = demo_pair("dense")
@@ -227,19 +229,7 @@ THOUGHTS = {327: "</think>", 707: "<think>", 336: "<tool_call>", 378: "</tool_ca
 def thinking(folder: Path) -> None:
     """The demo target with other texts for some tokens: its drafts stay as good."""
     shutil.copytree(PAIR.target, folder, dirs_exist_ok=True)
-    file = folder / "tokenizer.json"
-    raw = json.loads(file.read_text())
-    model, given = raw["model"], raw["added_tokens"][0]
-    old = {piece for piece, token in model["vocab"].items() if token in THOUGHTS}
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    model["merges"] = [[a, b] for a, b in pairs if not {a, b, a + b} & old]
-    kept = {piece: token for piece, token in model["vocab"].items() if piece not in old}
-    model["vocab"] = {**kept, **{text: token for token, text in THOUGHTS.items()}}
-    raw["added_tokens"] += [
-        {**given, "id": token, "content": text, "special": False}
-        for token, text in THOUGHTS.items()
-    ]
-    file.write_text(json.dumps(raw))
+    name_tokens(folder, THOUGHTS)
 
 
 # The first folder of a path after `{files}` -> what fills it.
@@ -255,6 +245,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "other-texts": other_texts,
     "hybrid": save_random_hybrid,
     "hybrid-moe": hybrid_moe,
+    "hybrid-seeing": save_seeing_hybrid,
     "hybrid-draft": hybrid_draft,
     "adapter": adapter,
     "thinking": thinking,

@@ -55,6 +55,11 @@ def drafted(seen: Seen) -> None:
     assert max(found) > 2
 
 
+def pictures_change_answers(seen: Seen) -> None:
+    """A text with one picture, and with another one."""
+    assert seen.ours[5]["output_ids"] != seen.ours[12]["output_ids"]
+
+
 def undrafted(seen: Seen) -> None:
     """Requests under a grammar took one token per step."""
     assert seen.report["undrafted_steps"] > 100

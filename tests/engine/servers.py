@@ -174,7 +174,7 @@ GRAPHS = replace(
 )
 HYBRID_PAIR = demo_pair("hybrid")
 HYBRID_PAIR_PLAIN = PLAIN.named("hybrid-pair").having(
-    model_path=HYBRID_PAIR.target,
+    model_path=f"{FILES}/hybrid-seeing",
     max_mamba_cache_size=64,
     mamba_track_interval=64,
     mamba_scheduler_strategy="extra_buffer",

@@ -203,9 +203,10 @@ RETURNED = (
     ),
     Row(s.SEEDED, s.SEEDED_PLAIN, (features.sampling_masks,), (checks.masks_alike,)),
 )
-# Targets with recurrent layers: the demo pair, then random targets with drafts of an oracle, so
-# that everything from none to all of a block is accepted. Every way of keeping states is in the
-# ordinary tier with one rollback; the default one with two ranks, with experts and with widths.
+# Targets with recurrent layers: the demo pair, whose target has got a vision tower, then random
+# targets with drafts of an oracle, so that everything from none to all of a block is accepted.
+# Every way of keeping states is in the ordinary tier with one rollback; the default one with two
+# ranks, with experts and with widths.
 ORDINARY_STATES = {
     ("replay", "lazy"),
     ("replay", "no-buffer"),
@@ -215,7 +216,7 @@ HYBRID = (
     Row(
         s.HYBRID_PAIR_GRAPHS,
         s.HYBRID_PAIR_PLAIN,
-        (workload.run_pair,),
+        (workload.run_pair, workload.pictures),
         (checks.drafted, checks.rolls_back_by("snapshot"), checks.replayed),
     ),
     Row(
@@ -223,6 +224,12 @@ HYBRID = (
         s.HYBRID_PAIR_PLAIN,
         (workload.run_pair,),
         (checks.drafted_at_every_width(0.5, steps=10), checks.rolls_back_by("replay")),
+    ),
+    Row(
+        s.HYBRID_PAIR_WIDTHS,
+        s.HYBRID_PAIR_PLAIN,
+        (workload.pictures,),
+        (checks.drafted, checks.pictures_change_answers),
     ),
     *(
         Row(

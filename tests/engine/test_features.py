@@ -149,13 +149,13 @@ def test_beam_search_is_refused(server: Server) -> None:
 @either
 def test_sessions_continue_from_what_is_cached(config: ServerConfig, answers: Any) -> None:
     """A turn's prompt is the whole conversation, cached but for its last token if no forward has
-    computed that."""
+    computed that. If a step that also prefills ends a turn, SGLang counts one token less."""
     turns = answers(config, features.sessions)
     for session in (turns[:3], turns[4:7], turns[7:10]):
         for before, turn in itertools.pairwise(session):
             info = before["meta_info"]
             length = info["prompt_tokens"] + info["completion_tokens"]
-            assert length - turn["meta_info"]["cached_tokens"] in (0, 1)
+            assert length - turn["meta_info"]["cached_tokens"] in (0, 1, 2)
             assert turn["meta_info"]["prompt_tokens"] > length
 
 

@@ -9,7 +9,7 @@ import random
 import shlex
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,7 @@ from sglang_dflash.bench.server import Server
 from sglang_dflash.drafting.acceptance_length import JUDGED_STEPS, VerifySteps, of_answer
 from sglang_dflash.facts.embedded import demo_pair
 from tests.engine.client import GREEDY, ask, together
+from tests.engine.seeing import PLACE, picture
 
 Answers = list[dict[str, Any]]
 ByKind = dict[str, Answers]
@@ -181,6 +182,23 @@ def _branches(server: Server, texts: list[list[int]]) -> Answers:
 def run_pair(server: Server) -> Answers:
     """The hybrid pair's texts: 132 tokens cross two boundaries of kept recurrent states."""
     return _at_once(server, demo_pair("hybrid").prompts[:8], clients=5, max_new_tokens=132)
+
+
+def pictures(server: Server) -> Answers:
+    """The hybrid pair's texts with up to three images, before, inside and after the text; then the
+    sixth with another image, and three of them again."""
+
+    def one(text: int, place: int, images: Sequence[int]) -> dict[str, Any]:
+        prompt = demo_pair("hybrid").prompts[text]
+        at = (0, 40, len(prompt))[place]
+        prompt = prompt[:at] + PLACE * len(images) + prompt[at:]
+        drawn = [picture(i, 32 * (2 + i % 5), 32 * (2 + i % 3)) for i in images]
+        return ask(server, prompt, {"image_data": drawn or None}, max_new_tokens=64)
+
+    jobs = [(i % 7, i % 3, range(i, i + i % 4)) for i in range(12)]
+    jobs += [(5, 2, range(50, 51)), *jobs[1:4]]
+    with ThreadPoolExecutor(5) as pool:
+        return list(pool.map(lambda job: one(*job), jobs))
 
 
 # Random recurrent targets, whose drafts an oracle knows: new tokens, and turns of a chat.

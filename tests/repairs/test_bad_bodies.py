@@ -12,6 +12,7 @@ from fastapi.dependencies import utils
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.multimodal.processors.executor import MultimodalProcessorExecutor
 
 from sglang_dflash.repairs import bad_bodies
 from tests.seam.originals import original
@@ -68,3 +69,24 @@ def test_what_is_read_stays() -> None:
 def test_a_conversion_that_fails_on_a_type_is_a_bad_value() -> None:
     with pytest.raises(ValueError, match=r"cannot read \(TypeError: int"):
         bad_bodies.convert(int, None)
+
+
+def test_a_wait_for_images_never_ends_without_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor takes an image for each place in the prompt."""
+    run = original("sglang.srt.multimodal.processors.executor.MultimodalProcessorExecutor._run")
+
+    def ask() -> Any:
+        executor = MultimodalProcessorExecutor(object, 1)
+        images = iter(())
+        return asyncio.wait_for(executor.run(lambda processor: next(images)), 0.5)
+
+    monkeypatch.setattr(MultimodalProcessorExecutor, "_run", run)
+    with pytest.raises(TimeoutError):
+        asyncio.run(ask())
+    monkeypatch.setattr(
+        MultimodalProcessorExecutor,
+        "_run",
+        lambda *args, **named: bad_bodies.process_media(run, *args, **named),
+    )
+    with pytest.raises(ValueError, match="more places for images"):
+        asyncio.run(ask())
