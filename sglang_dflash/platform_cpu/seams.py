@@ -15,7 +15,7 @@ _COPIES = "SGLang copies between host and device by kernels that a CPU build lac
 # Triton functions: the module in `sglang.kernels.ops`, ours, and the names, which are the same.
 _TRITON = (
     ("attention.triton_gdn_fused_proj", "gdn_ops.elementwise",
-     ("fused_qkvzba_split_reshape_cat_contiguous",)),
+     ("fused_qkvzba_split_reshape_cat", "fused_qkvzba_split_reshape_cat_contiguous")),
     ("mamba.causal_conv1d_triton", "gdn_ops.conv", ("causal_conv1d_fn", "causal_conv1d_update")),
     ("attention.linear.fused_gdn_gating", "gdn_ops.delta_rule", ("fused_gdn_gating",)),
     ("attention.fla.chunk", "gdn_ops.delta_rule", ("chunk_gated_delta_rule",)),
@@ -38,6 +38,8 @@ SEAMS = (
     ),
     Seam("sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward", Kind.REPLACE,
          f"{_HOME}.gdn_ops.elementwise:rms_norm_forward", *_NEEDS_A_GPU),
+    Seam("sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward", Kind.REPLACE,
+         f"{_HOME}.gdn_ops.elementwise:gated_norm_forward", *_NEEDS_A_GPU),
     Seam("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
          Kind.REPLACE, f"{_HOME}.torch_ops:murmur_hash32",
          "SGLang's hash of seeded sampling on a CPU is a kernel of its AMX engine.",
@@ -82,6 +84,9 @@ SEAMS = (
          "torch_ops:gather_on_cpu",
          "SGLang calls a custom operator that is registered for accelerators only.",
          f"{_PROOFS}test_all_gather_needs_an_accelerator"),
+        (Kind.AROUND, "models.qwen3_next.Qwen3GatedDeltaNet.__init__", "torch_ops:make_on_the_host",
+         "Qwen3-Next's recurrent layers have parameters on the current GPU.",
+         f"{_PROOFS}test_a_norm_of_qwen3_next_is_made_on_a_gpu"),
         # Packed weights.
         (Kind.AROUND, "configs.model_config._get_and_verify_dtype", "linear:model_dtype",
          "SGLang has no dtype for 16-bit weights beside float32 activations.",

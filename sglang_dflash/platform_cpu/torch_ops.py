@@ -209,6 +209,15 @@ def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def make_on_the_host(original: Any, *args: Any, **kwargs: Any) -> None:
+    """Around a constructor that makes parameters on the current GPU."""
+    current, torch.cuda.current_device = torch.cuda.current_device, lambda: "cpu"  # type: ignore[assignment, return-value]
+    try:
+        original(*args, **kwargs)
+    finally:
+        torch.cuda.current_device = current
+
+
 def send_pages_without_event(
     made: bool, _queue: Any, req: Any, *_args: Any, **_kwargs: Any
 ) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -166,10 +167,6 @@ def _byte_level(text: bytes) -> str:
     return "".join(chr(256 + others.index(b)) if b in others else chr(b) for b in text)
 
 
-def hybrid_moe(folder: Path) -> None:
-    save_random_hybrid(folder, moe=True)
-
-
 def hybrid_draft(folder: Path) -> None:
     """A random draft, with sliding layers like Qwen3.6-27B's."""
     raw = raw_config(
@@ -244,7 +241,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "sliding": sliding,
     "other-texts": other_texts,
     "hybrid": save_random_hybrid,
-    "hybrid-moe": hybrid_moe,
+    "hybrid-moe": functools.partial(save_random_hybrid, kind="Qwen3_5Moe"),
+    "hybrid-next": functools.partial(save_random_hybrid, kind="Qwen3Next"),
     "hybrid-seeing": save_seeing_hybrid,
     "hybrid-draft": hybrid_draft,
     "adapter": adapter,

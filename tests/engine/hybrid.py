@@ -44,18 +44,25 @@ EXPERTS = {
 }
 
 
-def config_of(moe: bool) -> Any:
-    """Of that shape, dense or with experts."""
+def config_of(kind: str = "Qwen3_5") -> Any:
+    """Of that shape: "Qwen3_5" is dense, "Qwen3_5Moe" and "Qwen3Next" have experts."""
     import transformers
 
-    if moe:
-        config: Any = transformers.Qwen3_5MoeTextConfig(**SHAPE, **EXPERTS)
+    if kind == "Qwen3_5":
+        config: Any = transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128)
+    elif kind == "Qwen3_5Moe":
+        config = transformers.Qwen3_5MoeTextConfig(**SHAPE, **EXPERTS)
     else:
-        config = transformers.Qwen3_5TextConfig(**SHAPE, intermediate_size=128)
+        config = transformers.Qwen3NextConfig(**SHAPE, **EXPERTS, norm_topk_prob=True)
     # Published configurations have it, and SGLang goes by it rather than by `layer_types`.
     config.full_attention_interval = 4
-    config.architectures = ["Qwen3_5MoeForCausalLM" if moe else "Qwen3_5ForCausalLM"]
+    config.architectures = [f"{kind}ForCausalLM"]
     return config
+
+
+# Of random weights that leave no two tokens equally likely in the tests' answers (CLEAR in
+# test_hybrid.py).
+SEEDS = {"Qwen3_5": 0, "Qwen3_5Moe": 0, "Qwen3Next": 4}
 
 
 def copy_tokenizer(folder: Path) -> None:
@@ -64,13 +71,13 @@ def copy_tokenizer(folder: Path) -> None:
         shutil.copy(demo_pair("dense").target / name, folder)
 
 
-def save_random_hybrid(folder: Path, moe: bool = False) -> None:
+def save_random_hybrid(folder: Path, kind: str = "Qwen3_5") -> None:
     """Write a float32 checkpoint, the same on every call, with the demo models' tokenizer."""
     import transformers
 
-    config = config_of(moe)
+    config = config_of(kind)
     model: Any = getattr(transformers, config.architectures[0])(config)
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator().manual_seed(SEEDS[kind])
     for name, parameter in model.float().named_parameters():
         if name.endswith("A_log"):
             # With dt_bias below: states that fade within a few tokens to several hundred.

@@ -324,6 +324,7 @@ HYBRID = OVERLAPPED.named("hybrid").having(
     model_path=f"{FILES}/hybrid",
 )
 HYBRID_MOE = HYBRID.having(model_path=f"{FILES}/hybrid-moe")
+HYBRID_NEXT = HYBRID.having(model_path=f"{FILES}/hybrid-next")
 # Every way that SGLang allows of keeping recurrent states for the prefix cache, overlapped or not.
 KEPT_STATES: dict[str, dict[str, Any]] = {
     "extra-buffer": {"mamba_scheduler_strategy": "extra_buffer"},
@@ -360,6 +361,7 @@ def _hybrid(name: str, base: ServerConfig, plain: ServerConfig, **flags: Any) ->
 HYBRID_PLAIN = _plain_hybrid("hybrid-plain", HYBRID)
 HYBRID_PLAIN_NO_BUFFER = _plain_hybrid("hybrid-plain-no-buffer", HYBRID, **KEPT_STATES["no-buffer"])
 HYBRID_MOE_PLAIN = _plain_hybrid("hybrid-moe-plain", HYBRID_MOE)
+HYBRID_NEXT_PLAIN = _plain_hybrid("hybrid-next-plain", HYBRID_NEXT)
 ROLLBACKS = ("replay", "snapshot")
 HYBRID_ROLLBACK = {
     (rollback, kept): _hybrid(
@@ -391,3 +393,4 @@ HYBRID_WIDTHS = {
     for kept in ("extra-buffer", "lazy")
 }
 HYBRID_MOE_DFLASH = _hybrid("hybrid-moe-auto", HYBRID_MOE, HYBRID_MOE_PLAIN)
+HYBRID_NEXT_DFLASH = _hybrid("hybrid-next-auto", HYBRID_NEXT, HYBRID_NEXT_PLAIN)

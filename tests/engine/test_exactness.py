@@ -272,11 +272,21 @@ HYBRID = (
         )
         for kept, config in s.HYBRID_WIDTHS.items()
     ),
-    Row(
-        s.HYBRID_MOE_DFLASH,
-        s.HYBRID_MOE_PLAIN,
-        (workload.hybrid_answers,),
-        (checks.rolls_back_by("replay"), checks.states_found("extra-buffer"), checks.lengths_mixed),
+    *(
+        Row(
+            config,
+            plain,
+            (workload.hybrid_answers,),
+            (
+                checks.rolls_back_by("replay"),
+                checks.states_found("extra-buffer"),
+                checks.lengths_mixed,
+            ),
+        )
+        for config, plain in (
+            (s.HYBRID_MOE_DFLASH, s.HYBRID_MOE_PLAIN),
+            (s.HYBRID_NEXT_DFLASH, s.HYBRID_NEXT_PLAIN),
+        )
     ),
 )
 # Every front end, streamed and not.

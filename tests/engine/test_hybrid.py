@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.servers import HYBRID_MOE_PLAIN, HYBRID_PLAIN, ServerConfig
+from tests.engine.servers import (
+    HYBRID_MOE_PLAIN,
+    HYBRID_NEXT_PLAIN,
+    HYBRID_PLAIN,
+    ServerConfig,
+)
 from tests.engine.session import ServerSession
 from tests.engine.workload import hybrid_answers
 
@@ -19,7 +24,7 @@ from tests.engine.workload import hybrid_answers
 CLEAR = 6e-5
 
 
-@pytest.mark.parametrize("config", [HYBRID_PLAIN, HYBRID_MOE_PLAIN], ids=str)
+@pytest.mark.parametrize("config", [HYBRID_PLAIN, HYBRID_MOE_PLAIN, HYBRID_NEXT_PLAIN], ids=str)
 def test_plain_decoding_is_that_of_transformers(
     config: ServerConfig, answers: Any, servers: ServerSession
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from sglang_dflash.platform_cpu.gdn_ops import elementwise as ours
 from tests.platform_cpu.gdn_cases import CLOSE, HEADS, VALUE_HEADS, K, V, inputs, parameters, update
@@ -50,6 +51,22 @@ def test_split_norm_and_output_gate() -> None:
     assert ours.fused_sigmoid_mul(attended, gate, inplace=True) is attended and torch.equal(
         attended, expected
     )
+
+
+def test_split_and_norm_of_qwen3_next() -> None:
+    qkvz = torch.randn(1, 5, 2 * HEADS * K + 2 * VALUE_HEADS * V)
+    ba = torch.randn(1, 5, 2 * VALUE_HEADS)
+    layer = SimpleNamespace(num_k_heads=HEADS, num_v_heads=VALUE_HEADS, head_k_dim=K, head_v_dim=V)
+    split = qwen3_next.Qwen3NextGatedDeltaNet.fix_query_key_value_ordering
+    q, k, v, z, b, a = (part[0] for part in split(layer, qkvz, ba))
+    got = ours.fused_qkvzba_split_reshape_cat(qkvz[0], ba[0], HEADS, VALUE_HEADS, K, V)
+    expected = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1), z, b, a
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    theirs = qwen3_next.Qwen3NextRMSNormGated(V, eps=1e-6)
+    theirs.weight.data = torch.randn(V)
+    fake = SimpleNamespace(weight=theirs.weight, eps=1e-6, activation="silu")
+    torch.testing.assert_close(ours.gated_norm_forward(fake, v, z), theirs(v, z), **CLOSE)
+    assert ours.gated_norm_forward(fake, v.bfloat16(), z.bfloat16()).dtype == torch.bfloat16
 
 
 def test_shared_expert_gate() -> None:

@@ -69,6 +69,9 @@ def inputs() -> dict[str, tuple[Any, ...]]:
         "triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
             qkvz, torch.randn(TOKENS, 2 * VALUE_HEADS), *shapes,
         ),
+        "triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat": (
+            qkvz, torch.randn(TOKENS, 2 * VALUE_HEADS), *shapes,
+        ),
         "causal_conv1d_triton.causal_conv1d_fn": (
             torch.randn(CHANNELS, TOKENS), weight, None, windows, bounds, [TOKENS], one, ~mask,
         ),
@@ -87,6 +90,7 @@ def inputs() -> dict[str, tuple[Any, ...]]:
             a_log, a, a_log, 1.0, 20.0, q, q, v, a, pool, one, None, True, bounds,
         ),
         "RMSNorm.forward": (norm, torch.randn(TOKENS, DIM), torch.randn(TOKENS, DIM)),
+        "FusedRMSNormGated.forward": (norm, torch.randn(TOKENS, DIM), torch.randn(TOKENS, DIM)),
         "elementwise.fused_sigmoid_mul": (x, gate),
         "elementwise.fused_gate_sigmoid_mul": (x, torch.randn(32), gate),
         "elementwise.fused_gate_sigmoid_mul_add": (x, torch.randn(32), gate, x.clone()),
@@ -116,6 +120,22 @@ def test_triton_needs_a_gpu(row: Seam) -> None:
     with pytest.raises(failures, match=r"driver|CUDA|torch\.cpu"):
         original(row.target)(*arguments)
     row.value(*arguments)
+
+
+def test_a_norm_of_qwen3_next_is_made_on_a_gpu() -> None:
+    """SGLang asks torch for the current device of the accelerator that it was built for."""
+
+    def make() -> None:
+        made.append(torch.get_device_module().current_device())
+
+    made: list[Any] = []
+    with pytest.raises(RuntimeError, match=r"driver|CUDA"):
+        make()
+    (row,) = [row for row in SEAMS if row.target.endswith("Qwen3GatedDeltaNet.__init__")]
+    row.value(make)
+    assert made == ["cpu"]
+    with pytest.raises(RuntimeError, match=r"driver|CUDA"):
+        make()
 
 
 def test_the_pools_take_most_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

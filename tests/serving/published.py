@@ -51,9 +51,9 @@ def tiny_checkpoints(root: Path) -> dict[str, str]:
 
     Returns their folders by name, and those of the demo pair, a dense Qwen3.
     """
-    names = {"27b": False, "a3b": True}
-    for name, moe in names.items():
-        config_of(moe).save_pretrained(root / name)
+    names = {"27b": "Qwen3_5", "a3b": "Qwen3_5Moe"}
+    for name, kind in names.items():
+        config_of(kind).save_pretrained(root / name)
         copy_tokenizer(root / name)
     # Made for half the positions of the targets, since published drafts are made for fewer too.
     raw = raw_config(hidden_size=64, vocab_size=1024, num_target_layers=4, block_size=16)

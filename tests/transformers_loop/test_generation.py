@@ -94,15 +94,15 @@ def test_samples_follow_the_targets_distribution(
     assert len(means) > 2 and chisquare(observed, means).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
-def test_recurrent_targets(moe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next"])
+def test_recurrent_targets(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three Gated DeltaNet layers and one of attention: exact, and a prefill serves repeatedly."""
     from transformers import AutoModelForCausalLM
 
     from tests.engine.hybrid import SHAPE as HYBRID
     from tests.engine.hybrid import save_random_hybrid
 
-    save_random_hybrid(tmp_path / "target", moe=moe)
+    save_random_hybrid(tmp_path / "target", kind)
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
     raw = raw_config(
         hidden_size=HYBRID["hidden_size"],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_dflash.drafting.recurrent.gated_delta import ACTIVATIONS
@@ -23,6 +25,37 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     z = mixed_qkvz[:, size:].reshape(-1, num_heads_v, head_v)
     b, a = mixed_ba[:, :num_heads_v], mixed_ba[:, num_heads_v : 2 * num_heads_v]
     return mixed_qkvz[:, :size].contiguous(), z, b.contiguous(), a.contiguous()
+
+
+def fused_qkvzba_split_reshape_cat(
+    mixed_qkvz: Tensor,
+    mixed_ba: Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[Tensor, ...]:
+    """The same of Qwen3-Next's layout: q, k, values and z of each key head, and b and a of it."""
+    values, tokens = num_heads_v // num_heads_qk, len(mixed_qkvz)
+    sizes = [head_qk, head_qk, values * head_v, values * head_v]
+    q, k, v, z = mixed_qkvz.view(tokens, num_heads_qk, -1).split(sizes, -1)
+    b, a = mixed_ba.view(tokens, num_heads_qk, -1).chunk(2, -1)
+    qkv = torch.cat([part.reshape(tokens, -1) for part in (q, k, v)], -1)
+    return qkv, z.reshape(tokens, num_heads_v, head_v), b.flatten(1), a.flatten(1)
+
+
+def gated_norm_forward(
+    self: Any,
+    x: Tensor,
+    g: Tensor,
+    residual: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> Tensor:
+    """Qwen3-Next's norm after the recurrence, of x `[..., V]`, multiplied by a gate of g."""
+    refuse("FusedRMSNormGated", residual=residual, prenorm=prenorm or None)
+    out = F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
+    return (out * ACTIVATIONS[self.activation](g.float())).to(x.dtype)
 
 
 def rms_norm_forward(self: Any, x: Tensor, z: Tensor | None = None) -> Tensor:
