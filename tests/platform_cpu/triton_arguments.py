@@ -31,7 +31,7 @@ def triton_arguments() -> dict[str, tuple[Any, ...]]:
     pool = torch.zeros(7, VALUE_HEADS, DIM, DIM)
     weight, windows = torch.randn(CHANNELS, WIDTH), torch.zeros(7, CHANNELS, WIDTH - 1)
     x, gate = torch.randn(TOKENS, 32), torch.randn(TOKENS, 32)
-    conv_states, ssm_states = torch.zeros(2, 7, 4, 2), torch.zeros(2, 7, 3)
+    conv, ssm = torch.zeros(2, 7, 4, 2), torch.zeros(2, 7, 3)
     norm = SimpleNamespace(weight=torch.ones(DIM), bias=None, eps=1e-6, group_size=None,
                            norm_before_gate=True, activation="swish")  # fmt: skip
     projected = (
@@ -69,12 +69,8 @@ def triton_arguments() -> dict[str, tuple[Any, ...]]:
         "mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify": (
             states(), one, slot, None, None,
         ),
-        "mamba_state_scatter_triton.track_mamba_states_if_needed": (
-            conv_states[0], ssm_states[0], *rows,
-        ),
-        "mamba_state_scatter_triton.track_mamba_states_all_layers": (
-            conv_states, ssm_states, *rows,
-        ),
+        "mamba_state_scatter_triton.track_mamba_states_if_needed": (conv[0], ssm[0], *rows),
+        "mamba_state_scatter_triton.track_mamba_states_all_layers": (conv, ssm, *rows),
         "table_qk_norm_rope.table_qk_norm_rope_": (
             torch.randn(TOKENS, 4 * DIM).bfloat16(), torch.arange(TOKENS), torch.ones(DIM),
             torch.ones(DIM), torch.randn(9, DIM), 2, 1, DIM, 1e-6,
