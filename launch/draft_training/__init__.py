@@ -1,1 +1,1 @@
-"""Training of the embedded demo pairs: data, target, drafter, model card."""
+"""Training of a draft: text that the target writes, hidden states, weights, card."""

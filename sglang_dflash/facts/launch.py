@@ -69,6 +69,9 @@ def _check(given: dict[str, str]) -> None:
         check_path("target", target)
     if given.get("--speculative-algorithm", "").upper() != "DFLASH" or target is None:
         return
+    if "--enable-return-aux-hidden-states" in given:
+        # No draft: the algorithm is only whose layer numbers are meant.
+        return
     check_target_folder(target)
     if draft is None and "--config" not in given:
         required = "missing: --speculative-algorithm DFLASH needs a draft, a folder or a hub name"

@@ -73,9 +73,12 @@ def test_a_draft_for_another_target_and_a_used_port_do(tmp_path: Path) -> None:
         # Plain decoding, and flags of a file.
         ["--model-path", TARGET],
         ["--config", "server.yaml", *DFLASH, "--model-path", TARGET],
+        # The target's hidden states for a trainer of drafts, without a draft.
+        [*served(TARGET), "--enable-return-aux-hidden-states",
+         "--return-aux-hidden-state-layer-ids", "1", "2"],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_rest_goes_on(words: list[str]) -> None:
     launch.refuse_early(argv(*words))
 
