@@ -9,9 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.runtime_context import get_parallel
 
 # CPU seconds that all looks for a request may take: usual patterns need microseconds for a token.
 FIRST, OF_A_TOKEN = 0.02, 0.001
@@ -23,13 +26,14 @@ class TooLong(Exception):
 
 def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
     """Around `Req._check_str_based_finish`: the request ends with an error if its patterns have
-    taken too long.
+    taken too long on any rank.
 
     Returns:
         Whether the request has ended.
     """
     patterns = request.sampling_params.stop_regex_strs
-    if not patterns or threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    if not patterns or not is_main or not _ranks_can_agree():
         return bool(original(request, *args, **named))
     spent = getattr(request, "dflash_stop_seconds", 0.0)
     allowed, began = FIRST + OF_A_TOKEN * len(request.output_ids), time.thread_time()
@@ -37,17 +41,41 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
         with limit(max(allowed - spent, OF_A_TOKEN)):
             found = bool(original(request, *args, **named))
         spent += time.thread_time() - began
-        # The timer ticks every few milliseconds: looks between two ticks are only counted here.
-        if not found and spent > allowed:
-            raise TooLong
-        request.dflash_stop_seconds = spent
-        return found
     except TooLong:
-        problem = "to look for it takes too long; give a simpler pattern"
-        request.finished_reason = FINISH_ABORT(
-            f"stop_regex: {patterns}; {problem}", 400, "BadRequestError"
-        )
+        found, spent = False, inf
+    request.dflash_stop_seconds = spent = _of_the_slowest_rank(spent)
+    # The timer ticks every few milliseconds: looks between two ticks are only counted here.
+    if spent < inf and (found or spent <= allowed):
+        return found
+    problem = "to look for it takes too long; give a simpler pattern"
+    request.finished_reason = FINISH_ABORT(
+        f"stop_regex: {patterns}; {problem}", 400, "BadRequestError"
+    )
+    # This rank may have found it in time.
+    request.finished_len = None
+    return True
+
+
+def _ranks_can_agree() -> bool:
+    """False where other ranks look at other times: pipeline and context parallelism. There a limit
+    would let them part, and SGLang looks without one."""
+    if not torch.distributed.is_initialized():
         return True
+    parallel = get_parallel()
+    return bool(parallel.pp_size == 1 and parallel.attn_cp_size == 1)
+
+
+def _of_the_slowest_rank(seconds: float) -> float:
+    """Every rank looks on a clock of its own. If one of them ended a request that the others go on
+    with, their batches would differ, and the server would hang."""
+    if not torch.distributed.is_initialized():
+        return seconds
+    ranks = get_parallel().attn_tp_group
+    if ranks.world_size == 1:
+        return seconds
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)
+    return float(slowest)
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 
 from sglang_dflash.repairs import stop_patterns
@@ -92,3 +94,50 @@ def test_looks_that_are_slow_each_time_end_their_request_too() -> None:
         looks, slow.output_ids = looks + 1, [*slow.output_ids, 5]
         assert looks < 1000
     assert looks > 1 and isinstance(slow.finished_reason, FINISH_ABORT)
+
+
+def of_two_ranks(monkeypatch: pytest.MonkeyPatch, seconds: float, **other: int) -> list[Any]:
+    """The other rank has taken so long. Returns what this one sends."""
+    group = SimpleNamespace(world_size=2, cpu_group="both")
+    parallel = SimpleNamespace(**({"pp_size": 1, "attn_cp_size": 1} | other), attn_tp_group=group)
+    sent: list[Any] = []
+
+    def all_reduce(mine: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == torch.distributed.ReduceOp.MAX and group == "both"
+        sent.append(float(mine))
+        mine.clamp_(min=seconds)
+
+    monkeypatch.setattr(stop_patterns, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    return sent
+
+
+@pytest.mark.parametrize("text", ["a;", "a"])
+def test_a_request_that_took_too_long_on_another_rank_ends_on_this_one(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found here or not. Ranks whose batches differ wait for each other for ever."""
+    of_two_ranks(monkeypatch, inf)
+    usual = request("[a-z];", text)
+    assert stop_patterns.find_in_time(look, usual)
+    assert isinstance(usual.finished_reason, FINISH_ABORT) and usual.finished_len is None
+
+
+def test_ranks_count_the_seconds_of_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_two_ranks(monkeypatch, stop_patterns.FIRST / 2)
+    usual = request("[a-z];", "a")
+    assert not stop_patterns.find_in_time(look, usual)
+    assert usual.dflash_stop_seconds == stop_patterns.FIRST / 2
+    sent = of_two_ranks(monkeypatch, 0.0)
+    assert stop_patterns.find_in_time(look, request(*EXPONENTIAL))
+    assert sent == [inf]
+
+
+@pytest.mark.parametrize("other", [{"pp_size": 2}, {"attn_cp_size": 2}], ids=str)
+def test_ranks_that_look_at_other_times_have_no_limit(
+    other: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = of_two_ranks(monkeypatch, inf, **other)
+    assert not stop_patterns.find_in_time(look, request("[a-z];", "a"))
+    assert not sent
