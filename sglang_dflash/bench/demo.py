@@ -29,6 +29,7 @@ from sglang_dflash.bench.server import (
     Server,
     ServerConfig,
     demo_config,
+    demo_dtype,
     sigterm_as_exit,
     together,
 )
@@ -173,7 +174,7 @@ def run(args: argparse.Namespace) -> None:
             race({"plain": plain.url, "DFLASH": dflash.url}, shown, sampling, args.picture)
         result = {"text": kinds()[pair.kind], **compare(plain, dflash, ids, sampling)}
         plain.stop()
-        print(summary(result, "GPU" if on_gpu else "CPU"))
+        print(summary(result, "GPU" if on_gpu else "CPU", demo_dtype(pair.is_hybrid, on_gpu)))
         if args.check:
             _end(result, args, on_gpu)
         print(
@@ -196,7 +197,7 @@ def _end(result: dict[str, Any], args: argparse.Namespace, on_gpu: bool) -> NoRe
     sys.exit(0 if result["identical"] or on_gpu else 1)
 
 
-def summary(result: dict[str, Any], device: str) -> str:
+def summary(result: dict[str, Any], device: str, dtype: str) -> str:
     rows = (
         ("", "plain decoding", "DFLASH"),
         ("output tokens/s", result["ar_tok_s"], f"{result['dflash_tok_s']} ({result['speedup']}x)"),
@@ -205,7 +206,7 @@ def summary(result: dict[str, Any], device: str) -> str:
         ("ms per target forward", result["ar_step_ms"], result["dflash_step_ms"]),
         ("same output", "", "yes, to the token" if result["identical"] else "NO"),
     )
-    title = f"greedy, float32, concurrency 1, this machine's {device}; {result['text']}"
+    title = f"greedy, {dtype}, concurrency 1, this machine's {device}; {result['text']}"
     return "\n".join([title, *(f"{a:24}{b!s:16}{c}" for a, b, c in rows)])
 
 

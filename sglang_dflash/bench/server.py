@@ -132,11 +132,17 @@ def dtype_flags(dtype: str, accelerator: bool) -> dict[str, FlagValue]:
     return {"--dtype": dtype, **attention}
 
 
+def demo_dtype(is_hybrid: bool, accelerator: bool) -> str:
+    """What an embedded pair is served in: float32, to be exact, but where SGLang's Triton prefill
+    of Gated DeltaNet layers refuses it."""
+    return "bfloat16" if is_hybrid and accelerator else "float32"
+
+
 def demo_config(pair: DemoPair, *, dflash: bool, accelerator: bool = False) -> ServerConfig:
-    """A server of an embedded pair: float32, small pools, no busy waiting."""
+    """A server of an embedded pair: small pools, no busy waiting."""
     flags: dict[str, FlagValue] = {
         "--model-path": str(pair.target),
-        **dtype_flags("float32", accelerator),
+        **dtype_flags(demo_dtype(pair.is_hybrid, accelerator), accelerator),
         "--max-total-tokens": KV_TOKENS,
         "--sleep-on-idle": True,
     }

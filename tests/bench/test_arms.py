@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.kernels.ops.attention.fla.chunk import chunk_gated_delta_rule
 
 from sglang_dflash import cli
 from sglang_dflash.bench import arms
@@ -73,10 +75,22 @@ def test_float32_on_a_gpu_has_an_attention_backend_that_serves_it(
     assert default in ("fa3", "trtllm_mha", "flashinfer")
     pair = {"target": "T", "draft": "D", "dtype": "float32"}
     servers = [*started(True).values(), *started(True, **pair).values()]
-    servers.append(demo_config(demo_pair("hybrid"), dflash=True, accelerator=True))
+    servers.append(demo_config(demo_pair("dense"), dflash=True, accelerator=True))
     assert {of.flags["--attention-backend"] for of in servers} == {"triton"}
     assert not any("--attention-backend" in of.flags for of in started().values())
     assert "--attention-backend" not in started(True, dtype="bfloat16")["ar"].flags
+
+
+def test_a_hybrid_pair_is_served_in_16_bits_on_a_gpu() -> None:
+    """SGLang's Triton prefill of Gated DeltaNet layers refuses float32: every prompt would fail."""
+    q = torch.zeros(1, 8, 2, 32)
+    with pytest.raises(AssertionError, match="float32"):
+        chunk_gated_delta_rule(q, q, q, q[..., 0], q[..., 0])
+    hybrid = [*started(True, pair="hybrid").values()]
+    hybrid.append(demo_config(demo_pair("hybrid"), dflash=True, accelerator=True))
+    assert {of.flags["--dtype"] for of in hybrid} == {"bfloat16"}
+    on_cpu = [*started(pair="hybrid").values(), demo_config(demo_pair("hybrid"), dflash=True)]
+    assert {of.flags["--dtype"] for of in on_cpu} == {"float32"}
 
 
 def test_sampled_arms_are_servers_whose_tokens_a_seed_decides() -> None:

@@ -147,7 +147,19 @@ def test_logits_are_read_once() -> None:
 
 def test_deterministic_inference_has_sglangs_own() -> None:
     """It promises the tokens of SGLang alone; on a CPU they are SGLang's anyway."""
-    gpu, on = TritonOps(), SimpleNamespace(enable_deterministic=True)
-    off = SimpleNamespace(enable_deterministic=False)
+    gpu, on, off = TritonOps(), made(sglangs.Sampler, True), made(sglangs.Sampler, False)
     assert build.one_pass(gpu, on) is None and build.one_pass(TorchOps(), off) is None
     assert build.one_pass(gpu, off) == gpu.largest
+
+
+def test_a_sampler_of_the_operators_own_samples() -> None:
+    """SGLang makes it of `register_sampler_backend`."""
+    own = type("Own", (sglangs.Sampler,), {})
+    assert build.one_pass(TritonOps(), made(own, False)) is None
+
+
+def made(kind: Any, is_deterministic: bool) -> Any:
+    """Without a server's settings, which it reads when it is made."""
+    found = kind.__new__(kind)
+    found.__dict__["enable_deterministic"] = is_deterministic
+    return found

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.runtime_context import (
@@ -305,8 +306,9 @@ def metric_labels() -> dict[str, Any] | None:
 
 
 def one_pass(ops: TorchOps, sampler: Any) -> Largest | None:
-    """What samples whole distributions in place of SGLang's sampler, or None: a kernel, but
-    not under deterministic inference, which promises the tokens of SGLang alone."""
-    if type(ops) is TorchOps or sampler.enable_deterministic:
+    """What samples whole distributions in place of SGLang's sampler, or None: a kernel, but not
+    under deterministic inference, which promises the tokens of SGLang alone, nor in place of a
+    sampler of the operator's own (`register_sampler_backend`)."""
+    if type(ops) is TorchOps or type(sampler) is not Sampler or sampler.enable_deterministic:
         return None
     return ops.largest
