@@ -108,8 +108,8 @@ class BenchSettings:
     dtype: str = setting(
         "auto",
         "what is computed in (default: float32 on a CPU, and for embedded pairs other than hybrid; "
-        "else bfloat16); only in float32 must all outputs be equal. Of a running server: if it does "
-        "not tell",
+        "else bfloat16); only in float32 must all outputs be equal. Of a running server: if it "
+        "does not tell",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     server_flags: tuple[str, ...] = ()
