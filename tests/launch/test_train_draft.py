@@ -27,7 +27,7 @@ def command(folder: Path) -> list[str]:
         sys.executable, "launch/train_draft.py", "--target", str(folder / "target"),
         "--work", str(folder / "work"), "--out", str(folder / "draft"), "--prompts", str(prompts),
         "--held-out", f"again={prompts}", "--shards", "2", "--chats", "8", "--steps", "10",
-        "--milestone", "2",
+        "--milestone", "0.5",
     ]  # fmt: skip
 
 
