@@ -55,6 +55,12 @@ def drafted(seen: Seen) -> None:
     assert max(found) > 2
 
 
+def admitted(seen: Seen) -> None:
+    """No long answer had to end before a short one began, as in plain decoding."""
+    for answers in (seen.ours, seen.theirs):
+        assert [answer["beside"] for answer in answers] == [7, 8]
+
+
 def pictures_change_answers(seen: Seen) -> None:
     """A text with one picture, and with another one."""
     assert seen.ours[5]["output_ids"] != seen.ours[12]["output_ids"]

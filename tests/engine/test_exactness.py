@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_dflash.bench.server import Server
-from tests.engine import answer_ends, checks, front_ends, workload
+from tests.engine import admission, answer_ends, checks, front_ends, workload
 from tests.engine import constrained as c
 from tests.engine import feature_requests as features
 from tests.engine import hierarchical as h
@@ -162,6 +162,8 @@ FEATURES = (
         (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
 )
+# A free place is taken at once, and preemption frees one.
+ADMITTED = (Row(s.FEATURES_DFLASH, s.FEATURES_PLAIN, (admission.admitted,), (checks.admitted,)),)
 # Scores, and nothing else; of prompts that are not prefilled in chunks (docs/upstream.md).
 SCORES = (Row(s.DFLASH, s.PLAIN, (features.scores,), (checks.scored_alike,)),)
 # In float32, on a CPU, a row has the same bits whatever rows are beside it.
@@ -333,7 +335,7 @@ RARE = (
     Row(c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,)),
 )
 TABLE = (
-    *DEMO, *SAMPLED, *FEATURES, *SCORES, *LIKELIHOODS, *THINKING, *ENDS, *RETURNED, *HYBRID, *TOLD,
+    *DEMO, *SAMPLED, *FEATURES, *ADMITTED, *SCORES, *LIKELIHOODS, *THINKING, *ENDS, *RETURNED, *HYBRID, *TOLD,
     *(row._replace(long=row.asked) for row in RARE),
 )  # fmt: skip
 

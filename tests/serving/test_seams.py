@@ -71,6 +71,14 @@ def test_the_builtin_worker_serves_without_the_row() -> None:
     assert worker.__module__ == "sglang.srt.speculative.dflash_worker_v2"
 
 
+def test_free_slots_are_held_back_without_the_row() -> None:
+    resolve = original(row_of("resolve_min_free_slots").target)
+    assert [resolve(None, size, is_dflash_family=True) for size in (7, 8, 48)] == [None, 2, 4]
+    for given in (None, 1, 3, 100):
+        threshold = scheduler.admit_into_any_free_slot(resolve, given, 48, is_dflash_family=True)
+        assert threshold == resolve(given, 48, is_dflash_family=False)
+
+
 def test_requests_are_refused_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """For hidden states under overlap; for sampling masks where SGLang has no kernel."""
     validate = original(row_of("validate_dflash_request").target)

@@ -15,6 +15,17 @@ def serve_hidden_states(original: Any, request: Any, enable_overlap: bool) -> st
     return original(request, False)
 
 
+def admit_into_any_free_slot(
+    original: Any, user_value: int | None, max_running_requests: int, **others: Any
+) -> int | None:
+    """Around `resolve_min_free_slots`: a threshold only if `--min-free-slots-delay` gives one.
+
+    Our drafter has no prefill of its own: it projects hidden states of the target's.
+    """
+    del others
+    return original(user_value, max_running_requests)
+
+
 def asks_no_token(request: Any) -> bool:
     """In place of `Req.is_prefill_only`, which is False beside any draft: whether the request is
     for log-probabilities of its prompt, and nothing is sampled for it."""

@@ -1,0 +1,47 @@
+"""Requests for the last free place of a server, and for a place that only preemption frees."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from sglang_dflash.bench.server import Server
+from tests.engine import workload
+from tests.engine.client import GREEDY, ask, at_rest, post, stream, until
+
+PROMPTS = workload.prompts()["demo"]
+PLACES = 8
+# Far more than are generated before the short answers end.
+LONG = 3000
+
+
+def admitted(server: Server) -> list[dict[str, Any]]:
+    """A short answer beside 7 long ones, and an urgent one beside 8, for 8 places.
+
+    Returns:
+        Both, each with `beside`: how many of the long answers had not ended when it had.
+    """
+    with ThreadPoolExecutor(PLACES) as pool:
+        streams = [_begin(server, pool, i) for i in range(PLACES - 1)]
+        short = _beside(streams, ask(server, PROMPTS[8], max_new_tokens=8))
+        streams.append(_begin(server, pool, PLACES - 1))
+        more = {"priority": 100}
+        urgent = _beside(streams, ask(server, PROMPTS[9], more, max_new_tokens=8))
+        post(server, "abort_request", {"abort_all": True})
+    at_rest(server)
+    return [short, urgent]
+
+
+def _begin(server: Server, pool: ThreadPoolExecutor, number: int) -> Future[dict[str, Any]]:
+    """A long answer whose first tokens have come."""
+    begun = threading.Event()
+    sampling = {**GREEDY, "max_new_tokens": LONG}
+    body = {"text": PROMPTS[number], "priority": 0, "sampling_params": sampling}
+    answer = pool.submit(stream, server, body, begun)
+    until(begun.is_set)
+    return answer
+
+
+def _beside(streams: list[Future[dict[str, Any]]], answer: dict[str, Any]) -> dict[str, Any]:
+    return {**answer, "beside": sum(not stream.done() for stream in streams)}
