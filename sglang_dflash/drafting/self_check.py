@@ -59,10 +59,12 @@ def check_ops(model: DraftModel, draft_block: int, verify_block: int) -> list[st
     return list(cases)
 
 
-def check_attention(model: DraftModel, draft_block: int, group: KVGroup) -> None:
+def check_attention(model: DraftModel, draft_block: int, group: KVGroup, most: int) -> None:
     """Compare draft attention with torch's, for every layer of a group, with dead entries.
 
     Args:
+        most: requests of the largest batch that the attention was made for: its workspace, or
+            scratch entries, hold no more.
         group: its cache is empty, but for what the attention keeps at its end, and has zeros again
             afterwards.
 
@@ -70,11 +72,12 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup) -> None
         SelfCheckFailed: see `check_ops`.
     """
     draw, layers, kv = _Random(model), group.layers, group.cache.kv
+    requests = min(REQUESTS, most)
     context = min(CONTEXT, group.cache.num_entries)
     everything = torch.arange(context, device=draw.device)
     store_(kv, everything, draw.floats(context, *kv.shape[1:]))
-    seq_lens = draw.ints(context // 2, context + 1, REQUESTS)
-    columns = everything[: layers.reach.of(context)].expand(REQUESTS, -1)
+    seq_lens = draw.ints(context // 2, context + 1, requests)
+    columns = everything[: layers.reach.of(context)].expand(requests, -1)
     live = columns < seq_lens[:, None]
     dead = columns % 7 == 3
     if isinstance(group.attention, PagedAttention):
@@ -84,8 +87,8 @@ def check_attention(model: DraftModel, draft_block: int, group: KVGroup) -> None
     live &= ~dead
     table = ContextTable(columns.where(live, -1).int(), seq_lens)
     layer: Any = model.layers[0]
-    q = draw.floats(REQUESTS, draft_block, layer.heads, layer.head_dim)
-    k, v = (draw.floats(REQUESTS, draft_block, layer.kv_heads, layer.head_dim) for _ in range(2))
+    q = draw.floats(requests, draft_block, layer.heads, layer.head_dim)
+    k, v = (draw.floats(requests, draft_block, layer.kv_heads, layer.head_dim) for _ in range(2))
     expected = TorchAttention(layers.layers, draft_block)
     try:
         for one in (group.attention, expected):

@@ -71,7 +71,7 @@ def _compare(one: Loaded, can: Capabilities, device: torch.device) -> str:
     drafter, table = one.drafter, one.known.req_to_token
     clear(drafter.groups)
     for group in drafter.groups:
-        check_attention(drafter.model, drafter.draft_block, group)
+        check_attention(drafter.model, drafter.draft_block, group, one.load.requests)
     if device.type != "cuda" or not can.capturable:
         return "as torch, not recorded"
     graphed = one.graphed(CudaGraphs(), table.shape[1])

@@ -61,8 +61,8 @@ WORKER_SEAMS = rows(
      "tests/engine/test_counts.py::test_all_accounts_of_the_acceptance_agree"),
     (Kind.AROUND, "managers.min_free_slots_delayer.resolve_min_free_slots",
      "step.scheduler:admit_into_any_free_slot",
-     "A request waits while up to 3 slots are free, and none is preempted: SGLang collects prefills "
-     "because those of its own draft are expensive.",
+     "A request waits while up to 3 slots are free, and none is preempted: SGLang collects "
+     "prefills, because those of its own draft are expensive.",
      "tests/serving/test_seams.py::test_free_slots_are_held_back_without_the_row"),
     (Kind.AROUND, "managers.scheduler_components.metrics_reporter"
      ".SchedulerMetricsReporter.report_decode_stats", "step.scheduler:rate_of_proposed",

@@ -107,10 +107,10 @@ def test_attention_is_compared_layer_by_layer() -> None:
     for group in kv_groups(
         model, options, 60, attention=lambda of: TorchAttention(of.layers, BLOCK, chunk_bytes=4096)
     ):
-        check_attention(model, BLOCK, group)
+        check_attention(model, BLOCK, group, 3)
     blind, _ = kv_groups(model, options, 60, attention=lambda of: Blind(of.layers, BLOCK))
     with pytest.raises(SelfCheckFailed, match=r"attention of layer 1 \(Blind\)"):
-        check_attention(model, BLOCK, blind)
+        check_attention(model, BLOCK, blind, 3)
 
 
 def far(q: Tensor, k: Tensor, v: Tensor, pages: Any, block: int, layer: Any) -> Tensor:
@@ -128,10 +128,10 @@ def test_attention_through_pages_is_compared_on_the_cache() -> None:
         paged = PagedAttention(layers.layers, BLOCK, cache.num_entries + 1, kernel)
         group = KVGroup(layers, cache, paged)
         if kernel is plain_kernel:
-            check_attention(model, BLOCK, group)
+            check_attention(model, BLOCK, group, 3)
         else:
             with pytest.raises(SelfCheckFailed, match=r"attention of layer 0 \(PagedAttention\)"):
-                check_attention(model, BLOCK, group)
+                check_attention(model, BLOCK, group, 3)
         assert not cache.kv.any()
 
 
@@ -140,10 +140,10 @@ def test_attention_is_compared_on_a_small_cache(entries: int) -> None:
     model = random_model(raw_config())
     options = Options(window=20).resolve(model.config)
     (group,) = kv_groups(model, options, 60, entries)
-    check_attention(model, BLOCK, group)
+    check_attention(model, BLOCK, group, 3)
     (group,) = kv_groups(model, options, 60, entries, attention=lambda of: Blind(of.layers, BLOCK))
     with pytest.raises(SelfCheckFailed, match="attention of layer 1"):
-        check_attention(model, BLOCK, group)
+        check_attention(model, BLOCK, group, 3)
 
 
 @pytest.mark.parametrize(("sizes", "compared"), [((1, 2), 2), ((1, 2, 4), 2), ((4, 8), 4)])

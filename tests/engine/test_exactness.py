@@ -335,7 +335,8 @@ RARE = (
     Row(c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,)),
 )
 TABLE = (
-    *DEMO, *SAMPLED, *FEATURES, *ADMITTED, *SCORES, *LIKELIHOODS, *THINKING, *ENDS, *RETURNED, *HYBRID, *TOLD,
+    *DEMO, *SAMPLED, *FEATURES, *ADMITTED, *SCORES, *LIKELIHOODS, *THINKING, *ENDS, *RETURNED,
+    *HYBRID, *TOLD,
     *(row._replace(long=row.asked) for row in RARE),
 )  # fmt: skip
 

@@ -111,7 +111,7 @@ def test_attention_with_scratch_entries_passes_the_start_up_check(window: int | 
     """As FA3 and FA4 have them."""
     plan = plan_for("pages", window, DraftConfig.from_dict(raw_config(**SLIDING)))
     groups = plan.groups(8999, 9000, RUNNING, POSITIONS)
-    plan.check(groups)
+    plan.check(groups, RUNNING)
     assert not any(group.cache.kv.any() for group in groups)
 
 

@@ -130,7 +130,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         tokens = allocator.size_full
         groups = plan.groups(tokens, tokens + allocator.page_size, rows, positions)
         if plan.is_checked:
-            plan.check(groups)
+            plan.check(groups, rows)
         if plan.hierarchical:
             self._host_tier = HostTier(groups, plan.running, sends=plan.disaggregated)
             self._host_tier.attach(allocator)

@@ -146,11 +146,12 @@ class Plan:
             found.append(KVGroup(layers, cache, attention))
         return tuple(found)
 
-    def check(self, groups: Sequence[KVGroup]) -> None:
+    def check(self, groups: Sequence[KVGroup], rows: int) -> None:
         """Compare operations and attention with torch's, if they are not torch's.
 
         Args:
             groups: with empty caches; the attention may keep K/V at their ends.
+            rows: of the request-to-token table that the groups were made for.
 
         Raises:
             SelfCheckFailed: one of them differs.
@@ -160,7 +161,7 @@ class Plan:
             checked = check_ops(self.model, block, self.options.verify_block)
             for group in groups:
                 if not isinstance(group.attention, TorchAttention):
-                    check_attention(self.model, block, group)
+                    check_attention(self.model, block, group, rows)
                     checked.append(type(group.attention).__name__)
         if checked:
             milliseconds = 1000 * (time.perf_counter() - began)
