@@ -94,6 +94,22 @@ def poisoned_draft_kv() -> None:
     kv.DraftKVCache.__init__ = poisoned
 
 
+def four_bit_head() -> None:
+    """The target's lm_head has four bits, and a method in place of a product, as quantized
+    checkpoints have. No method of SGLang's runs on a CPU."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from tests.quantized_head import Packed4Bits, quantize_
+
+    load_model = ModelRunner.load_model
+
+    def load(self: Any) -> None:
+        load_model(self)
+        quantize_(self.model.lm_head, Packed4Bits())
+
+    ModelRunner.load_model = load
+
+
 if __name__ == "__main__":
     globals()[os.environ["CHANGED"]]()
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.platform_cpu import OVERLAP
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.start import flags
-from sglang_dflash.serving.start.build import unserved_target
 from sglang_dflash.serving.start.choose_worker import unserved
 from tests.broken_drafts import BrokenDraft, fields, server_flags
 from tests.serving.published import Arrived, serving
@@ -159,15 +157,3 @@ def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentPars
     page = (Path(__file__).parents[2] / "docs/flags.md").read_text()
     for text in (parser.format_help(), page):
         assert not [flag for flag in [*ours, "--speculative-algorithm"] if flag not in text]
-
-
-def test_a_quantized_head_goes_to_the_built_in_worker() -> None:
-    def target(weight: torch.Tensor | None) -> Any:
-        return SimpleNamespace(lm_head=SimpleNamespace(weight=weight, shard_indices=None))
-
-    assert unserved_target(target(torch.zeros(2, dtype=torch.bfloat16))) is None
-    assert unserved_target(target(torch.zeros(2, dtype=torch.float32))) is None
-    assert "torch.int8" in (unserved_target(target(torch.zeros(2, dtype=torch.int8))) or "")
-    assert "float8" in (unserved_target(target(torch.zeros(2).to(torch.float8_e4m3fn))) or "")
-    assert "missing" in (unserved_target(SimpleNamespace()) or "")
-    assert "Linear" in (unserved_target(SimpleNamespace(lm_head=torch.nn.Linear(2, 2))) or "")

@@ -14,7 +14,6 @@ import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
 from sglang.srt.runtime_context import (
     get_observability,
@@ -22,13 +21,10 @@ from sglang.srt.runtime_context import (
     get_serving,
 )
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from torch import Tensor
 
 from sglang_dflash.drafting.drafter import Drafter, Proposer
-from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
 from sglang_dflash.drafting.ops import TorchOps
-from sglang_dflash.drafting.packed import packed_of
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
@@ -43,6 +39,7 @@ from sglang_dflash.serving.start import flags, memory
 from sglang_dflash.serving.start.decide import make_plan
 from sglang_dflash.serving.start.plan import Plan
 from sglang_dflash.serving.start.refusal import ends_the_server
+from sglang_dflash.serving.start.target_head import target_head
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.penalties import BlockPenalties
@@ -247,24 +244,7 @@ class DFlashSpecWorker(BaseSpecWorker):
         return self.dflash.forward_batch_generation(*args, **kwargs)
 
 
-# -- what the drafter takes from the target and its server -----------------------------------------
-
-
-def target_head(model: Any) -> TargetHead:
-    """The target's embedding and lm_head, without LoRA: the drafter is one for all requests."""
-    embed = unwrap_lora_layer(model.get_input_embeddings())
-    lm_head = unwrap_lora_layer(model.lm_head)
-    # This rank's rows [V / size, E] without padding, and the token id of the first.
-    shard = lm_head.shard_indices
-    rows, first_id = shard.num_org_elements, shard.org_vocab_start_index
-
-    def logits(hidden: Tensor) -> Tensor:
-        # Packed anew if the target gets new weights.
-        packed = packed_of(lm_head)
-        all_rows = hidden @ lm_head.weight.T if packed is None else packed(hidden)
-        return all_rows[:, :rows]
-
-    return TargetHead(embed, logits, first_id)
+# -- of the target and its server ------------------------------------------------------------------
 
 
 def keep_last_hidden_states(model: Any) -> None:
@@ -275,22 +255,6 @@ def keep_last_hidden_states(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, LogitsProcessor):
             module.keep_last_hidden_states = True
-
-
-def unserved_target(model: Any) -> str | None:
-    """Why the drafter cannot borrow from the loaded target, or None. It needs a dense lm_head."""
-    lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
-    packed = packed_of(lm_head)
-    weight = packed.unpacked() if packed else getattr(lm_head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.dtype.itemsize < 2:
-        found = "missing" if weight is None else weight.dtype
-        return f"the target's lm_head: {found}, a dense 16- or 32-bit weight is needed"
-    if not hasattr(lm_head, "shard_indices"):
-        return (
-            f"the target's lm_head: {type(lm_head).__name__}, one of SGLang's "
-            "vocabulary-parallel layers is needed"
-        )
-    return None
 
 
 def metric_labels() -> dict[str, Any] | None:

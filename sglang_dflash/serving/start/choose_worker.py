@@ -183,7 +183,8 @@ def _build_worker(builtin: Callable[[], Any], **kwargs: Any) -> Any:
     """What SGLang calls as the worker's class. By now all plugins have run, and the target is
     loaded and can be examined."""
     # The launching process, which checks the pair, does not need what serves it.
-    from sglang_dflash.serving.start.build import DFlashSpecWorker, unserved_target
+    from sglang_dflash.serving.start.build import DFlashSpecWorker
+    from sglang_dflash.serving.start.target_head import unserved_target
 
     verify(SEAMS)
     reason = unserved_target(kwargs["target_worker"].model_runner.model)

@@ -1,0 +1,62 @@
+"""What the drafter borrows of the loaded target: its embedding and its lm_head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+from sglang.srt.lora.layers import unwrap_lora_layer
+from torch import Tensor
+
+from sglang_dflash.drafting.heads import TargetHead
+from sglang_dflash.drafting.packed import packed_of
+
+
+def target_head(model: Any) -> TargetHead:
+    """The target's embedding and lm_head, without LoRA: the drafter is one for all requests."""
+    embed = unwrap_lora_layer(model.get_input_embeddings())
+    lm_head = unwrap_lora_layer(model.lm_head)
+    # This rank's columns [V / ranks] without padding, and the token id of the first.
+    shard = lm_head.shard_indices
+    columns, first_id = shard.num_org_elements, shard.org_vocab_start_index
+
+    def logits(hidden: Tensor) -> Tensor:
+        return _product(lm_head, hidden)[:, :columns]
+
+    return TargetHead(embed, logits, first_id)
+
+
+def unserved_target(model: Any) -> str | None:
+    """Why the drafter cannot borrow from the loaded target, or None."""
+    lm_head = unwrap_lora_layer(getattr(model, "lm_head", None))
+    if not hasattr(lm_head, "shard_indices"):
+        name = "missing" if lm_head is None else type(lm_head).__name__
+        return f"the target's lm_head: {name}, one of SGLang's vocabulary-parallel layers is needed"
+    if packed_of(lm_head) is not None or _has_method(lm_head):
+        return None
+    weight = getattr(lm_head, "weight", None)
+    if weight is not None and weight.is_floating_point() and weight.dtype.itemsize > 1:
+        return None
+    weight_type = "no" if weight is None else f"a {weight.dtype}"
+    method = type(getattr(lm_head, "quant_method", None)).__name__
+    return f"the target's lm_head: {weight_type} weight, which SGLang does not apply {method} to"
+
+
+def _product(lm_head: Any, hidden: Tensor) -> Tensor:
+    """The logits `[N, V / ranks]` of hidden states `[N, E]`, padding included, as SGLang's
+    `LogitsProcessor._compute_lm_head` computes them; by our CPU platform from packed weights."""
+    packed = packed_of(lm_head)  # Packed anew if the target gets new weights.
+    if packed is not None:
+        return packed(hidden)
+    if _has_method(lm_head):
+        return lm_head.quant_method.apply(lm_head, hidden, None)
+    return hidden.to(lm_head.weight.dtype) @ lm_head.weight.T
+
+
+def _has_method(lm_head: Any) -> bool:
+    """Whether the product is that of the layer's quantization method, by SGLang's own rule. A GGUF
+    head has no weight under that name."""
+    method = getattr(lm_head, "quant_method", None)
+    if hasattr(lm_head, "weight"):
+        return should_apply_lm_head_quant_method(lm_head, method)
+    return callable(getattr(method, "apply", None))

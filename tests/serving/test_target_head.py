@@ -1,0 +1,110 @@
+"""The drafter multiplies with the target's lm_head as SGLang does, quantized or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_dflash.drafting.drafter import Drafter
+from sglang_dflash.drafting.graphs import GraphedDrafter
+from sglang_dflash.drafting.heads import make_head
+from sglang_dflash.drafting.noise import BlockNoise
+from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.drafting.self_check import check_recording
+from sglang_dflash.drafting.weights import load_model
+from sglang_dflash.serving.start.target_head import target_head, unserved_target
+from tests.conftest import random_model, raw_config, with_own
+from tests.drafting.test_recording import drafter_of, table
+from tests.drafting.test_weights import Ranks, save_model
+from tests.quantized_head import METHODS, Head, Model, quantize_
+from tests.recording import OpRecorder
+
+VOCAB, HIDDEN = 64, 32
+DFLASH2 = with_own(selector_rank=8, selector_top_k=5, conv_kernel_size=2, conv_group_size=4)
+
+
+def quantized(name: str, weight: torch.Tensor, first_id: int = 0) -> Model:
+    head = Head(weight, first_id)
+    quantize_(head, METHODS[name]())
+    assert unserved_target(Model(head)) is None
+    return Model(head)
+
+
+def dequantized(model: Model) -> torch.Tensor:
+    head: Any = model.lm_head
+    return head.quant_method.dense(head)[: head.shard_indices.num_org_elements]
+
+
+@pytest.mark.parametrize("raw", [{}, DFLASH2], ids=["argmax", "dflash2"])
+@pytest.mark.parametrize("name", METHODS)
+def test_drafts_are_those_of_the_dequantized_head(
+    name: str, raw: dict[str, Any], tmp_path: Path
+) -> None:
+    """Greedy and sampled, on one rank and on two, and never a row of padding."""
+    raw = raw_config(**raw)
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    weight, hidden = torch.randn(VOCAB, HIDDEN), torch.randn(5, 4, HIDDEN)
+    bonus = torch.randint(0, VOCAB - 1, (5,))
+    noise = BlockNoise(torch.arange(5), torch.tensor([0.0, 0.5, 1, 1, 2]), torch.arange(3, 8))
+
+    def drafted(tp: TensorParallel, method: str | None) -> Any:
+        rows = weight.chunk(tp.size)[tp.rank]
+        model = quantized(name, rows, tp.rank * len(rows))
+        if method is None:
+            model = Model(Head(dequantized(model), tp.rank * len(rows)))
+        head = make_head(load_model(tmp_path, dtype=torch.float32, tp=tp), target_head(model))
+        short = head.shortfall(hidden, bonus, head(hidden, bonus, None))
+        return head(hidden, bonus, None), head(hidden, bonus, noise), short
+
+    expected = drafted(TensorParallel(), None)
+    assert not torch.equal(expected[1][0], expected[1][1])
+    alone, ranks = drafted(TensorParallel(), name), Ranks(2).run(lambda tp: drafted(tp, name))
+    for likeliest, coupled, short in (alone, *ranks):
+        assert torch.equal(likeliest, expected[0]) and torch.equal(coupled, expected[1])
+        assert likeliest.max() < VOCAB and short.abs().max() <= 1e-6
+
+
+def test_drafts_of_a_quantized_head_are_recorded() -> None:
+    known = drafter_of(None)
+    head = target_head(quantized("Packed4Bits", torch.randn(VOCAB, HIDDEN)))
+    drafter = Drafter(known.model, head, known.groups, Options().resolve(known.model.config))
+    recorded = GraphedDrafter(drafter, OpRecorder(), table(), (1, 3), ())
+    check_recording(drafter, recorded, table(), (1, 3))
+    assert recorded.replays["propose"]
+
+
+class ModelOptFp4LinearMethod:
+    """A method's name that SGLang believes only if the weight has its layout."""
+
+    quant_mode = "nvfp4"
+
+    def apply(self, *_: Any) -> Any:
+        raise AssertionError("the head is dense")
+
+
+def test_a_stale_method_is_not_applied_to_a_dense_weight() -> None:
+    head: Any = Head(torch.randn(VOCAB, HIDDEN).bfloat16())
+    head.quant_method = ModelOptFp4LinearMethod()
+    assert unserved_target(Model(head)) is None
+    # In float32, as of a target whose lm_head alone has 32 bits, too.
+    hidden = torch.randn(3, HIDDEN)
+    expected = hidden.bfloat16() @ head.weight[:VOCAB].T
+    assert torch.equal(target_head(Model(head)).logits(hidden), expected)
+
+
+def test_a_head_that_nothing_multiplies_is_left_to_sglangs_worker() -> None:
+    head: Any = Head(torch.randn(VOCAB, HIDDEN))
+    assert unserved_target(Model(head)) is None
+    head.weight = nn.Parameter(head.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    head.quant_method = ModelOptFp4LinearMethod()
+    found = unserved_target(Model(head)) or ""
+    assert "float8_e4m3fn" in found and "ModelOptFp4LinearMethod" in found
+    del head.weight, head.quant_method
+    assert "no weight" in (unserved_target(Model(head)) or "")
+    assert "missing" in (unserved_target(nn.Module()) or "")
+    assert "Linear" in (unserved_target(Model(nn.Linear(2, 2))) or "")
