@@ -6,11 +6,14 @@ SGLang's `LogitsProcessor` and our drafter know of one.
 
 from __future__ import annotations
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from sglang_dflash.drafting.packed import packed_of
 
 # What no logit reaches: a drafter that reads the padding drafts nothing else.
 PADDING = 1e4
@@ -73,12 +76,15 @@ class Gguf(Packed4Bits):
 METHODS = {method.__name__: method for method in (Fp8Rows, Int8Rows, Packed4Bits, Gguf)}
 
 
-def quantize_(head: nn.Module, method: Fp8Rows) -> None:
-    """Give a dense lm_head that method, in place."""
-    weight = head.weight.data.float()
-    del head.weight
-    method.quantize(head, weight)
-    head.quant_method = method
+def quantized(head: Any, method: Fp8Rows) -> nn.Module:
+    """A dense lm_head, which may be the embedding, too, with that method in place of its own."""
+    packed = packed_of(head)
+    weight = head.weight.data if packed is None else packed.unpacked()
+    made = copy(head)
+    made._parameters, made.quant_method = {}, method
+    made.__dict__.pop("packed_weight", None)
+    method.quantize(made, weight.float())
+    return made
 
 
 class Head(nn.Module):

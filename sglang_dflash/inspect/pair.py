@@ -53,12 +53,6 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
         except UnsupportedDraft as other:
             worker, reason = BUILTIN, str(other)
     _check(target, draft, config, geometry)
-    quantization = Fields.of(target.config, "target").block("quantization_config")
-    if worker == OURS and quantization.get("lm_head"):
-        worker, reason = BUILTIN, (
-            "the target's lm_head: quantized by its quantization_config, a dense 16- or 32-bit "
-            "weight is needed"
-        )  # fmt: skip
     return Judged(geometry, config, worker, reason)
 
 

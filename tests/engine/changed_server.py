@@ -99,13 +99,13 @@ def four_bit_head() -> None:
     checkpoints have. No method of SGLang's runs on a CPU."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from tests.quantized_head import Packed4Bits, quantize_
+    from tests.quantized_head import Packed4Bits, quantized
 
     load_model = ModelRunner.load_model
 
     def load(self: Any) -> None:
         load_model(self)
-        quantize_(self.model.lm_head, Packed4Bits())
+        self.model.lm_head = quantized(self.model.lm_head, Packed4Bits())
 
     ModelRunner.load_model = load
 

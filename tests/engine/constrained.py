@@ -11,9 +11,11 @@ from tests.engine.client import ask, together
 from tests.engine.feature_requests import Answers
 from tests.engine.servers import DFLASH_FLAGS, FEATURES_DFLASH, FILES, PLAIN
 
-# A model that thinks no longer than it is allowed to.
-THINKING_PLAIN = PLAIN.named("thinking-plain").having(
-    model_path=f"{FILES}/thinking", reasoning_parser="qwen3", enable_strict_thinking=True
+# A model that thinks no longer than it is allowed to, and whose lm_head is quantized.
+THINKING_PLAIN = (
+    PLAIN.named("thinking-plain")
+    .having(model_path=f"{FILES}/thinking", reasoning_parser="qwen3", enable_strict_thinking=True)
+    .changed("four_bit_head")
 )
 THINKING = THINKING_PLAIN.named("thinking").having(**DFLASH_FLAGS)
 

@@ -101,8 +101,7 @@ def test_both_configs_are_described() -> None:
         # Of an unknown shape.
         ({**TARGET, "full_attention_interval": 2}, raw_config(), "sglang-dflash", "snapshot"),
         (HYBRID, OTHER_HEAD, "builtin", "snapshot"),
-        ({**TARGET, "quantization_config": {"lm_head": True}}, raw_config(), "builtin", None),
-        ({**TARGET, "quantization_config": {}}, raw_config(), "sglang-dflash", None),
+        ({**TARGET, "quantization_config": {"lm_head": True}}, raw_config(), "sglang-dflash", None),
     ],
 )
 def test_the_worker_and_its_rollback(

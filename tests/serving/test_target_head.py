@@ -21,18 +21,17 @@ from sglang_dflash.serving.start.target_head import target_head, unserved_target
 from tests.conftest import random_model, raw_config, with_own
 from tests.drafting.test_recording import drafter_of, table
 from tests.drafting.test_weights import Ranks, save_model
-from tests.quantized_head import METHODS, Head, Model, quantize_
+from tests.quantized_head import METHODS, Head, Model, quantized
 from tests.recording import OpRecorder
 
 VOCAB, HIDDEN = 64, 32
 DFLASH2 = with_own(selector_rank=8, selector_top_k=5, conv_kernel_size=2, conv_group_size=4)
 
 
-def quantized(name: str, weight: torch.Tensor, first_id: int = 0) -> Model:
-    head = Head(weight, first_id)
-    quantize_(head, METHODS[name]())
-    assert unserved_target(Model(head)) is None
-    return Model(head)
+def model_with(name: str, weight: torch.Tensor, first_id: int = 0) -> Model:
+    model = Model(quantized(Head(weight, first_id), METHODS[name]()))
+    assert unserved_target(model) is None
+    return model
 
 
 def dequantized(model: Model) -> torch.Tensor:
@@ -54,7 +53,7 @@ def test_drafts_are_those_of_the_dequantized_head(
 
     def drafted(tp: TensorParallel, method: str | None) -> Any:
         rows = weight.chunk(tp.size)[tp.rank]
-        model = quantized(name, rows, tp.rank * len(rows))
+        model = model_with(name, rows, tp.rank * len(rows))
         if method is None:
             model = Model(Head(dequantized(model), tp.rank * len(rows)))
         head = make_head(load_model(tmp_path, dtype=torch.float32, tp=tp), target_head(model))
@@ -71,10 +70,11 @@ def test_drafts_are_those_of_the_dequantized_head(
 
 def test_drafts_of_a_quantized_head_are_recorded() -> None:
     known = drafter_of(None)
-    head = target_head(quantized("Packed4Bits", torch.randn(VOCAB, HIDDEN)))
+    head = target_head(model_with("Packed4Bits", torch.randn(VOCAB, HIDDEN)))
     drafter = Drafter(known.model, head, known.groups, Options().resolve(known.model.config))
-    recorded = GraphedDrafter(drafter, OpRecorder(), table(), (1, 3), ())
-    check_recording(drafter, recorded, table(), (1, 3))
+    slots = table()
+    recorded = GraphedDrafter(drafter, OpRecorder(), slots, (1, 3), ())
+    check_recording(drafter, recorded, slots, (1, 3))
     assert recorded.replays["propose"]
 
 
