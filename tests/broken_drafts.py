@@ -277,7 +277,7 @@ SHARDS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "twice": (
         tensors(lambda t: t.update({"model.fc.weight": t["fc.weight"].clone()})),
-        "'fc.weight'; twice in model.safetensors, with and without 'model.' before it",
+        "'fc.weight'; twice in model.safetensors, under two spellings",
     ),
     "extra": (
         tensors(lambda t: t.update(extra=torch.zeros(1))),

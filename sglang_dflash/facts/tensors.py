@@ -299,15 +299,17 @@ def each_tensor(
                 name = plain_name(stored)
                 if name in seen:
                     second = f"in two files, the second is {file.name}"
-                    twice = f"twice in {file.name}, with and without 'model.' before it"
+                    twice = f"twice in {file.name}, under two spellings"
                     raise ConfigError(what, name, twice if seen[name] == file else second)
                 seen[name] = file
                 yield name, stored, opened
 
 
 def plain_name(stored: str) -> str:
-    """The name of a draft's tensor, without the `model.` that some exports put before it."""
-    return stored.removeprefix("model.")
+    """The name of a draft's tensor, without what some exports add: `model.` before it, and
+    `.weight` behind that of a DFlash2 codebook, as of an embedding."""
+    name = stored.removeprefix("model.")
+    return name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
 
 
 def has_weights(folder: Path) -> bool:

@@ -44,6 +44,22 @@ def test_a_prefix_and_copies_of_the_targets_tensors_are_accepted(folder: Path) -
     load_model(folder, dtype=torch.float32)
 
 
+def test_codebooks_may_be_named_as_embeddings(tmp_path: Path) -> None:
+    """A published export has them so (turboderp-org/exllamav3#390)."""
+    raw = raw_config(**with_own(selector_rank=8, selector_top_k=5))
+    save_model(random_model(raw), raw, tmp_path, torch.float32)
+    expected = load_model(tmp_path, dtype=torch.float32).state_dict()
+
+    def change(tensors: dict) -> None:
+        for name in [name for name in tensors if name.endswith("_codebook")]:
+            tensors[f"{name}.weight"] = tensors.pop(name)
+
+    rewrite(tmp_path, change)
+    check_weights(DraftConfig.from_dict(raw), tmp_path)
+    got = load_model(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, got[name]) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"draft_vocab_size": 24}])
 def test_the_expected_tensors_are_those_of_the_network(changes: dict, tmp_path: Path) -> None:
     raw = raw_config(**changes)
