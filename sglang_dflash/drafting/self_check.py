@@ -122,12 +122,12 @@ def check_recording(
     entries = min(group.cache.num_entries for group in eager.groups)
     length = min(CONTEXT, req_to_token.shape[1] - eager.draft_block, entries // max(8, 2 * count))
     slots = 1 + torch.arange(len(rows) * length, device=draw.device)
-    req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
-    hidden = draw.floats(len(slots), model.config.target_hidden_width)
-    eager.absorb(hidden, torch.arange(length, device=draw.device).repeat(len(rows)), slots)
     seq_lens, bonus = torch.full_like(rows, length), torch.zeros_like(rows)
     requests = RequestSlots(req_to_token, rows, seq_lens, req_to_token.shape[1])
     try:
+        req_to_token[rows, :length] = slots.view(len(rows), length).to(req_to_token.dtype)
+        hidden = draw.floats(len(slots), model.config.target_hidden_width)
+        eager.absorb(hidden, torch.arange(length, device=draw.device).repeat(len(rows)), slots)
         hidden = eager.forward(bonus, requests)[1]
         temperatures = torch.ones_like(rows, dtype=torch.float32)
         noise = BlockNoise(draw.ints(0, 2**62, count), temperatures, seq_lens)

@@ -12,6 +12,7 @@ from sglang_dflash.drafting import noise
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
 from sglang_dflash.platform_cpu import ATTENTION_BACKEND
+from sglang_dflash.seam.restored import restored
 
 logger = Log(__name__)
 
@@ -211,11 +212,9 @@ def without_pinned_memory(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def make_on_the_host(original: Any, *args: Any, **kwargs: Any) -> None:
     """Around a constructor that makes parameters on the current GPU."""
-    current, torch.cuda.current_device = torch.cuda.current_device, lambda: "cpu"  # type: ignore[assignment, return-value]
-    try:
+    with restored(torch.cuda, "current_device"):
+        torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
         original(*args, **kwargs)
-    finally:
-        torch.cuda.current_device = current
 
 
 def send_pages_without_event(
@@ -229,8 +228,6 @@ def send_pages_without_event(
 
 def send_prefix_without_event(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Around the sending of a cached prefix: what a forward has returned is written."""
-    overlap, scheduler.enable_overlap = scheduler.enable_overlap, False
-    try:
+    with restored(scheduler, "enable_overlap"):
+        scheduler.enable_overlap = False
         original(scheduler, *args, **kwargs)
-    finally:
-        scheduler.enable_overlap = overlap

@@ -30,8 +30,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dflash.facts.errors import cut
 from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs import recovery
-from sglang_dflash.repairs.flag import guard_off
 from sglang_dflash.repairs.probation import Probation
+from sglang_dflash.seam.restored import restored
+from sglang_dflash.repairs.flag import guard_off
 
 logger = Log(__name__)
 
@@ -277,14 +278,13 @@ class Containment:
             yield
             self._before = []
             return
-        manager = s.grammar_manager
-        grammars, manager.grammar_queue = manager.grammar_queue, []
-        s.waiting_queue = [r for r in queue if r in admitted]
-        try:
-            yield
-        finally:
-            s.waiting_queue = s.waiting_queue + [r for r in queue if r not in admitted]
-            manager.grammar_queue = grammars
+        with restored(s.grammar_manager, "grammar_queue"):
+            s.grammar_manager.grammar_queue = []
+            s.waiting_queue = [r for r in queue if r in admitted]
+            try:
+                yield
+            finally:
+                s.waiting_queue = s.waiting_queue + [r for r in queue if r not in admitted]
         self._before = []
 
     def _admitted(self) -> list[Any] | None:

@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, ReqKvInfo, Schedule
 from sglang.srt.managers.scheduler import _make_abort_req
 
 from sglang_dflash.facts.log import Log
+from sglang_dflash.seam.restored import restored
 
 logger = Log(__name__)
 
@@ -220,8 +221,8 @@ def _empty(scheduler: Any) -> None:
     # Of a forward whose barrier was never set: the next one would take it for its own.
     scheduler.model_worker.last_shared_read_runner.shared_read_done_event = None
     manager = scheduler.grammar_manager
-    grammars, manager.grammar_queue = manager.grammar_queue, []
-    flushed = scheduler.flush_cache(empty_cache=False)
-    manager.grammar_queue = grammars
+    with restored(manager, "grammar_queue"):
+        manager.grammar_queue = []
+        flushed = scheduler.flush_cache(empty_cache=False)
     if not flushed:
         raise RuntimeError("the pools cannot be emptied after a failed step")

@@ -31,6 +31,7 @@ from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import Charge, DraftMemory, GroupKV, draft_kv_charge
 from sglang_dflash.facts.target_config import RecurrentShape
+from sglang_dflash.seam.restored import restored
 from sglang_dflash.serving.gpu.graphs import captured_sizes, target_has_graphs
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.start.plan import Plan
@@ -237,12 +238,9 @@ def build_state_pool(original: Any, configurator: Any, **kwargs: Any) -> Any:
     `ReplayPool` if replay serves."""
     if not _replays(configurator):
         return original(configurator, **kwargs)
-    own = HybridReqToTokenPool.mamba_pool_cls
-    HybridReqToTokenPool.mamba_pool_cls = ReplayPool
-    try:
+    with restored(HybridReqToTokenPool, "mamba_pool_cls"):
+        HybridReqToTokenPool.mamba_pool_cls = ReplayPool
         return original(configurator, **kwargs)
-    finally:
-        HybridReqToTokenPool.mamba_pool_cls = own
 
 
 def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> float:
@@ -250,11 +248,9 @@ def size_state_pool(original: Any, configurator: Any, total_rest_gb: float) -> f
     forward, and no snapshots. Without a speculative algorithm SGLang reserves none."""
     if not _replays(configurator):
         return original(configurator, total_rest_gb)
-    algorithm, configurator.spec_algorithm = configurator.spec_algorithm, SpeculativeAlgorithm.NONE
-    try:
+    with restored(configurator, "spec_algorithm"):
+        configurator.spec_algorithm = SpeculativeAlgorithm.NONE
         return original(configurator, total_rest_gb - _replay_bytes(configurator) / 2**30)
-    finally:
-        configurator.spec_algorithm = algorithm
 
 
 def _replay_bytes(configurator: Any) -> int:

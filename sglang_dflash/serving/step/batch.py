@@ -4,8 +4,7 @@ it, and what the next step is given."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,18 +25,8 @@ from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 from sglang.srt.utils.common import ceil_align, is_pin_memory_available
 from torch import Tensor
 
+from sglang_dflash.seam.restored import restored
 from sglang_dflash.serving.hybrid.rollback import Checkpoints
-
-
-@contextmanager
-def restored(batch: ScheduleBatch, *names: str) -> Iterator[None]:
-    """Put these fields of the batch back at the end, whatever happens in between."""
-    before = {name: getattr(batch, name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(batch, name, value)
 
 
 def verify_batch(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
+from sglang_dflash.seam.restored import restored
 from sglang_dflash.serving.show.counts import RequestStep
 from sglang_dflash.serving.step.batch import get_spec, serves_dflash
 from sglang_dflash.serving.step.target_tokens import takes_one_token
@@ -65,20 +67,21 @@ def end_at_the_first_reason(original: Any, request: Any, new_accepted_len: int =
         original(request, new_accepted_len)
         return
     output, grammar = request.output_ids, request.grammar
-    tokens = output[-new_accepted_len:]
+    tokens = deque(output[-new_accepted_len:])
     del output[-new_accepted_len:]
-    for at, token in enumerate(tokens, 1):
-        output.append(token)
-        # The grammar has read them all, and if it has ended, then with the last.
-        request.grammar = grammar if at == new_accepted_len else None
-        original(request, 1)
-        if request.finished():
-            output.extend(tokens[at:])
-            # Of all of the step; an answer begins with them.
-            kept = len(request.output_ids_through_stop)
-            request.reasoning_tokens = min(request.reasoning_tokens, kept)
-            break
-    request.grammar = grammar
+    with restored(request, "grammar"):
+        try:
+            while tokens and not request.finished():
+                output.append(tokens.popleft())
+                # The grammar has read them all, and if it has ended, then with the last.
+                request.grammar = None if tokens else grammar
+                original(request, 1)
+        finally:
+            output.extend(tokens)
+    if request.finished():
+        # Of all of the step; an answer begins with them.
+        kept = len(request.output_ids_through_stop)
+        request.reasoning_tokens = min(request.reasoning_tokens, kept)
 
 
 def rate_of_proposed(original: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,10 +94,12 @@ def rate_of_proposed(original: Any, reporter: Any, *args: Any, **kwargs: Any) ->
     proposed = reporter.spec_num_cap_tokens - steps
     of_whole_blocks = steps * (get_spec().speculative_num_draft_tokens - 1)
     reporter.spec_num_correct_drafts = correct * of_whole_blocks / proposed if proposed else 0
-    original(reporter, *args, **kwargs)
-    if reporter.spec_num_forward_ct:
-        # This step reported nothing.
-        reporter.spec_num_correct_drafts = correct
+    try:
+        original(reporter, *args, **kwargs)
+    finally:
+        if reporter.spec_num_forward_ct:
+            # SGLang goes on counting: this step reported nothing, or failed before it did.
+            reporter.spec_num_correct_drafts = correct
 
 
 def rate_of_answer(result: None, manager: Any, meta_info: Any, received: Any, i: int) -> None:

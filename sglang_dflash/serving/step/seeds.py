@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.serving.step.batch import ScheduleBatch, restored, to_device
+from sglang_dflash.seam.restored import restored
+from sglang_dflash.serving.step.batch import ScheduleBatch, to_device
 
 
 class Seeds:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_dflash.facts.log import Log
+from sglang_dflash.seam.restored import restored
 from sglang_dflash.serving.step.batch import (
     CaptureHiddenMode,
     GenerationBatchResult,
@@ -114,12 +115,9 @@ class TargetForwardByWidth(TargetForward):
     @contextmanager
     def _using(self, narrow: _AtWidth) -> Iterator[None]:
         runner = self._runner
-        block = _AtWidth(runner.attn_backend, runner.decode_cuda_graph_runner)
-        runner.attn_backend, runner.decode_cuda_graph_runner = narrow
-        try:
+        with restored(runner, "attn_backend", "decode_cuda_graph_runner"):
+            runner.attn_backend, runner.decode_cuda_graph_runner = narrow
             yield
-        finally:
-            runner.attn_backend, runner.decode_cuda_graph_runner = block
 
 
 def _reference(graphs: Any) -> Callable[[], Any]:
