@@ -32,7 +32,7 @@ from sglang_dflash.facts.log import Log
 from sglang_dflash.repairs import recovery
 from sglang_dflash.repairs.probation import Probation
 from sglang_dflash.seam.restored import restored
-from sglang_dflash.repairs.flag import guard_off
+from sglang_dflash.serving.given_flags import guard_off
 
 logger = Log(__name__)
 

@@ -26,7 +26,7 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_dflash.facts.errors import shown
 from sglang_dflash.facts.fields import is_int
-from sglang_dflash.repairs.flag import guard_off
+from sglang_dflash.serving.given_flags import guard_off
 
 INT32_MAX, FLOAT32_MAX = int(np.iinfo(np.int32).max), float(np.finfo(np.float32).max)
 # The smallest float32 with all its digits; a divisor below becomes 0 or a quotient infinite.

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from sglang_dflash.repairs import secrets
 from sglang_dflash.seam.seam import Kind, Seam, rows
+from sglang_dflash.serving.seams import SAMPLING_SEAMS
 
 SEAMS = (
+    # What our worker needs, too.
+    *SAMPLING_SEAMS,
     *rows(
         "sglang_dflash.repairs",
-        (Kind.AROUND, "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
-         "penalties:count_while_scheduling",
-         "Under overlap, penalties miss the newest token, count the prompt's last one, and miss or "
-         "double others when a prefill comes in between.",
-         "tests/engine/test_penalties.py::test_answers_depend_on_the_batch_without_the_rows"),
-        (Kind.BEFORE, "managers.scheduler.Scheduler._forward_isolation", "penalties:count_newest",
-         "Under overlap, penalties never see the newest token, which is on the device; with "
-         "drafts, they see one of the tokens of a step.",
-         "tests/engine/test_penalties.py::test_answers_depend_on_the_batch_without_the_rows"),
-        (Kind.AFTER, "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
-         "penalties:count_from_the_start",
-         "A retracted request's penalties forget its output; the order in which penalties are "
-         "applied is that of a set.",
-         "tests/repairs/test_penalties.py::test_retraction_forgets_the_output_without_the_row"),
-        (Kind.AROUND, "layers.sampler.Sampler._sample_from_probs",
-         "seeded_sampling:sample_by_token_id",
-         "A seeded answer depends on the top-k, top-p and min-p of other requests; one with min-p "
-         "ends the server.",
-         "tests/repairs/test_seeded_sampling.py::test_tokens_depend_on_neighbors_without_the_row"),
         (Kind.AFTER, "managers.scheduler_components.logprob_result_processor"
          ".SchedulerLogprobResultProcessor.add_logprob_return_values", "scores:without_output",
          "A request for no token gets one's log-probability if it shares a prefill with others.",

@@ -15,11 +15,11 @@ import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from sglang_dflash.facts.draft_keys import is_draft
 from sglang_dflash.facts.errors import ConfigError, cut
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.tensors import StoredTensor, stored_tensors
-from sglang_dflash.repairs.flag import guard_off
+from sglang_dflash.serving.draft_updates import is_for_draft
+from sglang_dflash.serving.given_flags import guard_off
 
 # Formats of --load-format that read safetensors files.
 CHECKED_FORMATS = (None, "auto", "safetensors")
@@ -29,9 +29,8 @@ TIED = ("lm_head.weight", "embed_tokens.weight")
 
 async def check_and_update(original: Any, manager: Any, obj: Any, request: Any = None) -> Any:
     """Around `TokenizerManager.update_weights_from_disk`: `(success, message, paused requests)`."""
-    if is_draft(obj.model_path) and await takes_drafts(manager):
-        return await update_draft(original, manager, obj, request)
-    if not guard_off(manager.server_args):
+    is_guarded = not guard_off(manager.server_args)
+    if is_guarded and not await is_for_draft(manager, obj.model_path):
         try:
             check_format(obj.load_format)
             given = manager.server_args
@@ -42,22 +41,6 @@ async def check_and_update(original: Any, manager: Any, obj: Any, request: Any =
         except ConfigError as error:
             return False, f"{error}. The weights are unchanged", 0
     return await original(manager, obj, request)
-
-
-async def takes_drafts(manager: Any) -> bool:
-    """Whether our worker serves, which finds such a folder's tensors right or refuses them."""
-    if manager.server_args.speculative_draft_model_path is None:
-        return False
-    return all("dflash" in state for state in await manager.get_internal_state())
-
-
-async def update_draft(original: Any, manager: Any, obj: Any, request: Any) -> Any:
-    """SGLang would take the folder for the served model's from then on."""
-    kept = manager.served_model_name, manager.model_path
-    try:
-        return await original(manager, obj, request)
-    finally:
-        manager.served_model_name, manager.model_path = kept
 
 
 def check_format(load_format: str | None) -> None:

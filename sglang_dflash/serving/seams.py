@@ -24,6 +24,10 @@ SEAMS = rows(
     (Kind.AROUND, "utils.hf_transformers.config.get_config", "start.draft_files:get_config",
      "With --trust-remote-code, Python of the draft's folder runs.",
      "tests/serving/test_draft_code.py::test_sglang_runs_the_code_without_the_row"),
+    (Kind.AROUND, "managers.tokenizer_manager.TokenizerManager._wait_for_model_update_from_disk",
+     "draft_updates:keep_served_model",
+     "After new weights for the draft, the served model has the name and folder of the draft.",
+     "tests/serving/test_draft_updates.py::test_the_draft_becomes_the_served_model_without_the_row"),
     (Kind.AROUND, "speculative.spec_info.SpeculativeAlgorithm.create_worker",
      "start.choose_worker:create_worker",
      "SGLang's own DFLASH worker would serve.",
@@ -51,8 +55,33 @@ SEAMS = rows(
      "tests/serving/test_seams.py::test_rates_are_of_whole_blocks_without_the_rows"),
 )  # fmt: skip
 
+# Penalties that count every output token once, and seeded samples of the request alone. Our worker
+# needs them; the repairs install them for every server.
+SAMPLING_SEAMS = rows(
+    "sglang_dflash.serving.step",
+    (Kind.AROUND, "managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens",
+     "penalty_counts:count_while_scheduling",
+     "Under overlap, penalties miss the newest token, count the prompt's last one, and miss or "
+     "double others when a prefill comes in between.",
+     "tests/engine/test_penalties.py::test_answers_depend_on_the_batch_without_the_rows"),
+    (Kind.BEFORE, "managers.scheduler.Scheduler._forward_isolation", "penalty_counts:count_newest",
+     "Under overlap, penalties never see the newest token, which is on the device; with "
+     "drafts, they see one of the tokens of a step.",
+     "tests/engine/test_penalties.py::test_answers_depend_on_the_batch_without_the_rows"),
+    (Kind.AFTER, "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.__init__",
+     "penalty_counts:count_from_the_start",
+     "A retracted request's penalties forget its output; the order in which penalties are "
+     "applied is that of a set.",
+     "tests/serving/test_penalty_counts.py::test_retraction_forgets_the_output_without_the_row"),
+    (Kind.AROUND, "layers.sampler.Sampler._sample_from_probs",
+     "seeded_sampling:sample_by_token_id",
+     "A seeded answer depends on the top-k, top-p and min-p of other requests; one with min-p, "
+     "or on a GPU with top-k or top-p, ends the server.",
+     "tests/serving/test_seeded_sampling.py::test_tokens_depend_on_neighbors_without_the_row"),
+)  # fmt: skip
+
 # Applied in the scheduler process when our worker serves.
-WORKER_SEAMS = rows(
+WORKER_SEAMS = SAMPLING_SEAMS + rows(
     "sglang_dflash.serving",
     (Kind.AROUND, "managers.scheduler_components.batch_result_processor"
      ".SchedulerBatchResultProcessor.process_batch_result_decode",

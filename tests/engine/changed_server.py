@@ -26,10 +26,10 @@ def sized() -> None:
 
 
 def no_penalty_rows() -> None:
-    """Without the seams of repairs/penalties.py."""
+    """Without the seams of serving/step/penalty_counts.py."""
     from sglang_dflash.repairs import plugin, seams
 
-    kept = tuple(row for row in seams.SEAMS if ".penalties:" not in str(row.ours))
+    kept = tuple(row for row in seams.SEAMS if ".penalty_counts:" not in str(row.ours))
     assert len(kept) == len(seams.SEAMS) - 3
     seams.SEAMS = plugin.SEAMS = kept
 

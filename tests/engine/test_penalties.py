@@ -1,5 +1,5 @@
-"""Why repairs/penalties.py: without it SGLang's penalties depend on what else is served. With it
-they do not (test_exactness.py: `alone` and `joining`)."""
+"""Why serving/step/penalty_counts.py: without it SGLang's penalties depend on what else is served.
+With it they do not (test_exactness.py: `alone` and `joining`)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.repairs import flag, request_guard
+from sglang_dflash.repairs import request_guard
+from sglang_dflash.serving import given_flags
 from sglang_dflash.serving.start import flags
 
 VOCAB = 1024
@@ -21,7 +22,7 @@ STRUCT_FIELDS = set(TokenizedGenerateReqInput.__struct_fields__)
 
 def manager(**flags: Any) -> Any:
     """What the guard reads of a TokenizerManager."""
-    server_args = SimpleNamespace(**{flag.ATTRIBUTE: flags})
+    server_args = SimpleNamespace(**{given_flags.ATTRIBUTE: flags})
     return SimpleNamespace(
         server_args=server_args,
         model_config=SimpleNamespace(vocab_size=VOCAB),

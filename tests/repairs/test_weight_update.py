@@ -117,33 +117,23 @@ def test_weights_of_the_same_model_are_taken(folder: Path) -> None:
     check_folder(str(folder), str(PAIR.target))
 
 
-def test_a_drafts_folder_goes_to_the_worker_that_takes_it() -> None:
-    """SGLang's worker would load it into the target. What is served keeps its name."""
-    served = {"served_model_name": "m", "model_path": str(PAIR.target)}
-    states: list[dict[str, Any]] = []
+@pytest.mark.parametrize("states", [[{"dflash": {}}], [{"dflash_builtin_reason": "a flag"}]])
+def test_a_drafts_folder_goes_to_the_worker_that_takes_it(states: list[dict[str, Any]]) -> None:
+    """SGLang's worker would load it into the target."""
 
     async def get_internal_state() -> list[dict[str, Any]]:
         return states
 
-    async def original(manager: Any, obj: Any, _request: Any) -> tuple[bool, str, int]:
-        manager.served_model_name = manager.model_path = obj.model_path
+    async def original(*_: Any) -> tuple[bool, str, int]:
         return True, "updated", 0
 
-    def answer(draft: str | None) -> tuple[bool, str, int]:
-        given = SimpleNamespace(
-            speculative_draft_model_path=draft, revision=None, download_dir=None
-        )
-        manager = SimpleNamespace(
-            server_args=given, get_internal_state=get_internal_state, **served
-        )
-        update = SimpleNamespace(model_path=str(PAIR.draft), load_format=None)
-        found = asyncio.run(check_and_update(original, manager, update))
-        assert {name: getattr(manager, name) for name in served} == served
-        return found
-
-    states[:] = [{"dflash": {}}, {"dflash": {}}]
-    assert answer(str(PAIR.draft)) == (True, "updated", 0)
-    assert not answer(None)[0]
-    states[:] = [{"dflash_builtin_reason": "a flag"}]
-    success, message, _ = answer(str(PAIR.draft))
-    assert not success and "the served model is" in message
+    given = SimpleNamespace(
+        speculative_draft_model_path=str(PAIR.draft), revision=None, download_dir=None
+    )
+    manager: Any = SimpleNamespace(
+        server_args=given, get_internal_state=get_internal_state, model_path=str(PAIR.target)
+    )
+    update = SimpleNamespace(model_path=str(PAIR.draft), load_format=None)
+    success, message, _ = asyncio.run(check_and_update(original, manager, update))
+    assert success is ("dflash" in states[0])
+    assert success or "the served model is" in message

@@ -11,9 +11,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.repairs import penalties
+from sglang_dflash.serving.step import penalty_counts
 from sglang_dflash.serving.step.penalties import BlockPenalties
-from tests.repairs.test_penalties import (
+from tests.serving.test_penalty_counts import (
     VOCAB,
     WAYS,
     Batch,
@@ -55,7 +55,7 @@ def test_every_position_is_penalised_for_the_tokens_before_it(rows: range, width
         output.append(tokens[0])
     made = orchestrator(batch(*(request(**way) for way in ways)))
     for row, output in enumerate(written):
-        penalties.count(made, torch.tensor([row]), torch.tensor([output]))
+        penalty_counts.count(made, torch.tensor([row]), torch.tensor([output]))
     logits = torch.randn(len(ways), width, VOCAB, generator=torch.Generator().manual_seed(0))
     got, ours = logits.clone(), BlockPenalties(8, BLOCK, CPU)
     ours.begin(made)
@@ -96,13 +96,13 @@ class Served:
 
     def prefill(self, tokens: list[int]) -> None:
         self.batch.forward_mode = ForwardMode.EXTEND
-        penalties.count_newest(self.scheduler, self.batch, overlap=self.overlap)
+        penalty_counts.count_newest(self.scheduler, self.batch, overlap=self.overlap)
         # As SGLang's sampler gives them.
         self.ours.commit(self.batch, torch.tensor(tokens, dtype=torch.int32)[:, None])
 
     def step(self, committed: list[list[int]]) -> None:
         self.batch.forward_mode = ForwardMode.DECODE
-        penalties.count_newest(self.scheduler, self.batch, overlap=self.overlap)
+        penalty_counts.count_newest(self.scheduler, self.batch, overlap=self.overlap)
         width = max(map(len, committed))
         tokens = [one + [9] * (width - len(one)) for one in committed]
         lengths = torch.tensor([len(one) for one in committed])
@@ -151,7 +151,7 @@ def test_of_a_mixed_step_the_decoding_requests_count_their_last_block() -> None:
     served.step([[3, 3], [8, 6]])
     served.batch.forward_mode = ForwardMode.MIXED
     served.batch.decoding_reqs = served.batch.reqs[1:]
-    penalties.count_newest(served.scheduler, served.batch, overlap=True)
+    penalty_counts.count_newest(served.scheduler, served.batch, overlap=True)
     got = applied(served.made)
     first = expected({"frequency_penalty": 0.5}, [4])
     torch.testing.assert_close(got[0], first)

@@ -20,7 +20,7 @@ from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.platform_cpu.attention import CpuKVPool
-from sglang_dflash.repairs.flag import ATTRIBUTE
+from sglang_dflash.serving.given_flags import ATTRIBUTE
 from sglang_dflash.serving.start import build, decide
 from sglang_dflash.serving.start.build import DFlashSpecWorker
 from sglang_dflash.serving.step.extension import Extension, StepObserver, load_extension

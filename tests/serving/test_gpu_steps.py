@@ -18,14 +18,14 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.width import AdaptiveWidth
 from sglang_dflash.platform_cpu.torch_ops import murmur_hash32 as sglangs_hash
-from sglang_dflash.repairs.penalties import LENGTH, PENALIZERS, count
-from sglang_dflash.repairs.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.hybrid.rollback import Replay, ReplayOps
 from sglang_dflash.serving.step import batch as our_batch
 from sglang_dflash.serving.step import penalties as block_penalties
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step import worker as our_worker
 from sglang_dflash.serving.step.penalties import BlockPenalties
+from sglang_dflash.serving.step.penalty_counts import LENGTH, PENALIZERS, count
+from sglang_dflash.serving.step.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.step.target_forward import TargetForwardByWidth
 from tests.conftest import write_kv
 from tests.reliability.test_block_rows import sampling_info

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from experiments.launches import Scene, bytes_of, counted
 from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.platform_cpu.torch_ops import murmur_hash32
-from sglang_dflash.repairs.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.start import build
 from sglang_dflash.serving.step.sampling import Ranks
+from sglang_dflash.serving.step.seeded_sampling import sample_by_token_id
 from sglang_dflash.serving.step.target_tokens import TargetTokens
 from tests.reliability.test_block_rows import no_penalties, output_of, sampling_info
 from tests.serving.in_process import ONE_RANK

@@ -28,7 +28,6 @@ from sglang_dflash.drafting.ops import TorchOps
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.facts import server
 from sglang_dflash.facts.log import Log
-from sglang_dflash.repairs.seeded_sampling import warm_up
 from sglang_dflash.seam.seam import install_late
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
 from sglang_dflash.serving.fleet.host_tier import HostTier
@@ -43,6 +42,7 @@ from sglang_dflash.serving.start.target_head import target_head
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import GenerationBatchResult
 from sglang_dflash.serving.step.penalties import BlockPenalties
+from sglang_dflash.serving.step.seeded_sampling import warm_up
 from sglang_dflash.serving.step.seeds import Seeds
 from sglang_dflash.serving.step.target_forward import target_forward
 from sglang_dflash.serving.step.target_tokens import Largest, TargetTokens
@@ -229,7 +229,7 @@ class DFlashSpecWorker(BaseSpecWorker):
 
     @property
     def block_penalties(self) -> BlockPenalties:
-        """For `repairs/penalties.py`, which counts what it remembers."""
+        """For `serving/step/penalty_counts.py`, which counts what it remembers."""
         return self.dflash.target_tokens.penalties
 
     def report(self) -> dict[str, Any]:

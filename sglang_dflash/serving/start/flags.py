@@ -15,7 +15,7 @@ from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.facts.hub import check_path
 from sglang_dflash.facts.launch import check_port, listens
 from sglang_dflash.facts.log import Log
-from sglang_dflash.repairs import flag as guard
+from sglang_dflash.serving import given_flags
 from sglang_dflash.serving.start.refusal import use_one_line
 
 logger = Log(__name__)
@@ -100,7 +100,7 @@ class ServerFlags:
     @classmethod
     def of(cls, server_args: Any) -> ServerFlags:
         """Those of SGLang's arguments."""
-        given = getattr(server_args, guard.ATTRIBUTE, {})
+        given = given_flags.given(server_args)
         named = {each.name: PREFIX + each.name for each in fields(cls)}
         return cls(**{name: given[long] for name, long in named.items() if long in given})
 
@@ -176,13 +176,13 @@ def _attach(server_args: Any, given: dict[str, Any]) -> Any:
         if choices is not None and value not in choices:
             flag = _typed(PREFIX + row.name)
             raise ConfigError(flag, value, f"choose one of {', '.join(choices)}")
-    setattr(server_args, guard.ATTRIBUTE, given)
+    setattr(server_args, given_flags.ATTRIBUTE, given)
     return server_args
 
 
 def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
     """Log one line if requests are tokenized where the request guard does not run."""
-    if tokenizer_workers > 1 and not guard.guard_off(server_args):
+    if tokenizer_workers > 1 and not given_flags.guard_off(server_args):
         logger.warning(
             "--tokenizer-worker-num %d: SGLang loads no plugins in tokenizer workers, so the "
             "request guard does not run, and a bad request may end the server; 1 guards it",
@@ -193,7 +193,7 @@ def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
 def warn_without_effect(server_args: Any, why: str) -> None:
     """Log one line if flags of our worker are given to a server that it does not serve."""
     ours = ("worker", "request_guard")
-    given = getattr(server_args, guard.ATTRIBUTE, {})
+    given = given_flags.given(server_args)
     lost = [_typed(name) for name in given if name.removeprefix(PREFIX) not in ours]
     if lost:
         logger.warning("%s: no effect %s", ", ".join(lost), why)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang_dflash.repairs.penalties import LENGTH, PENALIZERS
 from sglang_dflash.serving.step import sampling
 from sglang_dflash.serving.step.batch import ScheduleBatch, record_stream
+from sglang_dflash.serving.step.penalty_counts import LENGTH, PENALIZERS
 
 
 class _Sum(NamedTuple):

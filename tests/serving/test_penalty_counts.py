@@ -14,7 +14,7 @@ from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_dflash.repairs import penalties
+from sglang_dflash.serving.step import penalty_counts
 
 VOCAB = 32
 NEUTRAL = {
@@ -128,7 +128,7 @@ def test_every_decode_step_counts_its_newest_tokens() -> None:
     written, scheduler = outputs(len(WAYS)), Scheduler()
     for step in range(3):
         decoding.input_ids = torch.tensor([output[step] for output in written])
-        penalties.count_newest(scheduler, decoding, overlap=True)
+        penalty_counts.count_newest(scheduler, decoding, overlap=True)
     for row, way in enumerate(WAYS):
         torch.testing.assert_close(applied(made)[row], expected(way, written[row][:3]))
     assert scheduler.waited == ["forward"] * 3
@@ -141,7 +141,7 @@ def test_of_a_mixed_step_only_the_decoding_requests_count() -> None:
     made = orchestrator(mixed)
     mixed.decoding_reqs = others
     mixed.input_ids = torch.tensor([7, 7, 7, 7, *range(len(others))])
-    penalties.count_newest(Scheduler(), mixed, overlap=True)
+    penalty_counts.count_newest(Scheduler(), mixed, overlap=True)
     torch.testing.assert_close(applied(made)[0], expected(WAYS[0], []))
     for row, way in enumerate(WAYS[1:]):
         torch.testing.assert_close(applied(made)[row + 1], expected(way, [row]))
@@ -162,7 +162,7 @@ def test_other_steps_count_nothing(what: str) -> None:
     if what != "prefill":
         given.forward_mode = ForwardMode.DECODE
     scheduler = Scheduler()
-    penalties.count_newest(scheduler, given, overlap=what != "no overlap")
+    penalty_counts.count_newest(scheduler, given, overlap=what != "no overlap")
     torch.testing.assert_close(applied(made)[0], expected(params, []))
     assert scheduler.waited == []
 
@@ -181,7 +181,7 @@ def test_sglang_counts_where_it_is_right(
     called: list[Any] = []
     given = batch()
     given.enable_overlap, given.spec_algorithm = overlap, algorithm
-    penalties.count_while_scheduling(called.append, given)
+    penalty_counts.count_while_scheduling(called.append, given)
     assert len(called) == calls
 
 
@@ -191,7 +191,7 @@ def test_retraction_forgets_the_output_without_the_row() -> None:
     made = orchestrator(back)
     for row, way in enumerate(WAYS):
         torch.testing.assert_close(applied(made)[row], expected(way, []))
-    penalties.count_from_the_start(None, made)
+    penalty_counts.count_from_the_start(None, made)
     for row, way in enumerate(WAYS):
         torch.testing.assert_close(applied(made)[row], expected(way, written[row]))
 
@@ -203,14 +203,14 @@ def test_a_decode_server_leaves_the_newest_token_to_the_first_step(output: list[
     way = {"frequency_penalty": 0.5}
     come = batch(request(output, **way), mode=ForwardMode.PREBUILT)
     made = orchestrator(come)
-    penalties.count_from_the_start(None, made)
+    penalty_counts.count_from_the_start(None, made)
     torch.testing.assert_close(applied(made)[0], expected(way, output[:-1]))
 
 
 def test_factors_are_applied_after_terms() -> None:
     given = batch(request(**WAYS[-1]))
     made = orchestrator(given)
-    penalties.count_from_the_start(None, made)
+    penalty_counts.count_from_the_start(None, made)
     kinds = [penalizer.is_multiplicative for penalizer in made.penalizers.values()]
     assert kinds == sorted(kinds) and set(made.penalizers) == KINDS
 
@@ -222,9 +222,9 @@ def test_counts_survive_a_merge_and_a_filter() -> None:
     made.merge(theirs)
     running.reqs += joining.reqs
     running.forward_mode, running.input_ids = ForwardMode.DECODE, torch.tensor([3, 9])
-    penalties.count_newest(Scheduler(), running, overlap=True)
+    penalty_counts.count_newest(Scheduler(), running, overlap=True)
     running.reqs = running.reqs[1:]
     made.filter(torch.tensor([1]))
     running.input_ids = torch.tensor([9])
-    penalties.count_newest(Scheduler(), running, overlap=True)
+    penalty_counts.count_newest(Scheduler(), running, overlap=True)
     torch.testing.assert_close(applied(made)[0], expected(WAYS[0], [9, 9]))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.acceptance import target_probabilities
 from sglang_dflash.platform_cpu.torch_ops import murmur_hash32
-from sglang_dflash.repairs import seeded_sampling
-from sglang_dflash.repairs.seeded_sampling import kept_weights, sample_by_token_id
+from sglang_dflash.serving.step import seeded_sampling
+from sglang_dflash.serving.step.seeded_sampling import kept_weights, sample_by_token_id
 from tests.seam.originals import original
 
 VOCABULARY = 64
