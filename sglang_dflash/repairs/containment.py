@@ -43,13 +43,16 @@ SERIES = {
     "contained_steps": "Steps that failed without ending the server.",
     "ended_requests": "Requests that were ended because a step failed.",
 }
-# Methods of the scheduler whose failure a request can cause, and their local that is the batch.
+# Names of SGLang's code, by which the frames of an error tell what failed: methods of the scheduler
+# whose failure a request can cause, and their local that is the batch.
 BATCH_OF = {
     "run_batch": "batch",
     "process_batch_result": "batch",
     "launch_batch_sample_if_needed": "cur_batch",
 }
 PLANS, PLANS_PREFILL = "get_next_batch_to_run", "_get_new_batch_prefill_raw"
+# Locals of the latter: the batch that it makes, the requests for it, and the one that it looks at.
+NEW_BATCH, ADMITTED, CANDIDATE = "new_batch", "can_run_list", "req"
 # After so many failures without a step that succeeds, a plain request is tried.
 PATIENCE = 16
 
@@ -171,8 +174,8 @@ def failure_of(error: BaseException, scheduler: Any) -> Failure | None:
         return None
     if PLANS_PREFILL in names:
         found = names[PLANS_PREFILL]
-        batch, request = found.get("new_batch"), found.get("req")
-        chosen = batch.reqs if batch is not None else found.get("can_run_list")
+        batch, request = found.get(NEW_BATCH), found.get(CANDIDATE)
+        chosen = batch.reqs if batch is not None else found.get(ADMITTED)
         chosen = chosen or ([request] if request is not None else scheduler.waiting_queue)
         return Failure(list(chosen), prefills=True)
     batches = (scheduler.running_batch, scheduler.last_batch)

@@ -64,6 +64,11 @@ SENT = (
     "input_logprob_sent", "finished_output",
 )  # fmt: skip
 
+# Names of SGLang's code in the frames of an error: what collects the output of a batch, the loops
+# over a result's requests, and their local that is the request.
+COLLECTS = "_stream_output_generation"
+RESULT_LOOPS, IN_LOOP = ("process_batch_result_prefill", "process_batch_result_decode"), "req"
+
 
 def undo(before: Iterable[Before], frames: Mapping[str, Mapping[str, Any]]) -> None:
     """Make requests whole whose result was processed in part.
@@ -72,14 +77,14 @@ def undo(before: Iterable[Before], frames: Mapping[str, Mapping[str, Any]]) -> N
         before: all of the batch.
         frames: of the error, the locals of each function by its name.
     """
-    if "_stream_output_generation" in frames:
+    if COLLECTS in frames:
         # Nothing was sent: it failed while it was collected.
         for request, _, _, sent in before:
             for name, value in zip(SENT, sent, strict=True):
                 setattr(request, name, value)
         return
-    loops = (frames.get(f"process_batch_result_{kind}", {}) for kind in ("prefill", "decode"))
-    partly = next((found["req"] for found in loops if "req" in found), None)
+    loops = (frames.get(method, {}) for method in RESULT_LOOPS)
+    partly = next((found[IN_LOOP] for found in loops if IN_LOOP in found), None)
     for request, output, reasoning, sent in before:
         is_sent = tuple(getattr(request, name) for name in SENT) != sent
         kept_by_session = request.finished() and request.session is not None

@@ -172,6 +172,14 @@ def any_in_place(rows: Iterable[Seam]) -> bool:
     return any(map(_in_place, rows))
 
 
+def is_loaded(plugin: str) -> bool:
+    """Whether the plugin of that name has hooks in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks = (hook for target in HookRegistry._hooks.values() for hook in target)
+    return any(source is not None and source.plugin_name == plugin for _, _, source in hooks)
+
+
 def load_plugins() -> tuple[object | None, str | None]:
     """Load SGLang's plugins in this process, as a server does.
 

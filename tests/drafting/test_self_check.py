@@ -212,6 +212,22 @@ def test_a_recording_is_compared_and_leaves_nothing_behind(window: int | None) -
         check_recording(drafter, Stale(), slots)
 
 
+def test_a_check_that_fails_leaves_the_table_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's, of slots that its requests have."""
+    slots, drafter = table(), drafter_of(12)
+    slots[1:4] = 0
+    before = slots.clone()
+
+    def failing(*_: Any) -> None:
+        assert not torch.equal(slots, before)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(drafter, "absorb", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        check_recording(drafter, drafter, slots)
+    assert torch.equal(slots, before)
+
+
 @pytest.mark.parametrize("raw", [MIXED, DFLASH2], ids=["v1", "dflash2"])
 def test_a_recording_with_other_noise_is_found(raw: dict[str, Any]) -> None:
     """It drafts right without noise."""

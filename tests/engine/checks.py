@@ -61,6 +61,12 @@ def admitted(seen: Seen) -> None:
         assert [answer["beside"] for answer in answers] == [7, 8]
 
 
+def unrepaired(seen: Seen) -> None:
+    """The server runs without the repairs, which would show what they contain."""
+    state = requests.get(f"{seen.server.url}/server_info").json()["internal_states"][0]
+    assert "containment" not in state and "dflash" in state
+
+
 def pictures_change_answers(seen: Seen) -> None:
     """A text with one picture, and with another one."""
     assert seen.ours[5]["output_ids"] != seen.ours[12]["output_ids"]

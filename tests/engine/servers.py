@@ -308,6 +308,8 @@ FEATURES_WIDTHS = FEATURES_DFLASH.named("features-widths").having(**CHANGING, **
 FEATURES_DFLASH_NO_OVERLAP = FEATURES_DFLASH.named("features-dflash-no-overlap").having(
     disable_overlap_schedule=True
 )
+# Our worker without the repairs. Its drafts are of random widths: one is plain decoding.
+WORKER_ONLY = FEATURES_WIDTHS.named("worker-only").with_env(SGLANG_PLUGINS="dflash,dflash_cpu")
 # Plain decoding under overlap, with our penalties and with SGLang's.
 FEATURES_OVERLAPPED = FEATURES.named("features-overlapped")
 SGLANGS_PENALTIES = FEATURES.named("sglangs-penalties").changed("no_penalty_rows")

@@ -164,6 +164,14 @@ FEATURES = (
 )
 # A free place is taken at once, and preemption frees one.
 ADMITTED = (Row(s.FEATURES_DFLASH, s.FEATURES_PLAIN, (admission.admitted,), (checks.admitted,)),)
+# Without the repairs, of plain servers that have them. SGLang's own penalties are right where those
+# are counted, without overlap; its own seeded samples are not in such batches, and one with min-p
+# ends the server.
+UNREPAIRED = (checks.drafted, checks.unrepaired)
+WORKER_ONLY = (
+    Row(s.WORKER_ONLY, s.FEATURES_PLAIN, (features.penalties, workload.joining), UNREPAIRED),
+    Row(s.WORKER_ONLY, s.SEEDED_PLAIN, (workload.seeded,), UNREPAIRED),
+)
 # Scores, and nothing else; of prompts that are not prefilled in chunks (docs/upstream.md).
 SCORES = (Row(s.DFLASH, s.PLAIN, (features.scores,), (checks.scored_alike,)),)
 # In float32, on a CPU, a row has the same bits whatever rows are beside it.
@@ -335,7 +343,8 @@ RARE = (
     Row(c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,)),
 )
 TABLE = (
-    *DEMO, *SAMPLED, *FEATURES, *ADMITTED, *SCORES, *LIKELIHOODS, *THINKING, *ENDS, *RETURNED,
+    *DEMO, *SAMPLED, *FEATURES, *ADMITTED, *WORKER_ONLY, *SCORES, *LIKELIHOODS, *THINKING, *ENDS,
+    *RETURNED,
     *HYBRID, *TOLD,
     *(row._replace(long=row.asked) for row in RARE),
 )  # fmt: skip

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from sglang_dflash.platform_cpu.torch_ops import table_qk_norm_rope_
+from sglang_dflash.platform_cpu.linear import update_by_ipc
+from sglang_dflash.platform_cpu.torch_ops import (
+    make_on_the_host,
+    send_prefix_without_event,
+    table_qk_norm_rope_,
+)
 
 TOKENS, HEADS, KV_HEADS, DIM = 5, 4, 2, 64
 
@@ -34,3 +42,23 @@ def test_norm_and_rotation_of_the_built_in_workers_draft(dtype: torch.dtype) -> 
     # The reference rounds each product of the rotation to bfloat16.
     rounding = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(qkv, wanted, **rounding)
+
+
+def test_what_is_changed_for_a_call_comes_back_after_its_failure() -> None:
+    def failing(*_: Any) -> None:
+        raise KeyError
+
+    current, scheduler = torch.cuda.current_device, SimpleNamespace(enable_overlap=True)
+    with pytest.raises(KeyError):
+        make_on_the_host(failing)
+    assert torch.cuda.current_device is current
+    with pytest.raises(KeyError):
+        send_prefix_without_event(failing, scheduler)
+    assert scheduler.enable_overlap
+    ended: list[dict[str, Any]] = []
+    updater = SimpleNamespace(
+        begin_weight_update=lambda: None, end_weight_update=lambda **how: ended.append(how)
+    )
+    with pytest.raises(KeyError):
+        update_by_ipc(failing, updater, None)
+    assert ended == [{"run_post_load": False}]

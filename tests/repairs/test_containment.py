@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash.repairs import containment, recovery
-from sglang_dflash.repairs.containment import Containment, Failure, failure_of
+from sglang_dflash.repairs.containment import BATCH_OF, Containment, Failure, failure_of
 from sglang_dflash.repairs.probation import Probation
+from tests.seam.originals import original
 
 
 def request(rid: str, output: int = 0) -> Any:
@@ -136,6 +139,36 @@ def test_the_frames_of_an_error_tell_what_failed() -> None:
     assert failure_of(raised(s.on_idle), s) is None
 
 
+MANAGERS = "sglang.srt.managers"
+SCHEDULER = f"{MANAGERS}.scheduler.Scheduler"
+PROCESSOR = "batch_result_processor.SchedulerBatchResultProcessor"
+STREAMER = "output_streamer.SchedulerOutputStreamer"
+# Of SGLang's functions whose frames are read: the locals that are looked for, and their types.
+READ: dict[str, dict[str, Any]] = {
+    **{f"{SCHEDULER}.{name}": {local: ScheduleBatch} for name, local in BATCH_OF.items()},
+    f"{SCHEDULER}.{containment.PLANS}": {},
+    f"{SCHEDULER}.{containment.PLANS_PREFILL}": dict.fromkeys(
+        (containment.NEW_BATCH, containment.ADMITTED, containment.CANDIDATE)
+    ),
+    **{
+        f"{MANAGERS}.scheduler_components.{PROCESSOR}.{name}": {recovery.IN_LOOP: None}
+        for name in recovery.RESULT_LOOPS
+    },
+    f"{MANAGERS}.scheduler_components.{STREAMER}.{recovery.COLLECTS}": {},
+}
+
+
+@pytest.mark.parametrize("path", READ)
+def test_what_is_read_of_a_frame_has_that_name_in_sglang(path: str) -> None:
+    """With another name, the guilty would be looked for among all that run."""
+    function = inspect.unwrap(original(path))
+    assert function.__code__.co_name == path.rpartition(".")[2]
+    assert {*READ[path]} <= {*function.__code__.co_varnames, *function.__code__.co_cellvars}
+    parameters = inspect.signature(function).parameters
+    for local, kind in READ[path].items():
+        assert kind is None or parameters[local].annotation in (kind, kind.__name__)
+
+
 def test_suspects_are_admitted_step_by_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait, whatever the scheduler takes or adds, and however its planning ends."""
     a, b, c = request("a"), request("b"), request("c")
@@ -154,8 +187,10 @@ def test_suspects_are_admitted_step_by_step(made: Any, monkeypatch: pytest.Monke
     b.output_ids = [1]
     assert containment.plan(planned, s) == [a]
     a.output_ids = [1, 2]
+    compiled = s.grammar_manager.grammar_queue = [request("d")]
     with pytest.raises(KeyError):
         containment.plan(lambda *_, **__: {}["x"], s)
+    assert s.grammar_manager.grammar_queue is compiled
     assert set(map(id, s.waiting_queue)) == {id(a), id(b), id(c)}
     assert [r.rid for r in containment.plan(planned, s)] == ["a", "b"]
     a.output_ids, b.output_ids = [1] * 3, [1] * 3
@@ -287,6 +322,20 @@ def test_caches_that_copy_by_themselves_turn_it_off(
         ), False),
     )  # fmt: skip
     assert containment.unserved(own) == named
+
+
+def test_grammars_that_are_compiled_stay_if_the_pools_cannot_be_emptied() -> None:
+    def flush_cache(empty_cache: bool) -> bool:
+        assert s.grammar_manager.grammar_queue == [] and not empty_cache
+        raise KeyError("a pool")
+
+    s: Any = Scheduler()
+    compiled = s.grammar_manager.grammar_queue = [request("a")]
+    s.model_worker = SimpleNamespace(last_shared_read_runner=SimpleNamespace())
+    s.flush_cache = flush_cache
+    with pytest.raises(KeyError):
+        recovery.recover(s, [], [], "a bug")
+    assert s.grammar_manager.grammar_queue is compiled
 
 
 def test_the_next_barrier_is_not_that_of_a_failed_forward() -> None:

@@ -215,3 +215,23 @@ def test_a_row_of_hidden_states_per_token_kept(mode: Any) -> None:
         request.hidden_states = []
         append(req=request, **step)
         assert (len(request.hidden_states) > len(kept)) == (mode is True and ended is not None)
+
+
+@pytest.mark.parametrize("fails_at", range(1, 6))
+def test_a_request_is_whole_after_a_failure_between_its_tokens(fails_at: int) -> None:
+    """A failed step is contained, and the request goes on with what the step has left."""
+    request, calls = request_with(), itertools.count(1)
+    request.grammar = Ended()
+    request.output_ids.extend(BEFORE + BLOCK[:5])
+    grammar, looked_at = request.grammar, []
+
+    def failing(request: Req, count: int) -> None:
+        looked_at.append(request.output_ids[-1])
+        if next(calls) == fails_at:
+            raise KeyError("a stop string")
+
+    with pytest.raises(KeyError):
+        end_at_the_first_reason(failing, request, 5)
+    assert looked_at == BLOCK[:fails_at]
+    assert list(request.output_ids) == BEFORE + BLOCK[:5]
+    assert request.grammar is grammar

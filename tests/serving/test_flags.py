@@ -178,3 +178,25 @@ def test_any_flags_are_served_or_refused_in_one_line(
     except ConfigError as refused:
         assert "\n" not in str(refused)
         assert any(flag in str(refused) for flag in flags[::2])
+
+
+@pytest.mark.parametrize("value", ["on", "off", None])
+@pytest.mark.parametrize("loaded", [True, False], ids=["repairs", "worker only"])
+def test_a_guard_that_is_not_loaded_is_not_promised(
+    value: str | None,
+    loaded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = {} if value is None else {"speculative_dflash_request_guard": value}
+    server_args = flags.server_args_from_kwargs(model_path="m", **asked)
+    monkeypatch.setattr(flags, "is_loaded", lambda plugin: loaded and plugin == "dflash_repairs")
+    if value == "on" and not loaded:
+        with pytest.raises(ConfigError, match=r"'on'; the plugin dflash_repairs .* SGLANG_PLUGINS"):
+            flags.check_guard(server_args, 1)
+        return
+    flags.check_guard(server_args, 1)
+    assert not caplog.text
+    # Tokenizer workers load no plugins.
+    flags.check_guard(server_args, 2)
+    assert ("--tokenizer-worker-num 2" in caplog.text) == (loaded and value != "off")

@@ -118,6 +118,16 @@ def reporter_of(correct: int, steps: int, verified: int, decoded: int) -> Any:
     return reporter
 
 
+def late_failure(report: Any) -> Any:
+    """A report that fails once it is made."""
+
+    def failing(*args: Any) -> None:
+        report(*args)
+        raise KeyError
+
+    return failing
+
+
 def test_rates_are_of_whole_blocks_without_the_rows(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +147,17 @@ def test_rates_are_of_whole_blocks_without_the_rows(
     unreported = reporter_of(10, 19, 34, decoded=19)
     scheduler.rate_of_proposed(report, unreported, False)
     assert unreported.spec_num_correct_drafts == 10
+
+    failed = reporter_of(10, 19, 34, decoded=20)
+    failed.scheduler.pool_stats_observer.get_pool_stats.side_effect = KeyError
+    with pytest.raises(KeyError):
+        scheduler.rate_of_proposed(report, failed, False)
+    assert failed.spec_num_correct_drafts == 10
+    # SGLang has begun to count anew before it fails.
+    failed = reporter_of(10, 20, 35, decoded=20)
+    with pytest.raises(KeyError):
+        scheduler.rate_of_proposed(late_failure(report), failed, False)
+    assert failed.spec_num_correct_drafts == 0
 
     received = SimpleNamespace(
         spec_verify_ct=[20], spec_num_correct_drafts=[10], completion_tokens=[30],

@@ -15,6 +15,7 @@ from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.facts.hub import check_path
 from sglang_dflash.facts.launch import check_port, listens
 from sglang_dflash.facts.log import Log
+from sglang_dflash.seam.seam import is_loaded
 from sglang_dflash.serving import given_flags
 from sglang_dflash.serving.start.refusal import use_one_line
 
@@ -29,6 +30,8 @@ ALIASES = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "mamba_scheduler_strategy": "mamba_radix_cache_strategy",
 }
+# The plugin with the repairs, by its entry point.
+GUARDS = "dflash_repairs"
 WIDTH_FLAG = "--speculative-dflash-width"
 # Widths that an adaptive server chooses from, beside the draft's block and the whole one.
 NARROW_WIDTHS = (1, 4, 8)
@@ -180,9 +183,20 @@ def _attach(server_args: Any, given: dict[str, Any]) -> Any:
     return server_args
 
 
-def warn_unguarded(server_args: Any, tokenizer_workers: int) -> None:
-    """Log one line if requests are tokenized where the request guard does not run."""
-    if tokenizer_workers > 1 and not given_flags.guard_off(server_args):
+def check_guard(server_args: Any, tokenizer_workers: int) -> None:
+    """Log one line if requests are tokenized where the request guard does not run.
+
+    Raises:
+        ConfigError: the guard is asked for, and the plugin that guards is not loaded.
+    """
+    is_guarded = is_loaded(GUARDS)
+    if given_flags.given(server_args).get(given_flags.REQUEST_GUARD) == "on" and not is_guarded:
+        raise ConfigError(
+            _typed(given_flags.REQUEST_GUARD), "on",
+            f"the plugin {GUARDS} guards requests, and SGLANG_PLUGINS leaves it out; add it there, "
+            "or leave the flag out",
+        )  # fmt: skip
+    if is_guarded and tokenizer_workers > 1 and not given_flags.guard_off(server_args):
         logger.warning(
             "--tokenizer-worker-num %d: SGLang loads no plugins in tokenizer workers, so the "
             "request guard does not run, and a bad request may end the server; 1 guards it",

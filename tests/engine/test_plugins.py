@@ -1,0 +1,67 @@
+"""Which changes of SGLang each documented value of SGLANG_PLUGINS makes: in every process, and in a
+scheduler process that our worker serves. (Requests without the repairs: test_exactness.py,
+`worker-only`.)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.engine.session import ServerSession
+
+LOADED = """
+import json
+from sglang_dflash.platform_cpu import seams as platform_cpu
+from sglang_dflash.repairs import seams as repairs
+from sglang_dflash.seam.seam import _in_place, install_late, load_plugins
+from sglang_dflash.serving import seams as serving
+
+sampling, worker = serving.SAMPLING_SEAMS, serving.WORKER_SEAMS
+tables = {
+    "sampling": sampling,
+    "worker": [row for row in worker if row not in sampling],
+    "serving": serving.SEAMS,
+    "repairs": [row for row in repairs.SEAMS if row not in sampling],
+    "platform_cpu": platform_cpu.SEAMS,
+}
+
+def in_place():
+    return {
+        name: "all" if all(map(_in_place, table)) else "some" if any(map(_in_place, table)) else ""
+        for name, table in tables.items()
+    }
+
+_, problem = load_plugins()
+loaded = in_place()
+if loaded["serving"]:
+    # As our worker does.
+    install_late(worker, "a test")
+print(json.dumps({"problem": problem, "loaded": loaded, "served": in_place()}))
+"""
+NOTHING = dict.fromkeys(("sampling", "worker", "serving", "repairs", "platform_cpu"), "")
+WORKER_ONLY = {**NOTHING, "serving": "all", "platform_cpu": "all"}
+EVERYTHING = {**WORKER_ONLY, "sampling": "all", "repairs": "all"}
+SERVED = {"sampling": "all", "worker": "all"}
+
+
+@pytest.mark.parametrize(("value", "loaded", "served"), [
+    ("", EVERYTHING, {**EVERYTHING, **SERVED}),
+    # A plain server samples as SGLang does.
+    ("dflash,dflash_cpu", WORKER_ONLY, {**WORKER_ONLY, **SERVED}),
+    ("none", NOTHING, NOTHING),
+], ids=["all", "worker only", "none"])  # fmt: skip
+def test_a_value_installs_whole_tables(
+    value: str,
+    loaded: dict[str, str],
+    served: dict[str, str],
+    servers: ServerSession,
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "loaded.py"
+    script.write_text(LOADED)
+    status, lines = servers.nursery.run(str(script), log=tmp_path / "log", SGLANG_PLUGINS=value)
+    assert status == 0, lines[-20:]
+    found = json.loads(lines[-1])
+    assert found == {"problem": None, "loaded": loaded, "served": served}
