@@ -14,8 +14,9 @@ import torch
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_dflash.repairs import seams as repairs
 from sglang_dflash.seam.seam import Seam
-from sglang_dflash.serving.seams import REPLAY_SEAMS, SEAMS, WORKER_SEAMS
+from sglang_dflash.serving.seams import REPLAY_SEAMS, SAMPLING_SEAMS, SEAMS, WORKER_SEAMS
 from sglang_dflash.serving.show import figures
 from sglang_dflash.serving.start import flags
 from sglang_dflash.serving.step import batch as our_batch
@@ -214,6 +215,14 @@ def test_server_info_shows_no_worker_without_the_row() -> None:
         figures.add_report(None, SimpleNamespace(scheduler=scheduler), state)
         machine = state.pop("machine")
         assert state == shown and machine["dtype"] == "bfloat16" and machine["cores"]
+
+
+def test_the_worker_installs_what_it_samples_with() -> None:
+    """Without the repairs, too: SGLang leaves penalties of a block uncounted, and its samplers
+    refuse seeds. With them, the rows are in place, and the same."""
+    assert SAMPLING_SEAMS and {*SAMPLING_SEAMS} <= {*WORKER_SEAMS} & {*repairs.SEAMS}
+    shared = {row.target for row in repairs.SEAMS} & {row.target for row in ROWS}
+    assert shared == {row.target for row in SAMPLING_SEAMS}
 
 
 def test_tables_that_are_applied_later_have_targets_of_their_own() -> None:

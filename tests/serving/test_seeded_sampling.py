@@ -144,6 +144,11 @@ def test_tokens_depend_on_neighbors_without_the_row(monkeypatch: pytest.MonkeyPa
     assert (alone != beside_greedy).sum() > rows // 4
     with pytest.raises(AssertionError):
         theirs([{"min_p": 0.1}], False)
+    # As on a GPU.
+    sampled_by(monkeypatch, "flashinfer")
+    for way in ({"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}):
+        with pytest.raises(AssertionError, match="seed is not supported for flashinfer"):
+            theirs([way], False)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
