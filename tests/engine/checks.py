@@ -55,12 +55,6 @@ def drafted(seen: Seen) -> None:
     assert max(found) > 2
 
 
-def admitted(seen: Seen) -> None:
-    """No long answer had to end before a short one began, as in plain decoding."""
-    for answers in (seen.ours, seen.theirs):
-        assert [answer["beside"] for answer in answers] == [7, 8]
-
-
 def unrepaired(seen: Seen) -> None:
     """The server runs without the repairs, which would show what they contain."""
     state = requests.get(f"{seen.server.url}/server_info").json()["internal_states"][0]

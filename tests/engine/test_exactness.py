@@ -141,6 +141,7 @@ FEATURES = (
             features.limits,
             features.processors,
             features.priorities,
+            admission.admitted,
             features.adapters,
             *PENALISED,
         ),
@@ -162,11 +163,9 @@ FEATURES = (
         (lambda seen: checks.used_every_width(seen, steps=5),),
     ),
 )
-# A free place is taken at once, and preemption frees one.
-ADMITTED = (Row(s.FEATURES_DFLASH, s.FEATURES_PLAIN, (admission.admitted,), (checks.admitted,)),)
-# Without the repairs, of plain servers that have them. SGLang's own penalties are right where those
-# are counted, without overlap; its own seeded samples are not in such batches, and one with min-p
-# ends the server.
+# Without the repairs, compared with plain servers that have them: SGLang applies penalties in the
+# order of a set, which differs between processes; its seeded samples depend on the batch, and one
+# with min-p ends the server.
 UNREPAIRED = (checks.drafted, checks.unrepaired)
 WORKER_ONLY = (
     Row(s.WORKER_ONLY, s.FEATURES_PLAIN, (features.penalties, workload.joining), UNREPAIRED),
@@ -343,8 +342,7 @@ RARE = (
     Row(c.GUIDANCE, c.GUIDANCE_PLAIN, (features.grammars,), (checks.drafted,)),
 )
 TABLE = (
-    *DEMO, *SAMPLED, *FEATURES, *ADMITTED, *WORKER_ONLY, *SCORES, *LIKELIHOODS, *THINKING, *ENDS,
-    *RETURNED,
+    *DEMO, *SAMPLED, *FEATURES, *WORKER_ONLY, *SCORES, *LIKELIHOODS, *THINKING, *ENDS, *RETURNED,
     *HYBRID, *TOLD,
     *(row._replace(long=row.asked) for row in RARE),
 )  # fmt: skip
