@@ -21,6 +21,7 @@ from sglang_dflash.seam.seam import (
     check,
     install,
     install_late,
+    is_loaded,
     load_plugins,
     verify,
 )
@@ -357,3 +358,20 @@ def test_it_is_known_whether_a_plugin_has_run(mod: ModuleType) -> None:
     assert not any_in_place(rows)
     install_late(rows[1:], "a test")
     assert any_in_place(rows) and not any_in_place([absent])
+
+
+def test_it_is_known_which_plugin_has_hooks(mod: ModuleType) -> None:
+    HookRegistry.register(METHOD, doubled, HookType.BEFORE)  # Of no plugin.
+    assert not is_loaded("rival")
+    HookRegistry.register(TARGET, doubled, HookType.BEFORE, source=OTHER)
+    assert is_loaded("rival") and not is_loaded("rival-dist")
+
+
+def test_late_rows_that_another_plugin_of_ours_has_installed_are_skipped(mod: ModuleType) -> None:
+    """The worker's are, beside the repairs: a target's hooks are applied once."""
+    shared, own = seam(TARGET, Kind.AROUND, doubled), seam(METHOD, Kind.AROUND, doubled)
+    install([shared])
+    HookRegistry.apply_hooks()
+    install_late([shared, own], "a test")
+    assert len(HookRegistry._hooks[TARGET]) == len(HookRegistry._hooks[METHOD]) == 1
+    assert mod.plain(3) == 8
