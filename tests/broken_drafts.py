@@ -233,6 +233,14 @@ FIELDS: dict[str, tuple[Callable[[Path], object], str]] = {
         fields(own={"mask_token_id": 5000}),
         "mask_token_id in the draft's config.json: 5000; a token of the vocabulary of 1024",
     ),
+    "code": (
+        fields(auto_map={"AutoModel": "dflash.DFlash", "AutoConfig": "configuration.Draft"}),
+        "auto_map.AutoConfig in the draft's config.json: 'configuration.Draft'; code of a draft",
+    ),
+    "code beside another head": (
+        fields(auto_map={"AutoTokenizer": ["x.Y", None]}, markov_rank=4),
+        "auto_map.AutoTokenizer in the draft's config.json: ['x.Y', None]; code of a draft",
+    ),
     "layer ids fewer": (fields(own={"target_layer_ids": [1, 3]}), "fc.weight of the draft: [192,"),
     "block of half the context": (
         fields(block_size=20_000),

@@ -13,7 +13,7 @@ from sglang_dflash.facts.dflash2 import (
     read_convolution,
     read_selector,
 )
-from sglang_dflash.facts.draft_keys import check_keys, flat, unknown_keys
+from sglang_dflash.facts.draft_keys import check_code, check_keys, flat, unknown_keys
 from sglang_dflash.facts.draft_rope import RopeConfig, read_rope
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft
 from sglang_dflash.facts.fields import MOST_WIDTH, Fields, read_json_object
@@ -136,6 +136,7 @@ class DraftConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> DraftConfig:
         """Build from a parsed config.json. See `from_pretrained` for the errors."""
+        check_code(raw)
         known = flat(raw)
         try:
             return cls._from_flat(known)
@@ -345,9 +346,7 @@ def _draft_vocab_size(fields: Fields) -> int | None:
 
 def _softcap(fields: Fields) -> float | None:
     name = "final_logit_softcapping"
-    if fields.get(name) in (None, 0):
-        return None
-    return fields.positive_number(name)
+    return None if fields.get(name) in (None, 0) else fields.positive_number(name)
 
 
 def _layer_attention(fields: Fields, depth: int) -> tuple[LayerAttention, ...]:

@@ -98,6 +98,18 @@ _ALSO_NEUTRAL = dict.fromkeys(("attention_value_scale", "input_embedding_scale")
 }
 
 
+def check_code(raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `auto_map` of a parsed config.json names Python for a config, tokenizer
+    or processor: a draft's code is never run. Published drafts name an `AutoModel` only."""
+    auto_map = raw.get("auto_map")
+    if not isinstance(auto_map, Mapping):
+        return
+    for name, code in auto_map.items():
+        if name.startswith("Auto") and name != "AutoModel":
+            field = f"auto_map.{name} in the draft's config.json"
+            raise ConfigError(field, code, "code of a draft is never run: remove the entry")
+
+
 def check_keys(raw: Mapping[str, Any]) -> None:
     """Check the keys of a parsed config.json, and of its `dflash_config`.
 

@@ -70,6 +70,16 @@ def draft_folder(
         )
 
 
+def checkpoint(model: str) -> str:
+    """The checkpoint that a hub name or a path stands for, the same for all its spellings: of the
+    hub a repository, whatever the revision, also by a path into a cache; else a real path."""
+    if not exists(model):
+        return f"models--{model.replace('/', '--')}"
+    path = Path(model).resolve()
+    # CACHE/models--OWNER--NAME/snapshots/COMMIT
+    return path.parents[1].name if path.parent.name == "snapshots" else str(path)
+
+
 def cached_config(name: str, revision: str | None = None) -> Path | None:
     """The config.json of a folder, or of a name of the hub that was fetched before; or None."""
     from huggingface_hub import try_to_load_from_cache

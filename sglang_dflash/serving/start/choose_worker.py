@@ -41,6 +41,7 @@ from sglang_dflash.serving.start.draft_files import (
     check_as_sglang_reads_it,
     distrust,
     refuse_code,
+    refuse_trusted,
 )
 
 logger = Log(__name__)
@@ -61,7 +62,9 @@ def check_pair(server_args: Any) -> None:
             "server decodes plainly; add --speculative-algorithm DFLASH"
         )
     requested = _dflash_requested(settings)
-    distrust(settings.speculative_draft_model_path if requested else None)
+    other = settings.speculative_algorithm is not None and not requested
+    # Without an algorithm SGLang reads the draft's config all the same.
+    distrust(None if other else settings.speculative_draft_model_path)
     if not requested:
         flags.warn_without_effect(server_args, "without --speculative-algorithm DFLASH")
         return
@@ -85,6 +88,7 @@ def _check(server_args: Any, settings: Any) -> None:
     if builtin:
         flags.warn_without_effect(server_args, "with --speculative-dflash-worker builtin")
     check_target_folder(settings.model_path)
+    refuse_trusted(settings)
     folder = _folder(settings, weights=not builtin)
     refuse_code(folder, settings)
     try:

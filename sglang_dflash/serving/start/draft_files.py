@@ -15,22 +15,23 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from transformers import AutoConfig
 
-from sglang_dflash.facts.draft_keys import flat
+from sglang_dflash.facts.draft_keys import check_code, flat
 from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.fields import read_json_object
-from sglang_dflash.facts.hub import cached_config
+from sglang_dflash.facts.hub import cached_config, checkpoint
 
-# The draft of this server, as it was given. An environment variable, as the scheduler's processes
-# read the draft's config before they have our settings.
+# The `checkpoint` of this server's draft. An environment variable, as the scheduler's processes read
+# the draft's config before they have our settings.
 DRAFT = "SGLANG_DFLASH_UNTRUSTED_DRAFT"
 
 
 def distrust(draft: str | None) -> None:
-    """From now on, in this process and its children, that draft's config is read without code."""
+    """From now on, in this process and its children, that draft's config is read without code,
+    whether SGLang reads it by its name, its folder or another path to it."""
     if draft is None or "\0" in draft:  # No path, and refused as such.
         os.environ.pop(DRAFT, None)
     else:
-        os.environ[DRAFT] = draft
+        os.environ[DRAFT] = checkpoint(draft)
 
 
 def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
@@ -40,7 +41,7 @@ def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
     and if a config.json cannot be read, the model that a head.pt names, both with trust. And it
     does not know the layout that the speculators library writes.
     """
-    if str(model) != os.environ.get(DRAFT):
+    if checkpoint(str(model)) != os.environ.get(DRAFT):
         return original(model, *args, **named)
     names = ("trust_remote_code", "revision", "model_override_args", "model_config_parser")
     named = {**dict(zip(names, args, strict=False)), **named}
@@ -52,9 +53,24 @@ def get_config(original: Any, model: Any, *args: Any, **named: Any) -> Any:
     return original(model, **{**named, "trust_remote_code": False, "model_config_parser": "hf"})
 
 
+def refuse_trusted(settings: Any) -> None:
+    """Raise ConfigError if --trust-remote-code is for the draft, too: if it is in the target's
+    repository, or the tokenizer is the draft's."""
+    if not settings.trust_remote_code:
+        return
+    draft = settings.speculative_draft_model_path
+    if checkpoint(settings.model_path) == checkpoint(draft):
+        required = "with --trust-remote-code, not the target's repository: give a folder of its own"
+        raise ConfigError("draft", draft, required)
+    tokenizer = settings.tokenizer_path
+    if tokenizer is not None and checkpoint(tokenizer) == checkpoint(draft):
+        required = "with --trust-remote-code, not the draft's: its code is never run"
+        raise ConfigError("--tokenizer-path", tokenizer, required)
+
+
 def refuse_code(folder: str, settings: Any) -> None:
-    """Raise ConfigError if SGLang would run a model's code in the draft's folder: that of its
-    config is not trusted (`get_config`).
+    """Raise ConfigError if the draft's config.json names code for more than a model, or if SGLang
+    would run a model's code: that of its config is not trusted (`get_config`).
 
     SGLang and Transformers run the model that `auto_map` of a config.json names if SGLang has no
     class for it, or is told not to use it. Published drafts name an `AutoModel`, which SGLang
@@ -64,8 +80,9 @@ def refuse_code(folder: str, settings: Any) -> None:
     if not path.is_file():  # `DraftConfig` has the message, or SGLang's worker has another format.
         return
     raw = read_json_object(path, "draft checkpoint")
-    auto_map = raw.get("auto_map")
-    if not isinstance(auto_map, Mapping) or not auto_map:
+    check_code(raw)
+    auto_map = _auto_map(raw)
+    if not auto_map:
         return
     if settings.model_impl == "transformers":
         would_run = "--model-impl transformers would run it"
@@ -78,6 +95,16 @@ def refuse_code(folder: str, settings: Any) -> None:
         dict(auto_map),
         f"{would_run}; code of a draft is never run: remove the entry from {cut(str(path))!r}",
     )
+
+
+def _auto_map(raw: Any) -> Mapping[str, Any]:
+    """The first that has an entry, at any depth: SGLang lifts the fields of a nested config."""
+    if not isinstance(raw, Mapping):
+        return {}
+    own = raw.get("auto_map")
+    if isinstance(own, Mapping) and own:
+        return own
+    return next(filter(None, map(_auto_map, raw.values())), {})
 
 
 def _has_class(architectures: Any) -> bool:
@@ -138,10 +165,12 @@ def _wrong_field(raw: Mapping[str, Any]) -> str | None:
 
 
 def check_of_a_server(folder: str, target: str) -> None:
-    """`check_as_sglang_reads_it` for a server with no other flags."""
+    """`refuse_code` and `check_as_sglang_reads_it` for a server with no other flags."""
     quiet = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    server_args = ServerArgs(model_path=target)
     try:
-        check_as_sglang_reads_it(folder, ServerArgs(model_path=target))
+        refuse_code(folder, server_args)
+        check_as_sglang_reads_it(folder, server_args)
     finally:
         logging.disable(quiet)
