@@ -13,6 +13,8 @@ from sglang_dflash.facts.fields import Fields, read_json_object
 # Architectures whose sliding layers get a KV pool of their own from SGLang and are shaped like the
 # others. The sliding layers of further ones are counted as if they kept every token.
 _POOLED = ("GptOssForCausalLM", "LagunaForCausalLM", "MellumForCausalLM")
+# The layers of a Nemotron-H, by their letters in `hybrid_override_pattern`.
+_BLOCKS = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
 _RECURRENT_FIELDS = (
     "linear_num_key_heads",
     "linear_num_value_heads",
@@ -88,17 +90,13 @@ class TargetGeometry:
             ConfigError: a field is missing or invalid.
         """
         text = Fields.of(raw, "target")
-        depth, heads = (
-            text.positive_int("num_hidden_layers"),
-            text.positive_int("num_attention_heads"),
-        )
-        hidden = text.positive_int("hidden_size")
-        recurrent = _recurrent_layers(text, depth)
+        depth, attention, recurrent = _layers(text)
+        heads, hidden = text.positive_int("num_attention_heads"), text.positive_int("hidden_size")
         return cls(
             hidden_size=hidden,
             vocab_size=text.positive_int("vocab_size"),
             num_hidden_layers=depth,
-            attention_layers=depth - recurrent,
+            attention_layers=attention,
             recurrent_layers=recurrent,
             num_key_value_heads=text.positive_int("num_key_value_heads", default=heads),
             head_dim=text.positive_int("head_dim", default=hidden // heads),
@@ -157,6 +155,32 @@ def _sliding_layers(raw: Mapping[str, Any], text: Fields, depth: int) -> int:
         # gpt-oss by default: every second layer, the first one included.
         return (depth + 1) // 2 if "GptOssForCausalLM" in named else 0
     return types.count("sliding_attention")
+
+
+def _layers(text: Fields) -> tuple[int, int, int]:
+    """The number of layers, of those that keep K/V, and of recurrent ones."""
+    blocks = _blocks(text)
+    if blocks:
+        return len(blocks), blocks.count("attention"), blocks.count("mamba")
+    depth = text.positive_int("num_hidden_layers")
+    recurrent = _recurrent_layers(text, depth)
+    return depth, depth - recurrent, recurrent
+
+
+def _blocks(text: Fields) -> tuple[str, ...]:
+    """The layers of a Nemotron-H as SGLang's `NemotronHConfig` reads them, whatever
+    num_hidden_layers says; none of another target."""
+    if not str(text.get("model_type")).startswith("nemotron_h"):
+        return ()
+    name = "layers_block_type" if "layers_block_type" in text else "hybrid_override_pattern"
+    if name == "layers_block_type":
+        blocks = text.words(name)
+    else:
+        blocks = tuple(_BLOCKS.get(letter, "") for letter in text.word(name) or "")
+    if not set(blocks) <= set(_BLOCKS.values()) or "attention" not in blocks:
+        kinds = ", ".join(f"{kind} ({letter})" for letter, kind in _BLOCKS.items())
+        raise text.error(name, f"layers of the kinds {kinds}, with attention among them,")
+    return blocks
 
 
 def _recurrent_layers(text: Fields, depth: int) -> int:

@@ -1,7 +1,8 @@
-"""The settings of a server with which SGLang's own DFLASH worker serves in place of ours.
+"""The settings of a server with which SGLang's own DFLASH worker serves in place of ours, and those
+that have no effect on ours.
 
-One table: the choice of the worker, its log line, /server_info, `doctor`, `inspect` and
-docs/limits.md read it. Settings are by SGLang's field names. No SGLang here.
+Two tables: the choice of the worker, log lines, /server_info, `doctor`, `inspect` and
+docs/limits.md read them. Settings are by SGLang's field names. No SGLang here.
 """
 
 from __future__ import annotations
@@ -183,6 +184,57 @@ def builtin_reason(settings: Any, attention: str | None) -> str | None:
             values = {"device": settings.device, "speculative_draft_attention_backend": attention}
             return row.setting.format_map(values)
     return None
+
+
+class Ignored(NamedTuple):
+    """Flags that SGLang takes with DFLASH, and our worker does not read.
+
+    Attributes:
+        flags: their names; one that ends in a hyphen stands for all that begin so.
+        why: why they have no effect.
+        followed: values that do have one.
+    """
+
+    flags: tuple[str, ...]
+    why: str
+    followed: tuple[str, ...] = ()
+
+    def has(self, flag: str) -> bool:
+        beginnings = tuple(name for name in self.flags if name.endswith("-"))
+        return flag in self.flags or flag.startswith(beginnings)
+
+
+IGNORED = (
+    Ignored(
+        ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
+        "a draft is accepted only if it is the target's own token, so that sampled answers have "
+        "plain decoding's distribution",
+    ),
+    Ignored(
+        ("--speculative-use-rejection-sampling",),
+        "SGLang reads it for EAGLE only, with its own DFLASH worker, too",
+    ),
+    Ignored(
+        ("--speculative-draft-load-format",),
+        "drafts are read from safetensors files",
+        followed=("auto", "safetensors", "dummy"),
+    ),
+    Ignored(
+        (
+            "--speculative-moe-runner-backend", "--speculative-moe-a2a-backend",
+            "--speculative-enable-w4a4-mxfp4-megamoe",
+        ),
+        "drafts have no experts",
+    ),
+    Ignored(
+        (
+            "--speculative-token-map", "--speculative-adaptive-config",
+            "--speculative-domino-candidate-pool-size", "--speculative-dspark-",
+            "--speculative-ngram-",
+        ),
+        "for drafts of other kinds",
+    ),
+)  # fmt: skip
 
 
 # Another spelling of a flag -> its field; and one that stands for another setting.

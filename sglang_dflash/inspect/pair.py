@@ -13,6 +13,7 @@ from sglang_dflash.facts.errors import UnsupportedDraft, shown_pair
 from sglang_dflash.facts.fields import Fields
 from sglang_dflash.facts.published import ModelFacts, published_pairs
 from sglang_dflash.facts.server import BUILTIN, OURS
+from sglang_dflash.facts.target_classes import check_target_class
 from sglang_dflash.facts.target_config import TargetGeometry
 from sglang_dflash.facts.tensors import check_embedding, check_tensors, check_values
 
@@ -38,10 +39,11 @@ def judge(target: ModelFacts, draft: ModelFacts) -> Judged:
     files only.
 
     Raises:
-        ConfigError: a field is invalid, the draft was trained for another target, its tensors are
-            not those of its config, or, with weights in a local folder, a value is not finite or a
-            weight all zeros.
+        ConfigError: SGLang gives no worker the target's hidden states, a field is invalid, the
+            draft was trained for another target, its tensors are not those of its config, or, with
+            weights in a local folder, a value is not finite or a weight all zeros.
     """
+    check_target_class(target.name, target.config.get("architectures"))
     geometry = TargetGeometry.from_dict(target.config)
     config, worker, reason = None, OURS, None
     if draft.unknown:

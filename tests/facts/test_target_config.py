@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 from sglang.srt.arg_groups.fields.schedule import Schedule
 from sglang.srt.configs.model_config import is_hybrid_swa_model
+from sglang.srt.configs.nemotron_h import NemotronHConfig
 
 from sglang_dflash.facts import target_config
 from sglang_dflash.facts.embedded import demo_pair
@@ -71,6 +72,43 @@ def test_sliding_layers_with_a_pool_of_their_own_cost_a_part() -> None:
     # Transformers' default, which published copies of the config leave out.
     by_default = TargetGeometry.from_dict({**TARGET, "architectures": ["GptOssForCausalLM"]})
     assert by_default.sliding_layers == 3
+
+
+BLOCKS = ["mamba", "moe", "attention", "mlp", "mamba", "attention", "mamba"]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"layers_block_type": BLOCKS},
+        {"layers_block_type": BLOCKS, "num_hidden_layers": 9, "hybrid_override_pattern": "M*"},
+        {"hybrid_override_pattern": "ME*-M*M"},
+    ],
+)
+def test_the_layers_of_a_nemotron_h_are_those_that_sglang_reads(layers: dict[str, Any]) -> None:
+    sizes = {name: value for name, value in TARGET.items() if name != "num_hidden_layers"}
+    sglang = NemotronHConfig(**sizes, **layers)
+    read = TargetGeometry.from_dict({"model_type": "nemotron_h", **sizes, **layers})
+    assert read.num_hidden_layers == sglang.num_hidden_layers == 7
+    assert read.attention_layers == len(sglang.full_attention_layer_ids) == 2
+    assert read.recurrent_layers == len(sglang.mamba_layer_ids) == 3
+    assert target_kv_bytes(read, 2) == 2 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"layers_block_type": ["linear_attention", "full_attention"]},
+        {"layers_block_type": "M*"},
+        {"hybrid_override_pattern": "M*x"},
+        {"hybrid_override_pattern": "MMM"},
+    ],
+)
+def test_other_layers_of_a_nemotron_h_are_refused(layers: dict[str, Any]) -> None:
+    """The first is what Transformers writes, and SGLang does not read."""
+    message = rf"{next(iter(layers))} in the target's config\.json: .* required"
+    with pytest.raises(ConfigError, match=message):
+        TargetGeometry.from_dict({**TARGET, "model_type": "nemotron_h", **layers})
 
 
 def test_latent_attention_keeps_one_vector_per_token_and_layer() -> None:

@@ -1,13 +1,16 @@
-"""docs/limits.md tells of every setting with which SGLang's own worker serves."""
+"""docs/limits.md tells of every setting with which SGLang's own worker serves, and of every flag
+that our worker does not read."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups.fields.spec import Spec
 
-from sglang_dflash.facts.unserved import UNSERVED, Unserved, builtin_reason
+from sglang_dflash.facts.unserved import IGNORED, UNSERVED, Ignored, Unserved, builtin_reason
 from sglang_dflash.serving.gpu.backends import ATTENTION
 from tests.serving.test_start_up import NOT_OURS
 
@@ -21,6 +24,38 @@ def test_the_docs_have_the_row(row: Unserved) -> None:
     assert any(
         all(text in line for text in (*flags, "built-in", row.why, row.instead)) for line in LIMITS
     )
+
+
+@pytest.mark.parametrize("row", IGNORED, ids=lambda row: row.flags[0])
+def test_the_docs_tell_what_has_no_effect(row: Ignored) -> None:
+    told = [*(f"`{flag}" for flag in (*row.flags, *row.followed)), "| no effect", row.why]
+    assert any(all(text in line for text in told) for line in LIMITS)
+
+
+# That our worker follows, or the target does, beside another draft, too; and three of which SGLang
+# itself says that they have no effect with DFLASH.
+FOLLOWED = {
+    "--speculative-algorithm", "--speculative-draft-model-path",
+    "--speculative-draft-model-revision", "--speculative-num-draft-tokens",
+    "--speculative-dflash-block-size", "--speculative-draft-attention-backend",
+    "--speculative-draft-kv-cache-dtype", "--speculative-draft-window-size",
+    "--speculative-draft-sink-size",
+    "--speculative-attention-mode", "--speculative-dsa-topk-backend",
+    "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-adaptive",
+}  # fmt: skip
+
+
+def test_every_flag_of_sglangs_is_followed_unserved_or_ignored() -> None:
+    unserved = {flag for row in UNSERVED for flag in row.flags}
+    hints = get_type_hints(Spec, include_extras=True)
+    names = [name for name in hints if name.startswith("speculative_")]
+    assert len(names) > 20
+    for name in names:
+        if getattr(hints[name].__metadata__[0], "no_cli", False):
+            continue
+        flag = "--" + name.replace("_", "-")
+        ignored = [row for row in IGNORED if row.has(flag)]
+        assert (flag in FOLLOWED | unserved) + len(ignored) == 1, flag
 
 
 def test_every_row_is_tried() -> None:

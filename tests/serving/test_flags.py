@@ -120,6 +120,17 @@ WARNED: dict[str, tuple[list[str], str, list[str], str]] = {
     "plain": (TARGET, "no effect without --spec", WIDTH, "--speculative-dflash-width: "),
     "builtin": (server_flags(*BUILTIN), "no effect with --spec", WIDTH, f"{WIDTH[0]}: "),
     "no algorithm": (TARGET, "no effect without --spec", DRAFT, f"{DRAFT[0]} has "),
+    **{
+        flags[0]: (server_flags(), why, flags, f"{flags[0]}: no effect: ")
+        for why, flags in {
+            "a draft is accepted only if": ["--speculative-accept-threshold-single", "0.9"],
+            "plain decoding's distribution": ["--speculative-accept-threshold-acc", "0.5"],
+            "for EAGLE only": ["--speculative-use-rejection-sampling"],
+            "from safetensors files": ["--speculative-draft-load-format", "npcache"],
+            "no experts": ["--speculative-moe-runner-backend", "triton"],
+            "drafts of other kinds": ["--speculative-ngram-capacity", "100"],
+        }.items()
+    },
     "workers": (server_flags(), GUARD, WORKERS, "--tokenizer-worker-num 2: SGLang loads no plug"),
 }
 
@@ -133,6 +144,20 @@ def test_what_does_not_work_as_expected_is_warned_of_in_one_line(
         resolve(argv)
         lines = [line for line in capfd.readouterr().err.splitlines() if warning in line]
         assert len(lines) == warned and (not warned or begins in lines[0])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--speculative-accept-threshold-acc", "1.0", "--speculative-draft-load-format", "dummy"],
+        ["--speculative-accept-threshold-acc", "0.5", *BUILTIN],
+    ],
+)
+def test_defaults_and_another_workers_flags_are_not_warned_of(
+    flags: list[str], resolve: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    resolve(server_flags(*flags))
+    assert "no effect" not in capfd.readouterr().err
 
 
 def test_without_the_guard_there_is_no_warning_that_it_does_not_run(

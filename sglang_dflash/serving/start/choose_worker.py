@@ -25,6 +25,7 @@ from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.facts.server import BUILTIN, labels
+from sglang_dflash.facts.target_classes import METHOD, TARGETS, unserved_class
 from sglang_dflash.facts.tensors import check_weights
 from sglang_dflash.facts.unserved import builtin_reason
 from sglang_dflash.seam.seam import verify
@@ -96,10 +97,11 @@ def _check(server_args: Any, settings: Any) -> None:
     except UnsupportedDraft:
         config = None
     check_as_sglang_reads_it(folder, server_args)
+    model = model_config_of(server_args)
+    _check_target_class(model)
     if config is None:
         return
     options = flags.options(server_args, settings).resolve(config)
-    model = model_config_of(server_args)
     # Raises if the width flags do not fit the server.
     flags.width_policy(server_args, settings, options)
     replace(options, context=model.context_len).check_room(settings.max_total_tokens)
@@ -115,6 +117,7 @@ def _check(server_args: Any, settings: Any) -> None:
     if not dummy_weights(settings):
         check_weights(config, folder)
     if unserved(server_args, settings, folder) is None:
+        flags.warn_ignored(server_args)
         device = torch.device(settings.device or "cpu")
         _check_device(server_args, settings, config, device)
         # The built-in worker may split the draft otherwise. Raises if heads do not divide.
@@ -137,6 +140,23 @@ def _check_device(
 
 def _dflash_requested(settings: Any) -> bool:
     return (settings.speculative_algorithm or "").upper() == "DFLASH"
+
+
+def _check_target_class(model: Any) -> None:
+    """Raise ConfigError if SGLang's class of the target, which it has not loaded yet, lacks what
+    every DFLASH worker calls."""
+    names = model.hf_config.architectures
+    if model.model_impl not in ("auto", "sglang"):
+        required = f"its classes have no {METHOD}, which DFLASH calls: leave it out"
+        raise ConfigError("--model-impl", str(model.model_impl), required)
+    if names[0] in TARGETS:
+        return
+    from sglang.srt.models.registry import ModelRegistry  # Imports every model.
+
+    # Of a name that it does not know SGLang makes one of its classes for Transformers' models.
+    known = any(map(ModelRegistry.is_arch_supported, names))
+    if not known or not hasattr(ModelRegistry.resolve_model_cls(names)[0], METHOD):
+        raise unserved_class(model.model_path, names)
 
 
 def _check_recurrent_target(settings: Any) -> None:

@@ -20,8 +20,8 @@ from sglang_dflash.facts.errors import ConfigError, cut, shown
 from sglang_dflash.facts.fields import read_json_object
 from sglang_dflash.facts.hub import cached_config, checkpoint
 
-# The `checkpoint` of this server's draft. An environment variable, as the scheduler's processes read
-# the draft's config before they have our settings.
+# The `checkpoint` of this server's draft. An environment variable, as the scheduler's processes
+# read the draft's config before they have our settings.
 DRAFT = "SGLANG_DFLASH_UNTRUSTED_DRAFT"
 
 

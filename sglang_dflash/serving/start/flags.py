@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
+
 from sglang_dflash.drafting.options import RECURRENT_ROLLBACKS, Options, ResolvedOptions
 from sglang_dflash.drafting.width import AdaptiveWidth, WidthPolicy
 from sglang_dflash.facts.command_line import end_in_one_line, setting
@@ -15,6 +17,7 @@ from sglang_dflash.facts.errors import ConfigError, shown
 from sglang_dflash.facts.hub import check_path
 from sglang_dflash.facts.launch import check_port, listens
 from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.unserved import IGNORED
 from sglang_dflash.seam.seam import is_loaded
 from sglang_dflash.serving import given_flags
 from sglang_dflash.serving.start.refusal import use_one_line
@@ -211,6 +214,19 @@ def warn_without_effect(server_args: Any, why: str) -> None:
     lost = [_typed(name) for name in given if name.removeprefix(PREFIX) not in ours]
     if lost:
         logger.warning("%s: no effect %s", ", ".join(lost), why)
+
+
+def warn_ignored(server_args: Any) -> None:
+    """Log a line for SGLang's flags that our worker does not read, if any has not its default."""
+    given = {
+        _typed(row.name): value
+        for row in msgspec.structs.fields(type(server_args))
+        if (value := getattr(server_args, row.name)) != row.default
+    }
+    for row in IGNORED:
+        lost = [flag for flag in given if row.has(flag) and given[flag] not in row.followed]
+        if lost:
+            logger.warning("%s: no effect: %s", ", ".join(lost), row.why)
 
 
 def options(server_args: Any, resolved: Any) -> Options:
