@@ -11,7 +11,7 @@ from sglang_dflash.facts.errors import ConfigError, shown
 # What SGLang calls on a target's class, whichever DFLASH worker serves.
 METHOD = "set_dflash_layers_to_capture"
 
-# Drafts and heads that inherit the method are among them: all that have it.
+# All classes that have it, drafts and MTP heads that inherit it included.
 _NAMES = """
 BeamForCausalLM Cosmos3ForConditionalGeneration DeepseekV2ForCausalLM DeepseekV32ForCausalLM
 DeepseekV3ForCausalLM DeepseekV3ForCausalLMNextN Gemma4AssistantForCausalLM Gemma4ForCausalLM

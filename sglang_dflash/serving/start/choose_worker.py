@@ -90,6 +90,8 @@ def _check(server_args: Any, settings: Any) -> None:
         flags.warn_without_effect(server_args, "with --speculative-dflash-worker builtin")
     check_target_folder(settings.model_path)
     refuse_trusted(settings)
+    model = model_config_of(server_args)
+    _check_target_class(model)
     folder = _folder(settings, weights=not builtin)
     refuse_code(folder, settings)
     try:
@@ -97,8 +99,6 @@ def _check(server_args: Any, settings: Any) -> None:
     except UnsupportedDraft:
         config = None
     check_as_sglang_reads_it(folder, server_args)
-    model = model_config_of(server_args)
-    _check_target_class(model)
     if config is None:
         return
     options = flags.options(server_args, settings).resolve(config)
