@@ -214,18 +214,6 @@ def tiles(
     return Tiles(rows, columns, size, warps, stages=3 if ahead else 2)
 
 
-def choose_splits(requests: int, kv_heads: int, columns: int, processors: int) -> int:
-    """Splits that give every multiprocessor a program, if the columns suffice.
-
-    Args:
-        requests: R; 0 counts as 1.
-        columns: C.
-        processors: multiprocessors of the GPU.
-    """
-    most = triton.cdiv(columns, 256)
-    return max(1, min(most, triton.cdiv(processors, max(requests, 1) * kv_heads)))
-
-
 def block_attention(
     out: Tensor,
     q: Tensor,

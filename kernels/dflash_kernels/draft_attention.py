@@ -7,9 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dflash_kernels.block_attention import Workspace, block_attention, choose_splits
-from sglang_dflash.drafting.attention.backend import Setting
+from dflash_kernels.block_attention import Workspace, block_attention
+from sglang_dflash.drafting.attention.backend import Setting, processors_of
 from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.facts.attention import choose_splits, split_shape
 from sglang_dflash.facts.draft_config import DraftConfig
 
 
@@ -19,7 +20,7 @@ class TritonAttention:
     def __init__(self, config: DraftConfig, setting: Setting, processors: int) -> None:
         """`processors`: multiprocessors of the GPU."""
         self._layers, self._processors = setting.layers, processors
-        programs, *self._shape = workspace_shape(config, setting, processors)
+        programs, *self._shape = split_shape(setting.load(config, processors))
         device = setting.device
         self._partial = torch.empty(programs, *self._shape, dtype=torch.float32, device=device)
         self._lse = torch.empty(programs, self._shape[0], dtype=torch.float32, device=device)
@@ -50,32 +51,6 @@ class TritonAttention:
         )
 
 
-def workspace_shape(config: DraftConfig, setting: Setting, processors: int) -> tuple[int, int, int]:
-    """Programs, rows of each, and head dim: of the outputs of splits, of the batch that has the
-    most."""
-    heads = setting.tp.shard_size("num_attention_heads", config.num_attention_heads)
-    kv_heads = setting.tp.kv_heads(config.num_key_value_heads)
-    programs = max(
-        (
-            requests * kv_heads * splits
-            for requests in range(1, setting.requests + 1)
-            if (splits := choose_splits(requests, kv_heads, setting.columns, processors)) > 1
-        ),
-        default=0,
-    )
-    return programs, setting.draft_block * (heads // kv_heads), config.head_dim
-
-
 def make(config: DraftConfig, setting: Setting) -> TritonAttention:
     """The backend for the GPU of `setting`."""
-    return TritonAttention(config, setting, _processors(setting))
-
-
-def workspace_bytes(config: DraftConfig, setting: Setting) -> int:
-    """Bytes of the workspace on the GPU of `setting`: outputs and sums of splits, in float32."""
-    programs, rows, head_dim = workspace_shape(config, setting, _processors(setting))
-    return 4 * programs * rows * (head_dim + 1)
-
-
-def _processors(setting: Setting) -> int:
-    return torch.cuda.get_device_properties(setting.device).multi_processor_count
+    return TritonAttention(config, setting, processors_of(setting.device))

@@ -14,11 +14,18 @@ from sglang_dflash.facts.fields import READ_BY_SGLANG
 from sglang_dflash.facts.published import look_up, published_draft
 from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect import launch_command
-from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.report import inspect
+from sglang_dflash.inspect.serving import Serving
 from sglang_dflash.inspect.table import as_table
 
 FLAGS = spelled(
     ("window", "sinks", "draft_kv_tokens"), verify_block="--block-size", looks_up="--lookup"
+)
+
+SERVING_FLAGS = spelled(
+    Serving.__dataclass_fields__,
+    attention="--draft-attention-backend",
+    target_attention="--attention-backend",
 )
 
 
@@ -32,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder with config.json, or a hub name (default: the one published for the target)",
     )
     add_flags(parser, Options, FLAGS)
-    add_flags(parser, Serving, spelled(Serving.__dataclass_fields__))
+    add_flags(parser, Serving, SERVING_FLAGS)
     add("--offline", action="store_true", help="do not ask the hub")
     add("--sources", action="store_true", help="also print where the facts were read")
     add("--json", action="store_true", help="print one JSON object")

@@ -22,6 +22,11 @@ _MOST_TOKENS = 2**31 - 1
 # near the trained size: beyond it a step only verifies more.
 _MOST_TRAINED_BLOCKS = 16
 
+# Widths that an adaptive server chooses from, beside the draft's block and the whole one.
+NARROW_WIDTHS = (1, 4, 8)
+# Plain steps whose hidden states wait to be absorbed, at most.
+PLAIN_STEPS = 16
+
 RECURRENT_ROLLBACKS = ("auto", "replay", "snapshot")
 
 
@@ -79,6 +84,11 @@ class ResolvedOptions:
         if self.context is not None:
             visible = min(visible, self.context)
         return DRAFT_KV_HEADROOM * max_running_requests * (visible + self.verify_block)
+
+    def adaptive_widths(self) -> tuple[int, ...]:
+        """Verify widths that an adaptive server chooses from, ascending."""
+        widths = {*NARROW_WIDTHS, self.draft_block, self.verify_block}
+        return tuple(sorted(width for width in widths if width <= self.verify_block))
 
     def check_room(self, kv_tokens: int | None) -> None:
         """Whether requests can be decoded.

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from sglang_dflash.drafting.drafter import Proposer
 
-# Steps whose hidden states wait, at most.
-MOST_STEPS = 16
-
 
 class PlainContext:
     """Hidden states of plain decoding steps that the drafter has not absorbed yet.

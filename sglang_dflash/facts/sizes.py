@@ -1,4 +1,4 @@
-"""Bytes, from configs: of weights, K/V, recurrent states and draft steps. No torch here.
+"""Bytes, from configs: of weights, K/V and recurrent states. No torch here.
 
 `sglang-dflash inspect` and a server's memory plan read the same functions. An `itemsize` is the
 bytes of one number.
@@ -7,7 +7,7 @@ bytes of one number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -38,8 +38,6 @@ BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT = 5, 4
 
 # --swa-full-tokens-ratio, where it is not given.
 SLIDING_SHARE = Fraction(8, 10)
-# What SGLang leaves free for CUDA graphs, per request of the largest batch (its memory_hook.py).
-GRAPH_BYTES_PER_REQUEST = 2 << 20
 
 
 class GroupKV(NamedTuple):
@@ -96,169 +94,6 @@ def draft_kv_charge(groups: Sequence[GroupKV], fits: Callable[[Charge], int]) ->
             break
         charge = larger
     return charge
-
-
-class DraftMemory(NamedTuple):
-    """Bytes of the drafter beside its weights and the K/V of tokens, at most.
-
-    Attributes:
-        scratch_kv: entries that attention keeps the block's own K/V in.
-        slot_tables: a step's tables of entries.
-        attention_workspace: of draft attention, such as parts of split requests.
-        graph_buffers: what recorded steps read and write; 0 if none are recorded.
-        logits: of all drafted positions of the largest batch.
-        activations: of the draft network for the largest batch.
-        waiting_hidden: hidden states of plain steps that the drafter has not absorbed; 0 if every
-            step drafts.
-        texts: the tokens of requests, in which drafts are looked up; 0 without lookup.
-        narrow_widths: attention backends and CUDA graphs of the target for other widths than the
-            block's; 0 on a CPU.
-    """
-
-    scratch_kv: int = 0
-    slot_tables: int = 0
-    attention_workspace: int = 0
-    graph_buffers: int = 0
-    logits: int = 0
-    activations: int = 0
-    waiting_hidden: int = 0
-    texts: int = 0
-    narrow_widths: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-    def after_graphs(self, recorded: bool) -> int:
-        """Bytes that are not allocated yet when SGLang has captured its graphs, and recorded steps
-        of ours hold theirs. What has waited is absorbed by an eager step."""
-        if not recorded:
-            return self.waiting_hidden + self.logits + self.activations
-        return self.waiting_hidden + (self.activations if self.waiting_hidden else 0)
-
-    def __str__(self) -> str:
-        parts = {name: n for name, n in self._asdict().items() if n}
-        shown = ", ".join(f"{name.replace('_', ' ')} {_mib(n)}" for name, n in parts.items())
-        return f"{_mib(self.total)} MiB ({shown})"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f}"
-
-
-def draft_memory(
-    config: DraftConfig,
-    *,
-    draft_block: int,
-    verify_block: int,
-    requests: int,
-    columns: int,
-    ring_columns: int = 0,
-    itemsize: int = _BF16,
-    ranks: int = 1,
-    paged: bool = False,
-    recorded: int = 0,
-    waiting_steps: int = 0,
-    text_tokens: int = 0,
-) -> DraftMemory:
-    """What a rank's largest draft steps take, without what depends on the attention backends.
-
-    Args:
-        draft_block: B, tokens of the block that the draft fills.
-        verify_block: tokens per request that a step verifies, and the drafter absorbs, at most.
-        requests: R, --max-running-requests.
-        columns: of a step's tables of entries.
-        ring_columns: those of them whose entries may be missing.
-        itemsize: of the draft's weights, and of the target's hidden states.
-        ranks: of the tensor-parallel group.
-        paged: whether draft attention reads K/V through a page table.
-        recorded: requests of the largest recorded batch; 0 if no steps are recorded.
-        waiting_steps: steps of one token per request whose hidden states wait to be absorbed, at
-            most (`drafting.plain_context`); 0 if every step drafts.
-        text_tokens: of a request, at most, in which drafts are looked up; 0 without lookup.
-    """
-    hidden = config.target_hidden_width * itemsize
-    table = 4 * requests * columns
-    if paged:
-        # The table is copied, and of a bounded cache its live entries are sorted to the front, with
-        # int64 numbers (`drafting.attention.paged`).
-        table = requests * (12 * (columns - ring_columns) + 48 * ring_columns)
-    vocabulary = math.ceil((config.draft_vocab_size or config.vocab_size) / ranks)
-    tokens = requests * max(verify_block, waiting_steps)
-    return DraftMemory(
-        slot_tables=table,
-        graph_buffers=recorded
-        * (4 * 8 + 4 + draft_block * 2 * 8 + verify_block * (2 * 8 + 1 + hidden)),
-        logits=requests * (draft_block - 1) * (vocabulary * itemsize + _candidate_bytes(config)),
-        activations=tokens * _activations(draft_of_rank(config, ranks)) * itemsize,
-        # And their concatenation.
-        waiting_hidden=2 * waiting_steps * requests * (2 * 8 + hidden),
-        # SGLang's request-to-token table has a row more.
-        texts=4 * (requests + 1) * text_tokens,
-    )
-
-
-def _candidate_bytes(config: DraftConfig) -> int:
-    """Of a drafted position: keys, values and ids of its candidates, and the projected hidden
-    state, in float32."""
-    of = config.selector
-    return 0 if of is None else of.top_k * (8 + 4 + 8) + 4 * of.rank
-
-
-def _activations(config: DraftConfig) -> int:
-    """Numbers per token that are alive at once, at most: of a layer residual, input, q, k and v,
-    attention's output, gate and up, and their product; of a commit features and K/V of all
-    layers."""
-    attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-    of_layer = 3 * config.hidden_size + attention + 3 * config.intermediate_size
-    if config.convolution is not None:
-        # Its input and output, and the kernels of both, which are projected at once.
-        taps, groups = config.convolution.kernel_size, config.convolution.group_size
-        of_layer += 2 * config.hidden_size + 2 * taps * config.hidden_size // groups
-    return max(of_layer, 3 * config.hidden_size + 2 * math.prod(config.kv_shape))
-
-
-def narrow_width_bytes(
-    widths: Sequence[int],
-    *,
-    requests: int,
-    positions: int,
-    attention: Collection[str],
-    query_width: int,
-    hidden_width: int,
-    itemsize: int,
-    captured: Sequence[int],
-) -> int:
-    """What the target's forwards of verify widths below the block size keep, at most.
-
-    Args:
-        requests: R, --max-running-requests.
-        positions: of a row of the request-to-token table.
-        attention: names of the target's backends that prefill and decode.
-        query_width: a rank's heads times their size.
-        hidden_width: features of a token that the drafter reads, F * E.
-        itemsize: of a hidden state.
-        captured: batch sizes with a CUDA graph; empty without graphs.
-    """
-    cells = requests * positions
-
-    def tables(backend: str, width: int) -> int:
-        if backend == "triton":
-            # Indices (int64), a mask, and results of the 8 parts that a request has at most.
-            return (9 * width + 4) * cells + 8 * 4 * requests * width * query_width
-        if backend == "flashinfer":
-            # A wrapper with 8 MiB per captured batch size, and 4 for eager steps.
-            return 5 * width * cells + (len(captured) + 4) * (8 << 20)
-        # FA3 has four page tables, others fewer.
-        return 16 * cells
-
-    # Each graph keeps its hidden states.
-    hidden = hidden_width * itemsize * sum(captured)
-    graphs = requests * GRAPH_BYTES_PER_REQUEST if captured else 0
-    return sum(
-        width * hidden + graphs + sum(tables(name, width) for name in set(attention))
-        for width in widths
-    )
 
 
 def draft_of_rank(config: DraftConfig, ranks: int) -> DraftConfig:

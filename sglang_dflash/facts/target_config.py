@@ -67,6 +67,7 @@ class TargetGeometry:
     num_hidden_layers: int
     attention_layers: int
     recurrent_layers: int
+    num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     recurrent: RecurrentShape | None
@@ -98,6 +99,7 @@ class TargetGeometry:
             num_hidden_layers=depth,
             attention_layers=attention,
             recurrent_layers=recurrent,
+            num_attention_heads=heads,
             num_key_value_heads=text.positive_int("num_key_value_heads", default=heads),
             head_dim=text.positive_int("head_dim", default=hidden // heads),
             recurrent=_recurrent_shape(text, recurrent),
@@ -106,8 +108,8 @@ class TargetGeometry:
         )
 
     def of_rank(self, ranks: int) -> TargetGeometry:
-        """A rank's part: K/V heads, of which each rank keeps at least one, and recurrent heads; a
-        latent is whole on each.
+        """A rank's part: heads, K/V heads, of which each rank keeps at least one, and recurrent
+        heads; a latent is whole on each.
 
         Raises:
             ConfigError: the ranks do not divide the heads.
@@ -117,7 +119,10 @@ class TargetGeometry:
             heads = share_of_rank("target's linear_num_value_heads", shape.value_heads, ranks)
             shape = replace(shape, channels=shape.channels // ranks, value_heads=heads)
         kv_heads = kv_heads_of_rank("target", self.num_key_value_heads, ranks)
-        return replace(self, num_key_value_heads=kv_heads, recurrent=shape)
+        heads = max(1, self.num_attention_heads // ranks)
+        return replace(
+            self, num_attention_heads=heads, num_key_value_heads=kv_heads, recurrent=shape
+        )
 
 
 def share_of_rank(what: str, total: int, ranks: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from dflash_kernels import accept, lookup, walk
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.backend import Capabilities, choose_attention
+from sglang_dflash.drafting.attention.backend import choose_attention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.groups import clear
@@ -18,6 +18,7 @@ from sglang_dflash.drafting.noise import BlockNoise
 from sglang_dflash.drafting.recurrent.replay import Moves, RecurrentLayers, VerifyInputs
 from sglang_dflash.drafting.recurrent.replay import fold_ as torch_fold_
 from sglang_dflash.drafting.self_check import check_attention, check_ops, check_recording
+from sglang_dflash.facts.attention import Capabilities
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.gpu_check.drafters import Load, Loaded, loaded, random_head, random_model

@@ -26,8 +26,12 @@ _FLAGS: Mapping[str, str] = {
     "--speculative-num-draft-tokens": "--block-size",
     "--speculative-dflash-block-size": "--block-size",
     "--speculative-dflash-draft-kv-tokens": "--draft-kv-tokens",
+    "--speculative-dflash-width": "--width",
+    "--speculative-draft-attention-backend": "--draft-attention-backend",
+    "--attention-backend": "--attention-backend",
 }
-_DTYPES = {"bf16": "bfloat16"}
+# A value of a server -> that of `inspect`.
+_VALUES = {"bf16": "bfloat16", "torch_native": "torch"}
 # They change the figures, and are not part of the arithmetic.
 _NOT_RECKONED = {
     "--config", "--max-total-tokens", "--max-mamba-cache-size", "--mamba-full-memory-ratio",
@@ -35,7 +39,9 @@ _NOT_RECKONED = {
     "--dtype", "--dp-size", "--data-parallel-size", "--dp", "--ep-size", "--expert-parallel-size",
     "--ep", "--cpu-offload-gb", "--enable-lora", "--lora-paths", "--page-size",
     "--speculative-dflash-recurrent-rollback", "--speculative-dflash-extension",
-    "--disaggregation-mode",
+    "--disaggregation-mode", "--enable-hierarchical-cache", "--disable-cuda-graph",
+    "--cuda-graph-bs-decode", "--cuda-graph-max-bs-decode", "--speculative-dflash-draft-graphs",
+    "--prefill-attention-backend", "--decode-attention-backend",
 }  # fmt: skip
 
 
@@ -80,7 +86,7 @@ def read(words: Sequence[str], own: Collection[str] = ()) -> Launch:
         elif flag == "--speculative-dflash-lookup":
             found.words.extend(["--lookup"] if value == "on" else [])
         elif flag in _FLAGS:
-            value = _DTYPES.get(value, value)
+            value = _VALUES.get(value, value)
             if value != "auto":
                 taken[_FLAGS[flag]] = value
         elif flag in _NOT_RECKONED:

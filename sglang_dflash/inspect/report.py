@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.drafting.options import Options, ResolvedOptions
+from sglang_dflash.drafting.options import PLAIN_STEPS, Options, ResolvedOptions
 from sglang_dflash.facts import sizes
-from sglang_dflash.facts.command_line import setting, spelled
+from sglang_dflash.facts.attention import CAPABILITIES, choose_attention
+from sglang_dflash.facts.command_line import spelled
 from sglang_dflash.facts.draft_config import DraftConfig, draft_fields, draft_kv_shape
+from sglang_dflash.facts.draft_memory import (
+    DraftServer,
+    NarrowForwards,
+    default_captures,
+    draft_memory,
+    headroom,
+)
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.published import ModelFacts
 from sglang_dflash.facts.server import BUILTIN, OURS
@@ -26,64 +34,10 @@ from sglang_dflash.inspect.pair import (
     judge,
     other_target,
 )
+from sglang_dflash.inspect.serving import Serving
 
-# Far above any device, and below what makes the arithmetic overflow.
-_MOST_GIB, _MOST_REQUESTS, _MOST_TOKENS = 2**40, 2**20, 2**31 - 1
-
-
-@dataclass(frozen=True)
-class Serving:
-    """How the pair would be served. A GiB is 2**30 bytes.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    max_running_requests: int = setting(48, "requests that decode at a time (default: {default})")
-    context: int | None = setting(
-        None, "how many requests of so many tokens, the answer included, run at a time", metavar="N"
-    )
-    context_length: int | None = setting(
-        None,
-        "tokens of a request that the server takes, at most; more than the target's if it is "
-        "extended, as by YaRN (default: the target's)",
-    )
-    tp_size: int = setting(1, "GPUs that the pair is split over (default: {default})")
-    memory_gib: float = setting(80.0, "memory of each GPU, GiB (default: {default})")
-    mem_fraction: float = setting(0.9, "fraction of it for weights and KV (default: {default})")
-    kv_memory_gib: float | None = setting(
-        None, "memory for both KV pools, GiB (default: what weights and recurrent states leave)"
-    )
-    kv_dtype: str | None = setting(None, "target KV (default: bfloat16)", choices=list(KV_DTYPES))
-    draft_kv_dtype: str | None = setting(
-        None, "draft KV (default: the target's)", choices=list(KV_DTYPES)
-    )
-
-    def __post_init__(self) -> None:
-        gib = f"a number of GiB above 0 and up to {_MOST_GIB} is required"
-        tokens, of_tokens = "a positive number of tokens is required", ("context", "context_length")
-        dtypes = f"choose one of {', '.join(KV_DTYPES)}"
-        checks = (
-            (
-                "max_running_requests",
-                lambda n: 1 <= n <= _MOST_REQUESTS,
-                f"a number from 1 to {_MOST_REQUESTS} is required",
-            ),
-            (
-                "tp_size",
-                lambda n: 1 <= n <= _MOST_REQUESTS,
-                "a positive number of GPUs is required",
-            ),
-            *((name, lambda n: n is None or 1 <= n <= _MOST_TOKENS, tokens) for name in of_tokens),
-            ("mem_fraction", lambda x: 0 < x <= 1, "a fraction above 0 and up to 1 is required"),
-            ("memory_gib", lambda x: 0 < x <= _MOST_GIB, gib),
-            ("kv_memory_gib", lambda x: x is None or 0 < x <= _MOST_GIB, gib),
-            ("kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
-            ("draft_kv_dtype", lambda name: name is None or name in KV_DTYPES, dtypes),
-        )
-        for name, is_valid, required in checks:
-            if not is_valid(getattr(self, name)):
-                raise ConfigError(name, getattr(self, name), required)
+# Multiprocessors of an H100; SGLang's head dim of a target with latent attention.
+_PROCESSORS, _LATENT_HEAD_DIM = 132, 256
 
 
 def _longest(target: ModelFacts, config: DraftConfig | None, serving: Serving) -> int | None:
@@ -176,7 +130,7 @@ def _memory(
     )
     target_kv, draft_kv = _kv_bytes(draft, part, serving)
     recurrent = _recurrent(part.geometry, judged.worker, options.verify_block)
-    steps = _step_bytes(judged, options, serving)
+    steps = _step_bytes(judged, part.geometry, options, serving, draft_kv)
     of_target, of_draft = (
         None if one.weight_bytes is None else -(-one.weight_bytes // ranks)
         for one in (target, draft)
@@ -298,21 +252,50 @@ def _kv_memory(serving: Serving, target: int | None, draft: int | None, steps: i
     return left
 
 
-def _step_bytes(judged: Judged, options: ResolvedOptions, serving: Serving) -> int | None:
-    """What our worker reserves for draft steps; None if another worker serves."""
-    if judged.worker != OURS or judged.config is None:
+def _step_bytes(
+    judged: Judged, part: TargetGeometry, options: ResolvedOptions, serving: Serving, draft_kv: int
+) -> int | None:
+    """What our worker reserves for draft steps; None if another worker serves.
+
+    Args:
+        part: a rank's of the target.
+        draft_kv: a rank's bytes of a token.
+
+    Raises:
+        ConfigError: the draft attention backend cannot serve the draft.
+    """
+    config, requests = judged.config, serving.max_running_requests
+    if judged.worker != OURS or config is None:
         return None
-    reaches = [group.reach for group in judged.config.groups(options.reach)]
-    return sizes.draft_memory(
-        judged.config,
+    attention = choose_attention(
+        serving.attention, config, "cuda", CAPABILITIES, serving.dtype_of_draft_kv
+    )
+    # MLA's queries, as SGLang counts them.
+    head_dim = part.head_dim if part.latent_width is None else _LATENT_HEAD_DIM
+    narrow = NarrowForwards(
+        options.adaptive_widths()[:-1] if serving.width == "adaptive" else (),
+        attention=(serving.target_attention,),
+        query_width=part.num_attention_heads * head_dim,
+        captured=default_captures(requests),
+    )
+    server = DraftServer(
         draft_block=options.draft_block,
         verify_block=options.verify_block,
-        requests=serving.max_running_requests,
-        columns=sum(reach.of(options.context or 0) for reach in reaches),
+        reach=options.reach,
+        looks_up=options.looks_up,
+        requests=requests,
+        positions=(options.context or 0) + headroom(options.verify_block),
         ranks=serving.tp_size,
-        recorded=serving.max_running_requests,
-        text_tokens=(options.context or 0) if options.looks_up else 0,
-    ).total
+        itemsize=KV_DTYPES["bfloat16"],
+        token_bytes=draft_kv,
+        tagged=False,
+        attention=CAPABILITIES[attention],
+        processors=_PROCESSORS,
+        recorded=requests,
+        waiting_steps=PLAIN_STEPS if narrow.widths else 0,
+        narrow=narrow,
+    )
+    return draft_memory(config, server).total
 
 
 def _head_bytes(config: DraftConfig | None, draft_block: int) -> dict[str, int | None]:
@@ -332,7 +315,7 @@ def _kv_bytes(draft: ModelFacts, judged: Judged, serving: Serving) -> tuple[int,
     else:
         layers, two, heads, dim = draft_kv_shape(draft_fields(draft.config))
         shape = (layers, two, kv_heads_of_rank("draft", heads, serving.tp_size), dim)
-    return of_target, KV_DTYPES.get(serving.draft_kv_dtype or "", itemsize) * math.prod(shape)
+    return of_target, KV_DTYPES[serving.dtype_of_draft_kv] * math.prod(shape)
 
 
 def _recurrent(geometry: TargetGeometry, worker: str, verify_block: int) -> dict[str, Any]:
@@ -357,7 +340,9 @@ def _assumptions(serving: Serving) -> str:
             f"{serving.memory_gib:g} GiB x {serving.mem_fraction:g} of {gpus} "
             "(--memory-gib, --mem-fraction, --tp-size)"
         )
+    adaptive = f", adaptive width on {serving.target_attention} (--width, --attention-backend)"
     return (
         f"computed for {memory}, {serving.max_running_requests} running requests "
         f"(--max-running-requests), {serving.kv_dtype or 'bfloat16'} KV (--kv-dtype)"
+        f"{adaptive if serving.width == 'adaptive' else ''}"
     )

@@ -9,11 +9,11 @@ import torch
 
 from sglang_dflash.drafting.attention.backend import (
     TORCH,
-    Capabilities,
     choose_attention,
 )
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.facts.attention import Capabilities
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
 from tests.conftest import raw_config
@@ -25,7 +25,7 @@ def config(**changes: object) -> DraftConfig:
     return DraftConfig.from_dict(raw_config(**changes))
 
 
-NARROW = Capabilities(frozenset({"cuda"}), frozenset({16}), kv_dtypes=frozenset({torch.float16}))
+NARROW = Capabilities(frozenset({"cuda"}), frozenset({16}), kv_dtypes=frozenset({"float16"}))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_a_backend_cannot_serve_is_refused_with_the_list(
 
 
 def test_within_its_limits_a_backend_serves() -> None:
-    assert NARROW.obstacle(config(), torch.device("cuda"), torch.float16) is None
+    assert NARROW.obstacle(config(), "cuda", "float16") is None
 
 
 def test_the_reference_leaves_the_cache_as_it_is() -> None:

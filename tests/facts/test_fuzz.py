@@ -29,7 +29,8 @@ from sglang_dflash.facts.tensors import (
     expected_tensors,
     local_weight_bytes,
 )
-from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.report import inspect
+from sglang_dflash.inspect.serving import Serving
 from sglang_dflash.inspect.table import as_table
 from tests.conftest import FUZZ, random_model, raw_config
 from tests.facts.target_fields import TARGET

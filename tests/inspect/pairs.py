@@ -10,7 +10,8 @@ import pytest
 from sglang_dflash import cli
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.published import ModelFacts
-from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.report import inspect
+from sglang_dflash.inspect.serving import Serving
 
 SERVING = Serving(kv_memory_gib=1)
 PAIR = ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")

@@ -20,7 +20,8 @@ from sglang_dflash.facts.published import ModelFacts, published_pairs
 from sglang_dflash.facts.sizes import GroupKV, draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB, split_kv
 from sglang_dflash.inspect.pair import other_target
-from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.report import inspect
+from sglang_dflash.inspect.serving import Serving
 from sglang_dflash.inspect.table import as_table
 from tests.commands import ROOT
 from tests.conftest import raw_config, with_own

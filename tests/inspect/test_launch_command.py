@@ -14,13 +14,15 @@ TARGET, DRAFT = "Qwen/Qwen3.5-27B", "z-lab/Qwen3.5-27B-DFlash"
 COMMAND = (
     f"python -m sglang.launch_server --model-path {TARGET} --speculative-algorithm DFLASH "
     f"--speculative-draft-model-path {DRAFT} --speculative-num-draft-tokens 8 --tp-size=2 "
-    "--attention-backend fa3 --mem-fraction-static 0.75 --mamba-scheduler-strategy extra_buffer "
+    "--attention-backend triton --mem-fraction-static 0.75 --mamba-scheduler-strategy extra_buffer "
+    "--speculative-dflash-width adaptive --speculative-draft-attention-backend torch_native "
     "--kv-cache-dtype fp8_e4m3 --max-running-requests 8 --context-length 65536 "
     "--speculative-dflash-draft-window-size 4096 --trust-remote-code"
 ).split()
 OURS = (
     f"{TARGET} {DRAFT} --block-size 8 --tp-size 2 --mem-fraction 0.75 --kv-dtype fp8_e4m3 "
-    "--max-running-requests 8 --context-length 65536 --window 4096"
+    "--max-running-requests 8 --context-length 65536 --window 4096 "
+    "--width adaptive --attention-backend triton --draft-attention-backend torch"
 ).split()
 
 
@@ -71,3 +73,16 @@ def test_settings_of_sglangs_worker_are_known(capsys: pytest.CaptureFixture[str]
         found = json.loads(capsys.readouterr().out)
         assert (found["worker"], found["worker_reason"]) == ("builtin", reason)
     assert launch_command.read([*COMMAND, "--pp-size", "1"]).builtin is None
+
+
+def test_a_draft_attention_backend_that_cannot_serve_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As a server does; SGLang's worker has others."""
+    flag = "--speculative-draft-attention-backend"
+    words = ["inspect", "--offline", "--", *COMMAND]
+    assert cli.main([*words, flag, "fa3"]) == 1
+    message = "--draft-attention-backend: 'fa3'; serves draft K/V in bfloat16, float16, not in"
+    assert message in capsys.readouterr().err
+    assert cli.main([*words, flag, "flashinfer"]) == 0
+    assert "served by SGLang's" in capsys.readouterr().out

@@ -12,7 +12,8 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import UnsupportedDraft
 from sglang_dflash.facts.published import FOLDER, published_pairs, shipped
-from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.report import inspect
+from sglang_dflash.inspect.serving import Serving
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINES = [

@@ -13,7 +13,7 @@ from sglang_dflash.drafting.options import Options
 from sglang_dflash.drafting.parallel import TensorParallel
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError
-from sglang_dflash.inspect.report import Serving
+from sglang_dflash.inspect.serving import Serving
 from tests.conftest import raw_config
 from tests.facts.target_fields import GDN, TARGET
 from tests.inspect.pairs import SERVING, found_of

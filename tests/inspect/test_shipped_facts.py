@@ -14,7 +14,8 @@ from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.published import FOLDER, published_pairs, shipped
 from sglang_dflash.facts.sizes import draft_weight_bytes
 from sglang_dflash.inspect.kv import GIB
-from sglang_dflash.inspect.report import Serving, inspect
+from sglang_dflash.inspect.report import inspect
+from sglang_dflash.inspect.serving import Serving
 from tests.inspect.pairs import inspected, refusal
 
 # GiB of the published checkpoints, as listed publicly.

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dflash_kernels.draft_attention import TritonAttention, workspace_shape
+from dflash_kernels.draft_attention import TritonAttention
 
 from sglang_dflash.drafting.attention.backend import Setting
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.attention.visibility import context_positions
+from sglang_dflash.facts.attention import split_shape
 from sglang_dflash.facts.draft_config import DraftConfig, Reach
 from tests.conftest import raw_config
 from tests.kernels.support import DEVICE
@@ -35,7 +36,7 @@ def test_it_is_the_reference(reach: Reach) -> None:
     ours = TritonAttention(config, setting, processors=8)
     reference = TorchAttention(layers, BLOCK)
     # At most, 3 requests of 2 kv heads with 2 splits each.
-    assert workspace_shape(config, setting, processors=8) == (12, rows, HEAD_DIM)
+    assert split_shape(setting.load(config, processors=8)) == (12, rows, HEAD_DIM)
     kv = torch.randn(700, 2, 2, KV_HEADS, HEAD_DIM, device=DEVICE)
     for lengths in ([590], [5, 0], [300, 1, 20, 7], []):
         seq_lens = torch.tensor(lengths, dtype=torch.int64, device=DEVICE)

@@ -16,9 +16,8 @@ from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.groups import KVGroup
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Notice, Options
+from sglang_dflash.drafting.options import PLAIN_STEPS, Notice, Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.drafting.texts import Lookup
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.serving.fleet.disaggregation import DraftKVPages
@@ -96,7 +95,7 @@ def worker_of(
     labels: Mapping[str, Any] | None = None,
     looks_up: bool = False,
     verify_block: int | None = None,
-    waiting_steps: int = MOST_STEPS,
+    waiting_steps: int = PLAIN_STEPS,
     notices: Sequence[Notice] = (),
     hierarchical: bool = False,
 ) -> Any:

@@ -12,12 +12,12 @@ import torch
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from sglang_dflash.drafting.attention.backend import Capabilities
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.heads import TargetHead
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.facts.attention import Capabilities
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.platform_cpu.attention import CpuKVPool
 from sglang_dflash.serving.given_flags import ATTRIBUTE

@@ -19,23 +19,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from experiments.launches import Scene, counted
-from sglang_dflash.drafting.attention.backend import Backend, Capabilities
+from sglang_dflash.drafting.attention.backend import Backend
 from sglang_dflash.drafting.attention.paged import PagedAttention
 from sglang_dflash.drafting.attention.table import RequestSlots
 from sglang_dflash.drafting.drafter import Drafter
 from sglang_dflash.drafting.graphs import GraphedDrafter
 from sglang_dflash.drafting.kv.ring import RingKVCache
-from sglang_dflash.drafting.options import Options
+from sglang_dflash.drafting.options import PLAIN_STEPS, Options
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.plain_context import MOST_STEPS, PlainContext
+from sglang_dflash.drafting.plain_context import PlainContext
 from sglang_dflash.drafting.width import WidthPolicy
+from sglang_dflash.facts.attention import Capabilities, split_bytes
 from sglang_dflash.facts.draft_config import DraftConfig
-from sglang_dflash.facts.sizes import (
-    BYTES_PER_ENTRY,
-    BYTES_PER_TARGET_SLOT,
-    GRAPH_BYTES_PER_REQUEST,
+from sglang_dflash.facts.draft_memory import (
+    DraftMemory,
+    NarrowForwards,
+    draft_memory,
     narrow_width_bytes,
 )
+from sglang_dflash.facts.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT
 from sglang_dflash.gpu_check.drafters import random_head, random_model
 from sglang_dflash.gpu_check.floors import config_of
 from sglang_dflash.serving.fleet.host_tier import HostTier
@@ -43,7 +45,7 @@ from sglang_dflash.serving.gpu.backends import ATTENTION
 from sglang_dflash.serving.hybrid.replay_pool import ReplayPool
 from sglang_dflash.serving.hybrid.rollback import TORCH_OPS, Replay
 from sglang_dflash.serving.start import memory
-from sglang_dflash.serving.start.memory import draft_memory, plan_memory, size_state_pool
+from sglang_dflash.serving.start.memory import plan_memory, size_state_pool
 from sglang_dflash.serving.start.plan import Plan
 from tests.conftest import raw_config
 from tests.drafting.test_paged_attention import plain_kernel
@@ -60,12 +62,15 @@ RUNNING, POSITIONS = 5, 3000
 
 @pytest.fixture(autouse=True)
 def _a_gpus_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dflash_kernels.draft_attention._processors", lambda _: 132)
+    for module in ("dflash_kernels.draft_attention", "sglang_dflash.serving.start.plan"):
+        monkeypatch.setattr(f"{module}.processors_of", lambda _: 132)
 
 
 BACKENDS = {
     "torch": ATTENTION["torch"],
-    "triton": replace(ATTENTION["triton"], capabilities=Capabilities(capturable=True)),
+    "triton": replace(
+        ATTENTION["triton"], capabilities=Capabilities(capturable=True, workspace=split_bytes)
+    ),
     "pages": Backend(
         Capabilities(capturable=True, scratch=True),
         lambda _, setting: PagedAttention(
@@ -89,6 +94,11 @@ def plan_for(
     options = asked.resolve(config)
     policy, tp = WidthPolicy(options.verify_block), TensorParallel()
     return Plan(model, options, policy, BACKENDS[backend], tp, device, dtype, RUNNING)
+
+
+def needs(plan: Plan, recorded: int = 0, widths: Sequence[int] = ()) -> DraftMemory:
+    """On a CPU, where narrow widths of the target keep nothing."""
+    return draft_memory(plan.model.config, plan.server(POSITIONS, recorded, NarrowForwards(widths)))
 
 
 REPLAYS: Any = SimpleNamespace(name="replay")
@@ -124,7 +134,7 @@ def test_what_is_kept_is_what_was_reserved(
     config = DraftConfig.from_dict(raw_config(**SLIDING))
     plan = replace(plan_for(backend, window, config, CPU, blocks), hierarchical=hierarchical)
     tags = (BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT) * hierarchical
-    needed = draft_memory(plan, POSITIONS, recorded=4)
+    needed = needs(plan, recorded=4)
     slots = 9000
     drafter = drafter_of(plan, slots)
     scratch = workspaces = columns = 0
@@ -157,7 +167,7 @@ def test_what_is_kept_is_what_was_reserved(
     if backend == "torch":
         graphed = GraphedDrafter(drafter, OpRecorder(), slots_of, (1, 4), (64,))
         assert needed.graph_buffers == graphed.static_bytes
-    assert draft_memory(plan, POSITIONS, recorded=0).graph_buffers == 0
+    assert needs(plan).graph_buffers == 0
 
 
 class Alive(TorchDispatchMode):
@@ -216,7 +226,7 @@ def test_a_step_takes_no_more_than_was_reserved(
         )  # fmt: skip
     with FakeTensorMode(), torch.no_grad():
         plan = plan_for(backend, window, config_of(f"z-lab/{shape}"), CUDA, blocks)
-        needed = draft_memory(plan, POSITIONS, recorded=0)
+        needed = needs(plan)
         block, config = plan.options.verify_block, plan.model.config
         drafter = drafter_of(plan, RUNNING * POSITIONS)
         rows = torch.arange(RUNNING, device=CUDA)
@@ -241,55 +251,20 @@ def test_hidden_states_that_wait_take_no_more_than_was_reserved(shape: str) -> N
     """Of plain steps, until they are absorbed together."""
     with FakeTensorMode(), torch.no_grad():
         plan = plan_for("triton", 1024, config_of(f"z-lab/{shape}"), CUDA)
-        needed = draft_memory(plan, POSITIONS, recorded=0, narrow=True)
+        needed = needs(plan, widths=(1,))
         waiting = PlainContext(drafter_of(plan, RUNNING * POSITIONS), plan.waiting_steps)
         width = plan.model.config.target_hidden_width
         hidden = plan.model.fc.weight.new_empty(RUNNING, width)
         rows = torch.arange(RUNNING, device=CUDA)[:, None]
         alive = Alive()
         with counted(Scene([POSITIONS] * RUNNING)), alive:
-            for _ in range(MOST_STEPS - 1):
+            for _ in range(PLAIN_STEPS - 1):
                 waiting.add(range(RUNNING), hidden, rows, rows)
             kept = alive.most
             waiting.add(range(RUNNING), hidden, rows, rows)
     assert kept > 0.4 * needed.waiting_hidden
     assert alive.most <= needed.waiting_hidden + needed.activations
-    assert draft_memory(plan, POSITIONS, recorded=0).waiting_hidden == 0
-
-
-NARROW: dict[str, Any] = {
-    "requests": RUNNING,
-    "positions": POSITIONS,
-    "attention": {"fa3"},
-    "query_width": 512,
-    "hidden_width": 1024,
-    "itemsize": 2,
-    "captured": (1, 2, 4),
-}
-CELLS, GRAPHS = RUNNING * POSITIONS, RUNNING * GRAPH_BYTES_PER_REQUEST
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, 2 * 16 * CELLS + 2 * GRAPHS + (1 + 8) * 1024 * 2 * 7),
-        ({"captured": ()}, 2 * 16 * CELLS),
-        (
-            {"captured": (), "attention": {"triton"}},
-            (9 * 9 + 2 * 4) * CELLS + 9 * 4 * RUNNING * 512 * 8,
-        ),
-        # A wrapper per captured batch size, and four more.
-        (
-            {"attention": {"flashinfer"}, "hidden_width": 0},
-            9 * 5 * CELLS + 2 * 7 * (8 << 20) + 2 * GRAPHS,
-        ),
-        # One backend prefills and another decodes: both verify tables exist.
-        ({"captured": (), "attention": ("fa3", "trtllm_mha")}, 2 * 2 * 16 * CELLS),
-        ({"captured": (), "attention": ("fa3", "fa3")}, 2 * 16 * CELLS),
-    ],
-)
-def test_narrower_widths_of_the_target_are_reserved(changes: Any, expected: int) -> None:
-    assert narrow_width_bytes((1, 8), **{**NARROW, **changes}) == expected
+    assert needs(plan).waiting_hidden == 0
 
 
 @pytest.mark.parametrize(("widths", "device"), [((1, 4), CUDA), ((), CUDA), ((1, 4), CPU)])
@@ -309,11 +284,14 @@ def test_narrower_widths_are_part_of_the_plan_on_a_gpu(
         )
         of_server = replace(plan, policy=narrow(plan, widths))
         needed = plan_memory(of_server, model_config).needed
-    target = {
-        "positions": 2048, "query_width": 64, "captured": (1, RUNNING),
-        "hidden_width": plan.model.config.target_hidden_width,
-    }  # fmt: skip
-    expected = narrow_width_bytes(widths, **{**NARROW, **target}) if device == CUDA else 0
+    forwards = NarrowForwards(widths, {"fa3"}, query_width=64, captured=(1, RUNNING))
+    expected = narrow_width_bytes(
+        forwards,
+        requests=RUNNING,
+        positions=2048,
+        hidden_bytes=2 * plan.model.config.target_hidden_width,
+    )
+    expected *= device == CUDA
     assert needed.narrow_widths == expected
     assert (needed.waiting_hidden > 0) == bool(widths)
 
@@ -346,7 +324,7 @@ def test_a_server_shows_and_hands_on_what_it_needs(
 def test_what_waits_is_absorbed_beside_the_recorded_steps() -> None:
     """A recorded step has memory of its own."""
     plan = plan_for("torch", None, DraftConfig.from_dict(raw_config()))
-    needed = draft_memory(plan, POSITIONS, recorded=RUNNING, narrow=True)
+    needed = needs(plan, recorded=RUNNING, widths=(1,))
     assert needed.after_graphs(recorded=True) == needed.waiting_hidden + needed.activations
     assert needed._replace(waiting_hidden=0).after_graphs(recorded=True) == 0
 

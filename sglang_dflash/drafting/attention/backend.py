@@ -9,15 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sglang_dflash.drafting.attention.reference import (
-    CHUNK_BYTES,
-    TorchAttention,
-    bytes_of_a_column,
-)
+from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.attention.table import ContextTable
 from sglang_dflash.drafting.parallel import TensorParallel
+from sglang_dflash.facts import attention
+from sglang_dflash.facts.attention import CAPABILITIES, AttentionLoad, Capabilities
 from sglang_dflash.facts.draft_config import DraftConfig, LayerAttention
-from sglang_dflash.facts.errors import ConfigError
 
 
 class DraftAttention(Protocol):
@@ -52,47 +49,6 @@ class DraftAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """What a backend can serve, as data. None: no limit.
-
-    Attributes:
-        devices: torch device types.
-        head_dims: head dims.
-        capturable: whether `prepare` and `attend` can be captured in a CUDA graph.
-        scratch: whether it needs an entry of the cache for every block position.
-        kv_dtypes: of the draft KV cache.
-    """
-
-    devices: frozenset[str] | None = None
-    head_dims: frozenset[int] | None = None
-    capturable: bool = False
-    scratch: bool = False
-    kv_dtypes: frozenset[torch.dtype] | None = None
-
-    def obstacle(
-        self, config: DraftConfig, device: torch.device, kv_dtype: torch.dtype | None = None
-    ) -> str | None:
-        """The first reason why this draft cannot be served on that device, or None.
-
-        Args:
-            kv_dtype: of the draft KV cache; None if it is not known.
-        """
-        if self.devices is not None and device.type not in self.devices:
-            return f"runs on {', '.join(sorted(self.devices))}, not on {device.type}"
-        if self.head_dims is not None and config.head_dim not in self.head_dims:
-            served = ", ".join(map(str, sorted(self.head_dims)))
-            return f"serves head dim {served}, the draft's is {config.head_dim}"
-        if kv_dtype is not None and self.kv_dtypes is not None and kv_dtype not in self.kv_dtypes:
-            served = ", ".join(sorted(_name(dtype) for dtype in self.kv_dtypes))
-            return f"serves draft K/V in {served}, not in {_name(kv_dtype)}"
-        return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
 class Setting:
     """What a backend is made for, beside the draft.
 
@@ -116,30 +72,37 @@ class Setting:
     scratch: int = 0
     holes: bool = True
 
+    def load(self, config: DraftConfig, processors: int) -> AttentionLoad:
+        """The largest step; `processors`: multiprocessors of the GPU."""
+        return AttentionLoad(
+            self.requests,
+            self.columns,
+            self.draft_block,
+            self.tp.shard_size("num_attention_heads", config.num_attention_heads),
+            self.tp.kv_heads(config.num_key_value_heads),
+            config.head_dim,
+            processors,
+        )
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table: what it can serve, how to make one for a draft, and the bytes that it
-    then takes beside the cache, at most."""
+    """What a backend can serve and takes, and how to make one for a draft."""
 
     capabilities: Capabilities
     make: Callable[[DraftConfig, Setting], DraftAttention]
-    workspace: Callable[[DraftConfig, Setting], int] = lambda _config, _setting: 0
-
-
-def _torch_workspace(config: DraftConfig, of: Setting) -> int:
-    """A chunk, or what the widest table of the largest batch takes."""
-    heads = of.tp.shard_size("num_attention_heads", config.num_attention_heads)
-    kv_heads = of.tp.kv_heads(config.num_key_value_heads)
-    each = bytes_of_a_column(kv_heads, config.head_dim, of.draft_block * heads)
-    return min(CHUNK_BYTES, of.requests * (of.columns + of.draft_block) * each)
 
 
 # The one that needs no kernels. All are in `ATTENTION` of `serving/gpu/backends.py`.
 TORCH = Backend(
-    Capabilities(),
-    lambda _config, of: TorchAttention(of.layers, of.draft_block),
-    _torch_workspace,
+    CAPABILITIES["torch"], lambda _config, of: TorchAttention(of.layers, of.draft_block)
 )
 
 
@@ -150,23 +113,7 @@ def choose_attention(
     backends: Mapping[str, Backend],
     kv_dtype: torch.dtype | None = None,
 ) -> str:
-    """The name of the backend for a draft.
-
-    Args:
-        name: the one asked for; None for the first of `backends` that can serve this draft.
-        kv_dtype: of the draft KV cache; None if it is not known.
-
-    Raises:
-        ConfigError: the name is unknown, or the backend cannot serve this draft on this device; the
-            message lists those that can.
-    """
-    obstacles = {
-        key: row.capabilities.obstacle(config, device, kv_dtype) for key, row in backends.items()
-    }
-    able = [key for key, obstacle in obstacles.items() if obstacle is None]
-    if name is None:
-        return able[0]
-    obstacle = obstacles.get(name, "unknown")
-    if obstacle is not None:
-        raise ConfigError("attention", name, f"{obstacle}; choose one of {able}")
-    return name
+    """`facts.attention.choose_attention` of torch's device and dtype."""
+    table = {key: row.capabilities for key, row in backends.items()}
+    named = None if kv_dtype is None else str(kv_dtype).removeprefix("torch.")
+    return attention.choose_attention(name, config, device.type, table, named)

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from sglang_dflash.drafting.attention.table import ContextTable, pieces
 from sglang_dflash.drafting.attention.visibility import context_positions, visibility
+from sglang_dflash.facts.attention import CHUNK_BYTES, bytes_of_a_column
 from sglang_dflash.facts.draft_config import LayerAttention
-
-# Memory that a layer's attention takes beside its inputs and output.
-CHUNK_BYTES = 1 << 26
-
-
-def bytes_of_a_column(kv_heads: int, head_dim: int, rows: int, itemsize: int = 4) -> int:
-    """What a column of a chunk takes: K and V as stored, in numbers of `itemsize` bytes, and in
-    float32; scores of `rows` query heads of the block, or a mask; row numbers."""
-    return 2 * kv_heads * head_dim * (itemsize + 4) + 8 * rows + 24
 
 
 class TorchAttention:

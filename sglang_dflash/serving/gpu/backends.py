@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.drafting.attention.backend import TORCH, Backend, Capabilities
+from sglang_dflash.drafting.attention.backend import TORCH, Backend
 from sglang_dflash.drafting.ops import TorchOps
+from sglang_dflash.facts.attention import CAPABILITIES
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.seam.seam import Lazy
 
@@ -16,28 +17,13 @@ from sglang_dflash.seam.seam import Lazy
 FP8_CAPABILITY = (8, 9)
 
 
-_CUDA = frozenset({"cuda"})
-# Of kernels whose queries and keys are of one dtype, a tensor core's.
-_HALF = frozenset({torch.bfloat16, torch.float16})
-_TRITON, _GPU = "dflash_kernels.draft_attention:", "sglang_dflash.serving.gpu."
-# The preferred ones first. Their modules are loaded when they are made: each needs another package.
+_FLASH = "sglang_dflash.serving.gpu.flash_attention:"
+# Their modules are loaded when they are made: each needs another package.
 ATTENTION: Mapping[str, Backend] = {
-    "triton": Backend(
-        Capabilities(devices=_CUDA, head_dims=frozenset({16, 32, 64, 128, 256}), capturable=True),
-        Lazy(_TRITON + "make"),
-        Lazy(_TRITON + "workspace_bytes"),
-    ),
+    "triton": Backend(CAPABILITIES["triton"], Lazy("dflash_kernels.draft_attention:make")),
     "torch": TORCH,
-    "fa3": Backend(
-        Capabilities(
-            _CUDA, frozenset({64, 128, 256}), capturable=True, scratch=True, kv_dtypes=_HALF
-        ),
-        Lazy(_GPU + "flash_attention:fa3"),
-    ),
-    "fa4": Backend(
-        Capabilities(_CUDA, frozenset({64, 128}), capturable=True, scratch=True, kv_dtypes=_HALF),
-        Lazy(_GPU + "flash_attention:fa4"),
-    ),
+    "fa3": Backend(CAPABILITIES["fa3"], Lazy(_FLASH + "fa3")),
+    "fa4": Backend(CAPABILITIES["fa4"], Lazy(_FLASH + "fa4")),
 }
 
 

@@ -36,8 +36,6 @@ ALIASES = {
 # The plugin with the repairs, by its entry point.
 GUARDS = "dflash_repairs"
 WIDTH_FLAG = "--speculative-dflash-width"
-# Widths that an adaptive server chooses from, beside the draft's block and the whole one.
-NARROW_WIDTHS = (1, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -272,9 +270,7 @@ def width_policy(server_args: Any, settings: Any, options: ResolvedOptions) -> W
     if kind == "auto":
         kind = "adaptive" if excluded is None and _device(settings) == "cpu" else "fixed"
     if kind == "adaptive":
-        block = options.verify_block
-        widths = {*NARROW_WIDTHS, options.draft_block, block}
-        return AdaptiveWidth(sorted(width for width in widths if width <= block))
+        return AdaptiveWidth(options.adaptive_widths())
     return WidthPolicy(options.verify_block)
 
 

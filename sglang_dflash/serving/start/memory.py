@@ -9,7 +9,6 @@ The worker's `MemoryPlan` reaches the sizing in SGLang's own description of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +26,10 @@ from sglang.srt.runtime_context import attention_backends, get_parallel, get_sch
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.facts import sizes
+from sglang_dflash.facts.draft_memory import DraftMemory, NarrowForwards, draft_memory
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.log import Log
-from sglang_dflash.facts.sizes import Charge, DraftMemory, GroupKV, draft_kv_charge
+from sglang_dflash.facts.sizes import Charge, GroupKV, draft_kv_charge
 from sglang_dflash.facts.target_config import RecurrentShape
 from sglang_dflash.seam.restored import restored
 from sglang_dflash.serving.gpu.graphs import captured_sizes, target_has_graphs
@@ -74,11 +74,11 @@ def plan_memory(plan: Plan, model_config: Any) -> MemoryPlan:
     Args:
         model_config: SGLang's, of the target.
     """
-    recorded, widths = plan.recorder is not None, plan.policy.widths[:-1]
+    recorded = plan.recorder is not None
     largest = captured_sizes(plan.running)[-1] if recorded else 0
     positions = table_positions(model_config.context_len)
-    needed = draft_memory(plan, positions, largest, narrow=bool(widths))
-    needed = needed._replace(narrow_widths=_narrow_widths(plan, model_config, widths, positions))
+    server = plan.server(positions, largest, _narrow_forwards(plan, model_config))
+    needed = draft_memory(plan.model.config, server)
     logger.info("reserved beside draft K/V, before the KV pools are sized: %s", needed)
     return MemoryPlan(
         draft_kv=tuple(map(plan.group_kv, plan.layer_groups)),
@@ -88,57 +88,17 @@ def plan_memory(plan: Plan, model_config: Any) -> MemoryPlan:
     )
 
 
-def draft_memory(plan: Plan, positions: int, recorded: int, narrow: bool = False) -> DraftMemory:
-    """What the drafter needs, without the target's narrow widths.
-
-    Args:
-        positions: of a row of the request-to-token table.
-        recorded: requests of the largest recorded batch; 0 if no steps are recorded.
-        narrow: whether there are steps that draft nothing.
-    """
-    config, requests, options = plan.model.config, plan.running, plan.options
-    block = options.draft_block
-    settings = [plan.setting(layers, requests, positions) for layers in plan.layer_groups]
-    paged = plan.backend.capabilities.scratch
-    of_steps = sizes.draft_memory(
-        config,
-        draft_block=block,
-        verify_block=options.verify_block,
-        requests=requests,
-        columns=sum(setting.columns for setting in settings),
-        ring_columns=sum(
-            layers.reach.of(positions)
-            for layers in plan.layer_groups
-            if layers.reach.is_bounded or plan.hierarchical
-        ),
-        itemsize=plan.model.dtype.itemsize,
-        ranks=plan.tp.size,
-        paged=paged,
-        recorded=recorded,
-        waiting_steps=plan.waiting_steps if narrow else 0,
-        text_tokens=positions if options.looks_up else 0,
-    )
-    token_bytes = sum(plan.group_kv(layers).token_bytes for layers in plan.layer_groups)
-    return of_steps._replace(
-        scratch_kv=(1 + requests * block * paged) * token_bytes,
-        attention_workspace=sum(plan.backend.workspace(config, of) for of in settings),
-    )
-
-
-def _narrow_widths(plan: Plan, model_config: Any, widths: Sequence[int], positions: int) -> int:
-    """What `TargetForwardByWidth` will allocate, at most; 0 on a CPU. SGLang sizes its KV pools
-    before, and knows only the block's width."""
+def _narrow_forwards(plan: Plan, model_config: Any) -> NarrowForwards:
+    """What `TargetForwardByWidth` will make. SGLang sizes its KV pools before, and knows only the
+    block's width."""
+    widths = plan.policy.widths[:-1]
     if not widths or plan.device.type == "cpu":
-        return 0
+        return NarrowForwards(widths)
     heads = model_config.get_num_attention_heads(get_parallel().attn_tp_size)
-    return sizes.narrow_width_bytes(
+    return NarrowForwards(
         widths,
-        requests=plan.running,
-        positions=positions,
         attention=attention_backends(),
         query_width=heads * model_config.head_dim,
-        hidden_width=plan.model.config.target_hidden_width,
-        itemsize=plan.model.dtype.itemsize,
         captured=captured_sizes(plan.running) if target_has_graphs(plan.device) else (),
     )
 

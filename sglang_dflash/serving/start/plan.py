@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_dflash.drafting.attention.backend import Backend, Setting
+from sglang_dflash.drafting.attention.backend import Backend, Setting, processors_of
 from sglang_dflash.drafting.attention.reference import TorchAttention
 from sglang_dflash.drafting.graphs import Recorder
 from sglang_dflash.drafting.groups import KVGroup
@@ -19,12 +19,12 @@ from sglang_dflash.drafting.kv import DraftKVCache
 from sglang_dflash.drafting.kv.ring import RingKVCache
 from sglang_dflash.drafting.kv.tagged import TaggedKVCache
 from sglang_dflash.drafting.model import DraftModel
-from sglang_dflash.drafting.options import Notice, ResolvedOptions
+from sglang_dflash.drafting.options import PLAIN_STEPS, Notice, ResolvedOptions
 from sglang_dflash.drafting.parallel import TensorParallel
-from sglang_dflash.drafting.plain_context import MOST_STEPS
 from sglang_dflash.drafting.self_check import check_attention, check_ops
 from sglang_dflash.drafting.width import WidthPolicy
 from sglang_dflash.facts.draft_config import LayerGroup
+from sglang_dflash.facts.draft_memory import DraftServer, NarrowForwards
 from sglang_dflash.facts.log import Log
 from sglang_dflash.facts.sizes import BYTES_PER_ENTRY, BYTES_PER_TARGET_SLOT, GroupKV
 from sglang_dflash.serving.step.extension import Extension
@@ -80,7 +80,7 @@ class Plan:
     def waiting_steps(self) -> int:
         """Plain steps whose hidden states wait to be absorbed, at most. Beside another server none:
         what it sends may be in their slots before they are absorbed."""
-        return 1 if self.disaggregated else MOST_STEPS
+        return 1 if self.disaggregated else PLAIN_STEPS
 
     def notices(self, names: Mapping[str, str]) -> list[Notice]:
         """What is served and hardly meant; `names`: setting -> what the user types for it."""
@@ -95,6 +95,33 @@ class Plan:
             token_bytes += BYTES_PER_ENTRY + 2 * BYTES_PER_TARGET_SLOT
         ring = self.options.ring_entries(layers.reach, self.running)
         return GroupKV(token_bytes, None if self.disaggregated else ring)
+
+    def server(self, positions: int, recorded: int, narrow: NarrowForwards) -> DraftServer:
+        """What sizes draft steps.
+
+        Args:
+            positions: of a row of the request-to-token table.
+            recorded: requests of the largest recorded batch; 0 if no steps are recorded.
+            narrow: the target's forwards of narrower widths, which draft nothing.
+        """
+        options = self.options
+        return DraftServer(
+            draft_block=options.draft_block,
+            verify_block=options.verify_block,
+            reach=options.reach,
+            looks_up=options.looks_up,
+            requests=self.running,
+            positions=positions,
+            ranks=self.tp.size,
+            itemsize=self.model.dtype.itemsize,
+            token_bytes=sum(self.group_kv(layers).token_bytes for layers in self.layer_groups),
+            tagged=self.hierarchical,
+            attention=self.backend.capabilities,
+            processors=processors_of(self.device),
+            recorded=recorded,
+            waiting_steps=self.waiting_steps if narrow.widths else 0,
+            narrow=narrow,
+        )
 
     def setting(
         self,
