@@ -21,8 +21,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         default="",
         metavar="PART",
-        help="run the parts whose names begin so, such as check (3 minutes) or check/Qwen3-8B; "
-        "all take about 20 minutes",
+        help="run the parts whose names begin so, such as check (about a minute) or "
+        "check/Qwen3-8B; all take 5 to 20 minutes",
     )
     add("--tiny", action="store_true", help="try the command on the CPU; nothing is judged")
 

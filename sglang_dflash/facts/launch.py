@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from os.path import exists
@@ -17,14 +18,18 @@ from sglang_dflash.facts.target_config import TargetGeometry
 
 TARGET = ("--model-path", "--model")
 DRAFT = ("--speculative-draft-model-path", "--speculative-draft-model")
-_NAMES = {"target": TARGET[0], "draft": DRAFT[0], "port": "--port"}
+_READ = (
+    *TARGET, *DRAFT, "--speculative-algorithm", "--speculative-dflash-worker",
+    "--enable-return-aux-hidden-states",
+)  # fmt: skip
+_NAMES = {"target": TARGET[0], "draft": DRAFT[0]}
 
 
 def flags_of(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each flag and the words up to the next one. What stands before the first is the program."""
     flag, values = None, list[str]()
     for word in words:
-        if not word.startswith("--"):
+        if not re.match(r"-\D", word):
             values.append(word)
             continue
         if flag is not None:
@@ -44,7 +49,8 @@ def listens(argv: Sequence[str]) -> bool:
 def refuse_early(argv: Sequence[str]) -> None:
     """End the process with one line if a server with this command line could not start.
 
-    The servers' own checks come after half a minute of imports, and judge the rest.
+    The servers' own checks come after half a minute of imports, and judge the rest: also a command
+    line that only their parser can read.
 
     Raises:
         SystemExit: with status 1.
@@ -52,16 +58,24 @@ def refuse_early(argv: Sequence[str]) -> None:
     # Its children have the same command line.
     if not listens(argv) or multiprocessing.parent_process() is not None:
         return
+    given = {flag: " ".join(values) for flag, values in flags_of(argv[1:])}
+    if any(map(_needs_the_parser, given)):
+        return
     try:
-        _check({flag: " ".join(values) for flag, values in flags_of(argv[1:])})
+        _check(given)
     except ConfigError as error:
         raise SystemExit(f"sglang-dflash: {error.named(_NAMES)}") from None
 
 
+def _needs_the_parser(flag: str) -> bool:
+    """Whether it asks for help, names a file of flags, or may be short for one read here."""
+    if flag in ("-h", "--config"):
+        return True
+    return flag not in _READ and any(name.startswith(flag) for name in ("--help", *_READ))
+
+
 def _check(given: dict[str, str]) -> None:
     """Raise ConfigError."""
-    if not given.keys() & {"-h", "--help", "--config"}:
-        check_port(given.get("--host", "127.0.0.1"), given.get("--port", "30000"), given)
     target, draft = (
         next((given[name] for name in names if given.get(name)), None) for names in (TARGET, DRAFT)
     )
@@ -73,7 +87,7 @@ def _check(given: dict[str, str]) -> None:
         # No draft: the algorithm is only whose layer numbers are meant.
         return
     check_target_folder(target)
-    if draft is None and "--config" not in given:
+    if draft is None:
         required = "missing: --speculative-algorithm DFLASH needs a draft, a folder or a hub name"
         raise ConfigError("draft", required=required)
     if draft is not None:
@@ -107,19 +121,13 @@ def _check_pair(target: str, draft: str) -> None:
     )
 
 
-def check_port(host: str, port: str | int, given: dict[str, str] | None = None) -> None:
-    """Raise ConfigError if another program listens there.
-
-    Args:
-        given: other flags: a rank other than the first does not listen.
-    """
-    if (given or {}).get("--node-rank", "0") != "0" or not str(port).isdecimal():
-        return
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError if another program listens there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            tried.bind((host, int(port)))
+            tried.bind((host, port))
         except (OSError, OverflowError) as error:
             if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 required = f"another program listens there, at {host}; end it, or give another port"
-                raise ConfigError("port", int(port), required) from None
+                raise ConfigError("port", port, required) from None

@@ -87,15 +87,17 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     every = plan(options.tiny)
     parts = {name: of for name, of in every.items() if name.startswith(options.only)}
     if not parts:
-        raise ConfigError("only", options.only, "no part; --dry-run prints them")
+        groups = sorted({name.partition("/")[0] for name in every})
+        raise ConfigError("only", options.only, f"no part; they begin with {', '.join(groups)}")
     if options.dry_run:
         yield {"parts": {name: {"floor_bytes": of.floors or {}} for name, of in parts.items()}}
         return
     if not options.tiny and not torch.cuda.is_available():
         raise ConfigError(
-            "tiny", False, "torch finds no GPU; --tiny tries the command on a CPU, and --dry-run "
-            "prints the parts",
-        )  # fmt: skip
+            "tiny",
+            False,
+            "torch finds no GPU; {tiny} tries the command on a CPU, and {dry_run} prints the parts",
+        )
     torch.backends.cuda.matmul.allow_tf32 = False
     done: dict[str, dict[str, Any]] = {}
     # What times are compared with.

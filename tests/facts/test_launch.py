@@ -21,10 +21,7 @@ DFLASH = ["--speculative-algorithm", "DFLASH"]
 
 
 def argv(*words: str, program: tuple[str, ...] = (SERVER,)) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return [*program, *words, "--port", str(port)]
+    return [*program, *words]
 
 
 def served(target: str, *draft: str) -> list[str]:
@@ -51,18 +48,43 @@ def test_what_could_not_start_ends_in_one_line(what: str, program: tuple[str, ..
     assert message in str(ended.value) and "\n" not in str(ended.value)
 
 
-def test_a_draft_for_another_target_and_a_used_port_do(tmp_path: Path) -> None:
+def test_a_draft_for_another_target_does(tmp_path: Path) -> None:
     draft = BROKEN["field: hidden_size=256"].make(tmp_path / "draft")
     with pytest.raises(SystemExit, match="hidden_size"):
         launch.refuse_early(argv(*served(TARGET, str(draft))))
     # SGLang's worker judges by itself.
     builtin = ("--speculative-dflash-worker", "builtin")
     launch.refuse_early(argv(*served(TARGET, str(draft)), *builtin))
+
+
+@pytest.mark.parametrize(
+    "words", [["-h"], ["--help"], ["--hel"], ["--config", "server.yaml"]], ids=str
+)
+@pytest.mark.parametrize("what", WRONG)
+def test_help_and_a_file_of_flags_are_left_to_the_parser(what: str, words: list[str]) -> None:
+    launch.refuse_early(argv(*WRONG[what][0], *words))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model-path", TARGET, *DFLASH, "--speculative-draft-model-p", DRAFT],
+        ["--model-path", TARGET, *DFLASH, f"--speculative-draft-mod={DRAFT}"],
+        ["--model-path=" + TARGET, "--speculative-algo", "EAGLE", *DFLASH],
+    ],
+    ids=str,
+)
+def test_a_flag_in_short_is_not_missed(words: list[str]) -> None:
+    """argparse takes the beginning of a flag for it."""
+    launch.refuse_early(argv(*words))
+
+
+def test_a_used_port_is_left_to_the_parser() -> None:
+    """It knows whether help is asked for, and all spellings of the port."""
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = str(used.getsockname()[1])
-        with pytest.raises(SystemExit, match=f"--port: {port}; another program listens"):
-            launch.refuse_early([SERVER, "--model-path", TARGET, f"--port={port}"])
-        launch.refuse_early([SERVER, "--model-path", TARGET, "--port", port, "--node-rank", "1"])
+        for words in (["-h"], ["--model-path", TARGET]):
+            launch.refuse_early(argv(*words, "--port", port))
 
 
 @pytest.mark.parametrize(
@@ -73,6 +95,8 @@ def test_a_draft_for_another_target_and_a_used_port_do(tmp_path: Path) -> None:
         # Plain decoding, and flags of a file.
         ["--model-path", TARGET],
         ["--config", "server.yaml", *DFLASH, "--model-path", TARGET],
+        # Negative numbers and short flags are no part of a path.
+        ["--model-path", TARGET, "-x", "--seed", "-1"],
         # The target's hidden states for a trainer of drafts, without a draft.
         [*served(TARGET), "--enable-return-aux-hidden-states",
          "--return-aux-hidden-state-layer-ids", "1", "2"],

@@ -67,6 +67,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         server(PAIR.target, PAIR.draft, "--port", "PORT"),
         ["--port: PORT; another program listens there, at 127.0.0.1", "give another port"],
     ),
+    "port in use, in short": (
+        server(PAIR.target, PAIR.draft, "--por=PORT"),
+        ["--port: PORT; another program listens there, at 127.0.0.1"],
+    ),
     "no chat template": (
         ["generate", "--chat", "--prompt", "Hello", "--target", "BARE", "--draft", str(PAIR.draft)],
         ["--chat: 'BARE'; this model has no chat template; send the prompt as plain text"],
