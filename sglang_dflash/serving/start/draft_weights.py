@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
@@ -30,8 +30,10 @@ logger = Log(__name__)
 # names: without it, names of the target's layers may be the same.
 MARK = "draft."
 BUCKET = "flattened_bucket"
+T = TypeVar("T")
 Named = Iterable[tuple[str, Any]]
 Result = tuple[bool, str]
+_DIFFERENT = "ranks were given different tensors of the draft"
 
 
 def with_draft(runners: list[Any], manager: Any, selector: str = "all") -> list[Any] | None:
@@ -95,25 +97,63 @@ class DraftWeights:
         Args:
             first: another model's update, once the tensors are found right.
         """
-        tensors, trouble = dict[str, Tensor](), None
-        try:
-            tensors = self.checked(read())
-        except ConfigError as error:
-            trouble = str(error)
-        # A client's mistakes have many types, and other ranks wait for this one.
-        except Exception as error:
-            trouble = f"{type(error).__name__}: {cut(str(error))}"
-        if self._model.tp.size > 1:
-            every: list[str | None] = [None] * self._model.tp.size
-            torch.distributed.all_gather_object(every, trouble, group=self._ranks)
-            trouble = next(filter(None, every), None)
-        if trouble is not None:
-            return False, f"{trouble}. The weights are unchanged"
-        success, message = first()
+        tensors = dict[str, Tensor]()
+
+        def check() -> Result:
+            try:
+                tensors.update(self.checked(read()))
+            except ConfigError as error:
+                return False, str(error)
+            # A client's mistakes have many types, and other ranks wait for this one.
+            except Exception as error:
+                return False, f"{type(error).__name__}: {cut(str(error))}"
+            return True, ""
+
+        success, trouble = self._on_every_rank(check)
+        if success and not self._have_the_same(tensors):
+            success, trouble = False, _DIFFERENT
+        return self.install(tensors, first) if success else (False, _unchanged(trouble))
+
+    def install(self, tensors: dict[str, Tensor], first: Callable[[], Result]) -> Result:
+        """Replace the weights by `checked` tensors, on all ranks or on none.
+
+        Args:
+            first: another model's update, which may add to the tensors. The draft's follows if it
+                succeeds on every rank.
+        """
+        success, message = self._on_every_rank(first)
+        if success and not self._have_the_same(tensors):
+            return False, _unchanged(_DIFFERENT)
         if success and tensors:
             self.replace(tensors)
             message = f"Succeeded to update the draft, {len(tensors)} tensors. {message}".rstrip()
         return success, message
+
+    def _on_every_rank(self, run: Callable[[], Result]) -> Result:
+        """Run it here. Returns the result of a rank on which it failed, else that of this one, and
+        raises what it raises here once the others know."""
+        raised = None
+        try:
+            own = run()
+        except Exception as error:
+            raised, own = error, (False, f"{type(error).__name__}: {cut(str(error))}")
+        results = self.gathered(own)
+        if raised is not None:
+            raise raised
+        return next((result for result in results if not result[0]), own)
+
+    def _have_the_same(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether every rank has tensors of these names."""
+        names = sorted(tensors)
+        return all(others == names for others in self.gathered(names))
+
+    def gathered(self, own: T) -> list[T]:
+        """A value of every rank. Each has to call it."""
+        if self._model.tp.size == 1:
+            return [own]
+        values = [own] * self._model.tp.size
+        torch.distributed.all_gather_object(values, own, group=self._ranks)
+        return values
 
     def checked(self, named: Named) -> dict[str, Tensor]:
         """Tensors on the draft's device, by their plain names. Raises ConfigError."""
@@ -174,36 +214,44 @@ class TargetAndDraft:
         return self._load(list(named_tensors), self._target.load_weights_from_distributed)
 
     def update_weights_from_disk(self, folder: str, *args: Any, **named: Any) -> Result:
-        if is_draft(folder):
+        # A node may lack the folder.
+        if any(self._draft.gathered(is_draft(folder))):
             return self._draft.load_folder(folder)
         return self._target.update_weights_from_disk(folder, *args, **named)
 
     def update_weights_from_ipc(self, request: Any) -> Result:
-        with self._split_loads():
-            return self._target.update_weights_from_ipc(request)
+        tensors = dict[str, Tensor]()
+
+        def update() -> Result:
+            with self._set_apart(tensors):
+                return self._target.update_weights_from_ipc(request)
+
+        return self._draft.install(tensors, update)
 
     def _load(self, named: Any, load_target: Callable[[Any], Result]) -> Result:
-        ours, theirs = split(named)
-        if not ours:
+        theirs: Any = []
+
+        def read() -> Named:
+            nonlocal theirs
+            ours, theirs = split(named)
+            return ours
+
+        if not any(self._draft.gathered(_has_marked(named))):
             return load_target(named)
-        return self._draft.load(
-            lambda: ours, (lambda: load_target(theirs)) if theirs else lambda: (True, "")
-        )
+        return self._draft.load(read, lambda: load_target(theirs) if theirs else (True, ""))
 
     @contextmanager
-    def _split_loads(self) -> Iterator[None]:
-        """Leave the draft's tensors out of what the target's model loads: its updater makes one
-        handshake for each update, and catches errors."""
+    def _set_apart(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+        """Put the draft's tensors of what the target's model is to load into `tensors`: its updater
+        makes one handshake for each update, reuses its memory, and catches errors."""
         model = self._runner.model
         load_target = model.load_weights
 
         def load(named: Named) -> None:
             ours, theirs = split(list(named))
-            tensors = self._draft.checked(ours)
+            tensors.update((name, one.clone()) for name, one in self._draft.checked(ours).items())
             if theirs:
                 load_target(theirs)
-            if tensors:
-                self._draft.replace(tensors)
 
         model.load_weights = load
         try:
@@ -224,6 +272,24 @@ def split(named: Any) -> tuple[list[tuple[str, Any]], Any]:
         found = [pair for pair in named if pair[0].startswith(MARK)]
         others = [pair for pair in named if not pair[0].startswith(MARK)]
     return [(name.removeprefix(MARK), value) for name, value in found], others
+
+
+def _has_marked(named: Any) -> bool:
+    """Whether a tensor is the draft's; False for what cannot be read, which the target's updater
+    judges if no rank has any."""
+    try:
+        names = (
+            [one.name for one in named["metadata"]]
+            if isinstance(named, dict)
+            else [name for name, _ in named]
+        )
+        return any(name.startswith(MARK) for name in names)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _unchanged(trouble: str) -> str:
+    return f"{trouble}. The weights are unchanged"
 
 
 def unpacked(named: Any) -> list[tuple[str, Any]]:
