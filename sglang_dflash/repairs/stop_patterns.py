@@ -7,10 +7,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -18,6 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 
 # CPU seconds that all looks for a request may take: usual patterns need microseconds for a token.
 FIRST, OF_A_TOKEN = 0.02, 0.001
+T = TypeVar("T")
 
 
 class TooLong(Exception):
@@ -38,8 +38,8 @@ def find_in_time(original: Any, request: Any, *args: Any, **named: Any) -> bool:
     spent = getattr(request, "dflash_stop_seconds", 0.0)
     allowed, began = FIRST + OF_A_TOKEN * len(request.output_ids), time.thread_time()
     try:
-        with limit(max(allowed - spent, OF_A_TOKEN)):
-            found = bool(original(request, *args, **named))
+        limit = max(allowed - spent, OF_A_TOKEN)
+        found = bool(within(limit, original, request, *args, **named))
         spent += time.thread_time() - began
     except TooLong:
         found, spent = False, inf
@@ -78,23 +78,33 @@ def _of_the_slowest_rank(seconds: float) -> float:
     return float(slowest)
 
 
-@contextmanager
-def limit(seconds: float) -> Iterator[None]:
-    """Raise TooLong in the block after so many CPU seconds of this thread. Main thread only: the
-    engine of `re` asks for signals while it searches, and for nothing else."""
-    began = time.thread_time()
+def within(seconds: float, look: Callable[..., T], *args: Any, **named: Any) -> T:
+    """Call `look`. Main thread only: the engine of `re` asks for signals while it searches, and for
+    nothing else.
+
+    Raises:
+        TooLong: it has taken so many CPU seconds of this thread.
+    """
+    began, looking = time.thread_time(), True
 
     def stop(_number: int, _frame: Any) -> None:
         # The timer's seconds are those of all threads of the process.
         left = seconds - (time.thread_time() - began)
-        if left <= 0:
+        if looking and left <= 0:
             raise TooLong
-        signal.setitimer(signal.ITIMER_VIRTUAL, max(left, OF_A_TOKEN))
+        if looking:
+            signal.setitimer(signal.ITIMER_VIRTUAL, max(left, OF_A_TOKEN))
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    # The signal may come at any point: what it raises in the inner `finally` is the only one, since
+    # the timer fires once, and in the outer one it raises nothing. A context manager would have
+    # points outside of both.
     try:
-        yield
+        try:
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+            return look(*args, **named)
+        finally:
+            looking = False
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)

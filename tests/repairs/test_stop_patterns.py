@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import signal
+import sys
 import threading
 import time
 from math import inf
@@ -36,8 +39,8 @@ EXPONENTIAL = "(x+x+)+y", 60 * "x"
 
 
 def test_a_pattern_takes_for_ever_without_the_row() -> None:
-    with pytest.raises(stop_patterns.TooLong), stop_patterns.limit(1):
-        look(request(*EXPONENTIAL))
+    with pytest.raises(stop_patterns.TooLong):
+        stop_patterns.within(1, look, request(*EXPONENTIAL))
 
 
 def test_a_pattern_that_takes_too_long_ends_its_request() -> None:
@@ -72,12 +75,72 @@ def test_other_threads_do_not_count() -> None:
     for one in threads:
         one.start()
     try:
-        with stop_patterns.limit(stop_patterns.FIRST):
-            time.sleep(8 * stop_patterns.FIRST)
+        stop_patterns.within(stop_patterns.FIRST, time.sleep, 8 * stop_patterns.FIRST)
     finally:
         ended.set()
         for one in threads:
             one.join()
+
+
+class Timer:
+    """Delivers its signal where it is told, when the time is up. `armed` until it is turned off."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.armed, self.fires_when_off = False, False
+        seconds = itertools.count(0, 10)
+        monkeypatch.setattr(time, "thread_time", lambda: next(seconds))
+        monkeypatch.setattr(signal, "setitimer", self.set)
+
+    def set(self, _which: int, seconds: float) -> None:
+        was, self.armed = self.armed, seconds > 0
+        if was and not self.armed and self.fires_when_off:
+            signal.raise_signal(signal.SIGVTALRM)
+
+    def fire(self) -> None:
+        self.armed = False
+        signal.raise_signal(signal.SIGVTALRM)
+
+
+def test_a_timer_may_fire_while_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, timer = signal.getsignal(signal.SIGVTALRM), Timer(monkeypatch)
+    timer.fires_when_off = True
+    assert stop_patterns.within(1, lambda: 5) == 5
+    assert signal.getsignal(signal.SIGVTALRM) == before
+
+
+def test_a_timer_may_fire_at_any_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before every operation of the interpreter from where it is turned on to where it is off."""
+    before, timer, outcomes = signal.getsignal(signal.SIGVTALRM), Timer(monkeypatch), set[object]()
+
+    def fired(at: int) -> bool:
+        operations = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal operations
+            if frame.f_code is not stop_patterns.within.__code__:
+                return None
+            frame.f_trace_opcodes = True
+            operations += event == "opcode" and timer.armed
+            if timer.armed and operations > at:
+                timer.fire()
+            return trace
+
+        timer.armed = False
+        tracer = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            outcomes.add(stop_patterns.within(1, lambda: 5))
+        except stop_patterns.TooLong:
+            outcomes.add(stop_patterns.TooLong)
+        finally:
+            sys.settrace(tracer)
+        assert signal.getsignal(signal.SIGVTALRM) == before and not timer.armed
+        return operations > at
+
+    points = 0
+    while fired(points):
+        points += 1
+    assert points > 10 and outcomes == {5, stop_patterns.TooLong}
 
 
 def test_looks_that_are_slow_each_time_end_their_request_too() -> None:
