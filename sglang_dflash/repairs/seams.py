@@ -23,6 +23,10 @@ SEAMS = (
          "request_guard:check_and_create",
          "A request with a value that the scheduler cannot take ends the server.",
          "tests/engine/test_request_guard.py::test_the_server_ends_without_the_guard"),
+        (Kind.BEFORE, "managers.scheduler.Scheduler._add_request_to_queue", "admission:fit",
+         "A request that fills the KV cache is accepted, never begins, and keeps all behind it "
+         "waiting.",
+         "tests/repairs/test_admission.py::test_requests_wait_for_ever_without_the_row"),
         (Kind.AROUND, "sampling.watermarking.core.redact_watermark_command_line",
          "secrets:hide_in_command",
          "/server_info shows the command line with --api-key and --admin-api-key.",

@@ -1,0 +1,73 @@
+"""Requests that SGLang queues and never begins, as its limits leave out what its prefill asks for.
+
+A request that never can begin keeps all behind it waiting, on an idle server, too. `PrefillAdder`
+wants a page more than a request's tokens, and a free slot beyond. `max_req_input_len` leaves out
+both, and `Scheduler.init_req_max_new_tokens` what `add_one_req_ignore_eos` reserves. Pools whose
+parts share bytes have limits of their own, and are left to SGLang.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, IGNORE_EOS_RESERVE_TOKENS
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget, SWAPrefillBudget
+
+
+def fit(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
+    """Before `Scheduler._add_request_to_queue`: refuse a prompt that an idle server cannot begin,
+    with HTTP 400, and shorten an answer that would keep the request from it."""
+    if scheduler.disaggregation_mode == DisaggregationMode.DECODE or request.to_finish is not None:
+        return
+    budget = scheduler.token_to_kv_pool_allocator.create_prefill_budget(scheduler.tree_cache)
+    if type(budget) not in (PrefillBudget, SWAPrefillBudget):
+        return
+    params, tokens = request.sampling_params, len(request.origin_input_ids)
+    page, capacity = _page_and_capacity(scheduler)
+    if _reserves_answer(scheduler, request) and type(budget) is PrefillBudget:
+        # A retracted request begins again with a last page that it has filled in part.
+        room = capacity - tokens - 2 * page - IGNORE_EOS_RESERVE_TOKENS
+        params.max_new_tokens = max(0, min(params.max_new_tokens, room))
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+    longest = longest_prompt(scheduler, request, budget)
+    if tokens > longest:
+        request.set_finish_with_abort(
+            f"Input length ({tokens} tokens) exceeds the maximum of {longest} tokens that can be "
+            f"scheduled with a KV cache of {capacity} tokens and pages of {page}. Use a shorter "
+            "input or a larger KV cache."
+        )
+
+
+def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
+    """The number of tokens of the longest prompt that `PrefillAdder` takes on an idle server.
+
+    Args:
+        budget: what is free in the pools, of an exact type that `fit` knows.
+    """
+    page, capacity = _page_and_capacity(scheduler)
+    by_pages = _reserves_answer(scheduler, request)
+    longest = capacity - page
+    if not by_pages:
+        # A prefill server asks for one token, whatever the request does.
+        prefills = scheduler.disaggregation_mode == DisaggregationMode.PREFILL
+        answer = 1 if prefills else min(request.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        longest -= answer + 1
+    slides = isinstance(budget, SWAPrefillBudget) and not budget.req_ring
+    if slides and scheduler.chunked_prefill_size is None:
+        # The whole prompt is in the sliding layers' pool until it is computed.
+        sliding = scheduler.token_to_kv_pool_allocator.size_swa - page
+        longest = min(longest, sliding if by_pages else (sliding - 1) // page * page)
+    return longest
+
+
+def _reserves_answer(scheduler: Any, request: Any) -> bool:
+    """Whether `PrefillAdder.add_one_req_ignore_eos` judges the request."""
+    ignores = request.sampling_params.ignore_eos
+    return ignores and getattr(scheduler.tree_cache, "disable", True)
+
+
+def _page_and_capacity(scheduler: Any) -> tuple[int, int]:
+    """Tokens of a page, and of the whole pool."""
+    shards = scheduler.kv_shard_widening
+    return scheduler.page_size * shards, scheduler.max_total_num_tokens * shards
