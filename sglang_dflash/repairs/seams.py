@@ -88,6 +88,11 @@ SEAMS = (
         (Kind.AFTER, "entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
          "responses:whole_budget", "/v1/responses gives two tokens less than max_output_tokens.",
          "tests/repairs/test_responses.py::test_two_tokens_are_missing_without_the_row"),
+        (Kind.BEFORE, "entrypoints.anthropic.serving.AnthropicServing._convert_response",
+         "messages:keep_objects",
+         "/v1/messages is an HTTP 500 if a tool is called with a list, a text or a number.",
+         "tests/repairs/test_messages.py"
+         "::test_arguments_that_are_no_object_are_a_500_without_the_row"),
         *((Kind.BEFORE, f"entrypoints.ollama.serving.OllamaServing._stream_{kind}_response",
            "streams:mark_ollama", "Ollama's endpoints leave out the text of the last event.",
            "tests/repairs/test_ollama.py::test_the_last_text_is_lost_without_the_rows")
