@@ -52,6 +52,13 @@ SEAMS = (
            "tests/repairs/test_interrupts.py::test_a_child_dies_of_ctrl_c_without_the_rows")
           for loop in ("scheduler.Scheduler.run_event_loop",
                        "detokenizer_manager.DetokenizerManager.event_loop")),
+        *((kind, target, "orphans:end",
+           "SIGTERM while a server starts leaves a child that was importing, for ever.",
+           "tests/repairs/test_orphans.py::test_a_child_outlives_the_server_without_the_rows")
+          for kind, target in (
+              (Kind.AFTER, "utils.common.kill_itself_when_parent_died"),
+              (Kind.BEFORE, "managers.detokenizer_manager.DetokenizerManager.__init__"),
+              (Kind.BEFORE, "managers.data_parallel_controller.DataParallelController.__init__"))),
         (Kind.AROUND, "managers.scheduler._dispatch_event_loop_once", "containment:run_loop",
          "An exception in a step ends the server, and with it every request.",
          "tests/engine/test_containment.py::test_the_server_ends_without_the_rows"),
