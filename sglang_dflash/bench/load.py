@@ -135,7 +135,9 @@ class SGLang:
             # All tokens so far or only new tokens, by a server flag. The first chunk is both.
             whole = len(chunk["output_ids"]) == meta["completion_tokens"]
             ids = chunk["output_ids"] if whole else ids + chunk["output_ids"]
-            text = chunk["text"] if whole else text + chunk["text"]
+            # A server without a tokenizer sends none.
+            piece = chunk.get("text", "")
+            text = piece if whole else text + piece
         ended = time.perf_counter()
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":

@@ -36,6 +36,11 @@ class FakeServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    # What an SGLang server tells of its memory.
+    kv_tokens: int | None = None
+    running_requests = 16
+    # Without one, SGLang sends no text.
+    has_tokenizer = True
 
     def __init__(
         self,
@@ -122,6 +127,8 @@ class Handler(BaseHTTPRequestHandler):
         undrafted = self.server.undrafted * self.server.answered
         ours = {"undrafted_steps": undrafted, "undrafted_tokens": undrafted}
         state: dict[str, Any] = {"dflash": ours} if undrafted else {}
+        state["memory_usage"] = {"token_capacity": self.server.kv_tokens}
+        state["effective_max_running_requests_per_dp"] = self.server.running_requests
         if self.server.dtype is not None:
             of = {"dtype": self.server.dtype, "accelerator": self.server.accelerator}
             state["machine"] = {**MACHINE, **of}
@@ -178,7 +185,8 @@ class Handler(BaseHTTPRequestHandler):
         steps = (i + 2) // 3
         if self.server.speculates:
             meta["spec_verify_ct"] = steps
-        return {"text": "".join(sent), "output_ids": ids, "meta_info": meta}
+        text = {"text": "".join(sent)} if self.server.has_tokenizer else {}
+        return {**text, "output_ids": ids, "meta_info": meta}
 
     def _event(self, chunk: dict[str, Any]) -> None:
         self._write(f"data: {json.dumps(chunk)}\n\n".encode())

@@ -1,0 +1,275 @@
+"""SGLang's servers at a published shape: plain decoding, its DFLASH worker and ours.
+
+    python -m experiments gpu_servers --out gpu_servers.json
+    python -m experiments gpu_servers --target Qwen/Qwen3.5-27B --flags "--mem-fraction-static 0.88"
+
+Needs SGLang, and no weights or network: weights are random, prompts are random tokens, and each
+verify step commits a given number of tokens. The servers run one after another with the same flags.
+One that fails is reported with the end of its log, and the others go on. After each, --out is
+written anew.
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.shapes import folder_of
+from sglang_dflash.bench import load
+from sglang_dflash.bench.arms import arms_of
+from sglang_dflash.bench.datasets import Prompt
+from sglang_dflash.bench.load import Answer, Pass
+from sglang_dflash.bench.progress import progress_bar
+from sglang_dflash.bench.server import Server, ServerConfig
+from sglang_dflash.bench.settings import BenchSettings
+from sglang_dflash.drafting.acceptance_length import VerifySteps
+from sglang_dflash.facts.command_line import setting
+from sglang_dflash.facts.errors import ConfigError, Failed
+from sglang_dflash.facts.published import published_draft
+from sglang_dflash.facts.target_config import TargetGeometry
+
+ARMS = ("ar", "builtin", "dflash")
+SESSION_TOKENS = 65536
+WARM_UP_TOKENS = 16
+# Of a server's log.
+LINES, COLUMNS = 80, 300
+# Lines of the log that come with every batch and request.
+CHATTER = ("Prefill batch", "Decode batch", "POST /", "GET /")
+
+
+@dataclass(frozen=True)
+class Options:
+    target: str = setting(
+        "Qwen/Qwen3-8B", "a published target, or a folder with a config.json (default: {default})"
+    )
+    draft: str = setting("", "a published draft, or a folder (default: the target's)")
+    arms: str = setting(
+        ",".join(ARMS),
+        "ar is plain decoding, builtin SGLang's worker, dflash ours (default: {default})",
+    )
+    acceptance: float = setting(4.0, "tokens that a verify step commits (default: {default})")
+    concurrency: str = setting("1,8,32", "requests at a time (default: {default})")
+    prompt_tokens: int = setting(512, "of a prompt (default: {default})")
+    new_tokens: int = setting(128, "of an answer (default: {default})")
+    rounds: int = setting(2, "measured passes per server and concurrency (default: {default})")
+    dtype: str = setting("bfloat16", "default: {default}", choices=("bfloat16", "float32"))
+    flags: str = setting("", "of every server, in quotes")
+    start_timeout_s: float = setting(600.0, "for a server to start (default: {default})")
+
+
+def run(options: Options) -> Iterator[dict[str, Any]]:
+    """Raises ConfigError: too little is known of a model, or an option is out of range."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as home:
+        draft = options.draft or published_draft(options.target)
+        target = folder_of("target", options.target, Path(home))
+        settings = settings_of(options, target, folder_of("draft", draft, Path(home)))
+        arms = servers_of(settings, torch.cuda.is_available())
+        vocabulary = TargetGeometry.from_pretrained(target).vocab_size
+        result = {
+            "target": options.target,
+            "draft": draft,
+            "levels": list(settings.levels),
+            "simulated_acceptance": options.acceptance,
+            "session_tokens": SESSION_TOKENS,
+        }
+        servers: dict[str, Any] = {}
+        # Whoever reads the accelerator's name holds some of its memory from then on. With a first
+        # result before the first server, all servers find the same.
+        yield {**result, "servers": servers}
+        with progress_bar(len(arms) * len(settings.levels), steady=False) as bar:
+            for name, config in arms.items():
+                measurement = Measurement(name, options, settings.levels, vocabulary, bar)
+                servers[name] = measurement.of_server(config, Path(home) / f"{name}.log")
+                yield {**result, "servers": servers, **ratios(servers)}
+
+
+def settings_of(options: Options, target: Path, draft: Path) -> BenchSettings:
+    """The comparison that starts such servers. Raises ConfigError: an option is out of range."""
+    arms = tuple(options.arms.split(","))
+    if not set(arms) <= set(ARMS):
+        raise ConfigError("arms", options.arms, f"some of {','.join(ARMS)} are required")
+    settings = BenchSettings(
+        target=str(target),
+        draft=str(draft),
+        arms=arms,
+        dtype=options.dtype,
+        simulated_acceptance=options.acceptance,
+        concurrency=options.concurrency,
+        rounds=options.rounds,
+        max_new_tokens=options.new_tokens,
+    )
+    requests = max(settings.levels)
+    # The same for all: SGLang's own default depends on the worker.
+    bounds = ["--skip-tokenizer-init", "--max-running-requests", str(requests)]
+    return replace(settings, server_flags=(*bounds, *shlex.split(options.flags)))
+
+
+def servers_of(settings: BenchSettings, accelerator: bool) -> dict[str, ServerConfig]:
+    """The arms, each a server to start. Raises ConfigError: the environment simulates, too."""
+    arms = arms_of(settings, accelerator)
+    return {name: arm for name, arm in arms.items() if isinstance(arm, ServerConfig)}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one server is asked, and what it tells."""
+
+    name: str
+    options: Options
+    levels: tuple[int, ...]
+    vocabulary: int
+    bar: Any
+
+    def of_server(self, config: ServerConfig, log: Path) -> dict[str, Any]:
+        """Figures by concurrency, or why there are none."""
+        found: dict[str, Any] = {"flags": config.args(), "environment": dict(config.env)}
+        began = time.monotonic()
+        self.bar.set_description(f"starting {self.name}")
+        try:
+            with Server(config, self.options.start_timeout_s, log) as server:
+                found["start_s"] = round(time.monotonic() - began, 1)
+                found |= told(load.SGLang(server.url))
+                levels = found["levels"] = {}
+                for level in self.levels:
+                    self.bar.set_description(f"{self.name}, {level} at a time")
+                    levels[str(level)] = figures(self.passes(server.url, level))
+                    self.bar.update()
+        except Failed as error:
+            found["failed"] = str(error).partition("\n")[0]
+        return {**found, "log": last_lines(log)}
+
+    def passes(self, url: str, concurrency: int) -> list[Pass]:
+        """The measured passes at that many requests at a time, after one to warm up."""
+        to = load.SGLang(url)
+        # The text of a prompt is the seed of its tokens.
+        prompts = [Prompt((str(seed),), chat=False) for seed in range(max(4, concurrency))]
+
+        def asking(new_tokens: int) -> Any:
+            def ask(to: load.SGLang, prompt: Prompt, _: list[str]) -> Answer:
+                draw = random.Random(prompt.turns[0])
+                tokens = draw.choices(range(self.vocabulary), k=self.options.prompt_tokens)
+                return to.ask(tokens, new_tokens, ignore_eos=True)
+
+            return ask
+
+        load.run(to, prompts, concurrency, asking(min(WARM_UP_TOKENS, self.options.new_tokens)))
+        found = []
+        for _ in range(self.options.rounds):
+            to.flush()
+            found.append(load.run(to, prompts, concurrency, asking(self.options.new_tokens)))
+        return found
+
+
+def told(to: load.SGLang) -> dict[str, Any]:
+    """What a server tells of itself. `sessions`: requests of `SESSION_TOKENS` that its K/V holds,
+    as far as it runs so many. Raises Failed if it does not answer."""
+    info = to.info()
+    tokens = info.target_kv_tokens or 0
+    running = min((s["effective_max_running_requests_per_dp"] for s in info.states), default=0)
+    return {
+        **info.machine(),
+        "worker": info.set_up(),
+        "kv_tokens": tokens,
+        "sessions": min(tokens // SESSION_TOKENS, running),
+        "running_requests": running,
+        "dflash": info.reports[0] if info.reports else None,
+    }
+
+
+def figures(passes: list[Pass]) -> dict[str, float | None]:
+    """Medians over passes, and over answers for `step_ms`: milliseconds between a request's steps,
+    its prefill left out."""
+    steps = [step_ms(answer) for done in passes for answer in done.every]
+    speeds = [done.tokens_per_second for done in passes]
+    length = sum((done.speculation for done in passes), VerifySteps()).acceptance_length
+    return {
+        "tokens_per_second": round(statistics.median(speeds), 2),
+        "least_tokens_per_second": round(min(speeds), 2),
+        "most_tokens_per_second": round(max(speeds), 2),
+        "step_ms": round(statistics.median(steps), 3),
+        "acceptance_length": None if length is None else round(length, 3),
+    }
+
+
+def step_ms(answer: Answer) -> float:
+    """A plain step has one token; the first token is the prefill's."""
+    steps = answer.verify_steps or answer.tokens - 1
+    return 1000 * (answer.seconds - answer.first_token_s) / max(1, steps)
+
+
+def last_lines(log: Path) -> list[str]:
+    """The end of a server's log, without the lines that every batch writes."""
+    # As bytes: text would end a line at each state of a progress bar.
+    text = log.read_bytes().decode(errors="replace") if log.exists() else ""
+    # Of a progress bar, its last state.
+    kept = [line.rstrip("\r").rpartition("\r")[2][:COLUMNS] for line in text.split("\n")]
+    return [line for line in kept if line and not any(of in line for of in CHATTER)][-LINES:]
+
+
+def ratios(servers: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """`speedup`: tokens per second over plain decoding. `step_time_ratio`: our step over that of
+    SGLang's worker. By concurrency, of the servers that have both figures."""
+    levels = {name: server.get("levels", {}) for name, server in servers.items()}
+
+    def ratio(name: str, base: str, figure: str) -> dict[str, float]:
+        ours, theirs = levels.get(name, {}), levels.get(base, {})
+        return {
+            level: round(ours[level][figure] / theirs[level][figure], 3)
+            for level in ours
+            if level in theirs
+        }
+
+    drafting = [name for name in servers if name != "ar"]
+    return {
+        "speedup": {name: ratio(name, "ar", "tokens_per_second") for name in drafting},
+        "step_time_ratio": {"dflash": ratio("dflash", "builtin", "step_ms")},
+    }
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    levels = [str(level) for level in result["levels"]]
+    at_a_time = " | ".join(f"{level} at a time" for level in levels)
+    sessions = f"sessions of {result['session_tokens']:,}"
+    lines = [
+        f"{result['target']} with {result['draft']}, random weights; a verify step commits "
+        f"{result['simulated_acceptance']:g} tokens (simulated)",
+        f"| output tokens/s (step, ms) | {at_a_time} | K/V tokens | {sessions} |",
+        f"|---|{'---|' * (len(levels) + 2)}",
+    ]
+    for name, server in result["servers"].items():
+        cells = [cell(result, name, level) for level in levels]
+        told = [f"{server[key]:,}" if key in server else "-" for key in ("kv_tokens", "sessions")]
+        lines.append(f"| {' | '.join([name, *cells, *told])} |")
+    steps = result.get("step_time_ratio", {}).get("dflash", {})
+    if steps:
+        shown = ", ".join(f"{ratio:.3f} at {level}" for level, ratio in steps.items())
+        lines.append(f"step time, ours / SGLang's worker: {shown}")
+    for name, server in result["servers"].items():
+        if "failed" in server:
+            lines += [f"{name}: {server['failed']}", *(f"  {line}" for line in server["log"][-12:])]
+    return lines
+
+
+def cell(result: dict[str, Any], name: str, level: str) -> str:
+    """Tokens per second, the ratio to plain decoding, and the time of a step."""
+    found = result["servers"][name].get("levels", {}).get(level)
+    if found is None:
+        return "-"
+    speedup = result["speedup"].get(name, {}).get(level)
+    ratio = "" if speedup is None else f", {speedup:.2f}x"
+    return f"{found['tokens_per_second']:,.1f}{ratio} ({found['step_ms']:.2f})"
+
+
+def failure(result: dict[str, Any]) -> str | None:
+    """The servers that failed."""
+    failed = [name for name, server in result["servers"].items() if "failed" in server]
+    return f"no figures of {', '.join(failed)}" if failed else None

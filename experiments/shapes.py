@@ -1,0 +1,59 @@
+"""Folders of published models without their weights, for servers with `--load-format dummy`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.facts.errors import ConfigError
+from sglang_dflash.facts.published import look_up
+
+# Of a target whose facts name no context length.
+CONTEXT = 65536
+
+
+def folder_of(kind: str, name: str, home: Path) -> Path:
+    """The folder `name`, or a new one in `home` with the config.json of a published model.
+
+    Args:
+        kind: "target" or "draft".
+
+    Raises:
+        ConfigError: too little is known of that name, or Transformers has no causal language model
+            of a target's type.
+    """
+    facts = look_up(kind, name, offline=True)
+    if Path(name).exists():
+        return Path(name)
+    if facts.unknown:
+        lacking = ", ".join(facts.unknown)
+        raise ConfigError(kind, name, f"a folder with its config.json; not known here: {lacking}")
+    config = facts.config if kind == "draft" else completed(name, facts.config)
+    folder = home / facts.name.replace("/", "--")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1))
+    return folder
+
+
+def completed(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a target's language model. Fields that are not known, none of which changes the
+    size of a layer, have the values of its class in Transformers.
+
+    Raises:
+        ConfigError: Transformers has no such causal language model.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    fields = {"max_position_embeddings": CONTEXT, **known.get("text_config", known)}
+    model_type = fields.pop("model_type")
+    if f"{model_type}_text" in CONFIG_MAPPING:
+        model_type += "_text"
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if architecture is None:
+        required = f"a folder with its config.json; Transformers does not know {model_type!r}"
+        raise ConfigError("target", name, required)
+    fields["architectures"] = [architecture]
+    return AutoConfig.for_model(model_type, **fields).to_dict()

@@ -1,0 +1,178 @@
+"""`python -m experiments gpu_servers`: on servers that are not there, and folders of shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import gpu_servers, runner
+from experiments.gpu_servers import SESSION_TOKENS, last_lines, step_ms
+from experiments.shapes import folder_of
+from sglang_dflash.bench.load import Answer
+from sglang_dflash.bench.server import ServerConfig
+from sglang_dflash.facts.draft_config import DraftConfig
+from sglang_dflash.facts.embedded import demo_pair
+from sglang_dflash.facts.errors import ConfigError, Failed
+from sglang_dflash.facts.published import published_draft, shipped
+from sglang_dflash.facts.target_config import TargetGeometry
+from tests.bench.fake_server import Started
+
+RUNNING = 32
+
+
+class FakeServer(Started):
+    """Writes a log, tells of `kv_tokens`, and does not start as SGLang's worker."""
+
+    def __init__(self, config: ServerConfig, timeout_s: float, log: Path) -> None:
+        super().__init__(config, timeout_s)
+        self.kv_tokens, self.running_requests = 2 * SESSION_TOKENS + 5, RUNNING
+        self.has_tokenizer = "--skip-tokenizer-init" not in config.args()
+        self.fails = "builtin" in config.flags.values()
+        log.write_text(f"first line\nDecode batch\n1%\r99%\r\n{'x' * 999}\n")
+
+    def __enter__(self) -> FakeServer:
+        if self.fails:
+            raise Failed("the server ended with status 1:\nand so on")
+        self.start()
+        return self
+
+    def start(self) -> None:
+        super(Started, self).__enter__()
+
+    def __exit__(self, *_: Any) -> None:
+        super(Started, self).__exit__()
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr(gpu_servers, "Server", FakeServer)
+    monkeypatch.setattr(Started, "made", [])
+    return Started.made
+
+
+def test_a_server_that_fails_is_reported_and_the_others_go_on(
+    servers: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "servers.json"
+    argv = ["gpu_servers", "--concurrency", "1,3", "--prompt-tokens", "7"]
+    argv += ["--flags", "--page-size 2", "--out", str(out)]
+    assert runner.main(argv) == 1
+    shown = capsys.readouterr()
+    result = json.loads(out.read_text())
+    assert json.loads(shown.out.splitlines()[-1]) == result
+    assert shown.err.endswith("gpu_servers: no figures of builtin\n")
+    plain, builtin, ours = (result["servers"][name] for name in ("ar", "builtin", "dflash"))
+    assert builtin["failed"] == "the server ended with status 1:" and "levels" not in builtin
+    assert set(plain["levels"]) == {"1", "3"} and ours["levels"]["3"]["tokens_per_second"] > 0
+    # Ten words, nine of them in three steps.
+    assert ours["levels"]["1"]["acceptance_length"] == 3.0
+    assert plain["kv_tokens"] == 2 * SESSION_TOKENS + 5 and plain["sessions"] == 2
+    assert result["speedup"]["builtin"] == result["step_time_ratio"]["dflash"] == {}
+    assert set(result["speedup"]["dflash"]) == {"1", "3"}
+    for server in (plain, builtin, ours):
+        assert server["log"] == ["first line", "99%", "x" * 300]
+        assert server["flags"][-2:] == ["--page-size", "2"]
+    table = shown.out.splitlines()
+    assert "  first line" in table and "builtin: the server ended with status 1:" in table
+    (row,) = [line for line in table if line.startswith("| builtin")]
+    assert row == "| builtin | - | - | - | - |"
+
+
+def test_all_servers_get_the_same_and_random_prompts(servers: list[Any]) -> None:
+    argv = ["gpu_servers", "--arms", "ar,dflash", "--concurrency", "2", "--prompt-tokens", "7"]
+    assert runner.main(argv) == 0
+    asked = [[prompt for _, prompt, _ in server.log] for server in servers]
+    # A pass to warm up and two that count, in any order.
+    assert [len(prompts) for prompts in asked] == [4 * 3] * 2
+    first, second = ({tuple(prompt) for prompt in prompts} for prompts in asked)
+    assert first == second and len(first) == 4 and all(len(prompt) == 7 for prompt in first)
+    for server in servers:
+        flags = server.config.args()
+        assert {"dummy", "--skip-tokenizer-init", "bfloat16"} <= set(flags)
+        (env,) = {server.config.env.get("SGLANG_SIMULATE_ACC_LEN")}
+        assert env == ("4" if "--speculative-algorithm" in flags else None)
+
+
+def test_what_does_not_start_a_server_is_refused(
+    servers: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argv, words in {
+        ("--arms", "ar,ours"): "--arms: 'ar,ours'; ",
+        ("--concurrency", "0"): "--concurrency: '0'; ",
+        ("--target", "some/Model"): "--draft: ",
+        ("--target", "some/Model", "--draft", "z-lab/Qwen3-8B-DFlash-b16"): "--target: ",
+    }.items():
+        assert runner.main(["gpu_servers", *argv]) == 1
+        assert capsys.readouterr().err.startswith(f"gpu_servers: {words}")
+    assert not servers
+
+
+@pytest.mark.parametrize(
+    ("tokens", "running", "sessions"), [(None, 8, 0), (65535, 8, 0), (9 * 65536, 8, 8)]
+)
+def test_sessions_that_fit(tokens: int | None, running: int, sessions: int) -> None:
+    with FakeServer.__base__(ServerConfig(), 1.0) as server:  # type: ignore[misc]
+        server.kv_tokens, server.running_requests = tokens, running
+        told = gpu_servers.told(gpu_servers.load.SGLang(server.url))
+    assert (told["kv_tokens"], told["sessions"]) == (tokens or 0, sessions)
+
+
+def test_the_time_of_a_step() -> None:
+    """A plain answer's steps are its tokens but the prefill's."""
+    plain, drafted = (Answer("", None, 9, 1.0, 1.8, steps) for steps in (0, 2))
+    assert (step_ms(plain), step_ms(drafted)) == (pytest.approx(100), pytest.approx(400))
+
+
+def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
+    assert last_lines(tmp_path / "no.log") == []
+
+
+def test_folders_have_the_published_shapes(tmp_path: Path) -> None:
+    refused = set()
+    for name, facts in shipped("target").items():
+        try:
+            folder = folder_of("target", name, tmp_path)
+        except ConfigError as error:
+            refused.add((error.field, name))
+            continue
+        assert TargetGeometry.from_pretrained(folder) == TargetGeometry.from_dict(facts.config)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"] and config["dtype"] == "bfloat16"
+        assert config["max_position_embeddings"] >= 32768
+    assert refused == {
+        ("target", "moonshotai/Kimi-K2.5"),
+        ("target", "meta-models/Muse-Glimmer-30B"),
+    }
+    for name in (published_draft("Qwen/Qwen3-8B"), published_draft("Qwen/Qwen3.5-27B")):
+        folder = folder_of("draft", name, tmp_path)
+        assert DraftConfig.from_pretrained(folder) == DraftConfig.from_dict(
+            shipped("draft")[name].config
+        )
+    with pytest.raises(ConfigError, match="mask_token_id"):
+        folder_of("draft", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", tmp_path)
+    own = demo_pair("dense").target
+    assert folder_of("target", str(own), tmp_path) == own
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_three_real_servers(tmp_path: Path) -> None:
+    pair = demo_pair("dense")
+    argv = ["gpu_servers", "--target", str(pair.target), "--draft", str(pair.draft)]
+    argv += ["--dtype", "float32", "--concurrency", "1,4", "--new-tokens", "33"]
+    flags = ["--flags", "--max-total-tokens 16384 --sleep-on-idle"]
+    out = tmp_path / "servers.json"
+    assert runner.main([*argv, *flags, "--prompt-tokens", "64", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert {name: server["worker"].split()[0] for name, server in result["servers"].items()} == {
+        "ar": "plain", "builtin": "builtin", "dflash": "sglang-dflash"
+    }  # fmt: skip
+    for name, server in result["servers"].items():
+        assert server["kv_tokens"] == 16384 and server["dtype"] == "float32"
+        for level in server["levels"].values():
+            assert level["acceptance_length"] == (None if name == "ar" else 4.0)
+    assert all(set(of) == {"1", "4"} for of in result["speedup"].values())
+    assert set(result["step_time_ratio"]["dflash"]) == {"1", "4"}
