@@ -36,6 +36,8 @@ from sglang_dflash.facts.published import published_draft
 from sglang_dflash.facts.target_config import TargetGeometry
 
 ARMS = ("ar", "builtin", "dflash")
+# Options that are also `BenchSettings`.
+SHARED = ("dtype", "simulated_acceptance", "concurrency", "rounds", "max_new_tokens")
 SESSION_TOKENS = 65536
 WARM_UP_TOKENS = 16
 # Of a server's log.
@@ -54,10 +56,12 @@ class Options:
         ",".join(ARMS),
         "ar is plain decoding, builtin SGLang's worker, dflash ours (default: {default})",
     )
-    acceptance: float = setting(4.0, "tokens that a verify step commits (default: {default})")
+    simulated_acceptance: float = setting(
+        4.0, "tokens that a verify step commits (default: {default})"
+    )
     concurrency: str = setting("1,8,32", "requests at a time (default: {default})")
     prompt_tokens: int = setting(512, "of a prompt (default: {default})")
-    new_tokens: int = setting(128, "of an answer (default: {default})")
+    max_new_tokens: int = setting(128, "of an answer (default: {default})")
     rounds: int = setting(2, "measured passes per server and concurrency (default: {default})")
     dtype: str = setting("bfloat16", "default: {default}", choices=("bfloat16", "float32"))
     flags: str = setting("", "of every server, in quotes")
@@ -71,14 +75,16 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as home:
         draft = options.draft or published_draft(options.target)
         target = folder_of("target", options.target, Path(home))
-        settings = settings_of(options, target, folder_of("draft", draft, Path(home)))
-        arms = servers_of(settings, torch.cuda.is_available())
+        accelerator = torch.cuda.is_available()
+        models = {"target": str(target), "draft": str(folder_of("draft", draft, Path(home)))}
+        settings = settings_of(options, models, accelerator)
+        arms = servers_of(settings, accelerator)
         vocabulary = TargetGeometry.from_pretrained(target).vocab_size
         result = {
             "target": options.target,
             "draft": draft,
             "levels": list(settings.levels),
-            "simulated_acceptance": options.acceptance,
+            "simulated_acceptance": options.simulated_acceptance,
             "session_tokens": SESSION_TOKENS,
         }
         servers: dict[str, Any] = {}
@@ -92,21 +98,13 @@ def run(options: Options) -> Iterator[dict[str, Any]]:
                 yield {**result, "servers": servers, **ratios(servers)}
 
 
-def settings_of(options: Options, target: Path, draft: Path) -> BenchSettings:
+def settings_of(options: Options, models: dict[str, str], accelerator: bool) -> BenchSettings:
     """The comparison that starts such servers. Raises ConfigError: an option is out of range."""
     arms = tuple(options.arms.split(","))
     if not set(arms) <= set(ARMS):
         raise ConfigError("arms", options.arms, f"some of {','.join(ARMS)} are required")
-    settings = BenchSettings(
-        target=str(target),
-        draft=str(draft),
-        arms=arms,
-        dtype=options.dtype,
-        simulated_acceptance=options.acceptance,
-        concurrency=options.concurrency,
-        rounds=options.rounds,
-        max_new_tokens=options.new_tokens,
-    )
+    asked = {name: getattr(options, name) for name in SHARED}
+    settings = BenchSettings.for_machine({**models, **asked, "arms": arms}, accelerator)
     requests = max(settings.levels)
     # The same for all: SGLang's own default depends on the worker.
     bounds = ["--skip-tokenizer-init", "--max-running-requests", str(requests)]
@@ -131,21 +129,21 @@ class Measurement:
 
     def of_server(self, config: ServerConfig, log: Path) -> dict[str, Any]:
         """Figures by concurrency, or why there are none."""
-        found: dict[str, Any] = {"flags": config.args(), "environment": dict(config.env)}
+        report: dict[str, Any] = {"flags": config.args(), "environment": dict(config.env)}
         began = time.monotonic()
         self.bar.set_description(f"starting {self.name}")
         try:
             with Server(config, self.options.start_timeout_s, log) as server:
-                found["start_s"] = round(time.monotonic() - began, 1)
-                found |= told(load.SGLang(server.url))
-                levels = found["levels"] = {}
+                report["start_s"] = round(time.monotonic() - began, 1)
+                report |= told(load.SGLang(server.url))
+                levels = report["levels"] = {}
                 for level in self.levels:
                     self.bar.set_description(f"{self.name}, {level} at a time")
                     levels[str(level)] = figures(self.passes(server.url, level))
                     self.bar.update()
         except Failed as error:
-            found["failed"] = str(error).partition("\n")[0]
-        return {**found, "log": last_lines(log)}
+            report["failed"] = str(error).partition("\n")[0]
+        return {**report, "log": last_lines(log)}
 
     def passes(self, url: str, concurrency: int) -> list[Pass]:
         """The measured passes at that many requests at a time, after one to warm up."""
@@ -161,12 +159,12 @@ class Measurement:
 
             return ask
 
-        load.run(to, prompts, concurrency, asking(min(WARM_UP_TOKENS, self.options.new_tokens)))
-        found = []
+        load.run(to, prompts, concurrency, asking(min(WARM_UP_TOKENS, self.options.max_new_tokens)))
+        passes = []
         for _ in range(self.options.rounds):
             to.flush()
-            found.append(load.run(to, prompts, concurrency, asking(self.options.new_tokens)))
-        return found
+            passes.append(load.run(to, prompts, concurrency, asking(self.options.max_new_tokens)))
+        return passes
 
 
 def told(to: load.SGLang) -> dict[str, Any]:
@@ -212,7 +210,7 @@ def last_lines(log: Path) -> list[str]:
     text = log.read_bytes().decode(errors="replace") if log.exists() else ""
     # Of a progress bar, its last state.
     kept = [line.rstrip("\r").rpartition("\r")[2][:COLUMNS] for line in text.split("\n")]
-    return [line for line in kept if line and not any(of in line for of in CHATTER)][-LINES:]
+    return [line for line in kept if line and not any(words in line for words in CHATTER)][-LINES:]
 
 
 def ratios(servers: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
@@ -247,8 +245,8 @@ def table(result: dict[str, Any]) -> list[str]:
     ]
     for name, server in result["servers"].items():
         cells = [cell(result, name, level) for level in levels]
-        told = [f"{server[key]:,}" if key in server else "-" for key in ("kv_tokens", "sessions")]
-        lines.append(f"| {' | '.join([name, *cells, *told])} |")
+        memory = [f"{server[key]:,}" if key in server else "-" for key in ("kv_tokens", "sessions")]
+        lines.append(f"| {' | '.join([name, *cells, *memory])} |")
     steps = result.get("step_time_ratio", {}).get("dflash", {})
     if steps:
         shown = ", ".join(f"{ratio:.3f} at {level}" for level, ratio in steps.items())
@@ -261,15 +259,15 @@ def table(result: dict[str, Any]) -> list[str]:
 
 def cell(result: dict[str, Any], name: str, level: str) -> str:
     """Tokens per second, the ratio to plain decoding, and the time of a step."""
-    found = result["servers"][name].get("levels", {}).get(level)
-    if found is None:
+    figures = result["servers"][name].get("levels", {}).get(level)
+    if figures is None:
         return "-"
     speedup = result["speedup"].get(name, {}).get(level)
     ratio = "" if speedup is None else f", {speedup:.2f}x"
-    return f"{found['tokens_per_second']:,.1f}{ratio} ({found['step_ms']:.2f})"
+    return f"{figures['tokens_per_second']:,.1f}{ratio} ({figures['step_ms']:.2f})"
 
 
 def failure(result: dict[str, Any]) -> str | None:
     """The servers that failed."""
     failed = [name for name, server in result["servers"].items() if "failed" in server]
-    return f"no figures of {', '.join(failed)}" if failed else None
+    return f"failed: {', '.join(failed)}" if failed else None

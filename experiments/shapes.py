@@ -14,23 +14,23 @@ from sglang_dflash.facts.published import look_up
 CONTEXT = 65536
 
 
-def folder_of(kind: str, name: str, home: Path) -> Path:
+def folder_of(role: str, name: str, home: Path) -> Path:
     """The folder `name`, or a new one in `home` with the config.json of a published model.
 
     Args:
-        kind: "target" or "draft".
+        role: "target" or "draft".
 
     Raises:
         ConfigError: too little is known of that name, or Transformers has no causal language model
             of a target's type.
     """
-    facts = look_up(kind, name, offline=True)
+    facts = look_up(role, name, offline=True)
     if Path(name).exists():
         return Path(name)
     if facts.unknown:
         lacking = ", ".join(facts.unknown)
-        raise ConfigError(kind, name, f"a folder with its config.json; not known here: {lacking}")
-    config = facts.config if kind == "draft" else completed(name, facts.config)
+        raise ConfigError(role, name, f"a folder with its config.json; not known here: {lacking}")
+    config = facts.config if role == "draft" else completed(name, facts.config)
     folder = home / facts.name.replace("/", "--")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=1))

@@ -63,7 +63,7 @@ def test_a_server_that_fails_is_reported_and_the_others_go_on(
     shown = capsys.readouterr()
     result = json.loads(out.read_text())
     assert json.loads(shown.out.splitlines()[-1]) == result
-    assert shown.err.endswith("gpu_servers: no figures of builtin\n")
+    assert shown.err.endswith("gpu_servers: failed: builtin\n")
     plain, builtin, ours = (result["servers"][name] for name in ("ar", "builtin", "dflash"))
     assert builtin["failed"] == "the server ended with status 1:" and "levels" not in builtin
     assert set(plain["levels"]) == {"1", "3"} and ours["levels"]["3"]["tokens_per_second"] > 0
@@ -102,6 +102,7 @@ def test_what_does_not_start_a_server_is_refused(
     for argv, words in {
         ("--arms", "ar,ours"): "--arms: 'ar,ours'; ",
         ("--concurrency", "0"): "--concurrency: '0'; ",
+        ("--simulated-acceptance", "0.5"): "--simulated-acceptance: 0.5; ",
         ("--target", "some/Model"): "--draft: ",
         ("--target", "some/Model", "--draft", "z-lab/Qwen3-8B-DFlash-b16"): "--target: ",
     }.items():
@@ -162,7 +163,7 @@ def test_folders_have_the_published_shapes(tmp_path: Path) -> None:
 def test_three_real_servers(tmp_path: Path) -> None:
     pair = demo_pair("dense")
     argv = ["gpu_servers", "--target", str(pair.target), "--draft", str(pair.draft)]
-    argv += ["--dtype", "float32", "--concurrency", "1,4", "--new-tokens", "33"]
+    argv += ["--dtype", "float32", "--concurrency", "1,4", "--max-new-tokens", "33"]
     flags = ["--flags", "--max-total-tokens 16384 --sleep-on-idle"]
     out = tmp_path / "servers.json"
     assert runner.main([*argv, *flags, "--prompt-tokens", "64", "--out", str(out)]) == 0
@@ -174,5 +175,5 @@ def test_three_real_servers(tmp_path: Path) -> None:
         assert server["kv_tokens"] == 16384 and server["dtype"] == "float32"
         for level in server["levels"].values():
             assert level["acceptance_length"] == (None if name == "ar" else 4.0)
-    assert all(set(of) == {"1", "4"} for of in result["speedup"].values())
+    assert all(set(levels) == {"1", "4"} for levels in result["speedup"].values())
     assert set(result["step_time_ratio"]["dflash"]) == {"1", "4"}
