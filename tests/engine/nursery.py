@@ -24,11 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_dflash.bench.server import Server
 
+NURSERY = "tests.engine.nursery"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 IMPORTED = (
     "sglang.launch_server",
@@ -113,10 +115,14 @@ def main() -> None:
 
 
 class Nursery:
-    """The process itself, started on first use."""
+    """The process itself.
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.engine.nursery"]
+    Args:
+        module: what it runs, with arguments: this module, or one that changes the process first.
+    """
+
+    def __init__(self, module: Sequence[str] = (NURSERY,)) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", *module]
         # torch reads it when it is imported: what a child sets comes too late.
         threads = str(max(1, (os.cpu_count() or 1) - 1))
         env = {"OMP_NUM_THREADS": threads, **os.environ}

@@ -15,6 +15,7 @@ from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.platform_cpu import OVERLAP
 from tests.engine import workload
+from tests.engine.nursery import NURSERY
 
 PAIR = demo_pair("dense")
 FILES = "{files}"
@@ -26,9 +27,10 @@ Ask = Callable[[Server], Any]
 
 @dataclass(frozen=True)
 class ServerConfig(server.ServerConfig):
-    """A server of the tests, by name."""
+    """A server of the tests, by name. `nursery` is what the process that forks it runs."""
 
     name: str = ""
+    nursery: tuple[str, ...] = (NURSERY,)
 
     def __hash__(self) -> int:
         return hash(self.name)

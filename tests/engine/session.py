@@ -17,7 +17,7 @@ import requests
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.errors import Failed
 from tests.engine import checkpoints, client
-from tests.engine.nursery import ForkedServer, Nursery
+from tests.engine.nursery import NURSERY, ForkedServer, Nursery
 from tests.engine.servers import FILES, Ask, ServerConfig, recording_name
 
 
@@ -32,7 +32,7 @@ class ServerSession:
         """`folder`: shared by the processes of a session (`pytest -n 2`), empty at its start."""
         self.folder = folder
         self.needed: dict[ServerConfig, list[Ask]] = {}
-        self.nursery = Nursery()
+        self._nurseries: dict[tuple[str, ...], Nursery] = {}
         self._live: tuple[ServerConfig, Server] | None = None
         self._known: dict[tuple[ServerConfig, Ask], Any] = {}
 
@@ -48,7 +48,18 @@ class ServerSession:
     def own(self, config: ServerConfig) -> ForkedServer:
         """A server for one test to start; the running one is stopped."""
         self.stop()
-        return ForkedServer(self.nursery, self.filled(config))
+        return ForkedServer(self._nursery(config.nursery), self.filled(config))
+
+    @property
+    def nursery(self) -> Nursery:
+        """That of ordinary servers, for other commands."""
+        return self._nursery((NURSERY,))
+
+    def _nursery(self, module: tuple[str, ...]) -> Nursery:
+        """Started on first use."""
+        if module not in self._nurseries:
+            self._nurseries[module] = Nursery(module)
+        return self._nurseries[module]
 
     def stop(self) -> None:
         """End the running server, if there is one."""
@@ -58,7 +69,8 @@ class ServerSession:
 
     def close(self) -> None:
         self.stop()
-        self.nursery.close()
+        for nursery in self._nurseries.values():
+            nursery.close()
 
     def filled(self, config: ServerConfig) -> ServerConfig:
         """The configuration with the session's folder for `{files}`, and the files that it names

@@ -1,0 +1,186 @@
+"""What is replaced in SGLang's and other modules once they are imported."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from tests.fake_gpu.gpu import GPU
+from tests.fake_gpu.kernels import attention, elementwise, sampling
+from tests.fake_gpu.tensor import COMPILED, CudaTensor, kernel
+
+# A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
+INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"
+# A variable of a server: torch code in place of our slowest kernel, that of replay.
+REPLAY_TWIN = "FAKE_GPU_REPLAY_TWIN"
+Hook = Callable[[Any], None]
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `hooks[name](module)` once a module has been imported."""
+
+    def __init__(self, hooks: dict[str, Hook]) -> None:
+        self.hooks = hooks
+
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        hook = self.hooks.pop(name, None)
+        if hook is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            hook(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def load_jit(name: str, *args: Any, **_: Any) -> SimpleNamespace:
+    """In place of SGLang's compiler of CUDA modules."""
+    modules = {**elementwise.MODULES, "speculative_sampling": speculative_sampling}
+    if name not in modules:
+        raise NotImplementedError(f"tests/fake_gpu/kernels has no torch code for the JIT's {name}")
+    values = [x for each in args for x in (each if isinstance(each, list | tuple) else [each])]
+    functions = modules[name](*values)
+    return SimpleNamespace(**{name: kernel(run) for name, run in functions.items()})
+
+
+def speculative_sampling(*_: Any) -> dict[str, Callable[..., None]]:
+    """The module includes FlashInfer's headers."""
+    if sys.modules.get("flashinfer", 0) is None:
+        raise ModuleNotFoundError("No module named 'flashinfer'")
+    return {"sample": sampling.speculative_sampling}
+
+
+def jit_loader(module: Any) -> None:
+    module.load_jit = load_jit
+
+
+def extend_attention(module: Any) -> None:
+    module.extend_attention_fwd = unless_interpreted(
+        module.extend_attention_fwd, attention.extend_attention
+    )
+
+
+def decode_attention(module: Any) -> None:
+    module.decode_attention_fwd = unless_interpreted(
+        module.decode_attention_fwd, attention.decode_attention
+    )
+
+
+def unless_interpreted(theirs: Callable[..., Any], run: Callable[..., None]) -> Callable[..., Any]:
+    launch = kernel(run)
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        chosen = theirs if os.environ.get(INTERPRETED_ATTENTION) else launch
+        return chosen(*args, **kwargs)
+
+    return choose
+
+
+def renormalization(module: Any) -> None:
+    """FlashInfer's; without it the module has none, and fails where it is called."""
+    if sys.modules.get("flashinfer", 0) is not None:
+        module.top_p_renorm_prob = sampling.top_p_renorm_probs
+        module.top_k_renorm_prob = sampling.top_k_renorm_probs
+
+
+def flashinfer_norms(module: Any) -> None:
+    """FlashInfer compiles them; sgl_kernel has the same."""
+
+    def norm(name: str) -> Callable[..., Tensor]:
+        def run(
+            x: Tensor, weight: Tensor, eps: float = 1e-6, out: Any = None, enable_pdl: Any = None
+        ) -> Tensor:
+            out = torch.empty_like(x) if out is None else out
+            COMPILED[f"sgl_kernel::{name}"](out, x, weight, eps, False)
+            return out
+
+        return run
+
+    def add_norm(name: str) -> Callable[..., None]:
+        def run(
+            x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: Any = None
+        ) -> None:
+            COMPILED[f"sgl_kernel::{name}"](x, residual, weight, eps, False)
+
+        return run
+
+    for prefix in ("", "gemma_"):
+        setattr(module, f"{prefix}rmsnorm", norm(f"{prefix}rmsnorm"))
+        name = f"{prefix}fused_add_rmsnorm"
+        setattr(module, name, add_norm(name))
+
+
+def late_bound_math(module: Any) -> None:
+    """The interpreter replaces tl.exp, but not a name that was bound to it before."""
+    for name in ("exp", "log", "log2", "exp2"):
+        setattr(module, name, lambda x, name=name: getattr(tl, name)(x))
+
+
+def replay_fold(module: Any) -> None:
+    """The kernel takes 10 s a step in the interpreter."""
+    from sglang_dflash.drafting.recurrent import replay
+
+    kernel_fold = module.fold_
+
+    def fold_(*args: Any, **kwargs: Any) -> Any:
+        return (replay.fold_ if os.environ.get(REPLAY_TWIN) else kernel_fold)(*args, **kwargs)
+
+    module.fold_ = fold_
+
+
+def internal_state(module: Any) -> None:
+    """/server_info tells of the GPU, too."""
+    owner = module.SchedulerInternalStateController
+    add = owner._add_memory_usage
+
+    def add_memory_usage(self: Any, state: dict[str, Any]) -> None:
+        add(self, state)
+        state["fake_gpu"] = GPU.report()
+
+    owner._add_memory_usage = add_memory_usage
+
+
+ATTENTION = "sglang.kernels.ops.attention"
+HOOKS: dict[str, Hook] = {
+    "sglang.kernels.jit.utils.compile.loader": jit_loader,
+    "sglang.kernels.ops.sampling.renorm": renormalization,
+    "flashinfer.norm": flashinfer_norms,
+    f"{ATTENTION}.fla.op": late_bound_math,
+    f"{ATTENTION}.extend_attention": extend_attention,
+    f"{ATTENTION}.decode_attention": decode_attention,
+    "dflash_kernels.gated_delta_fold": replay_fold,
+    "sglang.srt.managers.scheduler_components.internal_state": internal_state,
+}
+
+
+def install() -> None:
+    """Replace compiled operators now, and what modules hold once they are imported."""
+    compiled = {f"sgl_kernel::{name}": kernel(run) for name, run in elementwise.OPERATORS.items()}
+    COMPILED.update(compiled)
+    COMPILED["sgl_kernel::fwd"] = attention.flash_attention_3
+    COMPILED["sgl_kernel::weak_ref_tensor"] = lambda x: CudaTensor(x.host, x.device)
+    COMPILED["sgl_kernel::get_scheduler_metadata"] = scheduler_metadata
+    sys.meta_path.insert(0, AfterImport(dict(HOOKS)))
+
+
+def scheduler_metadata(*args: Any, **kwargs: Any) -> Tensor:
+    """FlashAttention 3's schedule, which torch code does not read."""
+    return torch.zeros(1, dtype=torch.int32, device=GPU.device)
