@@ -10,8 +10,7 @@ traffic (test_soak.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -21,25 +20,9 @@ from tests.engine import constrained as c
 from tests.engine import feature_requests as features
 from tests.engine import hierarchical as h
 from tests.engine import servers as s
-from tests.engine.checks import Check, Seen
+from tests.engine.comparison import Row, cases, compare
 from tests.engine.servers import Ask, ServerConfig
 from tests.engine.session import ServerSession
-
-
-class Row(NamedTuple):
-    """What is compared on one server.
-
-    Attributes:
-        also: checks after each comparison.
-        long: of the requests those that only the tier `long` sends.
-    """
-
-    server: ServerConfig
-    plain: ServerConfig
-    asked: tuple[Ask, ...]
-    also: tuple[Check, ...] = ()
-    long: tuple[Ask, ...] = ()
-
 
 DEMO = (
     Row(
@@ -348,42 +331,11 @@ TABLE = (
 )  # fmt: skip
 
 
-# What the plain server is asked in place of these, and the part of its answers that they are.
-PARTS: dict[Ask, tuple[Ask, Callable[[Any], Any]]] = {
-    workload.run_half: (workload.run, workload.halved),
-    workload.some_short_and_demo: (workload.run, workload.half_of_two),
-    workload.hang_ups: (workload.run, lambda answers: answers["demo"][:8:2]),
-    workload.joining: (workload.alone, lambda answers: answers),
-    workload.seeded_alone: (workload.seeded, lambda answers: answers[: len(workload.SAMPLING)]),
-    answer_ends.ends_once: (answer_ends.ends, answer_ends.once),
-}
-
-
-def cases() -> Iterator[Any]:
-    for row in TABLE:
-        for ask in row.asked:
-            reference, _ = PARTS.get(ask, (ask, None))
-            marks = [pytest.mark.recorded(row.plain, reference)]
-            marks += [pytest.mark.long] * (ask in row.long)
-            values = row.server, row.plain, ask, row.also
-            yield pytest.param(*values, id=f"{row.server}-{ask.__name__}", marks=marks)
-
-
-@pytest.mark.parametrize(("config", "plain", "ask", "also"), cases())
+@pytest.mark.parametrize(("config", "row", "ask"), cases(TABLE))
 def test_answers_are_plain_decodings(
-    config: ServerConfig,
-    plain: ServerConfig,
-    ask: Ask,
-    also: tuple[Check, ...],
-    answers: Any,
-    server: Server,
-    servers: ServerSession,
+    config: ServerConfig, row: Row, ask: Ask, answers: Any, server: Server, servers: ServerSession
 ) -> None:
-    reference, part = PARTS.get(ask, (ask, lambda answers: answers))
-    ours, theirs = answers(config, ask), part(answers(plain, reference))
-    workload.assert_same_outputs(ours, theirs)
-    for check in also:
-        check(Seen(config, plain, ours, theirs, server, servers))
+    compare(row, ask, answers, server, servers)
 
 
 @pytest.mark.server(s.TP2_DISAGREEING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 # The variables of a server's environment: its memory in GiB, and how many GPUs there are.
 MEMORY_GIB, COUNT = "FAKE_GPU_GIB", "FAKE_GPU_COUNT"
+# So many of the last waits are remembered.
+WAITS = 64
 # Of these packages is the code that a wait is attributed to.
 PACKAGES = ("/sglang/", "/sglang_dflash/", "/dflash_kernels/")
 
@@ -59,6 +61,8 @@ class Gpu:
         pinned: storages of the host that are pinned.
         waits: kind and place -> how often the host has waited for the GPU there.
         uploads: kind and place -> copies from host memory that is not pinned.
+        held: bytes of its memory at each of the last waits.
+        launches: kernel -> how often it ran, and the seconds that it took here.
         capture: the graph that is being captured, if any.
     """
 
@@ -67,6 +71,8 @@ class Gpu:
         self.memory, self.pinned = Storages(), Storages()
         self.waits: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
+        self.held: deque[int] = deque(maxlen=WAITS)
+        self.launches: dict[str, tuple[int, float]] = {}
         self.capture: Capture | None = None
 
     @property
@@ -94,6 +100,7 @@ class Gpu:
                 f"({reason} at {place()})"
             )
         self.waits[f"{reason} at {place()}"] += 1
+        self.held.append(self.memory.bytes)
 
     def upload(self, host: Tensor, non_blocking: bool) -> None:
         """Copy a host tensor to the GPU: the host waits unless it is pinned and asked not to."""
@@ -101,6 +108,11 @@ class Gpu:
             self.wait("blocking upload")
         elif host.ndim and host not in self.pinned:
             self.uploads[f"upload of pageable memory at {place()}"] += 1
+
+    def launched(self, name: str, seconds: float) -> None:
+        """A kernel has run."""
+        times, before = self.launches.get(name, (0, 0.0))
+        self.launches[name] = times + 1, before + seconds
 
     def report(self) -> dict[str, Any]:
         """What `/server_info` shows of it."""
@@ -110,6 +122,8 @@ class Gpu:
             "peak": self.memory.peak,
             "waits": dict(self.waits),
             "uploads": dict(self.uploads),
+            "held": list(self.held),
+            "launches": self.launches,
         }
 
 

@@ -56,14 +56,15 @@ def take_gpu_tensors() -> None:
     run = interpreter.GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = getattr(self.fn, "__name__", str(self.fn))
         named = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        for name, value in named.items():
+        for argument, value in named.items():
             if isinstance(value, Tensor) and not isinstance(value, CudaTensor):
                 raise ValueError(
-                    f"Pointer argument {name!r} of {getattr(self.fn, '__name__', self.fn)} "
-                    "cannot be accessed from Triton (cpu tensor?)"
+                    f"Pointer argument {argument!r} of {name} cannot be accessed from Triton "
+                    "(cpu tensor?)"
                 )
-        launched(lambda *a, **k: run(self, *a, **k), args, kwargs)
+        launched(name, lambda *a, **k: run(self, *a, **k), args, kwargs)
 
     interpreter.GridExecutor.__call__ = launch
 

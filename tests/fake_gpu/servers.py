@@ -7,8 +7,19 @@ from typing import Any
 
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.platform_cpu import OVERLAP
-from tests.engine.servers import ServerConfig, drafting
+from tests.engine.servers import (
+    FILES,
+    LOOKUP,
+    SECOND,
+    STRICT,
+    WIDE,
+    WINDOW,
+    ServerConfig,
+    drafting,
+    faulty,
+)  # fmt: skip
 from tests.fake_gpu.gpu import COUNT, MEMORY_GIB
+from tests.fake_gpu.hooks import REPLAY_TWIN
 from tests.fake_gpu.install import ENVIRONMENT
 
 NURSERY = "tests.fake_gpu.nursery"
@@ -23,11 +34,11 @@ def on_gpu(config: ServerConfig, *without: str, gib: float = 4, gpus: int = 1) -
     return replace(config, env={**kept, **env}, nursery=(NURSERY, *without))
 
 
-PAIR, HYBRID_PAIR = demo_pair("dense"), demo_pair("hybrid")
-# Small pools, and verify graphs of batches that the tests send.
+DENSE, HYBRID = demo_pair("dense"), demo_pair("hybrid")
+# Small pools, and graphs of one and two requests: larger batches run without.
 SMALL: dict[str, Any] = {
     "max_total_tokens": 4096,
-    "max_running_requests": 2,
+    "max_running_requests": 4,
     "context_length": 1024,
     "mem_fraction_static": 0.5,
     "sampling_backend": "pytorch",
@@ -36,8 +47,66 @@ SMALL: dict[str, Any] = {
 }
 PLAIN = on_gpu(
     ServerConfig(name="gpu-plain").having(
-        model_path=PAIR.target, dtype="float32", attention_backend="triton", **SMALL
+        model_path=DENSE.target, dtype="float32", attention_backend="triton", **SMALL
     )
 )
-DFLASH = PLAIN.named("gpu-dflash").having(**drafting(PAIR.draft))
+DFLASH = PLAIN.named("gpu-dflash").having(**drafting(DENSE.draft))
 BUILTIN = DFLASH.named("gpu-builtin").having(speculative_dflash_worker="builtin")
+EAGER = DFLASH.named("gpu-eager").having(disable_cuda_graph=True, disable_overlap_schedule=True)
+NO_OVERLAP = DFLASH.named("gpu-no-overlap").having(disable_overlap_schedule=True)
+NO_DRAFT_GRAPHS = DFLASH.named("gpu-no-draft-graphs").having(speculative_dflash_draft_graphs="off")
+# What else a step can do: lookup beyond the draft's block, widths that change, a window in pages,
+# prompts in chunks, and a pool so small that requests are retracted.
+LOOKED_UP = DFLASH.named("gpu-lookup").having(speculative_dflash_width="adaptive", **WIDE)
+TIGHT = (
+    DFLASH.named("gpu-tight")
+    .having(page_size=16, chunked_prefill_size=64, max_total_tokens=1088, **WINDOW, **LOOKUP)
+    .having(speculative_draft_model_path=f"{FILES}/mixed-draft")
+    .with_env(SGLANG_TEST_RETRACT="1", SGLANG_TEST_RETRACT_INTERVAL="7", **STRICT)
+)
+SECOND_DRAFT = DFLASH.named("gpu-dflash2").having(**SECOND)
+ONE_REQUEST = DFLASH.named("gpu-one-request").having(
+    max_running_requests=1, max_total_tokens=512, context_length=None
+)
+SEEDED_PLAIN = PLAIN.named("gpu-seeded-plain").having(enable_deterministic_inference=True)
+SEEDED = SEEDED_PLAIN.named("gpu-seeded").having(**drafting(DENSE.draft))
+FAULTY = faulty(DFLASH)
+TP2 = on_gpu(DFLASH.having(tp_size=2), gpus=2).named("gpu-tp2")
+# FlashAttention 3, which serves 16 bits only.
+FA3_PLAIN = PLAIN.named("gpu-fa3-plain").having(dtype="bfloat16", attention_backend="fa3")
+FA3 = FA3_PLAIN.named("gpu-fa3").having(
+    **drafting(DENSE.draft), speculative_draft_attention_backend="fa3"
+)
+# As in an environment where FlashInfer cannot be installed.
+BARE = on_gpu(DFLASH, "flashinfer").named("gpu-bare")
+BARE_BUILTIN = on_gpu(BUILTIN, "flashinfer").named("gpu-bare-builtin")
+# Nothing but the pair: SGLang chooses the backends and captures prefills.
+DEFAULT_PLAIN = on_gpu(
+    ServerConfig(name="gpu-default-plain").having(
+        model_path=DENSE.target, max_running_requests=4, context_length=1024
+    )
+)
+DEFAULT = DEFAULT_PLAIN.named("gpu-default").having(
+    speculative_algorithm="DFLASH", speculative_draft_model_path=DENSE.draft
+)
+PREFILL_GRAPHS = DFLASH.named("gpu-prefill-graphs").having(
+    cuda_graph_backend_prefill=None, cuda_graph_max_bs_prefill=64
+)
+# As many KV tokens as there is memory for.
+SIZED = DFLASH.named("gpu-sized").having(max_total_tokens=None)
+
+# Recurrent layers: SGLang's prefill of them takes 16 bits only.
+HYBRID_PLAIN = PLAIN.named("gpu-hybrid-plain").having(
+    model_path=HYBRID.target, dtype="bfloat16", max_mamba_cache_size=16
+)
+HYBRID_REPLAY = (
+    HYBRID_PLAIN.named("gpu-hybrid-replay")
+    .having(**drafting(HYBRID.draft), linear_attn_verify_backend="triton")
+    .with_env(**{REPLAY_TWIN: "1"})
+)
+HYBRID_SNAPSHOT = HYBRID_REPLAY.named("gpu-hybrid-snapshot").having(
+    speculative_dflash_recurrent_rollback="snapshot"
+)
+HYBRID_BUILTIN = HYBRID_REPLAY.named("gpu-hybrid-builtin").having(
+    speculative_dflash_worker="builtin"
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -335,17 +336,19 @@ def kernel(run: Callable[..., Any]) -> Callable[..., None]:
         for x in tensors_in((args, kwargs)):
             if not isinstance(x, CudaTensor) and x.ndim:
                 raise RuntimeError(f"kernel {run} got a tensor of the host, {tuple(x.shape)}")
-        launched(run, args, kwargs)
+        launched(run.__name__, run, args, kwargs)
 
     return launch
 
 
-def launched(run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def launched(name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Run a kernel on the host tensors inside, or note its launch in the capture."""
 
     def go(*args: Any, **kwargs: Any) -> None:
+        begun = time.perf_counter()
         with _disable_current_modes(), torch.no_grad():
             run(*args, **kwargs)
+        GPU.launched(name, time.perf_counter() - begun)
 
     args, kwargs = mapped(host_of, args), mapped(host_of, kwargs)
     if GPU.capture is None:

@@ -1,0 +1,107 @@
+"""The CUDA path of a whole server, on a faked GPU (tests/fake_gpu).
+
+The dense pair with graphs is in the tier `engine`, everything else in `long`:
+
+    bash launch/test.sh tests/engine/test_gpu_path.py -m "engine or long"
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from sglang_dflash.bench.server import Server
+from tests.engine import checks, client
+from tests.engine import servers as s
+from tests.engine.checks import Seen
+from tests.engine.comparison import Row, cases, compare
+from tests.engine.servers import Ask, ServerConfig
+from tests.engine.session import ServerSession
+from tests.fake_gpu import asks
+from tests.fake_gpu import servers as g
+
+# The loop waits for the results of a step in order to send them.
+LOOP = (
+    "Event.synchronize at sglang/srt/managers/scheduler_components/batch_result_processor.py:"
+    "process_batch_result_"
+)
+
+
+def report(server: Server) -> dict[str, Any]:
+    """What the scheduler says of its GPU."""
+    return server.info()["internal_states"][0]["fake_gpu"]
+
+
+def proposals_from_graphs(seen: Seen) -> None:
+    """Those of one and two requests; larger batches have none."""
+    assert seen.report["draft_graph_batch_sizes"] == [1, 2]
+    assert seen.report["draft_graph_proposals"] > 10
+    assert seen.report["draft_eager_proposals"] > 0
+
+
+ALL = (asks.greedy, asks.every_sort, asks.aborted)
+TABLE = (Row(g.DFLASH, s.PLAIN, ALL, (checks.drafted, proposals_from_graphs)),)
+LONG = (
+    # The plain servers that rows are compared with answer as the CPU's, up to near-ties of 16 bits.
+    Row(g.PLAIN, s.PLAIN, ALL),
+    Row(g.BUILTIN, s.PLAIN, (asks.greedy,)),
+    Row(g.EAGER, s.PLAIN, (asks.greedy, asks.every_sort), (checks.drafted,)),
+    Row(g.NO_OVERLAP, s.PLAIN, ALL, (checks.drafted, proposals_from_graphs)),
+    Row(g.NO_DRAFT_GRAPHS, s.PLAIN, (asks.greedy,), (checks.drafted,)),
+    Row(g.LOOKED_UP, s.PLAIN, ALL, (checks.drafted,)),
+    Row(g.TIGHT, s.PLAIN, ALL, (checks.drafted,)),
+    Row(g.SECOND_DRAFT, s.PLAIN, (asks.greedy,), (checks.drafted,)),
+    Row(g.ONE_REQUEST, s.PLAIN, (asks.every_sort,), (checks.drafted,)),
+    Row(g.SEEDED, g.SEEDED_PLAIN, (asks.seeded,), (checks.drafted,)),
+    Row(g.TP2, s.PLAIN, (asks.greedy,), (checks.drafted, checks.two_ranks)),
+    Row(g.FA3, g.FA3_PLAIN, (asks.greedy, asks.every_sort), (checks.drafted,)),
+    Row(g.BARE, s.PLAIN, ALL, (checks.drafted,)),
+    Row(g.BARE_BUILTIN, s.PLAIN, (asks.greedy,)),
+    Row(g.DEFAULT, g.DEFAULT_PLAIN, (asks.greedy,), (checks.drafted,)),
+    Row(g.PREFILL_GRAPHS, s.PLAIN, (asks.greedy,), (checks.drafted,)),
+    *(
+        Row(config, g.HYBRID_PLAIN, (asks.hybrid,), (checks.drafted, checks.rolls_back_by(how)))
+        for how, config in (("replay", g.HYBRID_REPLAY), ("snapshot", g.HYBRID_SNAPSHOT))
+    ),
+    Row(g.HYBRID_BUILTIN, g.HYBRID_PLAIN, (asks.hybrid,)),
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "ask"), cases((*TABLE, *(row._replace(long=row.asked) for row in LONG)))
+)
+def test_answers_are_plain_decodings(
+    config: ServerConfig, row: Row, ask: Ask, answers: Any, server: Server, servers: ServerSession
+) -> None:
+    compare(row, ask, answers, server, servers)
+
+
+@pytest.mark.parametrize(
+    "config", [g.DFLASH, pytest.param(g.BUILTIN, marks=pytest.mark.long)], ids=str
+)
+def test_a_decode_step_waits_for_its_results_only(config: ServerConfig, server: Server) -> None:
+    """One wait per step, where the loop reads what the step has computed; host memory that is
+    copied to the GPU is pinned; and a step leaves as many bytes as the one before."""
+    before = report(server)
+    answer = client.ask(server, asks.PROMPTS["short"][7], max_new_tokens=64)
+    after = report(server)
+    waits = Counter(after["waits"]) - Counter(before["waits"])
+    assert waits.keys() == {f"{LOOP}prefill", f"{LOOP}decode"}, waits
+    # Under overlap a step is launched before the last one's end is known.
+    steps = answer["meta_info"]["spec_verify_ct"]
+    assert waits[f"{LOOP}prefill"] == 1 and 0 <= waits[f"{LOOP}decode"] - steps <= 1
+    assert after["uploads"] == {}
+    assert len(set(after["held"][-steps + 2 : -2])) == 1, after["held"]
+
+
+@pytest.mark.parametrize(
+    "config", [g.DFLASH, pytest.param(g.LOOKED_UP, marks=pytest.mark.long)], ids=str
+)
+def test_requests_leave_no_memory_behind(config: ServerConfig, server: Server) -> None:
+    """Once batches of every size have run."""
+    asks.aborted(server)
+    before = report(server)["bytes"]
+    asks.aborted(server)
+    assert report(server)["bytes"] == before
