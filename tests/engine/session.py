@@ -17,7 +17,7 @@ import requests
 from sglang_dflash.bench.server import Server
 from sglang_dflash.facts.errors import Failed
 from tests.engine import checkpoints, client
-from tests.engine.nursery import NURSERY, ForkedServer, Nursery
+from tests.engine.nursery import ForkedServer, Nursery
 from tests.engine.servers import FILES, Ask, ServerConfig, recording_name
 
 
@@ -48,18 +48,18 @@ class ServerSession:
     def own(self, config: ServerConfig) -> ForkedServer:
         """A server for one test to start; the running one is stopped."""
         self.stop()
-        return ForkedServer(self._nursery(config.nursery), self.filled(config))
+        return ForkedServer(self.nursery_of(config), self.filled(config))
 
     @property
     def nursery(self) -> Nursery:
-        """That of ordinary servers, for other commands."""
-        return self._nursery((NURSERY,))
+        """That of ordinary servers."""
+        return self.nursery_of(ServerConfig())
 
-    def _nursery(self, module: tuple[str, ...]) -> Nursery:
-        """Started on first use."""
-        if module not in self._nurseries:
-            self._nurseries[module] = Nursery(module)
-        return self._nurseries[module]
+    def nursery_of(self, config: ServerConfig) -> Nursery:
+        """The process that forks such servers, started on first use."""
+        if config.nursery not in self._nurseries:
+            self._nurseries[config.nursery] = Nursery(config.nursery)
+        return self._nurseries[config.nursery]
 
     def stop(self) -> None:
         """End the running server, if there is one."""

@@ -7,6 +7,9 @@ The dense pair with graphs is in the tier `engine`, everything else in `long`:
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -105,3 +108,19 @@ def test_requests_leave_no_memory_behind(config: ServerConfig, server: Server) -
     before = report(server)["bytes"]
     asks.aborted(server)
     assert report(server)["bytes"] == before
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [g.SIZED, g.SIZED_WINDOW], ids=str)
+def test_the_pools_are_as_large_as_inspect_says(config: ServerConfig, server: Server) -> None:
+    """Of its launch command; and as much memory is left."""
+    launch = ["--", "python", "-m", "sglang.launch_server", *map(str, config.args())]
+    inspect = ["-m", "sglang_dflash", "inspect", "--offline", "--json", "--memory-gib", "1"]
+    command = [sys.executable, *inspect, *launch]
+    said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    tokens = server.info()["max_total_num_tokens"]
+    assert tokens == pytest.approx(said["target_tokens"], rel=0.01)
+    gpu = report(server)
+    assert gpu["total"] - gpu["bytes"] == pytest.approx(
+        said["memory_bytes"]["left to SGLang"], rel=0.01
+    )

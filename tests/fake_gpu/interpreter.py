@@ -125,3 +125,5 @@ def compute_bfloat16() -> None:
         return fma(self, x, y, z)
 
     builder.create_dot, builder.create_fma = create_dot, create_fma
+    # A constant beside bfloat16, which the interpreter cannot make.
+    builder.get_bf16 = lambda self, value: TensorHandle(rounded([value]), tl.bfloat16)
