@@ -14,9 +14,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import requests
 
 from sglang_dflash.bench.server import Server
-from tests.engine import checks, client
+from tests.engine import checks, client, faults, workload
 from tests.engine import servers as s
 from tests.engine.checks import Seen
 from tests.engine.comparison import Row, cases, compare
@@ -60,6 +61,7 @@ LONG = (
     Row(g.SEEDED, g.SEEDED_PLAIN, (asks.seeded,), (checks.drafted,)),
     Row(g.TP2, s.PLAIN, (asks.greedy,), (checks.drafted, checks.two_ranks)),
     Row(g.FA3, g.FA3_PLAIN, (asks.greedy, asks.every_sort), (checks.drafted,)),
+    Row(g.FLASHINFER, s.PLAIN, (asks.every_sort,), (checks.drafted,)),
     Row(g.BARE, s.PLAIN, ALL, (checks.drafted,)),
     Row(g.BARE_BUILTIN, s.PLAIN, (asks.greedy,)),
     Row(g.DEFAULT, g.DEFAULT_PLAIN, (asks.greedy,), (checks.drafted,)),
@@ -124,3 +126,45 @@ def test_the_pools_are_as_large_as_inspect_says(config: ServerConfig, server: Se
     assert gpu["total"] - gpu["bytes"] == pytest.approx(
         said["memory_bytes"]["left to SGLang"], rel=0.01
     )
+
+
+@pytest.mark.long
+@pytest.mark.server(g.FAULTY)
+@pytest.mark.recorded(s.PLAIN, asks.greedy)
+def test_a_failed_step_ends_its_request_only(server: Server, servers: ServerSession) -> None:
+    """Those beside it get their answers; afterwards a step waits and holds as before."""
+    servers.path(s.FAULTS).mkdir(exist_ok=True)
+    texts = asks.PROMPTS["demo"][2:4]
+    expected = servers.answers(s.PLAIN, asks.greedy)["together"][:2]
+    asks.aborted(server)
+    held = report(server)["bytes"]
+    for place in (place for place in faults.DFLASH_PLACES if place != "merge"):
+        guilty = {
+            "text": asks.PROMPTS["short"][9],
+            "rid": f"guilty.{place}.{0 if 'prefill' in place else 1}",
+            "sampling_params": client.GREEDY,
+        }
+        ended, *answers = client.together(
+            [
+                lambda guilty=guilty: requests.post(f"{server.url}/generate", json=guilty),
+                *(
+                    lambda text=text: client.ask(server, text, max_new_tokens=asks.NEW_TOKENS)
+                    for text in texts
+                ),
+            ]
+        )
+        assert ended.status_code == 500 and "Fault" in ended.text, place
+        workload.assert_same_outputs(answers, expected)
+    client.at_rest(server)
+    assert report(server)["bytes"] == held
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [g.DFLASH, g.FLASHINFER, g.BUILTIN], ids=str)
+def test_sampled_requests_are_answered(config: ServerConfig, server: Server) -> None:
+    """A step of theirs waits as often as a greedy one."""
+    before = report(server)
+    answers = asks.sampled(server)
+    assert all(len(answer["output_ids"]) == asks.NEW_TOKENS for answer in answers)
+    waits = Counter(report(server)["waits"]) - Counter(before["waits"])
+    assert waits.keys() == {f"{LOOP}prefill", f"{LOOP}decode"}, waits

@@ -72,6 +72,7 @@ def bfloat16_is_computed_with_its_values() -> None:
 
 
 def reading_a_value_waits() -> None:
+    index = on_gpu(0, dtype=torch.int64)
     x, mask, counts = on_gpu(1, 2), on_gpu(1, 0).bool(), on_gpu(1, 2, dtype=torch.int32)
     for read in (
         lambda: x[0].item(),
@@ -98,14 +99,13 @@ def reading_a_value_waits() -> None:
     for launch in (
         lambda: host.copy_(x, non_blocking=True),
         lambda: host.to("cuda", non_blocking=True),
-        lambda: x[on_index],
+        lambda: x[index],
         lambda: x.masked_fill_(mask, 1.0),
         lambda: x.__setitem__(mask, 1.0),
         lambda: x.__setitem__(slice(0, 1), 7.0),
         lambda: torch.repeat_interleave(counts, output_size=3),
         lambda: torch.zeros(2, device="cuda"),
     ):
-        on_index = on_gpu(0, dtype=torch.int64)
         assert waited(launch) == 0, launch
 
 

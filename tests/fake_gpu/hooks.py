@@ -94,11 +94,9 @@ def unless_interpreted(theirs: Callable[..., Any], run: Callable[..., None]) -> 
     return choose
 
 
-def renormalization(module: Any) -> None:
-    """FlashInfer's; without it the module has none, and fails where it is called."""
-    if sys.modules.get("flashinfer", 0) is not None:
-        module.top_p_renorm_prob = sampling.top_p_renorm_probs
-        module.top_k_renorm_prob = sampling.top_k_renorm_probs
+def flashinfer_sampling(module: Any) -> None:
+    for name, run in sampling.FLASHINFER.items():
+        setattr(module, name, run)
 
 
 def flashinfer_norms(module: Any) -> None:
@@ -161,8 +159,8 @@ def internal_state(module: Any) -> None:
 ATTENTION = "sglang.kernels.ops.attention"
 HOOKS: dict[str, Hook] = {
     "sglang.kernels.jit.utils.compile.loader": jit_loader,
-    "sglang.kernels.ops.sampling.renorm": renormalization,
     "flashinfer.norm": flashinfer_norms,
+    "flashinfer.sampling": flashinfer_sampling,
     f"{ATTENTION}.fla.op": late_bound_math,
     f"{ATTENTION}.extend_attention": extend_attention,
     f"{ATTENTION}.decode_attention": decode_attention,
@@ -173,8 +171,8 @@ HOOKS: dict[str, Hook] = {
 
 def install() -> None:
     """Replace compiled operators now, and what modules hold once they are imported."""
-    compiled = {f"sgl_kernel::{name}": kernel(run) for name, run in elementwise.OPERATORS.items()}
-    COMPILED.update(compiled)
+    for name, run in {**elementwise.OPERATORS, **sampling.OPERATORS}.items():
+        COMPILED[f"sgl_kernel::{name}"] = kernel(run)
     COMPILED["sgl_kernel::fwd"] = attention.flash_attention_3
     COMPILED["sgl_kernel::weak_ref_tensor"] = lambda x: CudaTensor(x.host, x.device)
     COMPILED["sgl_kernel::get_scheduler_metadata"] = scheduler_metadata

@@ -77,6 +77,7 @@ FA3_PLAIN = PLAIN.named("gpu-fa3-plain").having(dtype="bfloat16", attention_back
 FA3 = FA3_PLAIN.named("gpu-fa3").having(
     **drafting(DENSE.draft), speculative_draft_attention_backend="fa3"
 )
+FLASHINFER = DFLASH.named("gpu-flashinfer-sampling").having(sampling_backend="flashinfer")
 # As in an environment where FlashInfer cannot be installed.
 BARE = on_gpu(DFLASH, "flashinfer").named("gpu-bare")
 BARE_BUILTIN = on_gpu(BUILTIN, "flashinfer").named("gpu-bare-builtin")

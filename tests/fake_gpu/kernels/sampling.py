@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,13 +51,65 @@ def speculative_sampling(
         predicts[last] = min(drawn, len(rest) - 1)
 
 
-def top_p_renorm_probs(probs: Tensor, top_ps: Tensor) -> Tensor:
-    p, i = probs.sort(-1, descending=True)
-    p = p * (p.cumsum(-1) - p < top_ps.reshape(-1, 1))
-    return torch.zeros_like(probs).scatter_(-1, i, p / p.sum(-1, keepdim=True))
+def kept(probs: Tensor, mask: Tensor, order: Tensor) -> Tensor:
+    """Probabilities renormalized over those of `mask`, both sorted by `order`."""
+    probs = probs * mask
+    return torch.zeros_like(probs).scatter_(-1, order, probs / probs.sum(-1, keepdim=True))
 
 
-def top_k_renorm_probs(probs: Tensor, top_ks: Tensor) -> Tensor:
-    p, i = probs.sort(-1, descending=True)
-    p = p * (torch.arange(p.shape[-1], device=p.device) < top_ks.reshape(-1, 1))
-    return torch.zeros_like(probs).scatter_(-1, i, p / p.sum(-1, keepdim=True))
+def column(limit: Any, probs: Tensor) -> Tensor:
+    """A limit per row, or one for all, as a column."""
+    if not isinstance(limit, Tensor):
+        limit = torch.full((len(probs),), limit, device=probs.device)
+    return limit.reshape(-1, 1)
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: Any, is_deterministic: bool = False) -> Tensor:
+    sorted_probs, order = probs.sort(-1, descending=True)
+    before = sorted_probs.cumsum(-1) - sorted_probs
+    return kept(sorted_probs, before < column(top_p, probs), order)
+
+
+def top_k_renorm_probs(probs: Tensor, top_k: Any, is_deterministic: bool = False) -> Tensor:
+    sorted_probs, order = probs.sort(-1, descending=True)
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    return kept(sorted_probs, ranks < column(top_k, probs), order)
+
+
+def drawn(weights: Tensor) -> Tensor:
+    """A token of each row, without a wait of the host."""
+    return (weights / torch.empty_like(weights).exponential_()).argmax(-1).int()
+
+
+def min_p_sampling(probs: Tensor, min_p: Any, *_: Any, **__: Any) -> Tensor:
+    least = probs.amax(-1, keepdim=True) * column(min_p, probs)
+    return drawn(probs * (probs >= least))
+
+
+def top_k_top_p_sampling(probs: Tensor, top_k: Any, top_p: Any, *_: Any, **how: Any) -> Tensor:
+    """With `filter_apply_order="joint"`, both limits are of the whole distribution."""
+    of_k = top_k_renorm_probs(probs, top_k)
+    of_p = probs if how.get("filter_apply_order") == "joint" else of_k
+    return drawn(of_k * (top_p_renorm_probs(of_p, top_p) > 0))
+
+
+def renorm_into(renorm: Callable[..., Tensor]) -> Callable[..., None]:
+    """As sgl_kernel's operator: a limit per row, or the number for all."""
+
+    def run(probs: Tensor, out: Tensor, limits: Tensor | None, limit: Any) -> None:
+        out.copy_(renorm(probs, limit if limits is None else limits))
+
+    return run
+
+
+OPERATORS = {
+    "top_k_renorm_probs": renorm_into(top_k_renorm_probs),
+    "top_p_renorm_probs": renorm_into(top_p_renorm_probs),
+}
+# Functions of flashinfer.sampling.
+FLASHINFER: dict[str, Callable[..., Tensor]] = {
+    "top_k_renorm_probs": top_k_renorm_probs,
+    "top_p_renorm_probs": top_p_renorm_probs,
+    "min_p_sampling_from_probs": min_p_sampling,
+    "top_k_top_p_sampling_from_probs": top_k_top_p_sampling,
+}
