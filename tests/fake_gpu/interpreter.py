@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +36,7 @@ PROPERTIES = {
 
 def install() -> None:
     """Launches take tensors of the faked GPU. Needs TRITON_INTERPRET before Triton is imported."""
+    patch_language_once()
     take_gpu_tensors()
     compute_bfloat16()
     driver = SimpleNamespace(
@@ -53,7 +58,6 @@ def install() -> None:
 
 def take_gpu_tensors() -> None:
     """A launch runs on the tensors inside, or is noted in a capture; one of the host is refused."""
-    run = interpreter.GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         name = getattr(self.fn, "__name__", str(self.fn))
@@ -64,9 +68,45 @@ def take_gpu_tensors() -> None:
                     f"Pointer argument {argument!r} of {name} cannot be accessed from Triton "
                     "(cpu tensor?)"
                 )
-        launched(name, lambda *a, **k: run(self, *a, **k), args, kwargs)
+        launched(name, partial(run_grid, self), args, kwargs)
 
     interpreter.GridExecutor.__call__ = launch
+
+
+def run_grid(executor: Any, *args: Any, **kwargs: Any) -> None:
+    """All programs of a launch, one after another. The interpreter's own copies every storage that
+    a pointer points into, whole pools, before and after."""
+    function, builder = executor.fn, interpreter.interpreter_builder
+    names = inspect.getfullargspec(function).args
+    kwargs = {name: value for name, value in kwargs.items() if name in names}
+    for hook in executor.pre_run_hooks:
+        hook(*args, **kwargs)
+    given = {
+        name: value if name in executor.constexprs else interpreter._implicit_cvt(value)
+        for name, value in inspect.getcallargs(function, *args, **kwargs).items()
+    }
+    grid = tuple(executor.grid(given) if callable(executor.grid) else executor.grid)
+    grid += (1,) * (3 - len(grid))
+    builder.set_grid_dim(*grid)
+    for place in itertools.product(*map(range, grid)):
+        builder.set_grid_idx(*place)
+        function(**given)
+
+
+def patch_language_once() -> None:
+    """The interpreter replaces all of triton.language for every launch and call of a function, and
+    looks up a dtype among all: half of its time."""
+    modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    interpreter._patch_lang(modules)
+    interpreter._patch_lang = lambda function: None
+    looked_up = functools.cache(interpreter._get_np_dtype)
+
+    def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        is_pointer = isinstance(element, tl.pointer_type)
+        return np.dtype(np.uint64) if is_pointer else looked_up(element)
+
+    interpreter._get_np_dtype = numpy_dtype
 
 
 def is_bfloat16(handle: Any) -> bool:
