@@ -93,7 +93,7 @@ def _check(server_args: Any, settings: Any) -> None:
     model = model_config_of(server_args)
     _check_target_class(model)
     folder = _folder(settings, weights=not builtin)
-    refuse_code(folder, settings)
+    refuse_code(folder)
     try:
         config = None if builtin else DraftConfig.from_pretrained(folder)
     except UnsupportedDraft:

@@ -68,32 +68,27 @@ def refuse_trusted(settings: Any) -> None:
         raise ConfigError("--tokenizer-path", tokenizer, required)
 
 
-def refuse_code(folder: str, settings: Any) -> None:
+def refuse_code(folder: str) -> None:
     """Raise ConfigError if the draft's config.json names code for more than a model, or if SGLang
     would run a model's code: that of its config is not trusted (`get_config`).
 
     SGLang and Transformers run the model that `auto_map` of a config.json names if SGLang has no
-    class for it, or is told not to use it. Published drafts name an `AutoModel`, which SGLang
-    ignores because it has a class of its own.
+    class for it. Published drafts name an `AutoModel`, which SGLang ignores because it has a class
+    of its own. (It does not with --model-impl transformers, which DFLASH does not work with.)
     """
     path = Path(folder) / "config.json"
     if not path.is_file():  # `DraftConfig` has the message, or SGLang's worker has another format.
         return
     raw = read_json_object(path, "draft checkpoint")
     check_code(raw)
-    auto_map = _auto_map(raw)
-    if not auto_map:
-        return
-    if settings.model_impl == "transformers":
-        would_run = "--model-impl transformers would run it"
-    elif not _has_class(raw.get("architectures")):
-        would_run = f"SGLang has no class for {shown(raw.get('architectures'))} and would run it"
-    else:
+    auto_map, names = _auto_map(raw), raw.get("architectures")
+    if not auto_map or _has_class(names):
         return
     raise ConfigError(
         "auto_map",
         dict(auto_map),
-        f"{would_run}; code of a draft is never run: remove the entry from {cut(str(path))!r}",
+        f"SGLang has no class for {shown(names)} and would run it; code of a draft is never run: "
+        f"remove the entry from {cut(str(path))!r}",
     )
 
 
@@ -170,7 +165,7 @@ def check_of_a_server(folder: str, target: str) -> None:
     logging.disable(logging.WARNING)
     server_args = ServerArgs(model_path=target)
     try:
-        refuse_code(folder, server_args)
+        refuse_code(folder)
         check_as_sglang_reads_it(folder, server_args)
     finally:
         logging.disable(quiet)
