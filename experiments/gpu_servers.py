@@ -32,7 +32,7 @@ from sglang_dflash.bench.settings import BenchSettings
 from sglang_dflash.drafting.acceptance_length import VerifySteps
 from sglang_dflash.facts.command_line import setting
 from sglang_dflash.facts.errors import ConfigError, Failed
-from sglang_dflash.facts.published import published_draft
+from sglang_dflash.facts.origin import published_draft
 from sglang_dflash.facts.target_config import TargetGeometry
 
 ARMS = ("ar", "builtin", "dflash")

@@ -29,9 +29,10 @@ UP, NORM = "layers.0.mlp.up_proj.weight", "norm.weight"
 
 
 def server_flags(*more: str, target: object = PAIR.target, draft: object = PAIR.draft) -> list[str]:
-    """Of a DFLASH server for the demo pair; of a flag that is given twice the last one counts."""
-    algorithm = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(draft))
-    return ["--model-path", str(target), *algorithm, *more]
+    """Of a DFLASH server for the demo pair; of a flag that is given twice the last one counts.
+    `draft`: None gives none."""
+    given = () if draft is None else ("--speculative-draft-model-path", str(draft))
+    return ["--model-path", str(target), "--speculative-algorithm", "DFLASH", *given, *more]
 
 
 @dataclass(frozen=True)

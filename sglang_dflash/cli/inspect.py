@@ -11,7 +11,8 @@ from pathlib import Path
 from sglang_dflash.drafting.options import Options
 from sglang_dflash.facts.command_line import add_flags, given, spelled
 from sglang_dflash.facts.fields import READ_BY_SGLANG
-from sglang_dflash.facts.published import look_up, published_draft
+from sglang_dflash.facts.origin import published_draft
+from sglang_dflash.facts.published import look_up
 from sglang_dflash.facts.server import OURS
 from sglang_dflash.inspect import launch_command
 from sglang_dflash.inspect.report import inspect

@@ -13,6 +13,7 @@ from pathlib import Path
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.facts.hub import check_path
+from sglang_dflash.facts.origin import published_draft
 from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.facts.target_config import TargetGeometry
 
@@ -88,15 +89,10 @@ def _check(given: dict[str, str]) -> None:
         return
     check_target_folder(target)
     if draft is None:
-        required = "missing: --speculative-algorithm DFLASH needs a draft, a folder or a hub name"
-        raise ConfigError("draft", required=required)
-    if draft is not None:
-        check_path("draft", draft)
-    if (
-        draft is not None
-        and exists(draft)
-        and given.get("--speculative-dflash-worker") != "builtin"
-    ):
+        published_draft(target)
+        return
+    check_path("draft", draft)
+    if exists(draft) and given.get("--speculative-dflash-worker") != "builtin":
         _check_pair(target, draft)
 
 

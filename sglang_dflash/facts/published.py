@@ -73,15 +73,6 @@ def shipped(kind: str) -> Mapping[str, ModelFacts]:
     return found
 
 
-def published_draft(target: str) -> str:
-    """The name of the first draft published for a target. Raises ConfigError if there is none."""
-    for known, drafts in published_pairs().items():
-        if known.casefold() == target.casefold():
-            return drafts[0]
-    required = f"give a folder or a hub name: no draft is known that is published for {target!r}"
-    raise ConfigError("draft", None, required)
-
-
 def look_up(kind: str, name: str, *, offline: bool = False) -> ModelFacts:
     """Facts of the target or draft `name`: a folder, or a name on the hub. If the hub does not
     answer or is not asked (`offline`), a shipped name, in any case, has the shipped facts, and

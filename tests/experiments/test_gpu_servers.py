@@ -16,7 +16,8 @@ from sglang_dflash.bench.server import ServerConfig
 from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.embedded import demo_pair
 from sglang_dflash.facts.errors import ConfigError, Failed
-from sglang_dflash.facts.published import published_draft, shipped
+from sglang_dflash.facts.origin import published_draft
+from sglang_dflash.facts.published import shipped
 from sglang_dflash.facts.target_config import TargetGeometry
 from tests.bench.fake_server import Started
 

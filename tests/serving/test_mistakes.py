@@ -57,7 +57,8 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["--model-path: ", "/targt'; there is no such folder", "did you mean '", "dense/target'?"],
     ),
     "no draft": (
-        server(draft=None), [DRAFT + ": missing: --speculative-algorithm DFLASH needs a draft"]
+        server(draft=None),
+        [DRAFT + ": give a folder or a hub name: no draft is known", "Qwen/Qwen3.6-27B"],
     ),
     "wrong dtype": (
         server(PAIR.target, PAIR.draft, "--dtype", "float31"),

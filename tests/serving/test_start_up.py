@@ -152,6 +152,34 @@ def test_a_draft_of_the_hub_is_fetched_to_the_download_dir(
     assert fetched == [("z-lab/a-draft", False, None), ("z-lab/a-draft", True, "/models")]
 
 
+def test_without_a_draft_the_published_one_serves(
+    resolve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Every process of the server then knows it as if it had been given."""
+    import huggingface_hub
+
+    fetched = []
+
+    def fetch(name: str, **_: Any) -> str:
+        fetched.append(name)
+        return str(PAIR.draft)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    # SGLang reads it by its name.
+    cache = tmp_path / "models--z-lab--Qwen3.6-27B-DFlash"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs/main").write_text(40 * "0")
+    shutil.copytree(PAIR.draft, cache / "snapshots" / (40 * "0"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    target = tmp_path / "Qwen3.6-27B-FP8"
+    target.symlink_to(PAIR.target)
+    given = resolve(server_flags(target=target, draft=None))
+    assert resolving_view(given).speculative_draft_model_path == "z-lab/Qwen3.6-27B-DFlash"
+    assert set(fetched) == {"z-lab/Qwen3.6-27B-DFlash"} and serving(given) == "ours"
+    assert "z-lab/Qwen3.6-27B-DFlash is published for" in capfd.readouterr().err
+
+
 def test_our_flags_are_in_the_help_and_in_the_docs(parser: argparse.ArgumentParser) -> None:
     ours = [f"--{name.replace('_', '-')}" for name in (*flags.NAMES, *flags.ALIASES)]
     page = (Path(__file__).parents[2] / "docs/flags.md").read_text()

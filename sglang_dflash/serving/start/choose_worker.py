@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_spec
 
@@ -23,6 +23,7 @@ from sglang_dflash.facts.draft_config import DraftConfig
 from sglang_dflash.facts.errors import ConfigError, UnsupportedDraft, shown_pair
 from sglang_dflash.facts.hub import draft_folder
 from sglang_dflash.facts.log import Log
+from sglang_dflash.facts.origin import published_draft
 from sglang_dflash.facts.published import check_target_folder
 from sglang_dflash.facts.server import BUILTIN, labels
 from sglang_dflash.facts.target_classes import METHOD, TARGETS, unserved_class
@@ -74,13 +75,18 @@ def check_pair(server_args: Any) -> None:
             required = "leave it out: SGLang's Ray actors load no plugin, and so none of our checks"
             raise ConfigError("--use-ray", True, required)
         if settings.speculative_draft_model_path is None:
-            required = (
-                "missing: --speculative-algorithm DFLASH needs a draft, a folder or a hub name"
-            )
-            raise ConfigError("draft", required=required)
+            _take_published_draft(server_args, settings.model_path)
         _check(server_args, settings)
     except ConfigError as error:
         raise error.named(flags.names(server_args)) from None
+
+
+def _take_published_draft(server_args: Any, target: str) -> None:
+    """Serve with the draft that is published for the target. Raises ConfigError if none is."""
+    draft = published_draft(target)
+    logger.info("no draft is given; %s is published for %s, and serves", draft, target)
+    declare_resolution(server_args, "sglang_dflash", speculative_draft_model_path=draft)
+    distrust(draft)
 
 
 def _check(server_args: Any, settings: Any) -> None:
