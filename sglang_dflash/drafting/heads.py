@@ -99,6 +99,11 @@ class ArgmaxHead:
     def shortfall(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
     ) -> Tensor:
+        return _by_request(self._gaps, hidden, bonus, ids, noise)
+
+    def _gaps(
+        self, hidden: Tensor, _bonus: Tensor, ids: Tensor, noise: BlockNoise | None
+    ) -> tuple[Tensor, Tensor]:
         logits, first_id = (
             self.target.logits(hidden[:, 1:].flatten(0, 1)).float(),
             self.target.first_id,
@@ -111,7 +116,7 @@ class ArgmaxHead:
         own = taken_of_shards(logits, columns, self.tp)
         parts = torch.stack((logits.amax(1), logits.abs().amax(1)))
         best, scale = self.tp.all_gather(parts).amax(0)
-        return ((best - own) / scale.amax()).view(ids.shape)
+        return (best - own).view(ids.shape), scale.amax()
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,11 @@ class SelectorHead:
     def shortfall(
         self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None = None
     ) -> Tensor:
+        return _by_request(self._gaps, hidden, bonus, ids, noise)
+
+    def _gaps(
+        self, hidden: Tensor, bonus: Tensor, ids: Tensor, noise: BlockNoise | None
+    ) -> tuple[Tensor, Tensor]:
         drafts, of = hidden[:, 1:], self.selector
         logits = self.target.logits(drafts.flatten(0, 1))
         values, candidates = self._candidates(logits)
@@ -167,8 +177,30 @@ class SelectorHead:
         scores = candidate_scores(unary, tokens, of.hidden_projection(drafts), before, *tables)
         if noise is not None:
             scores = noise.scores(scores, tokens)
-        short = scores[..., 1:].amax(-1) - scores[..., 0]
-        return short / scores[..., 1:].abs().amax()
+        return scores[..., 1:].amax(-1) - scores[..., 0], scores[..., 1:].abs().amax()
+
+
+def _by_request(
+    gaps: Callable[..., tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    bonus: Tensor,
+    ids: Tensor,
+    noise: BlockNoise | None,
+) -> Tensor:
+    """A `shortfall` of R requests, one after the other: the scores of a whole batch, whose noise is
+    float64, are gigabytes.
+
+    Args:
+        gaps: of some requests, how much smaller the scores of `ids` are than the largest ones, and
+            the largest score.
+    """
+    parts = []
+    for request in range(len(ids)):
+        row = slice(request, request + 1)
+        own_noise = None if noise is None else BlockNoise(*(part[row] for part in noise))
+        parts.append(gaps(hidden[row], bonus[row], ids[row], own_noise))
+    short, largest = zip(*parts, strict=True)
+    return torch.cat(short) / torch.stack(largest).amax()
 
 
 def make_head(model: DraftModel, target: TargetHead) -> DraftHead:
