@@ -3,16 +3,21 @@
 A request that never can begin keeps all behind it waiting, on an idle server, too. `PrefillAdder`
 wants a page more than a request's tokens, and a free slot beyond. `max_req_input_len` leaves out
 both, and `Scheduler.init_req_max_new_tokens` what `add_one_req_ignore_eos` reserves. Pools whose
-parts share bytes have limits of their own, and are left to SGLang.
+parts share bytes, and HiSparse, have limits of their own, and are left to SGLang.
 """
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, IGNORE_EOS_RESERVE_TOKENS
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget, SWAPrefillBudget
+
+from sglang_dflash.facts.log import Log
+
+logger = Log(__name__)
 
 
 def fit(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
@@ -20,8 +25,8 @@ def fit(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
     with HTTP 400, and shorten an answer that would keep the request from it."""
     if scheduler.disaggregation_mode == DisaggregationMode.DECODE or request.to_finish is not None:
         return
-    budget = scheduler.token_to_kv_pool_allocator.create_prefill_budget(scheduler.tree_cache)
-    if type(budget) not in (PrefillBudget, SWAPrefillBudget):
+    budget = _budget(scheduler)
+    if budget is None:
         return
     params, tokens = request.sampling_params, len(request.origin_input_ids)
     page, capacity = _page_and_capacity(scheduler)
@@ -39,11 +44,35 @@ def fit(scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
         )
 
 
+def check_arrival(original: Any, queue: Any, request: Any) -> bool:
+    """Around `DecodePreallocQueue._check_if_req_exceed_kv_capacity`: refuse what a decode server
+    cannot begin, as it reserves --num-reserved-decode-tokens behind a prompt.
+
+    Returns:
+        Whether the request was refused.
+    """
+    if original(queue, request):
+        return True
+    needed, capacity = queue._prealloc_required_tokens(request)[0], queue.max_total_num_tokens
+    # A retracted request has tokens that were sent.
+    if needed <= capacity or request.output_ids or _budget(queue.scheduler) is None:
+        return False
+    message = (
+        f"Input length ({len(request.origin_input_ids)} tokens) exceeds a KV cache of {capacity} "
+        f"tokens, of which {queue.num_reserved_decode_tokens} are reserved for the answer. Use a "
+        "shorter input, a larger KV cache or a lower --num-reserved-decode-tokens."
+    )
+    logger.error("%s, rid=%s", message, request.rid)
+    prepare_abort(request, message, status_code=HTTPStatus.BAD_REQUEST)
+    queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
+    return True
+
+
 def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
     """The number of tokens of the longest prompt that `PrefillAdder` takes on an idle server.
 
     Args:
-        budget: what is free in the pools, of an exact type that `fit` knows.
+        budget: what is free in the pools.
     """
     page, capacity = _page_and_capacity(scheduler)
     by_pages = _reserves_answer(scheduler, request)
@@ -59,6 +88,13 @@ def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
         sliding = scheduler.token_to_kv_pool_allocator.size_swa - page
         longest = min(longest, sliding if by_pages else (sliding - 1) // page * page)
     return longest
+
+
+def _budget(scheduler: Any) -> PrefillBudget | None:
+    """What is free in the pools; None if these share bytes, or part of them is host memory."""
+    budget = scheduler.token_to_kv_pool_allocator.create_prefill_budget(scheduler.tree_cache)
+    known = type(budget) in (PrefillBudget, SWAPrefillBudget) and not scheduler.enable_hisparse
+    return budget if known else None
 
 
 def _reserves_answer(scheduler: Any, request: Any) -> bool:

@@ -27,6 +27,9 @@ SEAMS = (
          "A request that fills the KV cache is accepted, never begins, and keeps all behind it "
          "waiting.",
          "tests/repairs/test_admission.py::test_requests_wait_for_ever_without_the_row"),
+        (Kind.AROUND, "disaggregation.decode.DecodePreallocQueue._check_if_req_exceed_kv_capacity",
+         "admission:check_arrival", "As above, on a decode server.",
+         "tests/repairs/test_admission.py::test_arrivals_wait_for_ever_without_the_row"),
         (Kind.AROUND, "sampling.watermarking.core.redact_watermark_command_line",
          "secrets:hide_in_command",
          "/server_info shows the command line with --api-key and --admin-api-key.",

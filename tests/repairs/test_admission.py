@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.managers.scheduler import Scheduler
@@ -18,11 +19,13 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.runtime_context import get_context
 
-from sglang_dflash.repairs.admission import fit
+from sglang_dflash.repairs.admission import check_arrival, fit
+from tests.seam.originals import original
 
 POOL, SLIDING, WINDOW = 128, 80, 16
 # What `get_worker_info` makes of the pool: a prompt has to be shorter.
 LIMIT = POOL - 6
+EXCEEDS = "sglang.srt.disaggregation.decode.DecodePreallocQueue._check_if_req_exceed_kv_capacity"
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +76,7 @@ class Request:
     """What is read of SGLang's, with its names."""
 
     swa_host_hit_length = host_hit_length = auxiliary_swa_host_hit_length = prefix_len = 0
-    retracted_stain = False
+    retracted_stain = return_logprob = False
     last_node = rid = None
     to_finish: Any = None
     extend_end: int
@@ -108,7 +111,7 @@ def scheduler(
         (SlidingPool if sliding else Pool)(page), "tree_cache": Tree(not cached),
         "max_total_num_tokens": POOL, "kv_shard_widening": 1, "page_size": page,
         "chunked_prefill_size": chunk, "max_req_len": POOL - 1, "max_new_tokens_limit": None,
-        "sliding_window_size": WINDOW,
+        "sliding_window_size": WINDOW, "enable_hisparse": False,
     }  # fmt: skip
     return SimpleNamespace(**(given | changes))
 
@@ -178,3 +181,47 @@ def test_a_prefill_server_asks_for_a_token() -> None:
         request.sampling_params.max_new_tokens = 1
         assert begins(made, request) == (request.to_finish is None), tokens
     assert request.to_finish is not None
+
+
+class Arrivals(DecodePreallocQueue):
+    """Of a decode server, empty."""
+
+    num_reserved_decode_tokens, max_total_num_tokens = 40, POOL
+
+    def __init__(self, page: int) -> None:
+        self.scheduler = scheduler(page, True, None)
+        self.token_to_kv_pool_allocator = self.scheduler.token_to_kv_pool_allocator
+        self.tree_cache = self.scheduler.tree_cache
+        self.answered: list[Any] = []
+        self.scheduler.output_streamer = SimpleNamespace(
+            stream_output=lambda requests, _logprobs: self.answered.extend(requests)
+        )
+
+    def _uses_swa_tail_prealloc(self) -> bool:
+        return False
+
+    def begins(self, request: Any) -> bool:
+        tokens = self._required_alloc_tokens(fill_len=len(request.origin_input_ids), prefix_len=0)
+        needed = self._required_admission_tokens(request, tokens, 0, 0)
+        return self._prealloc_reservation_fits(
+            needed, 0, full_allocatable_tokens=POOL, swa_allocatable_tokens=None
+        )
+
+
+@pytest.mark.parametrize("page", (1, 16))
+def test_arrivals_wait_for_ever_without_the_row(page: int) -> None:
+    queue, theirs = Arrivals(page), 0
+    for tokens, answer in itertools.product(range(1, LIMIT), (0, 1, 1000)):
+        request: Any = Request(tokens, answer, ignore_eos=False)
+        Scheduler.init_req_max_new_tokens(queue.scheduler, request)  # type: ignore[arg-type]
+        assert not original(EXCEEDS)(queue, request)
+        begins = queue.begins(request)
+        theirs += not begins
+        assert check_arrival(original(EXCEEDS), queue, request) != begins, (tokens, answer)
+        assert begins or request.finished_reason.status_code == 400
+    assert len(queue.answered) == theirs > 90
+    # A retracted request has been answered in part.
+    request.output_ids = array("q", [1])
+    assert not check_arrival(original(EXCEEDS), queue, request)
+    # SGLang refuses one itself.
+    assert check_arrival(lambda *_: True, queue, request)
