@@ -76,12 +76,14 @@ def longest_prompt(scheduler: Any, request: Any, budget: PrefillBudget) -> int:
     """
     page, capacity = _page_and_capacity(scheduler)
     by_pages = _reserves_answer(scheduler, request)
+    # A prefill server asks for one token, whatever the request does.
+    prefills = scheduler.disaggregation_mode == DisaggregationMode.PREFILL
+    answer = 1 if prefills else min(request.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
     longest = capacity - page
     if not by_pages:
-        # A prefill server asks for one token, whatever the request does.
-        prefills = scheduler.disaggregation_mode == DisaggregationMode.PREFILL
-        answer = 1 if prefills else min(request.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
         longest -= answer + 1
+    elif prefills and type(budget) is PrefillBudget:
+        longest = (longest - answer - IGNORE_EOS_RESERVE_TOKENS - 1) // page * page
     slides = isinstance(budget, SWAPrefillBudget) and not budget.req_ring
     if slides and scheduler.chunked_prefill_size is None:
         # The whole prompt is in the sliding layers' pool until it is computed.

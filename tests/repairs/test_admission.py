@@ -173,14 +173,16 @@ def test_requests_wait_for_ever_without_the_row() -> None:
 
 def test_a_prefill_server_asks_for_a_token() -> None:
     """It sets `max_new_tokens` once a request is queued."""
-    made = scheduler(16, True, None, disaggregation_mode=DisaggregationMode.PREFILL)
-    for tokens in range(100, LIMIT):
-        request = Request(tokens, 1000, ignore_eos=False)
-        Scheduler.init_req_max_new_tokens(made, request)  # type: ignore[arg-type]
-        fit(made, request)
-        request.sampling_params.max_new_tokens = 1
-        assert begins(made, request) == (request.to_finish is None), tokens
-    assert request.to_finish is not None
+    for page, cached, sliding in itertools.product((1, 16), (True, False), (True, False)):
+        mode = DisaggregationMode.PREFILL
+        made = scheduler(page, cached, None, sliding, disaggregation_mode=mode)
+        for tokens, ignores in itertools.product(range(1, LIMIT), (True, False)):
+            request = Request(tokens, 1000, ignores)
+            Scheduler.init_req_max_new_tokens(made, request)  # type: ignore[arg-type]
+            fit(made, request)
+            request.sampling_params.max_new_tokens = 1
+            case = page, cached, sliding, tokens, ignores
+            assert begins(made, request) == (request.to_finish is None), case
 
 
 class Arrivals(DecodePreallocQueue):
