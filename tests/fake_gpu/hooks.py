@@ -14,14 +14,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from sglang_dflash.drafting.recurrent import replay
 from tests.fake_gpu.gpu import GPU
-from tests.fake_gpu.kernels import attention, elementwise, sampling
+from tests.fake_gpu.kernels import attention, elementwise, sampling, twins
 from tests.fake_gpu.tensor import COMPILED, CudaTensor, kernel
 
 # A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
 INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"
-# A variable of a server: torch code in place of our slowest kernel, that of replay.
-REPLAY_TWIN = "FAKE_GPU_REPLAY_TWIN"
+# A variable of a server: torch code in place of our slowest kernels.
+TWINS = "FAKE_GPU_TWINS"
 Hook = Callable[[Any], None]
 
 
@@ -132,16 +133,26 @@ def late_bound_math(module: Any) -> None:
         setattr(module, name, lambda x, name=name: getattr(tl, name)(x))
 
 
+def draft_ops(module: Any) -> None:
+    twins_of_ours(module, twins.OF_OPS)
+
+
+def draft_attention(module: Any) -> None:
+    twins_of_ours(module, twins.OF_ATTENTION)
+
+
 def replay_fold(module: Any) -> None:
-    """The kernel takes 10 s a step in the interpreter."""
-    from sglang_dflash.drafting.recurrent import replay
+    twins_of_ours(module, {"fold_": replay.fold_})
 
-    kernel_fold = module.fold_
 
-    def fold_(*args: Any, **kwargs: Any) -> Any:
-        return (replay.fold_ if os.environ.get(REPLAY_TWIN) else kernel_fold)(*args, **kwargs)
+def twins_of_ours(module: Any, named: dict[str, Callable[..., Any]]) -> None:
+    """Let a variable choose between a kernel of ours and its twin."""
 
-    module.fold_ = fold_
+    def choosing(launch: Callable[..., Any], twin: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (twin if os.environ.get(TWINS) else launch)(*args, **kwargs)
+
+    for name, twin in named.items():
+        setattr(module, name, choosing(getattr(module, name), twin))
 
 
 def internal_state(module: Any) -> None:
@@ -165,6 +176,8 @@ HOOKS: dict[str, Hook] = {
     f"{ATTENTION}.extend_attention": extend_attention,
     f"{ATTENTION}.decode_attention": decode_attention,
     "dflash_kernels.gated_delta_fold": replay_fold,
+    "dflash_kernels.draft_ops": draft_ops,
+    "dflash_kernels.draft_attention": draft_attention,
     "sglang.srt.managers.scheduler_components.internal_state": internal_state,
 }
 

@@ -19,7 +19,7 @@ from tests.engine.servers import (
     faulty,
 )  # fmt: skip
 from tests.fake_gpu.gpu import COUNT, MEMORY_GIB
-from tests.fake_gpu.hooks import REPLAY_TWIN
+from tests.fake_gpu.hooks import TWINS
 from tests.fake_gpu.install import ENVIRONMENT
 
 NURSERY = "tests.fake_gpu.nursery"
@@ -81,10 +81,14 @@ FLASHINFER = DFLASH.named("gpu-flashinfer-sampling").having(sampling_backend="fl
 # As in an environment where FlashInfer cannot be installed.
 BARE = on_gpu(DFLASH, "flashinfer").named("gpu-bare")
 BARE_BUILTIN = on_gpu(BUILTIN, "flashinfer").named("gpu-bare-builtin")
-# Nothing but the pair: SGLang chooses the backends and captures prefills.
+# The pair and its size: SGLang chooses dtype, backends and batch sizes, and captures prefills.
 DEFAULT_PLAIN = on_gpu(
     ServerConfig(name="gpu-default-plain").having(
-        model_path=DENSE.target, max_running_requests=4, context_length=1024
+        model_path=DENSE.target,
+        max_running_requests=4,
+        context_length=1024,
+        max_total_tokens=4096,
+        mem_fraction_static=0.5,
     )
 )
 DEFAULT = DEFAULT_PLAIN.named("gpu-default").having(
@@ -104,7 +108,7 @@ HYBRID_PLAIN = PLAIN.named("gpu-hybrid-plain").having(
 HYBRID_REPLAY = (
     HYBRID_PLAIN.named("gpu-hybrid-replay")
     .having(**drafting(HYBRID.draft), linear_attn_verify_backend="triton")
-    .with_env(**{REPLAY_TWIN: "1"})
+    .with_env(**{TWINS: "1"})
 )
 HYBRID_SNAPSHOT = HYBRID_REPLAY.named("gpu-hybrid-snapshot").having(
     speculative_dflash_recurrent_rollback="snapshot"

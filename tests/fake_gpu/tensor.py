@@ -59,6 +59,8 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """`change` of everything in lists, tuples and dicts."""
     if type(value) in (list, tuple):
         return type(value)([mapped(change, each) for each in value])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(change, each) for each in value))
     if type(value) is dict:
         return {name: mapped(change, each) for name, each in value.items()}
     return change(value)

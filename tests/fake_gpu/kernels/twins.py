@@ -1,0 +1,137 @@
+"""Torch code in place of our own slowest Triton kernels, which compute one token per program: on
+request, for servers that compare something else than kernels.
+
+Each is launched with the arguments of the function of dflash_kernels that it replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_dflash.drafting import ops
+from sglang_dflash.drafting.attention.reference import TorchAttention
+from sglang_dflash.drafting.attention.table import ContextTable
+from sglang_dflash.drafting.noise import PLAIN, BlockNoise
+from sglang_dflash.drafting.rope import Rotary
+from tests.fake_gpu.tensor import kernel
+
+OPS = ops.TorchOps()
+
+
+def rotary_of(frequencies: Tensor, factor: float) -> Any:
+    """A `Rotary` of tensors of the host."""
+    rotary = SimpleNamespace(frequencies=frequencies, attention_factor=factor)
+    rotary.cos_sin = lambda positions, dtype: Rotary.cos_sin(rotary, positions, dtype)
+    return rotary
+
+
+def add_rms_norm(
+    out: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+    store_sum: bool = True,
+) -> None:
+    normed, total = OPS.add_rms_norm(x, residual, weight, eps, bias)
+    out.copy_(normed)
+    if residual is not None and store_sum:
+        residual.copy_(total)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    positions: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    frequencies: Tensor,
+    factor: float,
+    heads: int,
+    eps: float,
+) -> None:
+    rotation = rotary_of(frequencies, factor).cos_sin(positions, torch.float32)
+    weights = q_weight.float(), k_weight.float()
+    q, k, _ = OPS.qk_norm_rope(qkv.float(), *weights, rotation, heads, eps)
+    both = torch.cat((q, k), -2).flatten(-2)
+    qkv[:, : both.shape[-1]] = both.to(qkv.dtype)
+
+
+def silu_mul(out: Tensor, x: Tensor) -> None:
+    out.copy_(OPS.silu_mul(x))
+
+
+def write_context(
+    cache: Tensor,
+    kv: Tensor,
+    entries: Tensor,
+    positions: Tensor,
+    k_weights: Tensor,
+    frequencies: Tensor,
+    factor: float,
+    eps: float,
+) -> None:
+    rotary = rotary_of(frequencies, factor)
+    OPS.write_context(cache, kv, entries, positions, k_weights, rotary, eps)
+
+
+def largest(
+    best: Tensor,
+    ids: Tensor,
+    logits: Tensor,
+    seeds: Tensor,
+    temperatures: Tensor,
+    seq_lens: Tensor,
+    first_id: int,
+    scale: Any = PLAIN,
+    token_ids: Tensor | None = None,
+) -> None:
+    noise = BlockNoise(seeds, temperatures, seq_lens)
+    for to, result in zip(
+        (best, ids), OPS.largest(logits, noise, first_id, scale, token_ids), strict=True
+    ):
+        to.copy_(result)
+
+
+def block_attention(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    old: Tensor,
+    entries: Tensor,
+    seq_lens: Tensor,
+    layer: Any,
+    workspace: Any = None,
+) -> None:
+    attention = TorchAttention([layer], q.shape[1])
+    attention.prepare(old.unsqueeze(1), ContextTable(entries, seq_lens))
+    out.copy_(attention.attend(0, q, k, v))
+
+
+def with_frequencies(run: Callable[..., None], at: int) -> Callable[..., None]:
+    """Launch with the rotary's frequencies and factor in its place, argument number `at`."""
+    launch = kernel(run)
+
+    def launch_with(*args: Any) -> None:
+        rotary = args[at]
+        own = rotary.frequencies, rotary.attention_factor
+        launch(*args[:at], *own, *args[at + 1 :])
+
+    return launch_with
+
+
+# Of dflash_kernels.draft_ops and dflash_kernels.draft_attention.
+OF_OPS: dict[str, Callable[..., None]] = {
+    "add_rms_norm": kernel(add_rms_norm),
+    "qk_norm_rope": with_frequencies(qk_norm_rope, 4),
+    "silu_mul": kernel(silu_mul),
+    "write_context": with_frequencies(write_context, 5),
+    "largest": kernel(largest),
+}
+OF_ATTENTION: dict[str, Callable[..., None]] = {"block_attention": kernel(block_attention)}
