@@ -50,6 +50,7 @@ TABLE = (Row(g.DFLASH, s.PLAIN, ALL, (checks.drafted, proposals_from_graphs)),)
 LONG = (
     # The plain servers that rows are compared with answer as the CPU's, up to near-ties of 16 bits.
     Row(g.PLAIN, s.PLAIN, ALL),
+    Row(g.OWN_KERNELS, s.PLAIN, (asks.greedy,), (checks.drafted, proposals_from_graphs)),
     Row(g.BUILTIN, s.PLAIN, (asks.greedy,)),
     Row(g.EAGER, s.PLAIN, (asks.greedy, asks.every_sort), (checks.drafted,)),
     Row(g.NO_OVERLAP, s.PLAIN, ALL, (checks.drafted, proposals_from_graphs)),

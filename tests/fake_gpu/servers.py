@@ -50,9 +50,13 @@ PLAIN = on_gpu(
         model_path=DENSE.target, dtype="float32", attention_backend="triton", **SMALL
     )
 )
-DFLASH = PLAIN.named("gpu-dflash").having(**drafting(DENSE.draft))
+# Torch code in place of our slowest kernels; they run in OWN_KERNELS.
+DFLASH = PLAIN.named("gpu-dflash").having(**drafting(DENSE.draft)).with_env(**{TWINS: "1"})
+OWN_KERNELS = replace(DFLASH.named("gpu-own-kernels"), env=PLAIN.env)
 BUILTIN = DFLASH.named("gpu-builtin").having(speculative_dflash_worker="builtin")
-EAGER = DFLASH.named("gpu-eager").having(disable_cuda_graph=True, disable_overlap_schedule=True)
+EAGER = OWN_KERNELS.named("gpu-eager").having(
+    disable_cuda_graph=True, disable_overlap_schedule=True
+)
 NO_OVERLAP = DFLASH.named("gpu-no-overlap").having(disable_overlap_schedule=True)
 NO_DRAFT_GRAPHS = DFLASH.named("gpu-no-draft-graphs").having(speculative_dflash_draft_graphs="off")
 # What else a step can do: lookup beyond the draft's block, widths that change, a window in pages,
@@ -74,8 +78,10 @@ FAULTY = faulty(DFLASH)
 TP2 = on_gpu(DFLASH.having(tp_size=2), gpus=2).named("gpu-tp2")
 # FlashAttention 3, which serves 16 bits only.
 FA3_PLAIN = PLAIN.named("gpu-fa3-plain").having(dtype="bfloat16", attention_backend="fa3")
-FA3 = FA3_PLAIN.named("gpu-fa3").having(
-    **drafting(DENSE.draft), speculative_draft_attention_backend="fa3"
+FA3 = (
+    FA3_PLAIN.named("gpu-fa3")
+    .with_env(**{TWINS: "1"})
+    .having(**drafting(DENSE.draft), speculative_draft_attention_backend="fa3")
 )
 FLASHINFER = DFLASH.named("gpu-flashinfer-sampling").having(sampling_backend="flashinfer")
 # As in an environment where FlashInfer cannot be installed.
