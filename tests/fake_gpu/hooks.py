@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dflash.drafting.recurrent import replay
+from sglang_dflash.platform_cpu import seams as platform_cpu
 from tests.fake_gpu.gpu import GPU
 from tests.fake_gpu.kernels import attention, elementwise, sampling, twins
-from tests.fake_gpu.tensor import COMPILED, CudaTensor, kernel
+from tests.fake_gpu.tensor import COMPILED, CudaTensor, function, kernel
 
 # A variable of a server: SGLang's attention in the interpreter, 50 times slower than torch code.
 INTERPRETED_ATTENTION = "FAKE_GPU_INTERPRETED_ATTENTION"
@@ -134,25 +137,52 @@ def late_bound_math(module: Any) -> None:
 
 
 def draft_ops(module: Any) -> None:
-    twins_of_ours(module, twins.OF_OPS)
+    choose_twins(module, twins.OF_OPS)
 
 
 def draft_attention(module: Any) -> None:
-    twins_of_ours(module, twins.OF_ATTENTION)
+    choose_twins(module, twins.OF_ATTENTION)
 
 
 def replay_fold(module: Any) -> None:
-    twins_of_ours(module, {"fold_": replay.fold_})
+    choose_twins(module, {"fold_": replay.fold_})
 
 
-def twins_of_ours(module: Any, named: dict[str, Callable[..., Any]]) -> None:
-    """Let a variable choose between a kernel of ours and its twin."""
+def choose_twins(module: Any, named: dict[str, Callable[..., Any]]) -> None:
+    """Let a variable choose between functions of a module and their twins."""
 
     def choosing(launch: Callable[..., Any], twin: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (twin if os.environ.get(TWINS) else launch)(*args, **kwargs)
 
     for name, twin in named.items():
         setattr(module, name, choosing(getattr(module, name), twin))
+
+
+def twins_of_sglang() -> dict[str, Hook]:
+    """Kernels of recurrent layers, whose torch code the plain-CPU platform has."""
+    seams = [
+        seam
+        for seam in platform_cpu.SEAMS
+        # Methods are called with tensors in `self`: they stay.
+        if ".gdn_ops." in str(seam.ours) and not seam.attribute == "forward"
+    ]
+    return {
+        module: partial(
+            choose_twins,
+            named={
+                x.attribute: function(resolved(str(x.ours))) for x in seams if x.parent == module
+            },
+        )
+        for module in {seam.parent for seam in seams}
+    }
+
+
+def resolved(name: str) -> Callable[..., Any]:
+    """The function MODULE:NAME, imported when it is called."""
+    module, _, function_name = name.partition(":")
+    return lambda *args, **kwargs: getattr(importlib.import_module(module), function_name)(
+        *args, **kwargs
+    )
 
 
 def internal_state(module: Any) -> None:
@@ -189,7 +219,7 @@ def install() -> None:
     COMPILED["sgl_kernel::fwd"] = attention.flash_attention_3
     COMPILED["sgl_kernel::weak_ref_tensor"] = lambda x: CudaTensor(x.host, x.device)
     COMPILED["sgl_kernel::get_scheduler_metadata"] = scheduler_metadata
-    sys.meta_path.insert(0, AfterImport(dict(HOOKS)))
+    sys.meta_path.insert(0, AfterImport({**HOOKS, **twins_of_sglang()}))
 
 
 def scheduler_metadata(*args: Any, **kwargs: Any) -> Tensor:
