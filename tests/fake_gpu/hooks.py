@@ -164,7 +164,7 @@ def twins_of_sglang() -> dict[str, Hook]:
         seam
         for seam in platform_cpu.SEAMS
         # Methods are called with tensors in `self`: they stay.
-        if ".gdn_ops." in str(seam.ours) and not seam.attribute == "forward"
+        if ".gdn_ops." in str(seam.ours) and seam.attribute != "forward"
     ]
     return {
         module: partial(

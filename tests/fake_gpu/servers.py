@@ -108,13 +108,13 @@ SIZED = on_gpu(DFLASH.named("gpu-sized").having(max_total_tokens=None, dtype="bf
 SIZED_WINDOW = SIZED.named("gpu-sized-window").having(speculative_draft_window_size=256)
 
 # Recurrent layers: SGLang's prefill of them takes 16 bits only.
-HYBRID_PLAIN = PLAIN.named("gpu-hybrid-plain").having(
-    model_path=HYBRID.target, dtype="bfloat16", max_mamba_cache_size=16
-)
-HYBRID_REPLAY = (
-    HYBRID_PLAIN.named("gpu-hybrid-replay")
-    .having(**drafting(HYBRID.draft), linear_attn_verify_backend="triton")
+HYBRID_PLAIN = (
+    PLAIN.named("gpu-hybrid-plain")
+    .having(model_path=HYBRID.target, dtype="bfloat16", max_mamba_cache_size=16)
     .with_env(**{TWINS: "1"})
+)
+HYBRID_REPLAY = HYBRID_PLAIN.named("gpu-hybrid-replay").having(
+    **drafting(HYBRID.draft), linear_attn_verify_backend="triton"
 )
 HYBRID_SNAPSHOT = HYBRID_REPLAY.named("gpu-hybrid-snapshot").having(
     speculative_dflash_recurrent_rollback="snapshot"
