@@ -102,6 +102,17 @@ def aborted(server: Server) -> Answers:
     return [first, third]
 
 
+def constrained(server: Server) -> Answers:
+    """By grammars, penalties and a bias, two at a time."""
+    jobs = [
+        lambda i=i, sort=sort: client.ask(
+            server, PROMPTS["short"][i], **{"max_new_tokens": NEW_TOKENS // 2, **sort}
+        )
+        for i, sort in enumerate(SORTS[:5])
+    ]
+    return at_once(jobs, 2)
+
+
 SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 1.0, "top_k": 20},

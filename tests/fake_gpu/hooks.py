@@ -224,4 +224,4 @@ def install() -> None:
 
 def scheduler_metadata(*args: Any, **kwargs: Any) -> Tensor:
     """FlashAttention 3's schedule, which torch code does not read."""
-    return torch.zeros(1, dtype=torch.int32, device=GPU.device)
+    return CudaTensor(torch.zeros(1, dtype=torch.int32))

@@ -104,7 +104,7 @@ PREFILL_GRAPHS = DFLASH.named("gpu-prefill-graphs").having(
     cuda_graph_backend_prefill=None, cuda_graph_max_bs_prefill=64
 )
 # As many KV tokens as there is memory for.
-SIZED = on_gpu(DFLASH.named("gpu-sized").having(max_total_tokens=None, dtype="bfloat16"), gib=1)
+SIZED = on_gpu(DFLASH.named("gpu-sized").having(max_total_tokens=None, dtype="bfloat16"), gib=3)
 SIZED_WINDOW = SIZED.named("gpu-sized-window").having(speculative_draft_window_size=256)
 
 # Recurrent layers: SGLang's prefill of them takes 16 bits only.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.fake_gpu.tensor import kernel
+from tests.fake_gpu.tensor import CudaTensor, kernel
 
 
 def attend(
@@ -209,9 +209,9 @@ def flash_attention_3(
     )
     sinks = named.get("sinks", rest[27] if len(rest) > 27 else None)
     if out is None:
-        out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+        out = CudaTensor(torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype))
     scale = scale or q.shape[-1] ** -0.5
     kernel(paged_attention)(
         q, k, v, out, cu_q, cu_k, used_k, pages, batch_index, scale, causal, left, right, cap, sinks
     )
-    return out, torch.empty(q.shape[-2], len(q), device=q.device)
+    return out, CudaTensor(torch.empty(q.shape[-2], len(q)))
