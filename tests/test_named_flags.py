@@ -31,7 +31,10 @@ FOREIGN = {
     "launch/demo.sh": {"--check"},
 }  # fmt: skip
 # Short for a server's --tp-size and the like, and the beginning of several.
-SHORT = {"--dp", "--pp", "--tp", "--speculative-dflash"}
+SHORT = {
+    "--dp", "--pp", "--tp", "--speculative", "--speculative-dflash", "--speculative-dspark",
+    "--speculative-ngram",
+}  # fmt: skip
 
 
 @cache

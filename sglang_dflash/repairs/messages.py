@@ -26,7 +26,7 @@ def keep_objects(_serving: Any, response: Any) -> None:
             continue
         if not isinstance(value, dict):
             logger.warning(
-                "tool %r was called with arguments that are no JSON object, which /v1/messages "
-                "cannot show: %.200s; its input is left empty", call.function.name, text,
-            )  # fmt: skip
+                "a tool was called with arguments that are no JSON object, which /v1/messages "
+                "cannot show; its input is left empty"
+            )
             call.function.arguments = "{}"

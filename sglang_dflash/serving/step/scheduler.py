@@ -18,13 +18,12 @@ def serve_hidden_states(original: Any, request: Any, enable_overlap: bool) -> st
 
 
 def admit_into_any_free_slot(
-    original: Any, user_value: int | None, max_running_requests: int, **others: Any
+    original: Any, user_value: int | None, max_running_requests: int, *_: Any, **__: Any
 ) -> int | None:
     """Around `resolve_min_free_slots`: a threshold only if `--min-free-slots-delay` gives one.
 
     Our drafter has no prefill of its own: it projects hidden states of the target's.
     """
-    del others
     return original(user_value, max_running_requests)
 
 
