@@ -45,6 +45,7 @@ ELSEWHERE = {
     "pre-commit install": "changes the checkout's git hooks",
     "source .venv/bin/activate": "launch/setup.sh made it",
     "git grep": "a search for a maintainer to read",
+    "python -m tests.fake_gpu": "tests/engine/test_gpu_path.py",
     "pip wheel": "minutes, and needs the network",
     "pip install --no-index": "of what `pip wheel` has made",
     "pip download": "the beginning of a maintainer's command, and needs the network",

@@ -6,9 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from sglang_dflash.facts.errors import ConfigError
 from sglang_dflash.facts.fields import read_json_object
@@ -46,7 +43,7 @@ def published_draft(target: str) -> str:
         f"give a folder or a hub name: no draft is known that is published for {target!r}; drafts "
         f"are known for {', '.join(pairs)}"
     )
-    raise ConfigError("draft", None, required)
+    raise ConfigError("draft", required=required)
 
 
 def _model(name: str) -> str:
@@ -72,9 +69,8 @@ def _base_models(card: Path) -> list[str]:
         return []
     text = card.read_text(encoding="utf-8", errors="replace")
     front = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
-    try:
-        head: Any = yaml.safe_load(front[1]) if front else None
-    except yaml.YAMLError:  # A card is for people; it decides nothing.
-        return []
-    base = head.get("base_model") if isinstance(head, dict) else None
-    return [name for name in (base if isinstance(base, list) else [base]) if isinstance(name, str)]
+    # A name, or a list of them: in brackets, or one per line.
+    entry = re.search(
+        r"^base_model:[ \t]*(\S[^\n]*|(?:\n[ \t]*-[ \t]+[^\n]+)+)", front[1] if front else "", re.M
+    )
+    return re.findall(r"[\w.-]+/[\w.-]+", entry[1]) if entry else []

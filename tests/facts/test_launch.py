@@ -31,7 +31,7 @@ def served(target: str, *draft: str) -> list[str]:
 
 WRONG = {
     "no target": (served("/nonesuch/model", DRAFT), "--model-path: '/nonesuch/model'; there is no"),
-    "no draft": (served(TARGET), "--speculative-draft-model-path: missing"),
+    "no draft": (served(TARGET), "--speculative-draft-model-path: give a folder or a hub name"),
     "no draft's folder": (
         served(TARGET, "./nonesuch/draft"), "--speculative-draft-model-path: './nonesuch/draft'",
     ),
