@@ -380,11 +380,11 @@ def function(run: Callable[..., Any]) -> Callable[..., Any]:
         if GPU.capture is None:
             return mapped(wrapped, go())
         # What it writes is put back: a capture runs nothing.
-        hosts = [x.host for x in given.values()]
-        before = [x.clone() for x in hosts]
+        storages = {s.data_ptr(): s for s in (x.untyped_storage() for x in given.values())}
+        before = {address: storage.clone() for address, storage in storages.items()}
         results = go()
-        for host, values in zip(hosts, before, strict=True):
-            host.copy_(values)
+        for address, storage in storages.items():
+            storage.copy_(before[address])
         new = [x for x in tensors_in(results) if id(x) not in given]
 
         def again() -> None:
